@@ -1,0 +1,56 @@
+"""Text to batches: tokenizers, corpora, preparation and the input pipeline.
+
+Names are imported when they are first used: the pipeline needs grain, and grain needs JAX, for
+which `python -m heinsen_jax.data.prepare` should not wait.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from heinsen_jax.data.corpora import CORPORA
+    from heinsen_jax.data.manifest import Manifest
+    from heinsen_jax.data.pipeline import (
+        DataConfig,
+        TokenDataset,
+        TokenSource,
+        ValidationBatch,
+        load,
+        train_batches,
+        validation_batches,
+    )
+    from heinsen_jax.data.tokenizers import (
+        END_OF_TEXT,
+        end_of_text_id,
+        fingerprint,
+        get_tokenizer,
+        load_tokenizer,
+        save_tokenizer,
+    )
+
+__all__ = [
+    "CORPORA",
+    "END_OF_TEXT",
+    "DataConfig",
+    "Manifest",
+    "TokenDataset",
+    "TokenSource",
+    "ValidationBatch",
+    "end_of_text_id",
+    "fingerprint",
+    "get_tokenizer",
+    "load",
+    "load_tokenizer",
+    "save_tokenizer",
+    "train_batches",
+    "validation_batches",
+]
+
+_MODULES = ("tokenizers", "corpora", "manifest", "pipeline")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    modules = (importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
+    return next(getattr(module, name) for module in modules if hasattr(module, name))

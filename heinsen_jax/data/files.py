@@ -1,0 +1,89 @@
+"""Files that are whole or absent, and a progress bar that is plain lines without a terminal."""
+
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+_SECONDS_BETWEEN_LINES = 5
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file that takes the place of `path` when the block ends without an error.
+
+    Every writer has its own partial file, so two processes that write the same content cannot
+    spoil each other's. A killed process may leave a `*.partial` file; it is safe to delete.
+    """
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a small file so that no reader ever sees half of it."""
+    with replacing(path) as file:
+        file.write(content)
+
+
+def sha256_of(path: Path) -> str:
+    """The hexadecimal SHA-256 of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def byte_progress(
+    description: str, total: int, console: Console | None = None
+) -> Iterator[Callable[[int], None]]:
+    """Shows how many of `total` bytes are done; yields the function that reports more of them."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield _plain_progress(description, total, console)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+def _plain_progress(description: str, total: int, console: Console) -> Callable[[int], None]:
+    """A line now and then."""
+    done, printed = 0, time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, printed
+        done += count
+        if time.monotonic() - printed > _SECONDS_BETWEEN_LINES:
+            printed = time.monotonic()
+            console.print(
+                f"{description}: {done / 1e6:.0f} of {total / 1e6:.0f} MB", highlight=False
+            )
+
+    return advance

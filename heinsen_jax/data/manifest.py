@@ -1,0 +1,122 @@
+"""The record of a prepared data set: what it was made from, what it holds, and that it is whole."""
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pydantic
+
+from heinsen_jax.data.documents import SplitName
+from heinsen_jax.data.files import write_atomically
+from heinsen_jax.errors import UserError
+
+MANIFEST_FILE = "manifest.json"
+
+DtypeName = Literal["uint16", "uint32"]
+SplitKind = Literal["document", "tail", "published"]
+
+
+def token_dtype(vocab_size: int) -> DtypeName:
+    """The smallest type that holds every id of a vocabulary."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def numpy_dtype(name: DtypeName) -> np.dtype:
+    """The type of tokens on disk, little-endian on every machine."""
+    return np.dtype(name).newbyteorder("<")
+
+
+class Record(pydantic.BaseModel):
+    """Something that is written as JSON, the same bytes for the same values."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, (self.model_dump_json(indent=2) + "\n").encode())
+
+
+class InputRecord(Record):
+    """One of the inputs of a data set."""
+
+    name: str
+    files: int
+    bytes: int
+    fingerprint: str
+
+
+class Recipe(Record):
+    """All that decides the content of a data set."""
+
+    format_version: Literal[1] = 1
+    tokenizer: str
+    tokenizer_fingerprint: str
+    split: SplitKind
+    validation_fraction: float | None
+    inputs: tuple[InputRecord, ...]
+
+
+class Shard(Record):
+    """A file of token ids, raw and little-endian, and the text in it."""
+
+    file: str
+    tokens: int
+    bytes: int
+    documents: int
+    sha256: str
+
+
+class Split(Record):
+    """One side of the data: its shards and their totals."""
+
+    tokens: int
+    bytes: int
+    documents: int
+    shards: tuple[Shard, ...]
+
+    @classmethod
+    def of(cls, shards: tuple[Shard, ...]) -> "Split":
+        return cls(
+            tokens=sum(shard.tokens for shard in shards),
+            bytes=sum(shard.bytes for shard in shards),
+            documents=sum(shard.documents for shard in shards),
+            shards=shards,
+        )
+
+
+class Manifest(Recipe):
+    """A finished data set. Bytes count the UTF-8 text, without end-of-text tokens."""
+
+    dtype: DtypeName
+    vocab_size: int
+    splits: dict[SplitName, Split]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "Manifest":
+        """Reads the manifest in `folder` and checks that every shard is there in full size."""
+        path = Path(folder) / MANIFEST_FILE
+        try:
+            manifest = cls.model_validate_json(path.read_bytes())
+        except OSError:
+            raise UserError(
+                f"{folder} holds no {MANIFEST_FILE}: prepare it with "
+                f"python -m heinsen_jax.data.prepare INPUT --output {folder}"
+            ) from None
+        except pydantic.ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"])) or "content"
+            raise UserError(
+                f"{path} is damaged ({where}: {problem['msg']}): delete {folder}, prepare it again"
+            ) from None
+        manifest._check_shards(Path(folder))
+        return manifest
+
+    def _check_shards(self, folder: Path) -> None:
+        for shard in (shard for split in self.splits.values() for shard in split.shards):
+            path, expected = folder / shard.file, shard.tokens * numpy_dtype(self.dtype).itemsize
+            if not path.is_file():
+                raise UserError(f"{path} is missing: delete {folder} and prepare it again")
+            if (size := path.stat().st_size) != expected:
+                raise UserError(
+                    f"{path} has {size} bytes instead of {expected}: "
+                    f"delete {folder} and prepare it again"
+                )

@@ -1,0 +1,281 @@
+"""Turns text into token files, once: `python -m heinsen_jax.data.prepare INPUT... --output DIR`.
+
+The inputs are cut into *units* of some 64 MB by a plan that depends on nothing but their names and
+sizes. A pure function turns one unit into its shards and, last of all, a record of them. A run that
+was interrupted goes on with the units that have no record, and ends with the same bytes.
+
+    train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32
+    unit-00000.json                         its record
+    recipe.json                             what all of it is made from
+    tokenizer.json, tokenizer.tiktoken      the tokenizer
+    manifest.json                           written when everything else is there
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pydantic
+import tiktoken
+import tyro
+
+from heinsen_jax.data.corpora import CORPORA, corpus_sources
+from heinsen_jax.data.documents import SPLITS, Source, SplitName, find_sources
+from heinsen_jax.data.download import ensure_downloaded
+from heinsen_jax.data.files import byte_progress
+from heinsen_jax.data.manifest import (
+    MANIFEST_FILE,
+    InputRecord,
+    Manifest,
+    Recipe,
+    Split,
+    token_dtype,
+)
+from heinsen_jax.data.tokenizers import (
+    fingerprint,
+    get_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    saved_name,
+)
+from heinsen_jax.data.units import (
+    SplitRule,
+    Unit,
+    joint_hash,
+    plan_units,
+    process_unit,
+    read_record,
+)
+from heinsen_jax.errors import UserError, command_line
+
+DEFAULT_FRACTIONS = {"tail": 0.1, "document": 0.01}
+
+SplitChoice = Literal["auto", "document", "tail"]
+
+_RECIPE_FILE = "recipe.json"
+
+
+def prepare(
+    inputs: Sequence[str],
+    tokenizer: str,
+    output: str | Path,
+    *,
+    validation_fraction: float | None = None,
+    split: SplitChoice = "auto",
+    downloads: str | Path = "data/downloads",
+) -> Manifest:
+    """Prepares a data set in `output`, or goes on where an earlier call stopped.
+
+    Args:
+        inputs: Names of corpora, text files, folders, `.jsonl` or `.jsonl.zst` files.
+        tokenizer: As for `get_tokenizer`.
+        output: The folder to fill. One that holds a data set from other inputs is an error.
+        validation_fraction: How much is for validation; by default 0.1 of a tail, else 0.01.
+        split: `tail` cuts the end off a single text, `document` chooses among documents, `auto`
+            takes `tail` for exactly one plain text.
+        downloads: The folder where downloaded corpora are kept.
+    """
+    output = Path(output)
+    sources_by_input = _sources_by_input(inputs, Path(downloads))
+    sources = [source for group in sources_by_input.values() for source in group]
+    rule = _split_rule(split, validation_fraction, sources)
+    encoding = _tokenizer(tokenizer, output)
+    recipe = _recipe(sources_by_input, encoding, rule)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        if _is_finished(recipe, output):
+            return Manifest.load(output)
+        save_tokenizer(encoding, output)
+        recipe.write(output / _RECIPE_FILE)
+        units = plan_units(recipe, rule, sources)
+        _process([unit for unit in units if read_record(unit, output) is None], output)
+        return _finish(recipe, encoding, units, output)
+    except OSError as error:
+        raise UserError(f"output {output} cannot be written: {error}") from error
+
+
+def _sources_by_input(inputs: Sequence[str], downloads: Path) -> dict[str, list[Source]]:
+    if not inputs:
+        raise UserError(f"inputs: give a corpus ({', '.join(CORPORA)}), a file or a folder")
+    sources: dict[str, list[Source]] = {}
+    for name in inputs:
+        if name in sources:
+            raise UserError(f"input {name} is given twice: give it once")
+        sources[name] = _sources(name, downloads)
+        if not sources[name]:
+            raise UserError(f"input {name} holds no text: give one that does")
+    return sources
+
+
+def _sources(name: str, downloads: Path) -> list[Source]:
+    if name in CORPORA:
+        return corpus_sources(name, downloads)
+    if not Path(name).exists():
+        raise UserError(
+            f"input {name} does not exist: give one of {', '.join(CORPORA)}, a file or a folder"
+        )
+    return find_sources(Path(name))
+
+
+def _split_rule(
+    choice: SplitChoice, fraction: float | None, sources: Sequence[Source]
+) -> SplitRule:
+    is_single_text = len(sources) == 1 and sources[0].kind == "text"
+    if choice == "tail" and not is_single_text:
+        raise UserError("split=tail needs exactly one plain text: use split=document")
+    if all(source.has_published_split for source in sources):
+        if choice != "auto" or fraction is not None:
+            raise UserError(
+                "split and validation_fraction: the corpus has its own validation text; "
+                "leave both out"
+            )
+        return SplitRule("published", None)
+    kind = "tail" if choice == "tail" or (choice == "auto" and is_single_text) else "document"
+    if fraction is None:
+        fraction = DEFAULT_FRACTIONS[kind]
+    if not 0 < fraction < 1:
+        raise UserError(f"validation_fraction={fraction} must lie between 0 and 1, such as 0.01")
+    return SplitRule(kind, fraction)
+
+
+def _tokenizer(name: str, output: Path) -> tiktoken.Encoding:
+    """The tokenizer called `name`, without the network where `output` holds it already."""
+    is_published = name in tiktoken.list_encoding_names()
+    if is_published and saved_name(output) == name:
+        return load_tokenizer(output)
+    return get_tokenizer(name)
+
+
+def _recipe(
+    sources: dict[str, list[Source]], encoding: tiktoken.Encoding, rule: SplitRule
+) -> Recipe:
+    return Recipe(
+        tokenizer=encoding.name,
+        tokenizer_fingerprint=fingerprint(encoding),
+        split=rule.kind,
+        validation_fraction=rule.validation_fraction,
+        inputs=tuple(
+            InputRecord(
+                name=name if name in CORPORA else Path(name).resolve().name,
+                files=len(group),
+                bytes=sum(source.size for source in group),
+                fingerprint=joint_hash(*(str(source.identity) for source in group)),
+            )
+            for name, group in sources.items()
+        ),
+    )
+
+
+def _is_finished(recipe: Recipe, output: Path) -> bool:
+    """Whether `output` holds the whole data set already; one of another recipe is an error."""
+    path = output / _RECIPE_FILE
+    if not path.exists():
+        return False
+    try:
+        held = Recipe.model_validate_json(path.read_bytes())
+    except pydantic.ValidationError:
+        raise UserError(f"{path} is damaged: delete {output} and prepare it again") from None
+    wanted = dict(recipe)
+    differing = [
+        f"{field} ({_brief(value)}, not {_brief(wanted[field])})"
+        for field, value in held
+        if value != wanted[field]
+    ]
+    if differing:
+        raise UserError(
+            f"{output} holds a data set that differs in {', '.join(differing)}: "
+            "choose another output or delete that folder"
+        )
+    return (output / MANIFEST_FILE).exists()
+
+
+def _brief(value: object) -> str:
+    if isinstance(value, tuple):
+        return " + ".join(f"{i.name}: {i.files} files, {i.bytes} bytes" for i in value)
+    return str(value)[:12]
+
+
+def _process(units: Sequence[Unit], output: Path) -> None:
+    for source in (source for unit in units for source in unit.sources):
+        if source.remote is not None:
+            ensure_downloaded(source.remote, source.path)
+    total = sum(unit.size for unit in units)
+    with byte_progress(f"preparing {output.name}", total) as advance:
+        for unit in units:
+            process_unit(unit, output, advance)
+
+
+def _finish(
+    recipe: Recipe, encoding: tiktoken.Encoding, units: Sequence[Unit], output: Path
+) -> Manifest:
+    records = [record for unit in units if (record := read_record(unit, output))]
+    splits: dict[SplitName, Split] = {
+        name: Split.of(tuple(r.shards[name] for r in records if name in r.shards))
+        for name in SPLITS
+    }
+    _check_splits(splits, recipe, output)
+    manifest = Manifest(
+        **dict(recipe),
+        dtype=token_dtype(encoding.n_vocab),
+        vocab_size=encoding.n_vocab,
+        splits=splits,
+    )
+    manifest.write(output / MANIFEST_FILE)
+    return Manifest.load(output)
+
+
+def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) -> None:
+    """Refuses a data set with an empty side, and forgets its recipe so that another may follow."""
+    empty = [name for name, split in splits.items() if not split.tokens]
+    if not empty:
+        return
+    (output / _RECIPE_FILE).unlink(missing_ok=True)
+    if len(empty) == 2:
+        raise UserError("inputs: the files hold no text at all; give some that do")
+    change = "smaller" if empty == ["train"] else "larger"
+    raise UserError(
+        f"no text is left for {empty[0]} with validation_fraction={recipe.validation_fraction}: "
+        f"make validation_fraction {change}, or give more text"
+    )
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Prepares a data set from corpora, text files, folders, .jsonl or .jsonl.zst files."""
+
+    inputs: tyro.conf.Positional[tuple[str, ...]]
+    """Names of corpora (python-stdlib, tinyshakespeare, ...) and paths."""
+    output: Path
+    """The folder to fill; an interrupted preparation goes on where it stopped."""
+    tokenizer: str = "bytes"
+    """bytes, a name that tiktoken knows (gpt2, ...), or a .tiktoken file."""
+    validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None
+    """How much of the text is for validation; by default 0.1 of a tail, else 0.01."""
+    split: SplitChoice = "auto"
+    """document: choose among documents; tail: the end of the only text."""
+    downloads: Path = Path("data/downloads")
+    """Where downloaded corpora are kept."""
+
+
+@command_line
+def main() -> None:
+    arguments = tyro.cli(Arguments, prog="python -m heinsen_jax.data.prepare")
+    manifest = prepare(
+        arguments.inputs,
+        arguments.tokenizer,
+        arguments.output,
+        validation_fraction=arguments.validation_fraction,
+        split=arguments.split,
+        downloads=arguments.downloads,
+    )
+    for name, split in manifest.splits.items():
+        print(
+            f"{name}: {split.tokens} tokens, {split.bytes} bytes, {split.documents} documents "
+            f"in {arguments.output}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""A data set is prepared in units: the plan, and the pure function that does one of them."""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import pydantic
+
+from heinsen_jax.data.documents import SPLITS, Document, Source, SplitName, read_documents
+from heinsen_jax.data.files import replacing
+from heinsen_jax.data.manifest import Recipe, Record, Shard, SplitKind, numpy_dtype, token_dtype
+from heinsen_jax.data.tokenizers import encoder, end_of_text_id, load_tokenizer
+
+UNIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """Decides which text is for training and which for validation.
+
+    - `document`: a document goes by a hash of its content, so equal documents stay together;
+      an end-of-text token follows each.
+    - `tail`: the last characters of the only document are for validation; no token is added.
+    - `published`: every source says itself; an end-of-text token follows each document.
+    """
+
+    kind: SplitKind
+    validation_fraction: float | None
+
+    def divide(self, document: Document) -> Iterator[tuple[SplitName, str]]:
+        """The parts of a document and where they go."""
+        fraction = self.validation_fraction
+        if document.split is not None:
+            yield document.split, document.text
+        elif fraction is None:
+            raise ValueError("a document without a published split needs a validation fraction")
+        elif self.kind == "tail":
+            cut = int((1 - fraction) * len(document.text))
+            yield "train", document.text[:cut]
+            yield "validation", document.text[cut:]
+        else:
+            digest = hashlib.sha256(document.text.encode("utf-8")).digest()
+            is_validation = int.from_bytes(digest[:8], "big") < fraction * 2**64
+            yield "validation" if is_validation else "train", document.text
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of the work that is done, or done again, as a whole."""
+
+    index: int
+    sources: tuple[Source, ...]
+    rule: SplitRule
+    fingerprint: str
+    """Equal for two units exactly when they give the same shards."""
+
+    @property
+    def record_file(self) -> str:
+        return f"unit-{self.index:05d}.json"
+
+    @property
+    def size(self) -> int:
+        return sum(source.size for source in self.sources)
+
+
+class UnitRecord(Record):
+    """Says that a unit is done, and what it gave. A split without text has no shard."""
+
+    fingerprint: str
+    shards: dict[SplitName, Shard]
+
+
+def plan_units(recipe: Recipe, rule: SplitRule, sources: Sequence[Source]) -> list[Unit]:
+    """Cuts the sources, in order, into units of at most `UNIT_BYTES`, or of a single source."""
+    groups: list[list[Source]] = []
+    size = math.inf
+    for source in sources:
+        if size + source.size > UNIT_BYTES:
+            groups.append([])
+            size = 0
+        groups[-1].append(source)
+        size += source.size
+    return [
+        Unit(
+            index,
+            tuple(group),
+            rule,
+            joint_hash(recipe.tokenizer_fingerprint, repr(rule), *(str(s.identity) for s in group)),
+        )
+        for index, group in enumerate(groups)
+    ]
+
+
+def process_unit(
+    unit: Unit, output: Path, on_read: Callable[[int], None] = lambda count: None
+) -> UnitRecord:
+    """Writes the shards of one unit and then its record. Depends on nothing but its arguments.
+
+    Args:
+        unit: What to do. Its sources must have been downloaded.
+        output: The folder of the data set; it holds the tokenizer.
+        on_read: Called with the number of bytes just read.
+    """
+    encoding = load_tokenizer(output)
+    encode, dtype = encoder(encoding), numpy_dtype(token_dtype(encoding.n_vocab))
+    end = np.array([end_of_text_id(encoding)] if unit.rule.kind != "tail" else [], dtype)
+    with ExitStack() as files:
+        writers: dict[SplitName, _ShardWriter] = {
+            name: _ShardWriter(output / f"{name}-{unit.index:05d}.bin", files) for name in SPLITS
+        }
+        for source in unit.sources:
+            for document in read_documents(source, on_read):
+                for name, text in unit.rule.divide(document):
+                    if text:
+                        writers[name].append((encode(text).astype(dtype), end), text)
+        shards: dict[SplitName, Shard] = {
+            name: writer.shard() for name, writer in writers.items() if writer.documents
+        }
+    record = UnitRecord(fingerprint=unit.fingerprint, shards=shards)
+    record.write(output / unit.record_file)
+    return record
+
+
+class _ShardWriter:
+    """Streams tokens into a file, which is created with the first of them."""
+
+    def __init__(self, path: Path, files: ExitStack) -> None:
+        self.documents = 0
+        self._path = path
+        self._files = files
+        self._file: BinaryIO | None = None
+        self._tokens = self._bytes = 0
+        self._digest = hashlib.sha256()
+
+    def append(self, arrays: Sequence[np.ndarray], text: str) -> None:
+        self._file = self._file or self._files.enter_context(replacing(self._path))
+        for tokens in arrays:
+            content = tokens.tobytes()
+            self._file.write(content)
+            self._digest.update(content)
+            self._tokens += len(tokens)
+        self._bytes += len(text.encode("utf-8"))
+        self.documents += 1
+
+    def shard(self) -> Shard:
+        return Shard(
+            file=self._path.name,
+            tokens=self._tokens,
+            bytes=self._bytes,
+            documents=self.documents,
+            sha256=self._digest.hexdigest(),
+        )
+
+
+def read_record(unit: Unit, output: Path) -> UnitRecord | None:
+    """The record of a unit; `None` when it is still to be done, or to be done again."""
+    try:
+        record = UnitRecord.model_validate_json((output / unit.record_file).read_bytes())
+    except (FileNotFoundError, pydantic.ValidationError):
+        return None
+    is_there = all((output / shard.file).is_file() for shard in record.shards.values())
+    return record if is_there and record.fingerprint == unit.fingerprint else None
+
+
+def joint_hash(*parts: str) -> str:
+    """SHA-256 of some strings; it depends on where each of them ends."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

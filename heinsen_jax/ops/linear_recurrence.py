@@ -1,0 +1,95 @@
+"""First-order linear recurrences over time, in linear and in log space, as associative scans.
+
+Written with cumulative sums of log coefficients (as in Heinsen, 2023, arXiv:2311.06281) the log-space
+recurrence cancels badly over long sequences; the associative forms below never subtract.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.numerics import share
+from heinsen_jax.typing import Array
+
+
+def linear_recurrence(
+    coefficients: Array, inputs: Array, *, initial: Array | None = None, axis: int = -2
+) -> Array:
+    """x_t = a_t x_{t-1} + b_t, for all t at once.
+
+    Args:
+      coefficients: a, of the shape of `inputs` or broadcastable to it (but with time in full).
+      inputs: b `[..., T, D]`, with time on `axis`.
+      initial: x_0 `[..., D]`; zero when None.
+
+    Returns:
+      x `[..., T, D]`.
+    """
+
+    def compose(earlier, later):
+        (a1, b1), (a2, b2) = earlier, later
+        return a1 * a2, a2 * b1 + b2
+
+    a, x = lax.associative_scan(compose, (coefficients, inputs), axis=axis)
+    return x if initial is None else x + a * jnp.expand_dims(initial, axis)
+
+
+def log_linear_recurrence(
+    log_coefficients: Array, log_inputs: Array, *, initial: Array | None = None, axis: int = -2
+) -> Array:
+    """h_t = logaddexp(log a_t + h_{t-1}, log b_t), for all t at once: the log of `linear_recurrence`.
+
+    Sums are held as pairs (largest term, sum relative to it) until the end, which loses less to
+    rounding than a tree of logaddexp. Coefficients and inputs may be -inf = log 0.
+
+    Args:
+      log_coefficients: log a, of the shape of `log_inputs` or broadcastable to it (but with time in
+        full).
+      log_inputs: log b `[..., T, D]`, with time on `axis`.
+      initial: h_0 `[..., D]`; log 0 = -inf when None.
+
+    Returns:
+      h `[..., T, D]`.
+    """
+    if initial is None:
+        shape = list(log_inputs.shape)
+        del shape[axis]
+        initial = jnp.full(shape, -jnp.inf, log_inputs.dtype)
+    return _log_linear_recurrence(axis, log_coefficients, log_inputs, initial)
+
+
+def cumulative_log_sum_exp(x: Array, *, axis: int = -2) -> Array:
+    """log(sum_{s <= t} exp(x_s)): `jax.lax.cumlogsumexp` as a scan, with gradients right at -inf."""
+    shape = [1] * x.ndim
+    shape[axis] = x.shape[axis]
+    return log_linear_recurrence(jnp.zeros(shape, x.dtype), x, axis=axis)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _log_linear_recurrence(axis, log_a, log_b, initial):
+    def compose(earlier, later):
+        (a1, largest1, sum1), (a2, largest2, sum2) = earlier, later
+        decayed = largest1 + a2
+        largest = jnp.maximum(decayed, largest2)
+        return (a1 + a2, largest, sum1 * share(decayed, largest) + sum2 * share(largest2, largest))
+
+    log_decay, largest, total = lax.associative_scan(
+        compose, (log_a, log_b, jnp.ones_like(log_b)), axis=axis
+    )
+    return jnp.logaddexp(largest + jnp.log(total), log_decay + jnp.expand_dims(initial, axis))
+
+
+@_log_linear_recurrence.defjvp
+def _log_linear_recurrence_jvp(axis, primals, tangents):
+    (log_a, log_b, initial), (d_log_a, d_log_b, d_initial) = primals, tangents
+    h = _log_linear_recurrence(axis, log_a, log_b, initial)
+    previous = jnp.concatenate(
+        [jnp.expand_dims(initial, axis), lax.slice_in_dim(h, 0, h.shape[axis] - 1, axis=axis)], axis
+    )
+    kept = share(log_a + previous, h)
+    dh = linear_recurrence(
+        kept, kept * d_log_a + share(log_b, h) * d_log_b, initial=d_initial, axis=axis
+    )
+    return h, dh

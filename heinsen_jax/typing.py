@@ -1,0 +1,34 @@
+"""The legend of shape letters, and the decorator that checks them.
+
+Public arrays are laid out as in `jax.nn.dot_product_attention`, with any leading axes:
+
+    *B    batch axes, any number of them (also none)
+    T     query tokens; S: key and value tokens (equal to T where attention is causal)
+    N     query heads (`num_heads`)
+    G     key/value heads (`num_kv_heads`), a divisor of N
+    K     key depth: features of one query or key head
+    V     value depth: features of one value head
+    D     model width (`model_dim`)
+
+Inside the ops the batch and key/value heads are folded into one leading axis and the tokens moved
+next to their features, so that every contraction is one batched matrix product:
+
+    X     prod(*B) * G
+    R     N // G, the query heads that share one key/value head
+    C     tokens in a chunk; J: chunks
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from beartype import beartype
+from jaxtyping import Array, Complex, Float, Inexact, Int, jaxtyped
+
+__all__ = ["Array", "Complex", "Float", "Inexact", "Int", "typed"]
+
+F = TypeVar("F", bound=Callable)
+
+
+def typed(function: F) -> F:
+    """Checks a function's array shapes and types when it is called (under `jit`: when traced)."""
+    return jaxtyped(typechecker=beartype)(function)

@@ -1,0 +1,188 @@
+import io
+import json
+import lzma
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heinsen_jax.data import documents
+from heinsen_jax.data.documents import Document, Kind, Source, find_sources, read_documents
+from heinsen_jax.errors import UserError
+
+REAL_TEXT = Path(__file__).parents[3] / "shared" / "data" / "wikitext2.valid.txt"
+
+
+def read(path: Path, kind: Kind) -> list[Document]:
+    source = Source(path.name, path, kind, path.stat().st_size)
+    return list(read_documents(source, lambda count: None))
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def rows(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text, "meta": {}}).encode() + b"\n" for text in texts)
+
+
+def test_text_keeps_every_character(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "a\r\nb\u2028\tc\n".encode())
+    assert read(path, "text") == [Document("a\r\nb\u2028\tc\n")]
+
+
+def test_every_byte_read_is_reported(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows(*["word " * 100] * 50))
+    source = find_sources(path)[0]
+    for kind in ("text", "jsonl"):
+        counts: list[int] = []
+        list(read_documents(Source("a", path, kind, source.size), counts.append))
+        assert sum(counts) == source.size
+
+
+def test_folder_is_read_in_sorted_order_without_hidden_files(tmp_path: Path) -> None:
+    for name in ("b.md", "a/2.txt", "a/10.txt", "a/rows.jsonl", ".git/x", "a/__pycache__/x.pyc"):
+        write(tmp_path / name, b"{}")
+    write(tmp_path / "z.jsonl.zst", b"")
+    sources = find_sources(tmp_path)
+    assert [(source.name.partition("/")[2], source.kind) for source in sources] == [
+        ("a/10.txt", "text"),
+        ("a/2.txt", "text"),
+        ("a/rows.jsonl", "jsonl"),
+        ("b.md", "text"),
+        ("z.jsonl.zst", "jsonl.zst"),
+    ]
+    assert {source.name.partition("/")[0] for source in sources} == {tmp_path.name}
+
+
+def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "latin.txt", "caf\xe9".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.txt is not UTF-8 text \(byte 3\)"):
+        read(path, "text")
+    assert read(path, "python") == []
+
+
+def test_jsonl_gives_its_texts(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", rows("one", "", "zwei ü\n") + b"\n")
+    assert read(path, "jsonl") == [Document("one"), Document("zwei ü\n")]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"{not json}", "is not JSON"),
+        (b'{"body": "x"}', "no string under 'text'"),
+        (b'{"text": 3}', "no string under 'text'"),
+        (b"[1]", "no string under 'text'"),
+        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b'{"text": "caf\xe9"}', "is not JSON"),
+    ],
+)
+def test_bad_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, problem: str) -> None:
+    path = write(tmp_path / "a.jsonl", rows("one", "two") + line + b"\n")
+    with pytest.raises(UserError, match=rf"a\.jsonl:3 .*{problem}"):
+        read(path, "jsonl")
+
+
+def test_zstandard_reads_all_frames(tmp_path: Path) -> None:
+    texts = [f"document {i} " * 2000 for i in range(100)]
+    frames = [zstandard.compress(rows(*texts[:30])), zstandard.compress(rows(*texts[30:]))]
+    path = write(tmp_path / "a.jsonl.zst", b"".join(frames))
+    assert [document.text for document in read(path, "jsonl.zst")] == texts
+
+
+@pytest.mark.parametrize("missing", [1, 4, 100])
+def test_truncated_zstandard_is_an_error(tmp_path: Path, missing: int) -> None:
+    content = zstandard.compress(rows(*[f"{i} text" for i in range(1000)]))
+    path = write(tmp_path / "a.jsonl.zst", content[:-missing])
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst is truncated"):
+        read(path, "jsonl.zst")
+
+
+def test_damaged_zstandard_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl.zst", b"no frame at all")
+    with pytest.raises(UserError, match=r"a\.jsonl\.zst is damaged"):
+        read(path, "jsonl.zst")
+
+
+@given(st.lists(st.binary(max_size=8).map(lambda chunk: chunk.replace(b"a", b"\n")), max_size=8))
+def test_lines_do_not_depend_on_the_chunks(chunks: list[bytes]) -> None:
+    assert list(documents._lines(chunks)) == b"".join(chunks).split(b"\n")
+
+
+def wikitext(path: Path, members: dict[str, str]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in members.items():
+            archive.writestr(f"wikitext-2-raw/{name}", text)
+    return path
+
+
+def test_wikitext_is_cut_into_articles_and_keeps_its_split(tmp_path: Path) -> None:
+    first = " \n = Valkyria = \n \n text = 3 . \n = = Plot = = \n more \n"
+    second = " = Tower = \n \n text \n"
+    path = wikitext(
+        tmp_path / "w.zip",
+        {"wiki.train.raw": first + second, "wiki.valid.raw": second, "wiki.test.raw": "no"},
+    )
+    assert read(path, "wikitext") == [
+        Document(" \n", "train"),
+        Document(first[2:], "train"),
+        Document(second, "train"),
+        Document(second, "validation"),
+    ]
+
+
+def test_real_wikitext_has_sixty_articles_and_loses_nothing(tmp_path: Path) -> None:
+    if not REAL_TEXT.exists():
+        pytest.skip(f"needs {REAL_TEXT}")
+    text = REAL_TEXT.read_bytes().decode()
+    path = wikitext(tmp_path / "w.zip", {"wiki.train.raw": "x", "wiki.valid.raw": text})
+    articles = [document.text for document in read(path, "wikitext")][1:]
+    assert "".join(articles) == text
+    assert len(articles) == 60 + 1  # and the empty line before the first
+
+
+def test_damaged_archives_are_named(tmp_path: Path) -> None:
+    whole = wikitext(tmp_path / "w.zip", {"wiki.train.raw": "x" * 999, "wiki.valid.raw": "y"})
+    cut = write(tmp_path / "cut.zip", whole.read_bytes()[:-30])
+    with pytest.raises(UserError, match=r"cut\.zip is damaged"):
+        read(cut, "wikitext")
+    other = wikitext(tmp_path / "other.zip", {"wiki.train.tokens": "x"})
+    with pytest.raises(UserError, match=r"other\.zip holds no wiki\.train\.raw"):
+        read(other, "wikitext")
+
+
+def tar_xz(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return lzma.compress(buffer.getvalue())
+
+
+def test_openwebtext_is_read_through_both_archives(tmp_path: Path) -> None:
+    subsets = {
+        "openwebtext/0.xz": tar_xz({"1.txt": b"\n\none\n\n\n\nparagraph\n", "2.txt": b"two"}),
+        "openwebtext/1.xz": tar_xz({"3.txt": "drü".encode()}),
+        "openwebtext/1.xz.lock": b"",
+    }
+    path = write(tmp_path / "o.tar.xz", tar_xz(subsets))
+    texts = [document.text for document in read(path, "openwebtext")]
+    assert texts == ["one\n\nparagraph", "two", "drü"]
+    cut = write(tmp_path / "cut.tar.xz", path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(UserError, match=r"cut\.tar\.xz is damaged"):
+        read(cut, "openwebtext")
+
+
+def test_missing_source_is_named(tmp_path: Path) -> None:
+    source = Source("a", tmp_path / "gone.txt", "text", 1)
+    with pytest.raises(UserError, match=r"gone\.txt cannot be read"):
+        list(read_documents(source, lambda count: None))

@@ -1,0 +1,283 @@
+import base64
+import dataclasses
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen_jax import data
+from heinsen_jax.data import pipeline
+from heinsen_jax.data.manifest import Manifest, Shard, Split
+from heinsen_jax.data.pipeline import DataConfig, TokenDataset, train_batches, validation_batches
+from heinsen_jax.data.tokenizers import fingerprint, get_tokenizer, save_tokenizer
+from heinsen_jax.errors import UserError
+
+BYTES = get_tokenizer("bytes")
+CONFIG = DataConfig(sequence_length=7, batch_size=6)
+
+
+def make_dataset(folder: Path, train: list[int], validation: list[int]) -> TokenDataset:
+    """A data set of shards with the given lengths, in which every token tells its position."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(BYTES, folder)
+    Manifest(
+        tokenizer="bytes",
+        tokenizer_fingerprint=fingerprint(BYTES),
+        split="document",
+        validation_fraction=0.1,
+        inputs=(),
+        dtype="uint32",
+        vocab_size=10_000,
+        splits={
+            "train": write_shards(folder, "train", train),
+            "validation": write_shards(folder, "validation", validation),
+        },
+    ).write(folder / "manifest.json")
+    return TokenDataset(folder)
+
+
+def write_shards(folder: Path, name: str, lengths: list[int]) -> Split:
+    shards = []
+    for index, length in enumerate(lengths):
+        file = f"{name}-{index:05d}.bin"
+        (1000 * index + np.arange(length)).astype("<u4").tofile(folder / file)
+        shards.append(Shard(file=file, tokens=length, bytes=length, documents=1, sha256=""))
+    return Split.of(tuple(shards))
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> TokenDataset:
+    return make_dataset(tmp_path / "set", [100, 5, 333, 8], [50, 9])
+
+
+def take(count: int, dataset: TokenDataset, config: DataConfig = CONFIG, **options) -> np.ndarray:
+    options = {"seed": 0, **options}
+    return np.stack(list(itertools.islice(train_batches(dataset, config, **options), count)))
+
+
+def test_windows_are_runs_of_one_shard(dataset: TokenDataset) -> None:
+    batches = take(100, dataset)
+    assert batches.shape == (100, 6, 8)
+    assert batches.dtype == np.int32
+    np.testing.assert_array_equal(np.diff(batches, axis=-1), 1)
+    shards, last = batches[..., 0] // 1000, batches[..., -1] % 1000
+    lengths = np.array([100, 5, 333, 8])
+    assert (last < lengths[shards]).all()
+    assert set(shards.flatten()) == {0, 2, 3}  # shard 1 is too short for a window
+
+
+def test_every_token_is_met(dataset: TokenDataset) -> None:
+    expected = {*range(100), *range(2000, 2333), *range(3000, 3008)}
+    assert set(take(200, dataset).flatten()) == expected
+
+
+def test_epoch_visits_every_window_once(dataset: TokenDataset) -> None:
+    windows = 99 // 7 + 332 // 7 + 1
+    config = dataclasses.replace(CONFIG, batch_size=windows)
+    for epoch in take(5, dataset, config):
+        starts = np.sort(epoch[:, 0])
+        first_shard = starts[starts < 1000]
+        assert len(first_shard) == 14
+        # Each start has moved by less than a window, and never past the end of the shard.
+        base = 7 * np.arange(14)
+        assert ((first_shard >= base) & (first_shard < base + 7) & (first_shard <= 92)).all()
+
+
+def test_epochs_differ_in_order_and_in_offsets(dataset: TokenDataset) -> None:
+    windows = 99 // 7 + 332 // 7 + 1
+    config = dataclasses.replace(CONFIG, batch_size=windows)
+    first, second = take(2, dataset, config)[..., 0]
+    # A window that starts at 7 k moves by less than 7, so the order can be read off.
+    first_order, second_order = (first % 1000 // 7).tolist(), (second % 1000 // 7).tolist()
+    assert first_order != sorted(first_order)
+    assert first_order[:20] != second_order[:20]
+    assert set(first.tolist()) != set(second.tolist())
+
+
+def test_seeds_differ_and_repeat(dataset: TokenDataset) -> None:
+    np.testing.assert_array_equal(take(20, dataset, seed=3), take(20, dataset, seed=3))
+    assert (take(20, dataset, seed=3) != take(20, dataset, seed=4)).any()
+
+
+@pytest.mark.parametrize("start", [1, 9, 10, 11, 57])
+def test_batch_does_not_depend_on_where_iteration_starts(dataset: TokenDataset, start: int) -> None:
+    np.testing.assert_array_equal(
+        take(60, dataset)[start:], take(60 - start, dataset, start_step=start)
+    )
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_processes_share_the_same_global_batch(dataset: TokenDataset, count: int) -> None:
+    whole = take(30, dataset)
+    parts = [take(30, dataset, process_index=i, process_count=count) for i in range(count)]
+    assert {part.shape for part in parts} == {(30, 6 // count, 8)}
+    np.testing.assert_array_equal(np.stack(parts, axis=2).reshape(whole.shape), whole)
+
+
+def test_batch_size_must_be_divisible(dataset: TokenDataset) -> None:
+    for batches in (
+        lambda: train_batches(dataset, CONFIG, seed=0, process_count=4),
+        lambda: next(validation_batches(dataset, CONFIG, process_count=4)),
+    ):
+        with pytest.raises(UserError, match="batch_size=6 cannot be shared by 4"):
+            batches()
+
+
+def test_too_little_text(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [7, 3], [1])
+    with pytest.raises(UserError, match=r"sequence_length=7 needs 8 tokens .* has 7: give more"):
+        train_batches(dataset, CONFIG, seed=0)
+    with pytest.raises(UserError, match="validation"):
+        next(validation_batches(dataset, CONFIG))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    sequence_length=st.integers(1, 12),
+    batch_size=st.sampled_from([2, 4, 6]),
+    process_count=st.sampled_from([1, 2]),
+)
+def test_validation_predicts_every_token_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    sequence_length: int,
+    batch_size: int,
+    process_count: int,
+) -> None:
+    dataset = make_dataset(tmp_path_factory.mktemp("set"), [1], [*lengths, 2])
+    config = DataConfig(sequence_length=sequence_length, batch_size=batch_size)
+    processes = [
+        list(validation_batches(dataset, config, process_index=i, process_count=process_count))
+        for i in range(process_count)
+    ]
+    assert len({len(batches) for batches in processes}) == 1
+    predicted: list[int] = []
+    for batch in itertools.chain(*processes):
+        assert batch.tokens.shape == (batch_size // process_count, sequence_length + 1)
+        assert batch.mask.shape == (batch_size // process_count, sequence_length)
+        inputs, targets = batch.tokens[:, :-1][batch.mask], batch.tokens[:, 1:][batch.mask]
+        np.testing.assert_array_equal(inputs + 1, targets)
+        predicted.extend(targets.tolist())
+    expected = [
+        1000 * shard + i for shard, length in enumerate([*lengths, 2]) for i in range(1, length)
+    ]
+    assert sorted(predicted) == expected
+
+
+def test_validation_goes_in_order_and_may_stop_early(dataset: TokenDataset) -> None:
+    config = DataConfig(sequence_length=7, batch_size=2)
+    batches = list(validation_batches(dataset, config))
+    assert [batch.tokens[0, 0] for batch in batches] == [0, 14, 28, 42, 1007]
+    assert batches[0].tokens.dtype == np.int32
+    assert batches[0].mask.dtype == bool
+    assert len(list(validation_batches(dataset, config, max_batches=2))) == 2
+    assert len(list(validation_batches(dataset, config, max_batches=99))) == 5
+
+
+def test_token_outside_the_vocabulary_is_found(tmp_path: Path) -> None:
+    dataset = make_dataset(tmp_path, [80], [80])
+    for name in ("train", "validation"):
+        shard = np.memmap(tmp_path / f"{name}-00000.bin", "<u4", "r+")
+        shard[40] = 10_000
+        shard.flush()
+    message = r"{}-00000\.bin is damaged: token 10000 .* vocabulary of 10000"
+    with pytest.raises(UserError, match=message.format("train")):
+        take(20, dataset)
+    with pytest.raises(UserError, match=message.format("validation")):
+        list(validation_batches(dataset, CONFIG))
+
+
+def test_exchanged_tokenizer_is_found(tmp_path: Path) -> None:
+    make_dataset(tmp_path, [80], [80])
+    ranks = "".join(
+        f"{base64.b64encode(bytes([byte])).decode()} {255 - byte}\n" for byte in range(256)
+    )
+    (tmp_path / "other.tiktoken").write_text(ranks)
+    save_tokenizer(get_tokenizer(str(tmp_path / "other.tiktoken")), tmp_path)
+    with pytest.raises(UserError, match="another tokenizer than its tokens are from"):
+        TokenDataset(tmp_path)
+
+
+def test_load_prepares_once_and_gives_the_text_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"line {i}: to be, or not to be\n" for i in range(100))
+    (tmp_path / "My play.txt").write_text(text)
+    config = DataConfig(
+        corpus=str(tmp_path / "My play.txt"), cache=str(tmp_path / "cache"), sequence_length=16
+    )
+    dataset = data.load(config)
+    assert dataset.folder.name.startswith("my-play-")
+    assert dataset.folder.name.endswith("-bytes")
+    assert dataset.manifest.splits["train"].tokens == int(0.9 * len(text))
+    for batch in itertools.islice(data.train_batches(dataset, config, seed=1), 3):
+        for row in batch:
+            assert dataset.tokenizer.decode(row.tolist()) in text
+    monkeypatch.setattr(pipeline, "prepare", lambda *_, **__: None)
+    assert data.load(config).manifest == dataset.manifest
+
+
+def test_train_and_validation_do_not_overlap(tmp_path: Path) -> None:
+    text = "".join(chr(0x4E00 + i) for i in range(3000))
+    (tmp_path / "a.txt").write_text(text)
+    config = DataConfig(
+        corpus=str(tmp_path / "a.txt"), cache=str(tmp_path), sequence_length=30, batch_size=8
+    )
+    dataset = data.load(config)
+    rows = take(60, dataset, config).reshape(-1, 31).tolist()
+    train = {char for row in rows for char in dataset.tokenizer.decode(row, errors="ignore")}
+    held_out = dataset.split("validation").read(0, 0, 10**6).tolist()
+    assert len(train) > 2000
+    assert train <= set(text[:2700])
+    assert dataset.tokenizer.decode(held_out) == text[2700:]
+
+
+def test_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be, or not to be\n" * 100)
+    made = data.load(DataConfig(corpus=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")))
+    used = data.load(DataConfig(corpus=str(made.folder), cache=str(tmp_path / "none")))
+    assert used.manifest == made.manifest
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(UserError, match="set tokenizer=bytes"):
+        data.load(DataConfig(corpus=str(made.folder), tokenizer="gpt2"))
+    with pytest.raises(UserError, match=r"validation_fraction=0\.3, but"):
+        data.load(DataConfig(corpus=str(made.folder), validation_fraction=0.3))
+
+
+def test_equal_file_names_do_not_share_a_data_set(tmp_path: Path) -> None:
+    folders = set()
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(name * 50)
+        config = DataConfig(corpus=str(tmp_path / name / "a.txt"), cache=str(tmp_path / "cache"))
+        dataset = data.load(config)
+        folders.add(dataset.folder)
+        assert set(dataset.split("train").read(0, 0, 99).tolist()) == {ord(name)}
+    assert len(folders) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sequence_length": 0},
+        {"batch_size": -1},
+        {"validation_fraction": 1.0},
+        {"sequence_lenght": 8},
+        {"batch_size": "many"},
+    ],
+)
+def test_wrong_field_is_named(wrong: dict) -> None:
+    with pytest.raises(pydantic.ValidationError, match=next(iter(wrong))):
+        DataConfig(**wrong)
+
+
+def test_package_exports_what_it_says() -> None:
+    for name in data.__all__:
+        assert getattr(data, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        data.nothing  # noqa: B018

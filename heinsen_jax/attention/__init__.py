@@ -1,0 +1,17 @@
+"""Attention: the public ops, and every mechanism as a Flax module."""
+
+from heinsen_jax.attention.base import Attention, Capabilities
+from heinsen_jax.attention.log import LogAttention
+from heinsen_jax.attention.registry import build, names
+from heinsen_jax.ops.log_attention import LogAttentionState, heinsen_attention, log_attention
+
+__all__ = [
+    "Attention",
+    "Capabilities",
+    "LogAttention",
+    "LogAttentionState",
+    "build",
+    "heinsen_attention",
+    "log_attention",
+    "names",
+]

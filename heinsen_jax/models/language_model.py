@@ -176,8 +176,7 @@ class LanguageModel(nnx.Module):
     def init_state(self, batch_shape: Sequence[int]) -> LanguageModelState:
         """The state at the start of a text."""
         config = self.config
-        one = nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0))).attention
-        block = one.init_state(batch_shape)
+        block = self.blocks.attention.init_state(batch_shape)
         blocks = jax.tree.map(
             lambda x: jnp.broadcast_to(x[None], (config.num_layers, *x.shape)), block
         )

@@ -1,0 +1,31 @@
+"""A small model of this machine's own Python library, to see everything work.
+
+python train.py --config configs/quickstart.py
+"""
+
+from heinsen_jax.config import (
+    DataConfig,
+    ExperimentConfig,
+    LanguageModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+
+def get_config() -> ExperimentConfig:
+    return ExperimentConfig(
+        model=LanguageModelConfig(vocab_size=264, model_dim=128, num_layers=4, num_heads=4),
+        data=DataConfig(
+            corpus="python-stdlib", tokenizer="bytes", sequence_length=128, batch_size=16
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-3, end_learning_rate=2e-4, warmup_steps=50, beta2=0.99
+        ),
+        training=TrainingConfig(
+            steps=1500,
+            report_every=50,
+            evaluate_every=500,
+            evaluation_batches=20,
+            sample_prompt="def ",
+        ),
+    )

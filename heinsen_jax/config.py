@@ -1,0 +1,142 @@
+"""One experiment: the parts' configurations together; loading, overriding and saving them."""
+
+import dataclasses
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import tyro
+
+from heinsen_jax.data import DataConfig, TokenDataset, fingerprint, load_tokenizer, save_tokenizer
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.sharding import MeshConfig
+from heinsen_jax.training.checkpoint import CONFIG_FILE, read_config
+from heinsen_jax.training.loop import TrainingConfig
+from heinsen_jax.training.optimizer import OptimizerConfig
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class ExperimentConfig:
+    """Everything that decides a run."""
+
+    seed: int = 0
+    """Of the initial weights, the order of the data, and samples."""
+    model: LanguageModelConfig = LanguageModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    training: TrainingConfig = TrainingConfig()
+    mesh: MeshConfig = MeshConfig()
+
+
+def load_config(path: str | Path) -> ExperimentConfig:
+    """The experiment that a Python file's `get_config()` returns, or a run's config.json records.
+
+    Raises:
+      UserError: there is no such file, or a field in it is misspelt or has a wrong value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"--config {path}: there is no such file")
+    try:
+        if path.suffix == ".json":
+            values = json.loads(path.read_text())
+            return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
+        return _run_file(path).get_config()
+    except (pydantic.ValidationError, ValueError) as error:
+        raise UserError(f"{path}: {explain(error)}") from error
+
+
+def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentConfig:
+    """`config` with fields replaced from `--section.field VALUE` arguments.
+
+    Raises:
+      UserError: a value is out of its range. (A misspelt name or a wrong type ends the program with
+        the field and its nearest names, as any wrong option does.)
+    """
+    try:
+        return tyro.cli(ExperimentConfig, default=config, args=list(arguments), prog="train.py")
+    except (pydantic.ValidationError, ValueError) as error:
+        raise UserError(explain(error)) from error
+
+
+def explain(error: Exception) -> str:
+    """A validation error in one line: each field with what is wrong about it."""
+    if not isinstance(error, pydantic.ValidationError):
+        return " ".join(str(error).split())
+    problems = []
+    for problem in error.errors():
+        field = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "unexpected_keyword_argument":
+            message = "there is no such field"
+        problems.append(f"{field}: {message}" if field else message)
+    return "; ".join(problems)
+
+
+def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
+    """Makes sure that a run may be started or continued in a folder, before any work is done.
+
+    Raises:
+      UserError: the folder cannot be written, or holds a run with another model.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe = workdir / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UserError(
+            f"--workdir {workdir} cannot be written ({error.strerror}): choose another folder"
+        ) from None
+    if (recorded := read_config(workdir)) is None:
+        return
+    ours, theirs = as_json(config)["model"], recorded.get("model", {})
+    if differing := [
+        f"model.{name} is {ours.get(name)!r} here, {theirs.get(name)!r} there"
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    ]:
+        raise UserError(
+            f"--workdir {workdir} holds a run of another architecture ({'; '.join(differing)}): "
+            "choose another folder, or the same architecture"
+        )
+
+
+def record(workdir: Path, config: ExperimentConfig, dataset: TokenDataset) -> None:
+    """Writes the resolved configuration and the tokenizer into a run's folder.
+
+    Raises:
+      UserError: the folder holds a run with another tokenizer.
+    """
+    if (workdir / CONFIG_FILE).exists():
+        theirs = load_tokenizer(workdir)
+        if fingerprint(theirs) != fingerprint(dataset.tokenizer):
+            raise UserError(
+                f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs "
+                f"from data.tokenizer={config.data.tokenizer}: choose another folder, or its tokenizer"
+            )
+    save_tokenizer(dataset.tokenizer, workdir)
+    temporary = workdir / f"{CONFIG_FILE}.partial"
+    temporary.write_text(json.dumps(as_json(config), indent=2) + "\n")
+    temporary.replace(workdir / CONFIG_FILE)
+
+
+def as_json(config: ExperimentConfig) -> dict[str, Any]:
+    """The configuration as nested dictionaries of plain values."""
+    return dataclasses.asdict(config)
+
+
+def _run_file(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not hasattr(module, "get_config"):
+        raise UserError(f"{path} defines no get_config()")
+    return module

@@ -1,0 +1,144 @@
+"""Checkpoints of a run: asynchronous, atomic, the latest and the best kept."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import pydantic
+import tiktoken
+from flax import nnx
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from heinsen_jax.data import load_tokenizer
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.training.state import TrainState
+
+CONFIG_FILE = "config.json"
+CHECKPOINT_FOLDER = "checkpoints"
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder, one a step, of named arrays.
+
+    A save returns once the arrays are copied and writes in the background; a step appears under its
+    final name only when it is whole, so a killed process leaves the one before as the latest.
+    """
+
+    def __init__(self, workdir: Path, *, keep: int = 2):
+        self.folder = workdir.resolve() / CHECKPOINT_FOLDER
+        best = BestN(
+            get_metric_fn=lambda metrics: -metrics["loss"], n=1, keep_checkpoints_without_metrics=False
+        )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
+            best_fn=lambda metrics: -metrics["loss"],
+            cleanup_tmp_directories=True,
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def latest_step(self) -> int | None:
+        """The newest whole checkpoint."""
+        return self._manager.latest_step()
+
+    def best_step(self) -> int | None:
+        """The checkpoint with the least validation loss; the newest where none was evaluated."""
+        best = self._manager.best_step()
+        return self.latest_step() if best is None else best
+
+    def save(self, step: int, state: TrainState, *, loss: float | None = None) -> None:
+        """Begins to write a step; `loss` is its validation loss, where it was measured."""
+        if step in self._manager.all_steps():
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.StandardSave(_named(state)),
+            metrics=None if loss is None else {"loss": loss},
+            force=True,
+        )
+
+    def restore(self, step: int, abstract: Any) -> Any:
+        """A pytree like `abstract` (shapes, dtypes, shardings), of any part of what was saved.
+
+        Raises:
+          UserError: the step is damaged or holds other arrays; the message names it.
+        """
+        wanted = _named(abstract)
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.PyTreeRestore(
+                    wanted,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+                    partial_restore=True,
+                ),
+            )
+        except Exception as error:
+            cause = error.__cause__ or error
+            reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+            raise UserError(
+                f"{self.folder / str(step)} cannot be read ({reason}): delete that folder to go on "
+                "from the step before"
+            ) from error
+        return jax.tree.unflatten(jax.tree.structure(abstract), list(restored.values()))
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._manager.close()
+
+
+def load_run(
+    workdir: str | Path, *, best: bool = True
+) -> tuple[LanguageModel, tiktoken.Encoding, int]:
+    """The model, the tokenizer and the step of a run's best (or latest) checkpoint.
+
+    Raises:
+      UserError: the folder holds no run, or nothing has been saved in it yet.
+    """
+    workdir = Path(workdir)
+    config = read_config(workdir)
+    if config is None:
+        raise UserError(
+            f"{workdir} holds no run ({CONFIG_FILE} is missing): train one with "
+            f"`python train.py --config configs/quickstart.py --workdir {workdir}`"
+        )
+    model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
+    if not (workdir / CHECKPOINT_FOLDER).is_dir():
+        raise UserError(f"{workdir} has no checkpoint yet: start its training again to go on")
+    checkpoints = Checkpoints(workdir)
+    step = checkpoints.best_step() if best else checkpoints.latest_step()
+    if step is None:
+        raise UserError(f"{workdir} has no checkpoint yet: start its training again to go on")
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
+    )
+    parameters = checkpoints.restore(step, {"parameters": abstract})["parameters"]
+    checkpoints.close()
+    return nnx.merge(graph, parameters), load_tokenizer(workdir), step
+
+
+def read_config(workdir: Path) -> dict[str, Any] | None:
+    """The resolved configuration that a run's folder records; None where there is no run.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    path = workdir / CONFIG_FILE
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): restore it or use another workdir") from None
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    """The arrays of a pytree by their paths: a checkpoint does not depend on container classes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }

@@ -1,0 +1,304 @@
+"""The training loop: from configurations to a trained model in a run's folder."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+
+from heinsen_jax.data import DataConfig, TokenDataset, end_of_text_id, train_batches
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate import generate
+from heinsen_jax.models import LanguageModelConfig, flops_per_token
+from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch
+from heinsen_jax.training.checkpoint import Checkpoints
+from heinsen_jax.training.evaluate import evaluate
+from heinsen_jax.training.metrics import Reporter, model_flops_utilization, plot_losses
+from heinsen_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from heinsen_jax.training.state import (
+    TrainState,
+    abstract_state,
+    graph_of,
+    init_sharded,
+    initializer,
+)
+from heinsen_jax.training.step import make_evaluation_step, make_train_step
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class TrainingConfig:
+    """How long to train, and how often to look."""
+
+    steps: pydantic.PositiveInt = 1000
+    """Updates in all."""
+    accumulation_steps: pydantic.PositiveInt = 1
+    """Parts of a batch whose gradients are summed before an update."""
+    report_every: pydantic.PositiveInt = 10
+    """Steps between two rows of training metrics."""
+    evaluate_every: pydantic.PositiveInt = 250
+    """Steps between two evaluations, each with a checkpoint and a sample; the last step has one."""
+    evaluation_batches: pydantic.PositiveInt | None = None
+    """Batches of an evaluation; the whole validation text when None."""
+    checkpoint_every: pydantic.PositiveInt | None = None
+    """Steps between two checkpoints besides those of evaluations."""
+    keep_checkpoints: pydantic.PositiveInt = 2
+    """How many of the latest checkpoints stay, besides the best."""
+    sample_prompt: str = "\n"
+    """What a sample begins with."""
+    sample_tokens: pydantic.NonNegativeInt = 200
+    """Tokens of a sample; 0 for none."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How training ended.
+
+    Attributes:
+      step: updates made.
+      metrics: of the last evaluation; empty where training stopped before one.
+      signal: the number of the signal that stopped it, or None.
+    """
+
+    step: int
+    metrics: dict[str, float]
+    signal: int | None = None
+
+
+def train(
+    workdir: Path,
+    dataset: TokenDataset,
+    *,
+    model: LanguageModelConfig,
+    data: DataConfig,
+    optimizer: OptimizerConfig,
+    training: TrainingConfig,
+    mesh: MeshConfig,
+    seed: int,
+) -> Result:
+    """Trains from the latest checkpoint in `workdir`, or from the start, to the last step.
+
+    SIGTERM and SIGINT save a checkpoint after the step in progress and end training early.
+
+    Raises:
+      UserError: settings do not fit one another; the message names the fields.
+    """
+    check_settings(model, data, training, dataset)
+    transform = make_optimizer(optimizer, training.steps)
+    device_mesh = make_mesh(mesh)
+    if data.batch_size % (training.accumulation_steps * device_mesh.size):
+        raise UserError(
+            f"data.batch_size={data.batch_size} must be a multiple of "
+            f"training.accumulation_steps={training.accumulation_steps} times {device_mesh.size} "
+            "device(s)"
+        )
+    run = _Run(workdir, dataset, model, data, optimizer, training, device_mesh, seed)
+    with jax.set_mesh(device_mesh), _caught_signals() as caught:
+        return run(transform, caught)
+
+
+def check_settings(
+    model: LanguageModelConfig, data: DataConfig, training: TrainingConfig, dataset: TokenDataset
+) -> None:
+    """Raises a `UserError` where the model's vocabulary is too small for the tokenizer's."""
+    vocabulary = dataset.tokenizer.n_vocab
+    if model.vocab_size < vocabulary:
+        raise UserError(
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
+            f"data.tokenizer={data.tokenizer}: make it at least {vocabulary}"
+        )
+    if training.sample_tokens and not dataset.tokenizer.encode_ordinary(training.sample_prompt):
+        raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
+
+
+class _Run:
+    """One call of `train`: what its steps share."""
+
+    def __init__(self, workdir, dataset, model, data, optimizer, training, mesh, seed):
+        self.workdir: Path = workdir
+        self.dataset: TokenDataset = dataset
+        self.model: LanguageModelConfig = model
+        self.data: DataConfig = data
+        self.training: TrainingConfig = training
+        self.mesh: Mesh = mesh
+        self.seed: int = seed
+        self.schedule = learning_rate(optimizer, training.steps)
+        self.graph = graph_of(model)
+        self.evaluation_step = make_evaluation_step(self.graph)
+
+    def __call__(self, transform: Any, caught: list[int]) -> Result:
+        init = initializer(self.model, transform, self.seed)
+        abstract = abstract_state(init, self.mesh)
+        self.checkpoints = Checkpoints(self.workdir, keep=self.training.keep_checkpoints)
+        start = self.checkpoints.latest_step()
+        console = Console()
+        if start is None:
+            start, state = 0, init_sharded(init, abstract)
+        else:
+            state = self.checkpoints.restore(start, abstract)
+        self.flops_per_token = flops_per_token(
+            self.model, sum(x.size for x in jax.tree.leaves(state.parameters))
+        )
+        train_step = make_train_step(
+            self.graph,
+            transform,
+            accumulation_steps=self.training.accumulation_steps,
+            out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+        )
+        with Reporter(
+            self.workdir, start_step=start, steps=self.training.steps, console=console
+        ) as self.reporter:
+            self._introduce(start, state)
+            result = self._steps(state, start, train_step, caught)
+            self.checkpoints.close()
+            self._conclude(result)
+        return result
+
+    def _steps(self, state: TrainState, start: int, train_step: Any, caught: list[int]) -> Result:
+        batches = train_batches(
+            self.dataset,
+            self.data,
+            seed=self.seed,
+            start_step=start,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        training, clock, metrics = self.training, _Clock(start), {}
+        pending = None  # metrics are fetched a step late, so that the device never waits for us
+        for step in range(start + 1, training.steps + 1):
+            state, measured = train_step(state, shard_batch(next(batches), self.mesh))
+            last = step == training.steps
+            if pending is not None:
+                self._report(*pending, clock)
+                pending = None
+            if step % training.report_every == 0 or last:
+                pending = step, measured
+            if step % training.evaluate_every == 0 or last or caught:
+                if pending is not None:
+                    self._report(*pending, clock)
+                    pending = None
+                if caught and not last:
+                    self.checkpoints.save(step, state)
+                    return Result(step, metrics, caught[0])
+                metrics = self._look(step, state)
+                clock.restart(step)
+            elif training.checkpoint_every and step % training.checkpoint_every == 0:
+                self.checkpoints.save(step, state)
+        return Result(training.steps, metrics)
+
+    def _report(self, step: int, measured: dict[str, Any], clock: "_Clock") -> None:
+        values = {name: float(x) for name, x in measured.items()}
+        if not np.isfinite(values["loss"]):
+            self.reporter.line(f"warning: the loss of step {step} is {values['loss']}")
+        tokens = self.data.batch_size * self.data.sequence_length
+        values["learning_rate"] = float(self.schedule(step - 1))
+        values["tokens_per_second"] = rate = tokens * clock.steps_per_second(step)
+        utilization = model_flops_utilization(rate, self.flops_per_token)
+        if utilization is not None:
+            values["mfu"] = utilization
+        self.reporter.training(step, values)
+
+    def _look(self, step: int, state: TrainState) -> dict[str, float]:
+        """Evaluates, saves, and lets the model write."""
+        metrics = evaluate(
+            self.evaluation_step,
+            state.parameters,
+            self.dataset,
+            self.data,
+            self.mesh,
+            max_batches=self.training.evaluation_batches,
+        )
+        self.checkpoints.save(step, state, loss=metrics["loss"])
+        self.reporter.validation(step, metrics)
+        if self.training.sample_tokens:
+            text = self._sample(state)
+            self.reporter.sample(step, text)
+            if self.reporter.active:
+                folder = self.workdir / "samples"
+                folder.mkdir(exist_ok=True)
+                (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
+        return metrics
+
+    def _sample(self, state: TrainState) -> str:
+        tokenizer, training = self.dataset.tokenizer, self.training
+        prompt = tokenizer.encode_ordinary(training.sample_prompt)
+        tokens = generate(
+            nnx.merge(self.graph, state.parameters),
+            jnp.asarray(prompt, jnp.int32),
+            training.sample_tokens,
+            temperature=0.8,
+            key=jax.random.key(self.seed),
+            num_tokens=tokenizer.n_vocab,
+        ).tolist()
+        end = end_of_text_id(tokenizer)
+        tokens = tokens[: tokens.index(end)] if end in tokens else tokens
+        return tokenizer.decode(prompt + tokens)
+
+    def _introduce(self, start: int, state: TrainState) -> None:
+        count = sum(x.size for x in jax.tree.leaves(state.parameters))
+        split = self.dataset.manifest.splits["train"]
+        devices = f"{jax.device_count()} {jax.devices()[0].device_kind} device(s)"
+        self.reporter.line(f"{count:,} parameters on {devices}; {split.tokens:,} training tokens")
+        if start:
+            self.reporter.line(f"continuing {self.workdir} from step {start}")
+
+    def _conclude(self, result: Result) -> None:
+        line = self.reporter.line
+        if not self.reporter.active:
+            return
+        if result.signal is not None:
+            name = signal.Signals(result.signal).name
+            line(f"stopped by {name} after step {result.step}, which is saved in {self.workdir}")
+            line("to go on, give the same command again")
+            return
+        sample = self.workdir / "samples" / f"step_{result.step:08d}.txt"
+        if sample.exists():
+            line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
+        line(f"loss plot: {plot_losses(self.workdir)}")
+        line("next, let it write:")
+        line(f'  python -m heinsen_jax.generate --workdir {self.workdir} --prompt "..."')
+
+
+class _Clock:
+    """Steps a second since the last look."""
+
+    def __init__(self, step: int):
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self._step, self._time = step, time.monotonic()
+
+    def steps_per_second(self, step: int) -> float:
+        now = time.monotonic()
+        rate = (step - self._step) / max(now - self._time, 1e-9)
+        self._step, self._time = step, now
+        return rate
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[int]]:
+    """SIGTERM and SIGINT, collected instead of obeyed; a second SIGINT interrupts at once."""
+    caught: list[int] = []
+
+    def catch(number: int, _: Any) -> None:
+        if caught and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    previous = {s: signal.signal(s, catch) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,144 @@
+"""What a run reports: a progress bar, metrics.jsonl, TensorBoard events, and a loss plot."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import matplotlib.figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tensorboardX import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+PLOT_FILE = "loss.png"
+
+PEAK_FLOPS = {
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+}
+"""Dense bfloat16 operations a second of one device, by `device_kind`, from the makers' datasheets."""
+
+
+def model_flops_utilization(tokens_per_second: float, flops_per_token: float) -> float | None:
+    """The part of the hardware's peak that the model's own operations use; None if not known."""
+    peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
+    return peak and tokens_per_second * flops_per_token / (peak * jax.device_count())
+
+
+class Reporter:
+    """Writes a run's metrics where people look for them. On other processes than 0 it is silent.
+
+    Use as a context manager. Rows of metrics.jsonl after `start_step`, written by a process that
+    was killed before its next checkpoint, are removed: the run goes on from that step.
+    """
+
+    def __init__(self, workdir: Path, *, start_step: int, steps: int, console: Console):
+        self.active = jax.process_index() == 0
+        self.console = console
+        self._steps = steps
+        if not self.active:
+            return
+        self._path = workdir / METRICS_FILE
+        rows = [row for row in read_metrics(workdir) if row["step"] <= start_step]
+        self._path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self._file = self._path.open("a")
+        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=start_step)
+        self._started, self._start_step = time.monotonic(), start_step
+
+    def __enter__(self) -> "Reporter":
+        if self.active:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.active:
+            self._bar.stop()
+            self._file.close()
+            self._board.close()
+
+    def training(self, step: int, metrics: dict[str, float]) -> None:
+        """A row of training metrics."""
+        self._record("train", step, metrics)
+        if not self.active:
+            return
+        text = "  ".join(f"{name.replace('_', ' ')} {_short(x)}" for name, x in metrics.items())
+        self._bar.update(self._task, completed=step, description=text)
+        if not self.console.is_terminal:
+            elapsed = time.monotonic() - self._started
+            left = elapsed / max(1, step - self._start_step) * (self._steps - step)
+            self.line(f"step {step}/{self._steps}  {text}  {left:.0f} s left")
+
+    def validation(self, step: int, metrics: dict[str, float]) -> None:
+        """A row of validation metrics."""
+        self._record("validation", step, metrics)
+        text = "  ".join(f"{name.replace('_', ' ')} {_short(x)}" for name, x in metrics.items())
+        self.line(f"step {step}/{self._steps}  validation  {text}")
+
+    def sample(self, step: int, text: str) -> None:
+        """A text that the model wrote."""
+        if self.active:
+            self._board.add_text("sample", text, step)
+
+    def line(self, text: str) -> None:
+        """A line for the person who watches."""
+        if self.active:
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _record(self, group: str, step: int, metrics: dict[str, float]) -> None:
+        if not self.active:
+            return
+        row = {"step": step} | {f"{group}/{name}": value for name, value in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for name, value in metrics.items():
+            self._board.add_scalar(f"{group}/{name}", value, step)
+
+
+def read_metrics(workdir: Path) -> list[dict[str, float]]:
+    """The rows of a run's metrics.jsonl; a last line cut short by a killed process is left out."""
+    path = workdir / METRICS_FILE
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def plot_losses(workdir: Path) -> Path:
+    """Draws training and validation loss against steps into the run's folder."""
+    rows = read_metrics(workdir)
+    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, style in (("train/loss", "-"), ("validation/loss", "o-")):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=name, linewidth=1, markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(workdir / PLOT_FILE, dpi=150)
+    return workdir / PLOT_FILE
+
+
+def _short(x: float) -> str:
+    return f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.4g}"

@@ -1,0 +1,74 @@
+"""AdamW under a one-cycle learning rate, with weight decay on matrices and embeddings only."""
+
+from typing import Annotated, Any
+
+import jax
+import optax
+import pydantic
+
+from heinsen_jax.errors import UserError
+
+DECAYED = ("kernel", "embedding")
+"""Parameters with weight decay, by the last part of their name; biases and norms have none."""
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class OptimizerConfig:
+    """The defaults are the paper's where it gives them (6e-4 to 6e-5), else nanoGPT's."""
+
+    learning_rate: pydantic.PositiveFloat = 6e-4
+    """The largest learning rate, reached after warm-up."""
+    end_learning_rate: pydantic.NonNegativeFloat = 6e-5
+    """The learning rate at the last step, reached along a cosine."""
+    warmup_steps: pydantic.NonNegativeInt = 100
+    """Steps of linear warm-up."""
+    beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.95
+    """Decay of the squared gradient's running mean."""
+    weight_decay: pydantic.NonNegativeFloat = 0.1
+    """Decay, times the learning rate, of matrices and embeddings."""
+    clip_norm: pydantic.PositiveFloat = 1.0
+    """The largest global norm that a gradient keeps."""
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
+    """Linear warm-up to the largest rate, then a cosine to the last one at `steps`.
+
+    Raises:
+      UserError: warm-up is not shorter than training.
+    """
+    if config.warmup_steps >= steps:
+        raise UserError(
+            f"optimizer.warmup_steps={config.warmup_steps} must be less than training.steps={steps}"
+        )
+    return optax.warmup_cosine_decay_schedule(
+        init_value=config.learning_rate / (config.warmup_steps + 1),
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=steps,
+        end_value=config.end_learning_rate,
+    )
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW."""
+    adamw = optax.adamw(
+        learning_rate(config, steps),
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=decay_mask,
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def decay_mask(parameters: Any) -> Any:
+    """Which parameters weight decay acts on: a pytree of booleans."""
+
+    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+        return any(getattr(entry, "key", None) in DECAYED for entry in path)
+
+    return jax.tree_util.tree_map_with_path(is_decayed, parameters)

@@ -1,0 +1,60 @@
+"""What training changes, created where it will lie."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.sharding import shardings
+from heinsen_jax.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a checkpoint must hold: the data's place is the step.
+
+    Attributes:
+      step: updates made so far.
+      parameters: the model's `nnx.State` of parameters.
+      optimizer: optax's state.
+    """
+
+    step: Array
+    parameters: Any
+    optimizer: Any
+
+
+def initializer(model: LanguageModelConfig, optimizer: optax.GradientTransformation, seed: int):
+    """A function of no arguments that makes the first `TrainState`."""
+
+    def init() -> TrainState:
+        parameters = nnx.state(LanguageModel(model, rngs=nnx.Rngs(seed)), nnx.Param)
+        return TrainState(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters))
+
+    return init
+
+
+def abstract_state(init: Any, mesh: Mesh) -> TrainState:
+    """The shapes, dtypes and shardings of what `init` makes."""
+    shapes = jax.eval_shape(init)
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        shardings(shapes, mesh),
+    )
+
+
+def init_sharded(init: Any, abstract: TrainState) -> TrainState:
+    """Runs `init` with every array created in its place: no device ever holds the whole."""
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
+
+
+def graph_of(model: LanguageModelConfig) -> nnx.GraphDef:
+    """The model without its parameters, for `nnx.merge`."""
+    return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))

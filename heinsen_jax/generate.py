@@ -1,6 +1,6 @@
 """Sampling over explicit state, at constant cost per token; and its command line.
 
-    python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
+python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
 """
 
 import codecs
@@ -134,13 +134,19 @@ def _generate(
     def step(carry: tuple[Array, Any], position: Array) -> tuple[tuple[Array, Any], Array]:
         token, state = carry
         token, state = _next_token(
-            graph, parameters, token[..., None], state, key, position, temperature, top_k, num_tokens
+            graph,
+            parameters,
+            token[..., None],
+            state,
+            key,
+            position,
+            temperature,
+            top_k,
+            num_tokens,
         )
         return (token, state), token
 
-    first = _next_token(
-        graph, parameters, tokens, state, key, 0, temperature, top_k, num_tokens
-    )
+    first = _next_token(graph, parameters, tokens, state, key, 0, temperature, top_k, num_tokens)
     (_, state), rest = lax.scan(step, first, jnp.arange(1, max_new_tokens))
     return jnp.concatenate([first[0][..., None], jnp.moveaxis(rest, 0, -1)], -1), state
 

@@ -66,7 +66,8 @@ class LogAttention(Attention):
         self, x: Array, *, state: LogAttentionState | None = None, return_state: bool = False
     ) -> Any:
         heads = self.project(x)
-        heads = heads.reshape(*x.shape[:-1], self.num_heads, -1)
+        depth = 2 * self.key_depth + self.value_depth
+        heads = heads.reshape(*x.shape[:-1], self.num_heads, depth)
         query, key, log_value = jnp.split(heads, [self.key_depth, 2 * self.key_depth], -1)
         log_y, state = log_attention(
             query,
@@ -76,7 +77,8 @@ class LogAttention(Attention):
             return_state=True,
             implementation=self.implementation,
         )
-        y = self.output(jax.nn.glu(self.gate(log_y.reshape(*x.shape[:-1], -1))))
+        log_y = log_y.reshape(*x.shape[:-1], self.num_heads * self.value_depth)
+        y = self.output(jax.nn.glu(self.gate(log_y)))
         return (y, state) if return_state else y
 
     def init_state(self, batch_shape: Sequence[int]) -> LogAttentionState:
@@ -97,7 +99,12 @@ def head_depth(model_dim: int, num_heads: int) -> int:
 
 
 def linear(
-    inputs: int, outputs: int, logical_axes: tuple[str, str], *, use_bias: bool = True, **kwargs: Any
+    inputs: int,
+    outputs: int,
+    logical_axes: tuple[str, str],
+    *,
+    use_bias: bool = True,
+    **kwargs: Any,
 ) -> nnx.Linear:
     """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and named axes (see `sharding`)."""
     return nnx.Linear(

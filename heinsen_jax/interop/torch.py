@@ -53,7 +53,9 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
         raise ValueError(f"state dict entry {name!r} {kind}")
     config = _config({name: np.shape(x) for name, x in arrays.items()}, num_layers, num_heads)
     if np.asarray(arrays["embed.weight"]).dtype == np.float64:
-        config = LanguageModelConfig(**{**vars(config), "dtype": "float64", "param_dtype": "float64"})
+        config = LanguageModelConfig(
+            **{**vars(config), "dtype": "float64", "param_dtype": "float64"}
+        )
 
     model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(model)
@@ -81,7 +83,9 @@ def _config(
     inner = shapes["layers.0.feedforward1.1.weight"][0]
     values = shapes["layers.0.feedforward2.0.weight"][1]
     if values % num_heads or (inner - values) % (2 * num_heads):
-        raise ValueError(f"num_heads={num_heads} does not fit layers of {inner} and {values} features")
+        raise ValueError(
+            f"num_heads={num_heads} does not fit layers of {inner} and {values} features"
+        )
     return LanguageModelConfig(
         vocab_size=vocab_size,
         model_dim=model_dim,

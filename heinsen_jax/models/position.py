@@ -21,7 +21,12 @@ class PositionRecurrence(nnx.Module):
 
     def __init__(self, model_dim: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
         self.dense = linear(
-            model_dim, 2 * model_dim, ("embed", "mlp"), dtype=dtype, param_dtype=param_dtype, rngs=rngs
+            model_dim,
+            2 * model_dim,
+            ("embed", "mlp"),
+            dtype=dtype,
+            param_dtype=param_dtype,
+            rngs=rngs,
         )
 
     def __call__(self, x: Array, *, state: Array) -> tuple[Array, Array]:

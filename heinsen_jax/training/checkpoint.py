@@ -30,7 +30,9 @@ class Checkpoints:
     def __init__(self, workdir: Path, *, keep: int = 2):
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
         best = BestN(
-            get_metric_fn=lambda metrics: -metrics["loss"], n=1, keep_checkpoints_without_metrics=False
+            get_metric_fn=lambda metrics: -metrics["loss"],
+            n=1,
+            keep_checkpoints_without_metrics=False,
         )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
@@ -77,7 +79,9 @@ class Checkpoints:
             )
         except Exception as error:
             cause = error.__cause__ or error
-            reason = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+            reason = (
+                str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+            )
             raise UserError(
                 f"{self.folder / str(step)} cannot be read ({reason}): delete that folder to go on "
                 "from the step before"
@@ -139,6 +143,4 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
 def _named(tree: Any) -> dict[str, Any]:
     """The arrays of a pytree by their paths: a checkpoint does not depend on container classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
-    }
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -44,7 +44,9 @@ def make_train_step(
         parts = tokens.reshape(-1, accumulation_steps, tokens.shape[-1]).swapaxes(0, 1)
 
         def add(total: Any, part: Array) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, jax.value_and_grad(mean_loss)(parameters, part)), None
+            return jax.tree.map(
+                jnp.add, total, jax.value_and_grad(mean_loss)(parameters, part)
+            ), None
 
         shapes = jax.eval_shape(jax.value_and_grad(mean_loss), parameters, parts[0])
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -1,5 +1,6 @@
 """Log-attention: public functions, their checks, and the choice of implementation."""
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ def log_attention(
             "initial_state.log_s is complex, as heinsen_attention returns it; log_attention takes real ones"
         )
 
-    def run(attention, query, key, log_value, state):
+    def run(attention, query, key, log_value, state, is_causal):
         return attention.log_attention(query, key, log_value, state, is_causal=is_causal)
 
     log_y, state = _dispatch(
@@ -106,7 +107,7 @@ def heinsen_attention(
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
     """
 
-    def run(attention, query, key, value, state):
+    def run(attention, query, key, value, state, is_causal):
         y, means = attention.mean_attention(
             query, key, value, state.to_means(), is_causal=is_causal
         )
@@ -141,13 +142,16 @@ def _dispatch(
     if sources == 0:  # nothing to add: what is left is to read the state
         attention, is_causal = scan, False
 
+    folds = math.prod(batch) * groups
     rows = query.reshape(*batch, length, groups, num_heads // groups, key_depth)
-    rows = jnp.moveaxis(rows, -4, -2).reshape(-1, num_heads // groups, length, key_depth)
+    rows = jnp.moveaxis(rows, -4, -2).reshape(folds, num_heads // groups, length, key_depth)
     folded = LogAttentionState(
-        state.log_s.reshape(-1, key_depth, value_depth), state.log_z.reshape(-1, key_depth)
+        state.log_s.reshape(folds, key_depth, value_depth), state.log_z.reshape(folds, key_depth)
     )
-    key, value = (jnp.moveaxis(x, -2, -3).reshape(-1, sources, x.shape[-1]) for x in (key, value))
-    y, folded = run(attention, rows, key, value, folded)
+    key, value = (
+        jnp.moveaxis(x, -2, -3).reshape(folds, sources, x.shape[-1]) for x in (key, value)
+    )
+    y, folded = run(attention, rows, key, value, folded, is_causal)
     y = y.reshape(*batch, groups, num_heads // groups, length, value_depth)
     y = jnp.moveaxis(y, -2, -4).reshape(*batch, length, num_heads, value_depth)
     state = LogAttentionState(

@@ -9,7 +9,7 @@ underflow alone, and only where
 - log-values, divided by their largest one, *span* more than the floating-point range.
 
 Both are measured beforehand (`_rise`, `_span`), block by block. A block whose sum of the two exceeds
-`ChunkedOptions.safe_range` takes the exact log-space path of `scan` instead. Nothing is clamped.
+`ChunkedOptions.safe_range` takes the exact path of `stream` instead. Nothing is clamped.
 """
 
 import math
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.log_attention import scan
+from heinsen_jax.ops.log_attention import scan, stream
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, safe_log
 from heinsen_jax.ops.numerics import log_sum_exp, share, where_empty
@@ -71,7 +71,7 @@ def log_attention(
     @jax.checkpoint
     def exact(query, key, log_value, state):
         if is_causal:
-            return scan.stream_log_attention(query, key, log_value, state)
+            return stream.log_attention(query, key, log_value, state)
         return scan.log_attention(query, key, log_value, state, is_causal=False)
 
     def body(state: LogAttentionState, block: tuple[Array, ...]):
@@ -113,13 +113,14 @@ def mean_attention(
 
     @jax.checkpoint
     def fast(query, key, value, state):
-        scale = _largest_value(value, state)
+        # Large values stay as they are: dividing by them would lose small ones before them.
+        scale = jnp.minimum(1, _largest_value(value, state))
         scale = jnp.where(scale == 0, 1, scale)[:, None]
         state = MeanState(state.log_z, state.mean / scale)
         y, state = _causal_means(query, key, value / scale, state, options.chunk_size)
         return y * scale[:, None], MeanState(state.log_z, state.mean * scale)
 
-    exact = jax.checkpoint(scan.stream_mean_attention)
+    exact = jax.checkpoint(stream.mean_attention)
 
     def body(state: MeanState, block: tuple[Array, ...]):
         key, value, query = block
@@ -172,7 +173,7 @@ def _causal_means(
     scale = lax.stop_gradient(where_empty(jnp.maximum(largest, before), 0.0))
     rows = jnp.moveaxis(_chunks(query, chunk_size), 1, 2)
     rows = rows.reshape(*key.shape[:2], heads * chunk_size, key_depth) + scale[:, :, None]
-    rows = jnp.exp(rows - lax.stop_gradient(jnp.max(rows, -1, keepdims=True)))
+    rows = jnp.exp(rows - lax.stop_gradient(where_empty(jnp.max(rows, -1, keepdims=True), 0.0)))
     to_chunk = rows * jnp.exp(largest - scale)[:, :, None]
     to_state = rows * jnp.exp(before - scale)[:, :, None]
     visible = jnp.tile(jnp.tri(chunk_size, dtype=bool), (heads, 1))[None, None]

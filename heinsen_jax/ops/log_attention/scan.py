@@ -1,10 +1,9 @@
 """Log-attention as the paper writes it: the states after every token, by associative scan.
 
 Exact for any finite input, in log space or (for values of either sign) as convex averages. Holds
-`[T, K, V]` states: for long sequences, `stream_*` carries one state from block to block instead.
+`[T, K, V]` states: short sequences only.
 """
 
-import jax
 import jax.numpy as jnp
 
 from heinsen_jax.ops.linear_recurrence import (
@@ -12,12 +11,9 @@ from heinsen_jax.ops.linear_recurrence import (
     linear_recurrence,
     log_linear_recurrence,
 )
-from heinsen_jax.ops.log_attention.blocks import scan_blocks
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, absorb, attend
 from heinsen_jax.ops.numerics import log_add_exp, log_difference, log_sum_exp, share
 from heinsen_jax.typing import Array, Float, typed
-
-STREAM_BLOCK = 16
 
 
 @typed
@@ -32,7 +28,7 @@ def log_attention(
     """Eqs. (4)-(6): log Y_t = LSE_K(Q_t + H_S,t) - LSE_K(Q_t + H_Z,t)."""
     if not is_causal:
         state = absorb(state, key, log_value)
-        return attend(state, _rows(query)).reshape(*query.shape[:-1], -1), state
+        return attend(state, _rows(query)).reshape(*query.shape[:-1], log_value.shape[-1]), state
     terms = key[:, :, :, None] + log_value[:, :, None, :]
     no_decay = jnp.zeros((1, key.shape[1], 1), key.dtype)
     h_s = log_linear_recurrence(no_decay[..., None], terms, initial=state.log_s, axis=1)
@@ -54,7 +50,7 @@ def mean_attention(
     """Y_t = sum_K softmax_K(Q_t + H_Z,t) M_t, M_t[k] = average of values under softmax_{s<=t}(K_sk)."""
     if not is_causal:
         state = state.absorb(key, value)
-        return state.attend(_rows(query)).reshape(*query.shape[:-1], -1), state
+        return state.attend(_rows(query)).reshape(*query.shape[:-1], value.shape[-1]), state
     h_z = log_add_exp(cumulative_log_sum_exp(key), state.log_z[:, None])
     before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
     mean = linear_recurrence(
@@ -68,38 +64,6 @@ def mean_attention(
     return y, MeanState(h_z[:, -1], mean[:, -1])
 
 
-def stream_log_attention(
-    query: Array, key: Array, log_value: Array, state: LogAttentionState
-) -> tuple[Array, LogAttentionState]:
-    """Causal `log_attention` in the memory of a few tokens' states."""
-
-    @jax.checkpoint
-    def body(state: LogAttentionState, block: tuple[Array, ...]):
-        key, log_value, query = block
-        log_y, state = log_attention(query, key, log_value, state, is_causal=True)
-        return state, log_y
-
-    state, log_y = scan_blocks(body, state, (key, log_value, query), block_size=STREAM_BLOCK)
-    assert log_y is not None
-    return log_y, state
-
-
-def stream_mean_attention(
-    query: Array, key: Array, value: Array, state: MeanState
-) -> tuple[Array, MeanState]:
-    """Causal `mean_attention` in the memory of a few tokens' states."""
-
-    @jax.checkpoint
-    def body(state: MeanState, block: tuple[Array, ...]):
-        key, value, query = block
-        y, state = mean_attention(query, key, value, state, is_causal=True)
-        return state, y
-
-    state, y = scan_blocks(body, state, (key, value, query), block_size=STREAM_BLOCK)
-    assert y is not None
-    return y, state
-
-
 def _rows(query: Array) -> Array:
     """[X, R, T, K] -> [X, R T, K]: the queries of all heads that read one state."""
-    return query.reshape(query.shape[0], -1, query.shape[-1])
+    return query.reshape(query.shape[0], query.shape[1] * query.shape[2], query.shape[3])

@@ -77,10 +77,11 @@ class LogAttentionState:
         *batch, length, num_heads, depth = query.shape
         groups = self.log_z.shape[-2]
         grouped = query.reshape(*batch, length, groups, num_heads // groups, depth)
-        rows = jnp.moveaxis(grouped, -4, -2).reshape(*batch, groups, -1, depth)
-        log_y = attend(self, rows)
-        log_y = log_y.reshape(*batch, groups, num_heads // groups, length, -1)
-        return jnp.moveaxis(log_y, -2, -4).reshape(*batch, length, num_heads, -1)
+        rows = num_heads // groups * length
+        log_y = attend(self, jnp.moveaxis(grouped, -4, -2).reshape(*batch, groups, rows, depth))
+        value_depth = log_y.shape[-1]
+        log_y = log_y.reshape(*batch, groups, num_heads // groups, length, value_depth)
+        return jnp.moveaxis(log_y, -2, -4).reshape(*batch, length, num_heads, value_depth)
 
     def merge(self, other: LogAttentionState) -> LogAttentionState:
         """The state of both states' tokens. Commutative and associative; `empty` is neutral."""
@@ -169,6 +170,8 @@ def safe_log(x: Array) -> Array:
 
 def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttentionState:
     """`LogAttentionState.absorb` for key `[..., S, K]` and log_value `[..., S, V]`."""
+    if key.shape[-2] == 0:
+        return state
 
     @jax.checkpoint
     def add_block(state: LogAttentionState, block: tuple[Array, ...]):
@@ -183,6 +186,8 @@ def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttenti
 
 def attend(state: LogAttentionState, query: Array) -> Array:
     """`LogAttentionState.attend` for query `[..., T, K]`."""
+    if query.shape[-2] == 0:
+        return jnp.zeros((*query.shape[:-1], state.log_s.shape[-1]), query.dtype)
 
     @jax.checkpoint
     def read_block(carry: None, block: tuple[Array, ...]):

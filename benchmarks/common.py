@@ -1,0 +1,64 @@
+"""What every benchmark records, and how it measures time."""
+
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def environment() -> dict[str, Any]:
+    """Where and from what a result comes: hardware, versions, commit, date."""
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.device_count(),
+        "cpu": _cpu_model(),
+        "cpu_cores": os.cpu_count(),
+    }
+
+
+def interleaved_medians(
+    functions: dict[str, Callable[[], Any]], repeats: int, warmups: int = 2
+) -> dict[str, float]:
+    """Median seconds of each function, run in turns so that all meet the same disturbances."""
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(warmups + repeats):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            if turn >= warmups:
+                seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _git(*arguments: str) -> str:
+    try:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,0 +1,247 @@
+"""Speed and memory of log-attention; nothing is timed before the results are right.
+
+    python benchmarks/log_attention.py [--output benchmarks/results/log_attention_cpu.json]
+
+Forward and backward, float32, one sequence, 8 heads of depth 32. On 2 cores of an AMD EPYC, some
+2 minutes. Writes a JSON record and, beside it, a plot.
+"""
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from common import ROOT, environment, interleaved_medians
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax.ops import LogAttentionState, log_attention
+
+Implementation = Literal["reference", "scan", "chunked"]
+
+HEADS, DEPTH = 8, 32
+COMPARED_LENGTH = 1024
+LENGTHS = [1024 * 2**i for i in range(7)]
+MEMORY_LENGTH = 16_384
+CONTEXTS = (1_000, 1_000_000)
+MEASURE_MEMORY = "--measure-memory"
+
+REQUIREMENTS = {
+    "speed": "chunked at least 40 times as fast as scan",
+    "memory": "chunked in less than a tenth of the memory of scan",
+    "decoding": "a token after 1,000,000 within 10% of a token after 1,000",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure log-attention.
+
+    Attributes:
+      output: the JSON record; the plot is written beside it.
+      repeats: runs a median is taken of.
+    """
+
+    output: Path = ROOT / "benchmarks/results/log_attention_cpu.json"
+    repeats: int = 15
+
+
+def random_tokens(length: int, seed: int = 0) -> list[jax.Array]:
+    """query, key, log_value `[1, T, N, K]`, and the output's cotangent."""
+    rng = np.random.default_rng(seed)
+    draw = partial(rng.standard_normal, (1, length, HEADS, DEPTH), np.float32)
+    return [jnp.asarray(draw()) for _ in range(4)]
+
+
+@partial(jax.jit, static_argnames="implementation")
+def forward_backward(query, key, log_value, cotangent, implementation: Implementation):
+    attention = partial(log_attention, implementation=implementation)
+    log_y, pullback = jax.vjp(attention, query, key, log_value)
+    return log_y, pullback(cotangent)
+
+
+def worst_errors(length: int = 300) -> dict[str, float]:
+    """Largest error, relative to the largest entry of each array, against float64."""
+    arrays = random_tokens(length)
+    with jax.enable_x64(True):
+        in_float64 = [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
+        expected = jax.tree.map(np.asarray, forward_backward(*in_float64, "reference"))
+
+    def error(have: Any, want: Any) -> float:
+        return float(np.max(np.abs(np.asarray(have) - want)) / np.max(np.abs(want)))
+
+    return {
+        name: max(
+            map(
+                error,
+                jax.tree.leaves(forward_backward(*arrays, name)),
+                jax.tree.leaves(expected),
+            )
+        )
+        for name in ("scan", "chunked")
+    }
+
+
+def compare_speed(repeats: int) -> dict[str, float]:
+    arrays = random_tokens(COMPARED_LENGTH)
+    return interleaved_medians(
+        {n: partial(forward_backward, *arrays, n) for n in ("scan", "chunked")}, repeats
+    )
+
+
+def time_per_length(repeats: int) -> dict[int, float]:
+    seconds = {}
+    for length in LENGTHS:
+        run = partial(forward_backward, *random_tokens(length), "chunked")
+        seconds[length] = interleaved_medians({"run": run}, max(3, repeats // 2))["run"]
+    return seconds
+
+
+def peak_memory(implementation: Implementation) -> dict[str, int]:
+    """Bytes that one call adds to this process, and those its compiled form asks for."""
+    arrays = random_tokens(MEMORY_LENGTH)
+    compiled = forward_backward.lower(*arrays, implementation).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    jax.block_until_ready(compiled(*arrays))
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak": 1024 * (after - before), "compiled_temporary": analysis.temp_size_in_bytes}
+
+
+def peak_memory_apart(implementation: str) -> dict[str, int]:
+    """`peak_memory` in a process of its own, whose peak nothing else has raised."""
+    command = [sys.executable, __file__, MEASURE_MEMORY, implementation]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(result.stdout)
+
+
+@partial(jax.jit, donate_argnums=3)
+def decode_step(query, key, log_value, state: LogAttentionState):
+    return log_attention(query, key, log_value, initial_state=state, return_state=True)
+
+
+@jax.jit
+def absorb(key, log_value, state: LogAttentionState) -> LogAttentionState:
+    _, state = log_attention(key, key, log_value, initial_state=state, return_state=True)
+    return state
+
+
+def state_after(context: int, chunk: int = 1000) -> LogAttentionState:
+    state = LogAttentionState.empty((1,), HEADS, DEPTH, DEPTH)
+    for index in range(context // chunk):
+        _, key, log_value, _ = random_tokens(chunk, seed=index % 10)
+        state = absorb(key, log_value, state)
+    return jax.block_until_ready(state)
+
+
+def time_decoding(repeats: int, steps: int = 200) -> dict[int, float]:
+    """Median seconds of one token, after a short and after a long context, in turns."""
+    query, key, log_value, _ = random_tokens(1)
+    states = {context: state_after(context) for context in CONTEXTS}
+    seconds: dict[int, list[float]] = {context: [] for context in CONTEXTS}
+    for turn in range(repeats + 1):
+        for context in CONTEXTS:
+            for _ in range(steps):
+                start = time.perf_counter()
+                log_y, states[context] = decode_step(query, key, log_value, states[context])
+                jax.block_until_ready((log_y, states[context]))
+                if turn:
+                    seconds[context].append(time.perf_counter() - start)
+    return {context: statistics.median(times) for context, times in seconds.items()}
+
+
+def plot(record: dict[str, Any], file: Path) -> None:
+    figure, (speed, decoding) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    lengths = [int(length) for length in record["seconds_per_length"]]
+    per_token = [1e6 * s / int(n) for n, s in record["seconds_per_length"].items()]
+    speed.plot(lengths, per_token, marker="o")
+    speed.set(
+        xscale="log",
+        ylim=(0, None),
+        xlabel="tokens in the sequence",
+        ylabel="microseconds per token",
+        title="Training: forward and backward",
+    )
+    contexts = [f"{int(context):,}" for context in record["decoding_seconds"]]
+    decoding.bar(contexts, [1e6 * s for s in record["decoding_seconds"].values()])
+    decoding.set(
+        xlabel="tokens seen before", ylabel="microseconds", title="Generation: the next token"
+    )
+    figure.savefig(file, dpi=150)
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    table = Table("what", "measured", "required", "met", title="Log-attention")
+    speed, memory = record["speed_seconds"], record["memory_bytes"]
+    decoding = record["decoding_seconds"]
+    measured = {
+        "speed": f"{1e3 * speed['scan']:.1f} / {1e3 * speed['chunked']:.2f} ms "
+        f"= {record['ratios']['speed']:.1f}",
+        "memory": f"{memory['chunked']['peak'] / 1e6:.0f} / {memory['scan']['peak'] / 1e6:.0f} MB "
+        f"= {record['ratios']['memory']:.3f}",
+        "decoding": " / ".join(f"{1e6 * s:.1f}" for s in reversed(decoding.values()))
+        + f" µs = {record['ratios']['decoding']:.3f}",
+    }
+    for name, text in REQUIREMENTS.items():
+        met = "[green]yes" if record["requirements"][name] else "[red]no"
+        table.add_row(name, measured[name], text, met)
+    for length, seconds in record["seconds_per_length"].items():
+        table.add_row(f"{length:,} tokens", f"{1e6 * seconds / length:.2f} µs per token", "", "")
+    console.print(table)
+
+
+def main(options: Options) -> int:
+    console = Console()
+    errors = worst_errors()
+    if not max(errors.values()) < 5e-6:  # also when NaN
+        console.print(f"[red]results are wrong, so nothing is timed: relative errors {errors}")
+        return 1
+
+    record: dict[str, Any] = {
+        "environment": environment() | {"load_before": os.getloadavg()[0]},
+        "setting": {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"},
+        "relative_errors": errors,
+        "speed_seconds": compare_speed(options.repeats),
+        "seconds_per_length": time_per_length(options.repeats),
+        "memory_bytes": {name: peak_memory_apart(name) for name in ("scan", "chunked")},
+        "decoding_seconds": time_decoding(options.repeats),
+    }
+    speed, memory = record["speed_seconds"], record["memory_bytes"]
+    short, long = record["decoding_seconds"].values()
+    ratios = {
+        "speed": speed["scan"] / speed["chunked"],
+        "memory": memory["chunked"]["peak"] / memory["scan"]["peak"],
+        "decoding": long / short,
+    }
+    record["ratios"] = ratios
+    record["requirements"] = {
+        "speed": ratios["speed"] >= 40,
+        "memory": ratios["memory"] < 0.1,
+        "decoding": ratios["decoding"] <= 1.1,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    plot(record, options.output.with_suffix(".png"))
+    show(record, console)
+    console.print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [MEASURE_MEMORY]:
+        print(json.dumps(peak_memory(sys.argv[2])))
+    else:
+        sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,43 @@
+"""The 125M model of Heinsen (2024) on The Pile: gpt2 tokens, length 1024, 300B tokens.
+
+python -m heinsen_jax.data.prepare pile/train --tokenizer gpt2 --output data/pile-gpt2
+python train.py --config configs/heinsen_125m_pile.py
+
+where pile/train holds The Pile's *.jsonl.zst files, which you bring yourself. For a pod, or days on one
+node of 8 GPUs; on fewer devices raise training.accumulation_steps. The paper reports a loss of 2.47.
+It gives the learning rates, the length and the number of tokens; batch size, warm-up and clipping
+it does not give and are nanoGPT's. Not yet trained to its end here.
+"""
+
+from heinsen_jax.config import (
+    DataConfig,
+    ExperimentConfig,
+    LanguageModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+TOKENS = 300_000_000_000
+SEQUENCE_LENGTH = 1024
+BATCH_SIZE = 512
+
+
+def get_config() -> ExperimentConfig:
+    return ExperimentConfig(
+        model=LanguageModelConfig(dtype="bfloat16", remat=True),
+        data=DataConfig(
+            corpus="data/pile-gpt2",
+            tokenizer="gpt2",
+            sequence_length=SEQUENCE_LENGTH,
+            batch_size=BATCH_SIZE,
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=6e-4, end_learning_rate=6e-5, warmup_steps=2000, weight_decay=0.1
+        ),
+        training=TrainingConfig(
+            steps=TOKENS // (SEQUENCE_LENGTH * BATCH_SIZE),
+            evaluate_every=2000,
+            evaluation_batches=100,
+            checkpoint_every=500,
+        ),
+    )

@@ -1,0 +1,29 @@
+"""Tiny Shakespeare, byte by byte, with nanoGPT's CPU budget: 2000 steps of 12 x 64 characters.
+
+python train.py --config configs/shakespeare_char_cpu.py
+
+The paper's block with 0.76M parameters, so about those of nanoGPT's model of the same budget, whose
+validation loss is 1.88 (its README). Expected here: see the README's table of results.
+"""
+
+from heinsen_jax.config import (
+    DataConfig,
+    ExperimentConfig,
+    LanguageModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+
+def get_config() -> ExperimentConfig:
+    return ExperimentConfig(
+        seed=1337,
+        model=LanguageModelConfig(vocab_size=264, model_dim=128, num_layers=7, num_heads=4),
+        data=DataConfig(
+            corpus="tinyshakespeare", tokenizer="bytes", sequence_length=64, batch_size=12
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=100, beta2=0.99
+        ),
+        training=TrainingConfig(steps=2000, report_every=50, evaluate_every=500),
+    )

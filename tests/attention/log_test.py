@@ -1,0 +1,60 @@
+"""The log-attention layer and the registry."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax import attention
+
+
+def layer(**config) -> attention.LogAttention:
+    return attention.build("log", model_dim=12, num_heads=3, rngs=nnx.Rngs(0), **config)
+
+
+def test_heads_lie_next_to_one_another_as_query_key_and_log_value():
+    module = layer(key_depth=2, value_depth=5)
+    x = jax.random.normal(jax.random.key(0), (2, 7, 12))
+    heads = module.project(x).reshape(2, 7, 3, 9)
+    log_y = attention.log_attention(heads[..., :2], heads[..., 2:4], heads[..., 4:])
+    gated = module.gate(log_y.reshape(2, 7, 15))
+    expected = (gated[..., :12] * jax.nn.sigmoid(gated[..., 12:])) @ module.output.kernel[...]
+    np.testing.assert_allclose(module(x), expected, atol=1e-5)
+
+
+def test_state_goes_in_and_comes_out():
+    module = layer()
+    x = jax.random.normal(jax.random.key(0), (2, 9, 12))
+    first, state = module(x[:, :4], return_state=True)
+    second = module(x[:, 4:], state=state)
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), module(x), atol=1e-5)
+
+
+def test_state_size_is_that_of_the_state_and_constant():
+    module = layer(key_depth=2, value_depth=5)
+    state = module.init_state(())
+    assert module.state_size(10) == module.state_size(10**6)
+    assert module.state_size(10) == sum(x.nbytes for x in jax.tree.leaves(state)) == 4 * 3 * 2 * 6
+
+
+def test_capabilities_are_declared():
+    assert attention.LogAttention.capabilities == attention.Capabilities(
+        causal=True, streaming=True
+    )
+
+
+def test_every_name_builds_with_defaults():
+    for name in attention.names():
+        module = attention.build(name, model_dim=12, num_heads=3, rngs=nnx.Rngs(0))
+        assert module(jnp.ones((1, 5, 12))).shape == (1, 5, 12)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="no attention mechanism 'nope'; there are: log"):
+        attention.build("nope", model_dim=12, num_heads=3, rngs=nnx.Rngs(0))
+
+
+def test_heads_must_divide_the_width():
+    with pytest.raises(ValueError, match="num_heads=5 does not divide model_dim=12"):
+        attention.build("log", model_dim=12, num_heads=5, rngs=nnx.Rngs(0))

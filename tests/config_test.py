@@ -1,0 +1,104 @@
+"""Configurations: every shipped one loads, and each mistake is named in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from heinsen_jax.config import (
+    ExperimentConfig,
+    as_json,
+    check_workdir,
+    load_config,
+    override,
+)
+from heinsen_jax.errors import UserError
+
+CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_load_and_say_how_to_run(path):
+    assert isinstance(load_config(path), ExperimentConfig)
+    assert f"python train.py --config configs/{path.name}" in path.read_text()
+
+
+def test_the_papers_recipe_is_300_billion_tokens_of_its_model():
+    config = load_config(CONFIGS[0].parent / "heinsen_125m_pile.py")
+    tokens = config.training.steps * config.data.batch_size * config.data.sequence_length
+    assert 0 <= 300e9 - tokens < config.data.batch_size * config.data.sequence_length
+    assert (config.optimizer.learning_rate, config.optimizer.end_learning_rate) == (6e-4, 6e-5)
+    assert (config.model.vocab_size, config.model.num_layers) == (50304, 24)
+
+
+def test_a_recorded_configuration_repeats_the_run(tmp_path):
+    config = override(ExperimentConfig(), ["--model.num_layers", "3", "--seed", "5"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(as_json(config)))
+    assert load_config(path) == config
+    assert (config.model.num_layers, config.seed) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model.num_layer", "3"], ["--model.num-layer", "--model.num-layers"]),
+        (["--model.num_layers", "four"], ["num-layers", "four"]),
+        (["--model.num_layers", "0"], ["num_layers", "greater than 0"]),
+        (["--model.num_heads", "5"], ["num_heads=5 does not divide model_dim=768"]),
+        (["--optimizer.beta1", "1.5"], ["beta1", "less than 1"]),
+        (["--data.validation_fraction", "2"], ["validation_fraction", "less than 1"]),
+    ],
+)
+def test_a_wrong_override_names_its_field(arguments, words, capsys):
+    with pytest.raises((UserError, SystemExit)) as caught:
+        override(ExperimentConfig(), arguments)
+    said = " ".join((str(caught.value) + capsys.readouterr().err).split())
+    if isinstance(caught.value, SystemExit):
+        assert caught.value.code == 2
+    for word in words:
+        assert word in said
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="nope.py: there is no such file"):
+        load_config(tmp_path / "nope.py")
+
+
+def test_a_misspelt_key_in_a_file_is_named(tmp_path):
+    path = tmp_path / "wrong.py"
+    path.write_text(
+        "from heinsen_jax.config import *\n"
+        "def get_config():\n    return ExperimentConfig(model=LanguageModelConfig(num_layer=3))\n"
+    )
+    with pytest.raises(UserError, match=r"wrong\.py: num_layer: there is no such field"):
+        load_config(path)
+
+
+def test_a_file_without_get_config_is_named(tmp_path):
+    path = tmp_path / "empty.py"
+    path.write_text("")
+    with pytest.raises(UserError, match=r"empty\.py defines no get_config"):
+        load_config(path)
+
+
+def test_a_misspelt_key_in_a_recorded_configuration_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model": {"num_layer": 3}}))
+    with pytest.raises(UserError, match=r"config\.json: model\.num_layer: there is no such field"):
+        load_config(path)
+
+
+def test_another_architecture_is_refused_with_what_differs(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(as_json(ExperimentConfig())))
+    other = override(ExperimentConfig(), ["--model.num_layers", "3"])
+    with pytest.raises(UserError, match=r"model\.num_layers is 3 here, 24 there"):
+        check_workdir(tmp_path, other)
+    longer = override(ExperimentConfig(), ["--training.steps", "3000"])
+    check_workdir(tmp_path, longer)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        check_workdir(tmp_path / "file" / "run", ExperimentConfig())

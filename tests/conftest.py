@@ -1,0 +1,38 @@
+"""What every test runs under: no implicit rank promotion; float64 and golden cases on request."""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+GOLDEN_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "golden"
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The first example of a test pays for its compilation.
+hypothesis.settings.register_profile("compiled", deadline=None)
+hypothesis.settings.load_profile("compiled")
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Runs a test with 64-bit types. Inside a test, `with jax.enable_x64(True)` does the same."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def golden() -> Callable[[str], Mapping[str, np.ndarray]]:
+    """`golden(name)`: the arrays of one file of results of the original implementations."""
+
+    def load(name: str) -> Mapping[str, np.ndarray]:
+        file = GOLDEN_FOLDER / f"{name}.npz"
+        if not file.exists():
+            pytest.skip(f"golden cases are kept outside the repository, and {file} does not exist")
+        with np.load(file) as arrays:
+            return dict(arrays)
+
+    return load

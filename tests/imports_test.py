@@ -1,0 +1,68 @@
+"""Who may lean on whom: a package imports only from those before it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "heinsen_jax"
+LOWEST = {"errors", "typing"}
+ALLOWED = {
+    "errors": set(),
+    "typing": set(),
+    "ops": LOWEST,
+    "attention": LOWEST | {"ops"},
+    "models": LOWEST | {"ops", "attention"},
+    "sharding": LOWEST,
+    "data": LOWEST,
+    "interop": LOWEST | {"models"},
+    "training": LOWEST | {"models", "sharding", "data", "generate"},
+    "generate": LOWEST | {"models", "data", "training"},
+    "config": LOWEST | {"models", "sharding", "data", "training"},
+}
+
+
+def part(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_parts(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            first, *rest = name.split(".")
+            if first == "heinsen_jax" and rest:
+                found.add(rest[0])
+    return found
+
+
+FILES = sorted(
+    file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py" or part(file) in ALLOWED
+)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_point_one_way(file):
+    own = part(file)
+    assert own in ALLOWED, f"say in this test what {own} may import"
+    assert imported_parts(file) <= ALLOWED[own] | {own}
+
+
+def test_generate_leans_on_training_for_loading_only():
+    assert imported_parts(PACKAGE / "training" / "checkpoint.py").isdisjoint({"generate"})
+
+
+def test_nothing_is_imported_inside_a_function():
+    for file in PACKAGE.rglob("*.py"):
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                inner = [
+                    n for n in ast.walk(function) if isinstance(n, ast.Import | ast.ImportFrom)
+                ]
+                assert not inner, f"{file}:{function.lineno}"

@@ -1,0 +1,206 @@
+"""The published architecture: against the original's own numbers, and its promises on fresh ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pydantic
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen_jax.interop.torch import _NAMES, from_state_dict
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+
+SMALL = LanguageModelConfig(vocab_size=17, model_dim=12, num_layers=3, num_heads=2)
+
+
+@pytest.fixture
+def case(x64, golden):
+    return golden("glm_sym")
+
+
+@pytest.fixture
+def original(case) -> LanguageModel:
+    arrays = {name[6:]: x for name, x in case.items() if name.startswith("param/")}
+    return from_state_dict(arrays, num_heads=int(case["config"][3]))
+
+
+def parameter_count(config: LanguageModelConfig) -> dict[str, int]:
+    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
+    return {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves}
+
+
+def test_default_has_the_published_number_of_parameters():
+    assert sum(parameter_count(LanguageModelConfig()).values()) == 124_879_872
+
+
+def test_gpt2_vocabulary_gives_the_papers_count():
+    config = LanguageModelConfig(vocab_size=50257)
+    assert sum(parameter_count(config).values()) == 124_843_776
+
+
+def test_embedding_is_one_leaf_for_both_ends():
+    names = parameter_count(SMALL)
+    assert [name for name in names if "embedding" in name] == ["['embed']['embedding'].value"]
+
+
+def test_state_has_the_published_size():
+    model = nnx.eval_shape(lambda: LanguageModel(LanguageModelConfig(), rngs=nnx.Rngs(0)))
+    state = jax.eval_shape(lambda: model.init_state(()))
+    assert sum(x.size for x in jax.tree.leaves(state)) == 609_024
+
+
+def test_logits_equal_the_originals(original, case):
+    logits = original(jnp.asarray(case["token_ids"]))
+    np.testing.assert_allclose(logits, case["logits"], atol=1e-10, rtol=0)
+
+
+def test_loss_and_gradients_equal_the_originals(original, case, golden):
+    expected = golden("glm_sym_grads")
+    tokens = jnp.asarray(case["token_ids"])
+    graph, parameters = nnx.split(original)
+
+    def loss(parameters):
+        logits = nnx.merge(graph, parameters)(tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
+        return jnp.mean(losses)
+
+    value, gradients = jax.value_and_grad(loss)(parameters)
+    assert float(value) == pytest.approx(float(case["loss"]), abs=1e-12)
+    flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(gradients)}
+    for name, (path, transposed) in _NAMES.items():
+        for layer in range(int(case["config"][2])) if "{}" in name else (None,):
+            ours = flat[path] if layer is None else flat[path][layer]
+            ours = ours.T if transposed else ours
+            theirs = expected["grad/" + name.format(layer)]
+            np.testing.assert_allclose(ours, theirs, atol=1e-10, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_streamed_logits_and_states_equal_the_originals(original, case, size):
+    tokens, state, logits = jnp.asarray(case["token_ids"]), None, []
+    for start in range(0, tokens.shape[1], size):
+        part, state = original(tokens[:, start : start + size], state=state, return_state=True)
+        logits.append(part)
+    np.testing.assert_allclose(
+        jnp.concatenate(logits, 1), case[f"stream{size}/logits"], atol=1e-10, rtol=0
+    )
+    position = case["stream/state/embed_pos"].reshape(state.position.shape)
+    np.testing.assert_allclose(state.position, position, atol=1e-10, rtol=0)
+    for layer in range(int(case["config"][2])):
+        for ours, theirs in ((state.blocks.log_s, "H_S"), (state.blocks.log_z, "H_Z")):
+            expected = case[f"stream/state/layer{layer}/{theirs}"].reshape(ours[layer].shape)
+            np.testing.assert_allclose(ours[layer], expected, atol=1e-10, rtol=0)
+
+
+@settings(max_examples=10)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 2**31))
+def test_chunks_of_any_lengths_equal_one_pass(lengths, seed):
+    model = LanguageModel(SMALL, rngs=nnx.Rngs(seed))
+    tokens = jax.random.randint(jax.random.key(seed), (2, sum(lengths) + 1), 0, 17)
+    whole, end = model(tokens, return_state=True)
+    state, parts, start = None, [], 0
+    for length in (*lengths, 1):
+        part, state = model(tokens[:, start : start + length], state=state, return_state=True)
+        parts.append(part)
+        start += length
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=2e-5, rtol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_logits_do_not_depend_on_later_tokens():
+    graph, parameters = nnx.split(LanguageModel(SMALL, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(0), (1, 9), 0, 17)
+    embeddings = parameters["embed"]["embedding"][...]
+
+    def earlier_logits(x):
+        model = nnx.merge(graph, parameters)
+        h, _ = model.position(x, state=model.init_state((1,)).position)
+        block = jax.tree.map(lambda p: p[0], nnx.state(model.blocks))
+        first = nnx.merge(nnx.graphdef(model.blocks), block)
+        y, _ = first(h, state=first.attention.init_state((1,)))
+        return y[:, :4].sum()
+
+    gradient = jax.grad(earlier_logits)(embeddings[tokens])
+    assert float(jnp.abs(gradient[:, :4]).min()) > 0
+    assert float(jnp.abs(gradient[:, 4:]).max()) == 0
+
+
+def test_initial_weights_are_those_of_torch_layers():
+    config = LanguageModelConfig(vocab_size=300, model_dim=64, num_layers=4, num_heads=4)
+    model = LanguageModel(config, rngs=nnx.Rngs(1))
+    attention = model.blocks.attention
+    for layer, fan_in in (
+        (attention.project, 64),
+        (attention.gate, 64),
+        (model.position.dense, 64),
+    ):
+        for x in (layer.kernel[...], layer.bias[...]):
+            assert 0.9 < float(jnp.abs(x).max()) * fan_in**0.5 <= 1
+            assert abs(float(jnp.mean(x))) < 0.02
+    assert 0.9 < float(jnp.abs(model.embed.embedding[...]).max()) * 64**0.5 <= 1
+    kernels = attention.project.kernel[...]
+    assert not jnp.allclose(kernels[0], kernels[1]), "layers must not share their weights"
+
+
+def test_compiled_size_does_not_grow_with_depth():
+    def size(num_layers: int) -> int:
+        config = LanguageModelConfig(
+            vocab_size=17, model_dim=12, num_layers=num_layers, num_heads=2
+        )
+        graph, parameters = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)))
+        apply = jax.jit(lambda p, t: nnx.merge(graph, p)(t))
+        return len(apply.lower(parameters, jnp.zeros((1, 8), jnp.int32)).as_text())
+
+    assert size(12) < 1.02 * size(3)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_jit_equals_eager(remat):
+    config = LanguageModelConfig(
+        vocab_size=17, model_dim=12, num_layers=2, num_heads=2, remat=remat
+    )
+    graph, parameters = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)))
+    tokens = jnp.arange(10)[None] % 17
+    compiled = jax.jit(lambda p, t: nnx.merge(graph, p)(t))(parameters, tokens)
+    np.testing.assert_allclose(compiled, nnx.merge(graph, parameters)(tokens), atol=1e-5, rtol=1e-5)
+
+
+def test_bfloat16_is_close_and_keeps_float32_states():
+    rngs = nnx.Rngs(0)
+    exact = LanguageModel(SMALL, rngs=rngs)
+    config = LanguageModelConfig(
+        vocab_size=17, model_dim=12, num_layers=3, num_heads=2, dtype="bfloat16"
+    )
+    rounded = nnx.merge(nnx.graphdef(LanguageModel(config, rngs=rngs)), nnx.state(exact))
+    tokens = jax.random.randint(jax.random.key(0), (2, 33), 0, 17)
+    logits, state = rounded(tokens, return_state=True)
+    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, exact(tokens), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("token", [-1, 17])
+def test_a_token_outside_the_vocabulary_is_refused(token):
+    model = LanguageModel(SMALL, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=f"token id {token} is outside .* vocabulary of 17"):
+        model(jnp.array([[1, token]]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_heads", 5, "num_heads=5 does not divide model_dim=768"),
+        ("attention", "sofmax", "'sofmax' is no mechanism; there are: log"),
+        ("num_layers", 0, "greater than 0"),
+        ("num_layer", 3, "num_layer"),
+        ("dtype", "float8", "float32"),
+    ],
+)
+def test_bad_configurations_are_refused_with_the_field_named(field, value, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        LanguageModelConfig(**{field: value})

@@ -1,0 +1,146 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
+from tests.ops.log_attention.cases import Case, assert_within, random_inputs
+
+SEEDS = st.integers(0, 2**32 - 1)
+STDS = st.sampled_from([1.0, 30.0, 1000.0])
+SHAPE = ((2,), 2, 3, 5)  # batch, heads, key depth, value depth
+CASE = Case(6, batch=(2,), num_heads=4, num_kv_heads=2, key_depth=3, value_depth=5)
+EMPTY = LogAttentionState.empty(*SHAPE)
+
+
+@jax.jit
+def state_of(key, log_value) -> LogAttentionState:
+    return EMPTY.absorb(key, log_value)
+
+
+def random_state(seed: int, std: float = 1.0) -> LogAttentionState:
+    return state_of(*random_inputs(CASE, seed, std)[1:3])
+
+
+def signed_state(seed: int) -> LogAttentionState:
+    _, state = heinsen_attention(*random_inputs(CASE, seed)[:3], return_state=True)
+    return state
+
+
+def assert_equal(a: LogAttentionState, b: LogAttentionState, bound: float) -> None:
+    assert_within(a.log_z, b.log_z, bound)
+    assert_within(np.real(a.log_s), np.real(b.log_s), bound)
+    np.testing.assert_array_equal(np.imag(a.log_s), np.imag(b.log_s))
+
+
+@given(SEEDS, STDS)
+def test_merge_is_commutative_and_associative_with_a_neutral_element(seed, std):
+    a, b, c = (random_state((seed + i) % 2**32, std) for i in range(3))
+    assert_equal(a.merge(b), b.merge(a), 0.0 + 1e-30)
+    assert_equal(a.merge(b).merge(c), a.merge(b.merge(c)), 2e-6 * (1 + std))
+    assert_equal(a.merge(EMPTY), a, 1e-30)
+    assert_equal(EMPTY.merge(a), a, 1e-30)
+
+
+@given(SEEDS)
+def test_signed_states_merge_likewise(seed):
+    a, b, c = (signed_state((seed + i) % 2**32) for i in range(3))
+    means = [s.to_means().mean for s in (a.merge(b).merge(c), a.merge(b.merge(c)))]
+    np.testing.assert_allclose(*means, atol=2e-6)
+    means = [s.to_means().mean for s in (a.merge(b), b.merge(a))]
+    np.testing.assert_allclose(*means, atol=2e-6)
+    np.testing.assert_allclose(a.merge(EMPTY).to_means().mean, a.to_means().mean, atol=2e-6)
+
+
+@given(SEEDS, STDS, st.integers(0, 6))
+def test_state_of_a_union_is_the_merge_of_the_states(seed, std, split):
+    _, key, log_value, _ = random_inputs(CASE, seed, std)
+    parts = [state_of(key[:, part], log_value[:, part]) for part in np.s_[:split, split:]]
+    assert_equal(parts[0].merge(parts[1]), state_of(key, log_value), 2e-6 * (1 + std))
+
+
+@given(SEEDS, STDS)
+def test_order_of_tokens_does_not_matter(seed, std):
+    _, key, log_value, _ = random_inputs(CASE, seed, std)
+    order = np.random.default_rng(seed).permutation(CASE.length)
+    shuffled = state_of(key[:, order], log_value[:, order])
+    assert_equal(shuffled, state_of(key, log_value), 2e-6 * (1 + std))
+
+
+def test_absorbing_more_tokens_than_a_block():
+    case = Case(150, batch=(2,), num_heads=2, num_kv_heads=2, value_depth=5)
+    _, key, log_value, _ = random_inputs(case, 0)
+    terms = (key[..., :, None] + log_value[..., None, :]).astype(np.float64)
+    state = state_of(key, log_value)
+    assert_within(state.log_s, np.logaddexp.reduce(terms, axis=1), 5e-6)
+    assert_within(state.log_z, np.logaddexp.reduce(key.astype(np.float64), axis=1), 5e-6)
+
+
+@pytest.mark.parametrize("length", [1, 6, 150])
+def test_attend_reads_what_log_attention_returns(length):
+    query = random_inputs(Case(length, batch=(2,), num_heads=4, value_depth=5), 1).query
+    _, key, log_value, _ = random_inputs(CASE, 0)
+    expected = log_attention(query, key, log_value, is_causal=False, implementation="reference")
+    assert_within(state_of(key, log_value).attend(jnp.asarray(query)), expected, 5e-6)
+
+
+def test_attend_to_nothing_is_log_zero_with_zero_gradients():
+    query = jnp.ones((2, 6, 4, 3))
+    log_y, pullback = jax.vjp(lambda query, state: state.attend(query), query, EMPTY)
+    np.testing.assert_array_equal(log_y, np.full((2, 6, 4, 5), -np.inf))
+    for gradient in jax.tree.leaves(pullback(jnp.ones_like(log_y))):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_merge_of_nothing_has_zero_gradients():
+    merged, pullback = jax.vjp(lambda a, b: a.merge(b), EMPTY, EMPTY)
+    np.testing.assert_array_equal(merged.log_s, -np.inf)
+    for gradient in jax.tree.leaves(pullback(jax.tree.map(jnp.ones_like, merged))):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+def test_empty_is_log_zero_of_the_given_type():
+    state = LogAttentionState.empty((7, 1), 2, 3, 5, jnp.complex64)
+    assert state.log_s.shape == (7, 1, 2, 3, 5)
+    assert state.log_z.shape == (7, 1, 2, 3)
+    assert state.log_s.dtype == jnp.complex64
+    assert state.log_z.dtype == jnp.float32
+    assert np.isneginf(np.real(state.log_s)).all()
+
+
+def test_a_state_is_a_pytree_of_two_arrays():
+    leaves, structure = jax.tree.flatten(random_state(0))
+    assert [leaf.shape for leaf in leaves] == [(2, 2, 3, 5), (2, 2, 3)]
+    assert isinstance(jax.tree.unflatten(structure, leaves), LogAttentionState)
+
+
+def test_states_of_any_sign_round_trip_through_means():
+    state = signed_state(0)
+    assert np.any(np.imag(state.log_s) != 0)
+    back = state.to_means().to_logs()
+    assert_equal(back, state, 2e-6)
+
+
+def test_log_s_of_signed_values_is_the_complex_logarithm():
+    _, key, value, _ = random_inputs(CASE, 0)
+    weights = np.exp(key.astype(np.float64))
+    expected = np.einsum("bsgk,bsgv->bgkv", weights, value)
+    np.testing.assert_allclose(np.exp(np.asarray(signed_state(0).log_s)), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("method", "shapes", "message"),
+    [
+        ("absorb", [(2, 6, 2, 4), (2, 6, 2, 5)], r"key of shape \(2, 6, 2, 4\) does not fit"),
+        ("absorb", [(2, 6, 1, 3), (2, 6, 1, 5)], "key of shape .* 2 key/value heads and depth 3"),
+        ("absorb", [(2, 6, 2, 3), (2, 6, 2, 3)], "log_value of shape .* expected .*heads, 5"),
+        ("absorb", [(6, 2, 3), (6, 2, 5)], r"key of shape \(6, 2, 3\) .* batch shape \(2,\)"),
+        ("attend", [(2, 6, 3, 3)], r"query of shape \(2, 6, 3, 3\) does not fit"),
+        ("attend", [(2, 3)], "query of shape .* does not fit"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(method, shapes, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(EMPTY, method)(*(jnp.zeros(shape) for shape in shapes))

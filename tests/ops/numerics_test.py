@@ -1,0 +1,91 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from heinsen_jax.ops import numerics
+
+INF = float("inf")
+LOGS = st.one_of(st.just(-INF), st.floats(-1e4, 1e4, width=32))
+
+
+def log_sum_exp_in_float64(x: np.ndarray, axis: int) -> np.ndarray:
+    with np.errstate(divide="ignore"):
+        return np.logaddexp.reduce(x.astype(np.float64), axis=axis)
+
+
+@given(npst.arrays(np.float32, (3, 5), elements=LOGS), st.sampled_from([0, 1, -1, -2]))
+def test_log_sum_exp_and_its_gradient_are_right_everywhere(x, axis):
+    total, pullback = jax.vjp(lambda x: numerics.log_sum_exp(x, axis), x)
+    (gradient,) = pullback(jnp.ones_like(total))
+    expected = log_sum_exp_in_float64(x, axis)
+    np.testing.assert_allclose(total, expected, rtol=3e-7, atol=3e-7)
+
+    total = np.expand_dims(expected, axis)
+    shares = np.exp(x - np.where(np.isneginf(total), INF, total))
+    np.testing.assert_allclose(
+        gradient, shares, rtol=0, atol=3e-7 * (1 + np.abs(x).max(where=np.isfinite(x), initial=0))
+    )
+
+
+@given(LOGS, LOGS)
+def test_log_add_exp_agrees_with_log_sum_exp(x, y):
+    x, y = np.float32(x), np.float32(y)
+    total, gradients = jax.value_and_grad(numerics.log_add_exp, (0, 1))(x, y)
+    stacked, expected = jax.value_and_grad(lambda x: numerics.log_sum_exp(x, 0))(np.stack([x, y]))
+    np.testing.assert_allclose(total, stacked, rtol=3e-7, atol=3e-7)
+    size = max(abs(v) for v in (x, y, 0) if np.isfinite(v))
+    np.testing.assert_allclose(np.stack(gradients), expected, atol=3e-7 * (1 + size))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: numerics.log_sum_exp(x, 0)[None],
+        lambda x: numerics.log_add_exp(x, x),
+        lambda x: numerics.share(x, x),
+    ],
+    ids=["log_sum_exp", "log_add_exp", "share"],
+)
+def test_nothing_has_no_gradient(function):
+    nothing = jnp.full(3, -jnp.inf)
+    output, pullback = jax.vjp(function, nothing)
+    assert np.all(np.isneginf(output) | (np.asarray(output) == 0))
+    np.testing.assert_array_equal(pullback(jnp.ones_like(output))[0], 0)
+
+
+def test_the_library_functions_would_give_nan_there():
+    """Why this module exists: when this fails, parts of it can go."""
+    gradient = jax.grad(lambda x: jax.nn.logsumexp(x, 0))(jnp.full(3, -jnp.inf))
+    assert np.isnan(gradient).all()
+
+
+def test_log_sum_exp_of_an_empty_axis_is_log_zero():
+    np.testing.assert_array_equal(numerics.log_sum_exp(jnp.zeros((2, 0)), -1), [-INF, -INF])
+
+
+def test_second_derivative_is_the_covariance_of_a_softmax():
+    x = jnp.asarray([0.3, -1.0, 2.0])
+    p = jax.nn.softmax(x)
+    hessian = jax.hessian(lambda x: numerics.log_sum_exp(x, 0))(x)
+    np.testing.assert_allclose(hessian, jnp.diag(p) - jnp.outer(p, p), atol=1e-6)
+
+
+def test_share_of_an_empty_total_is_zero():
+    np.testing.assert_array_equal(
+        numerics.share(jnp.asarray([-INF, -INF, 0.0]), jnp.asarray([-INF, 3.0, 0.0])), [0, 0, 1]
+    )
+
+
+def test_where_empty_replaces_only_log_zero():
+    x = jnp.asarray([-INF, 1.0, INF])
+    np.testing.assert_array_equal(numerics.where_empty(x, 7.0), [7.0, 1.0, INF])
+
+
+def test_log_difference_of_nothing_over_nothing_is_log_zero():
+    np.testing.assert_array_equal(
+        numerics.log_difference(jnp.asarray([-INF, 5.0]), jnp.asarray([-INF, 2.0])), [-INF, 3.0]
+    )

@@ -1,0 +1,17 @@
+"""The mesh's sizes; what is split, multi_device/ tests."""
+
+import pytest
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.sharding import MeshConfig, make_mesh
+
+
+def test_the_rest_of_the_devices_is_minus_one():
+    assert dict(make_mesh(MeshConfig(data=-1, fsdp=1)).shape) == {"data": 1, "fsdp": 1}
+
+
+@pytest.mark.parametrize("sizes", [(3, 1), (-1, 2), (0, 1), (-1, -1)])
+def test_sizes_that_do_not_make_up_the_devices_are_refused(sizes):
+    data, fsdp = sizes
+    with pytest.raises(UserError, match=r"do not make up the 1 device"):
+        make_mesh(MeshConfig(data=data, fsdp=fsdp))

@@ -1,0 +1,55 @@
+"""A small text, and a run small enough to train in a second."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from heinsen_jax.config import (
+    DataConfig,
+    ExperimentConfig,
+    LanguageModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+WORDS = [
+    "attention",
+    "is",
+    "constant",
+    "in",
+    "cost",
+    "and",
+    "exact",
+    "in",
+    "value",
+    "where",
+    "others",
+    "overflow",
+]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Words in random order: their letters can be learned, their order cannot."""
+    path = tmp_path_factory.mktemp("corpus") / "words.txt"
+    draw = random.Random(0)
+    path.write_text(" ".join(draw.choice(WORDS) for _ in range(6000)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def small(corpus, tmp_path_factory) -> ExperimentConfig:
+    return ExperimentConfig(
+        model=LanguageModelConfig(vocab_size=264, model_dim=32, num_layers=2, num_heads=2),
+        data=DataConfig(
+            corpus=str(corpus),
+            cache=str(tmp_path_factory.mktemp("data")),
+            sequence_length=32,
+            batch_size=8,
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=5),
+        training=TrainingConfig(
+            steps=40, report_every=5, evaluate_every=20, evaluation_batches=4, sample_tokens=10
+        ),
+    )

@@ -1,0 +1,110 @@
+"""Whole runs: that they learn, and that one interrupted ends as one that was not."""
+
+import dataclasses
+import math
+import os
+import signal
+
+import jax
+import pytest
+
+from heinsen_jax import data
+from heinsen_jax.config import override
+from heinsen_jax.errors import UserError
+from heinsen_jax.sharding import make_mesh
+from heinsen_jax.training.checkpoint import Checkpoints
+from heinsen_jax.training.loop import Result, train
+from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.training.optimizer import make_optimizer
+from heinsen_jax.training.state import abstract_state, initializer
+
+
+def run(workdir, config) -> Result:
+    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    workdir.mkdir(exist_ok=True)
+    return train(workdir, data.load(config.data), **sections)
+
+
+def final_bytes(workdir, config) -> list[bytes]:
+    """The last checkpoint: step, parameters and optimizer state."""
+    init = initializer(
+        config.model, make_optimizer(config.optimizer, config.training.steps), config.seed
+    )
+    checkpoints = Checkpoints(workdir)
+    assert checkpoints.latest_step() == config.training.steps
+    state = checkpoints.restore(config.training.steps, abstract_state(init, make_mesh(config.mesh)))
+    checkpoints.close()
+    return [leaf.tobytes() for leaf in jax.tree.leaves(state)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    return workdir, run(workdir, small)
+
+
+def test_the_loss_falls_from_chance_to_below_two_nats(uninterrupted):
+    workdir, result = uninterrupted
+    losses = [row["train/loss"] for row in read_metrics(workdir) if "train/loss" in row]
+    assert losses[0] > 2.6
+    assert result.metrics["loss"] < 2.0
+    assert result.metrics["perplexity"] == pytest.approx(math.exp(result.metrics["loss"]))
+    assert result.metrics["bits_per_byte"] == pytest.approx(
+        result.metrics["loss"] / math.log(2), rel=1e-6
+    )
+
+
+def test_a_run_leaves_what_people_look_for(uninterrupted):
+    workdir, _ = uninterrupted
+    assert {"checkpoints", "loss.png", "metrics.jsonl", "samples", "tensorboard"} <= {
+        path.name for path in workdir.iterdir()
+    }
+    assert len(list((workdir / "samples").iterdir())) == 2
+    steps = [row["step"] for row in read_metrics(workdir) if "validation/loss" in row]
+    assert steps == [20, 40]
+
+
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
+    stop, small, uninterrupted, tmp_path, monkeypatch
+):
+    """Stopped by a real signal within step 7, which is then saved and gone on from."""
+    real, calls = data.train_batches, []
+
+    def batches(*args, **kwargs):
+        for batch in real(*args, **kwargs):
+            calls.append(kwargs["start_step"])
+            if len(calls) == 7:
+                os.kill(os.getpid(), stop)
+            yield batch
+
+    monkeypatch.setattr("heinsen_jax.training.loop.train_batches", batches)
+    first = run(tmp_path / "run", small)
+    assert (first.step, first.signal) == (7, stop)
+    second = run(tmp_path / "run", small)
+    assert (second.step, second.signal) == (40, None)
+    assert calls[7:] == [7] * 33
+    assert final_bytes(tmp_path / "run", small) == final_bytes(uninterrupted[0], small)
+    assert second.metrics == uninterrupted[1].metrics
+
+
+def test_a_finished_run_is_left_as_it_is(small, uninterrupted):
+    workdir, _ = uninterrupted
+    before = final_bytes(workdir, small)
+    assert run(workdir, small).step == 40
+    assert final_bytes(workdir, small) == before
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (("--model.vocab_size", "256"), r"model\.vocab_size=256 .* at least 257"),
+        (("--training.accumulation_steps", "3"), r"data\.batch_size=8 must be a multiple"),
+        (("--optimizer.warmup_steps", "40"), r"optimizer\.warmup_steps=40"),
+        (("--training.sample_prompt", ""), r"training\.sample_prompt is empty"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named_before_training(small, tmp_path, argument, message):
+    with pytest.raises(UserError, match=message):
+        run(tmp_path / "run", override(small, argument))
+    assert not list((tmp_path / "run").iterdir())

@@ -1,0 +1,58 @@
+"""What a run writes for people."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from heinsen_jax.training.metrics import (
+    METRICS_FILE,
+    Reporter,
+    model_flops_utilization,
+    plot_losses,
+    read_metrics,
+)
+
+
+def console() -> Console:
+    return Console(file=io.StringIO(), width=100)
+
+
+def test_rows_are_written_as_they_come_and_lines_are_plain(tmp_path):
+    screen = console()
+    with Reporter(tmp_path, start_step=0, steps=10, console=screen) as reporter:
+        reporter.training(5, {"loss": 2.5, "tokens_per_second": 12345.6})
+        reporter.validation(10, {"loss": 2.0})
+        assert read_metrics(tmp_path) == [
+            {"step": 5, "train/loss": 2.5, "train/tokens_per_second": 12345.6},
+            {"step": 10, "validation/loss": 2.0},
+        ]
+    text = screen.file.getvalue()
+    assert "step 5/10  loss 2.5  tokens per second 12,346" in text
+    assert "step 10/10  validation  loss 2" in text
+    assert "\x1b" not in text
+    assert list((tmp_path / "tensorboard").glob("events*"))
+
+
+def test_rows_after_the_step_resumed_from_are_removed(tmp_path):
+    rows = [json.dumps({"step": step, "train/loss": 1.0}) for step in (5, 10, 15)]
+    (tmp_path / METRICS_FILE).write_text("\n".join(rows) + '\n{"step": 20, "tra')
+    with Reporter(tmp_path, start_step=10, steps=30, console=console()) as reporter:
+        reporter.training(15, {"loss": 0.5})
+    assert [row["train/loss"] for row in read_metrics(tmp_path)] == [1.0, 1.0, 0.5]
+
+
+def test_a_plot_is_drawn(tmp_path):
+    rows = [{"step": 1, "train/loss": 3.0}, {"step": 2, "train/loss": 2.0, "validation/loss": 2.5}]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert plot_losses(tmp_path).read_bytes().startswith(b"\x89PNG")
+
+
+def test_utilization_is_not_claimed_where_the_peak_is_not_known():
+    assert model_flops_utilization(1e6, 1e9) is None
+
+
+def test_utilization_is_a_part_of_the_peak(monkeypatch):
+    monkeypatch.setattr("heinsen_jax.training.metrics.PEAK_FLOPS", {"cpu": 1e15})
+    assert model_flops_utilization(1e6, 2e8) == pytest.approx(0.2)

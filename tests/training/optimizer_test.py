@@ -1,0 +1,72 @@
+"""The schedule's shape, and which parameters decay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.training.optimizer import (
+    OptimizerConfig,
+    decay_mask,
+    learning_rate,
+    make_optimizer,
+)
+
+
+def default_parameters():
+    model = nnx.eval_shape(lambda: LanguageModel(LanguageModelConfig(), rngs=nnx.Rngs(0)))
+    return nnx.state(model, nnx.Param)
+
+
+def test_decay_acts_on_the_originals_groups():
+    parameters = default_parameters()
+    mask = jax.tree.leaves(decay_mask(parameters))
+    sizes = [x.size for x in jax.tree.leaves(parameters)]
+    decayed = sum(size for size, on in zip(sizes, mask, strict=True) if on)
+    assert decayed == 124_747_776
+    assert sum(sizes) - decayed == 132_096
+
+
+def test_decay_groups_equal_the_originals_by_name(golden):
+    case = golden("glm_sym")
+    names = {
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, on in jax.tree_util.tree_leaves_with_path(decay_mask(default_parameters()))
+        if on
+    }
+    per_layer = {name for name in names if name.startswith("blocks.")}
+    num_layers = int(case["config"][2])
+    assert len(per_layer) * num_layers + len(names - per_layer) == len(case["decay_names"])
+
+
+def test_learning_rate_rises_linearly_and_falls_along_a_cosine():
+    config = OptimizerConfig(learning_rate=6e-4, end_learning_rate=6e-5, warmup_steps=10)
+    rate = learning_rate(config, 110)
+    np.testing.assert_allclose(
+        [rate(0), rate(5), rate(10), rate(60), rate(110), rate(500)],
+        [6e-4 / 11, 6e-4 * (1 / 11 + 1) / 2, 6e-4, 3.3e-4, 6e-5, 6e-5],
+        rtol=1e-5,
+    )
+
+
+def test_warm_up_must_end_before_training_does():
+    with pytest.raises(UserError, match=r"optimizer\.warmup_steps=10 .* training\.steps=10"):
+        learning_rate(OptimizerConfig(warmup_steps=10), 10)
+
+
+def test_gradients_are_clipped_by_their_global_norm():
+    parameters = {"kernel": jnp.zeros(4), "bias": jnp.zeros(1)}
+    config = OptimizerConfig(clip_norm=1.0, warmup_steps=1, weight_decay=0.0)
+    optimizer = make_optimizer(config, 10)
+
+    def moments(scale):
+        gradients = jax.tree.map(lambda x: jnp.full(x.shape, scale), parameters)
+        _, state = optimizer.update(gradients, optimizer.init(parameters), parameters)
+        return state[1][0].mu
+
+    large, larger = moments(10.0), moments(1e6)
+    np.testing.assert_allclose(large["kernel"], larger["kernel"], rtol=1e-5)
+    np.testing.assert_allclose(large["kernel"], 0.1 / 5**0.5, rtol=1e-5)

@@ -1,0 +1,71 @@
+"""One update: what it computes, and that parts add up to the whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.sharding import MeshConfig, make_mesh
+from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
+from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
+from heinsen_jax.training.step import make_evaluation_step, make_train_step, token_losses
+
+
+@pytest.fixture(scope="module")
+def parts(small):
+    optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+    init = initializer(small.model, optimizer, seed=0)
+    abstract = abstract_state(init, make_mesh(MeshConfig()))
+    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    graph = graph_of(small.model)
+
+    def run(tokens, accumulation_steps):
+        step = make_train_step(
+            graph, optimizer, accumulation_steps=accumulation_steps, out_shardings=shardings
+        )
+        return step(init_sharded(init, abstract), tokens)
+
+    return run, graph, init
+
+
+def test_accumulated_parts_equal_the_whole_batch(parts):
+    run, _, _ = parts
+    tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 256)
+    whole, metrics = run(tokens, 1)
+    summed, same_metrics = run(tokens, 4)
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(summed), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-3)
+    for name in metrics:
+        assert float(metrics[name]) == pytest.approx(float(same_metrics[name]), rel=1e-5)
+
+
+def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(parts):
+    run, _, init = parts
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
+    _, metrics = run(tokens, 1)
+    state = init()
+    logits = nnx.merge(parts[1], state.parameters)(tokens[:, :-1])
+    probabilities = np.asarray(jax.nn.softmax(logits), np.float64)
+    picked = np.take_along_axis(probabilities, np.asarray(tokens[:, 1:, None]), -1)
+    assert float(metrics["loss"]) == pytest.approx(float(-np.log(picked).mean()), rel=1e-5)
+
+
+def test_evaluation_counts_masked_tokens_only(parts):
+    _, graph, init = parts
+    parameters = init().parameters
+    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
+    mask = jnp.arange(8)[None] < jnp.array([[8], [3]])
+    losses = token_losses(graph, parameters, tokens)
+    total = make_evaluation_step(graph)(parameters, tokens, mask)
+    assert float(total) == pytest.approx(float(losses[0].sum() + losses[1, :3].sum()), rel=1e-5)
+
+
+def test_initial_weights_follow_from_the_seed(small):
+    a, b, c = (
+        nnx.state(LanguageModel(small.model, rngs=nnx.Rngs(seed)))["embed"]["embedding"][...]
+        for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(a, b)
+    assert not jnp.array_equal(a, c)

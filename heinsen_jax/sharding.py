@@ -1,5 +1,6 @@
 """One mesh, and where each parameter lies on it: logical axis -> mesh axis, as data."""
 
+import math
 from typing import Annotated, Any
 
 import jax
@@ -45,8 +46,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
     """
     sizes, devices = [config.data, config.fsdp], jax.device_count()
     if sizes.count(-1) == 1:
-        sizes[sizes.index(-1)] = devices // abs(int(np.prod(sizes)) or 1)
-    if np.prod(sizes) != devices:
+        sizes[sizes.index(-1)] = devices // max(1, max(sizes))
+    if min(sizes) < 1 or math.prod(sizes) != devices:
         raise UserError(
             f"mesh.data={config.data}, mesh.fsdp={config.fsdp} do not make up the {devices} "
             "device(s) there are: let one of them be -1, or make their product the device count"

@@ -56,7 +56,7 @@ class Checkpoints:
             return
         self._manager.save(
             step,
-            args=ocp.args.StandardSave(_named(state)),
+            args=ocp.args.PyTreeSave(_named(state)),
             metrics=None if loss is None else {"loss": loss},
             force=True,
         )
@@ -86,9 +86,12 @@ class Checkpoints:
                 f"{self.folder / str(step)} cannot be read ({reason}): delete that folder to go on "
                 "from the step before"
             ) from error
-        return jax.tree.unflatten(jax.tree.structure(abstract), list(restored.values()))
+        return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 
-    def close(self) -> None:
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
         """Waits until everything is written."""
         self._manager.close()
 
@@ -109,19 +112,16 @@ def load_run(
             f"`python train.py --config configs/quickstart.py --workdir {workdir}`"
         )
     model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
-    if not (workdir / CHECKPOINT_FOLDER).is_dir():
-        raise UserError(f"{workdir} has no checkpoint yet: start its training again to go on")
-    checkpoints = Checkpoints(workdir)
-    step = checkpoints.best_step() if best else checkpoints.latest_step()
-    if step is None:
-        raise UserError(f"{workdir} has no checkpoint yet: start its training again to go on")
     graph, abstract = nnx.split(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )
-    parameters = checkpoints.restore(step, {"parameters": abstract})["parameters"]
-    checkpoints.close()
+    with Checkpoints(workdir) as checkpoints:
+        step = checkpoints.best_step() if best else checkpoints.latest_step()
+        if step is None:
+            raise UserError(f"{workdir} has no checkpoint yet: start its training again to go on")
+        parameters = checkpoints.restore(step, {"parameters": abstract})["parameters"]
     return nnx.merge(graph, parameters), load_tokenizer(workdir), step
 
 

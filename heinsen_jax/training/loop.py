@@ -14,7 +14,6 @@ import numpy as np
 import pydantic
 from flax import nnx
 from jax.sharding import Mesh
-from rich.console import Console
 
 from heinsen_jax.data import DataConfig, TokenDataset, end_of_text_id, train_batches
 from heinsen_jax.errors import UserError
@@ -138,17 +137,27 @@ class _Run:
         self.evaluation_step = make_evaluation_step(self.graph)
 
     def __call__(self, transform: Any, caught: list[int]) -> Result:
+        keep = self.training.keep_checkpoints
+        with Checkpoints(self.workdir, keep=keep) as self.checkpoints:
+            start, state, train_step = self._begin(transform)
+            count = sum(x.size for x in jax.tree.leaves(state.parameters))
+            self.flops_per_token = flops_per_token(self.model, count)
+            steps = self.training.steps
+            with Reporter(self.workdir, start_step=start, steps=steps) as self.reporter:
+                self._introduce(start, count)
+                result = self._steps(state, start, train_step, caught)
+        self._conclude(result)
+        return result
+
+    def _begin(self, transform: Any) -> tuple[int, TrainState, Any]:
+        """The step to go on from, the state there, and the compiled update."""
         init = initializer(self.model, transform, self.seed)
         abstract = abstract_state(init, self.mesh)
-        self.checkpoints = Checkpoints(self.workdir, keep=self.training.keep_checkpoints)
         start = self.checkpoints.latest_step()
-        console = Console()
-        if start is None:
-            start, state = 0, init_sharded(init, abstract)
-        else:
-            state = self.checkpoints.restore(start, abstract)
-        self.flops_per_token = flops_per_token(
-            self.model, sum(x.size for x in jax.tree.leaves(state.parameters))
+        state = (
+            init_sharded(init, abstract)
+            if start is None
+            else self.checkpoints.restore(start, abstract)
         )
         train_step = make_train_step(
             self.graph,
@@ -156,14 +165,7 @@ class _Run:
             accumulation_steps=self.training.accumulation_steps,
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
         )
-        with Reporter(
-            self.workdir, start_step=start, steps=self.training.steps, console=console
-        ) as self.reporter:
-            self._introduce(start, state)
-            result = self._steps(state, start, train_step, caught)
-            self.checkpoints.close()
-            self._conclude(result)
-        return result
+        return start or 0, state, train_step
 
     def _steps(self, state: TrainState, start: int, train_step: Any, caught: list[int]) -> Result:
         batches = train_batches(
@@ -245,8 +247,7 @@ class _Run:
         tokens = tokens[: tokens.index(end)] if end in tokens else tokens
         return tokenizer.decode(prompt + tokens)
 
-    def _introduce(self, start: int, state: TrainState) -> None:
-        count = sum(x.size for x in jax.tree.leaves(state.parameters))
+    def _introduce(self, start: int, count: int) -> None:
         split = self.dataset.manifest.splits["train"]
         devices = f"{jax.device_count()} {jax.devices()[0].device_kind} device(s)"
         self.reporter.line(f"{count:,} parameters on {devices}; {split.tokens:,} training tokens")

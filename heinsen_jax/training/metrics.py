@@ -40,9 +40,11 @@ class Reporter:
     was killed before its next checkpoint, are removed: the run goes on from that step.
     """
 
-    def __init__(self, workdir: Path, *, start_step: int, steps: int, console: Console):
+    def __init__(
+        self, workdir: Path, *, start_step: int, steps: int, console: Console | None = None
+    ):
         self.active = jax.process_index() == 0
-        self.console = console
+        self.console = console or Console()
         self._steps = steps
         if not self.active:
             return
@@ -57,8 +59,8 @@ class Reporter:
             BarColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
+            console=self.console,
+            disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, completed=start_step)
         self._started, self._start_step = time.monotonic(), start_step

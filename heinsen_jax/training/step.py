@@ -57,7 +57,7 @@ def make_train_step(
         loss, gradients = gradient(state.parameters, tokens)
         updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
         parameters = optax.apply_updates(state.parameters, updates)
-        metrics = {"loss": loss, "gradient_norm": optax.global_norm(gradients)}
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         return TrainState(state.step + 1, parameters, optimizer_state), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))

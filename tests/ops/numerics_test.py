@@ -37,7 +37,7 @@ def test_log_add_exp_agrees_with_log_sum_exp(x, y):
     total, gradients = jax.value_and_grad(numerics.log_add_exp, (0, 1))(x, y)
     stacked, expected = jax.value_and_grad(lambda x: numerics.log_sum_exp(x, 0))(np.stack([x, y]))
     np.testing.assert_allclose(total, stacked, rtol=3e-7, atol=3e-7)
-    size = max(abs(v) for v in (x, y, 0) if np.isfinite(v))
+    size = max(abs(float(v)) for v in (x, y, 0) if np.isfinite(v))
     np.testing.assert_allclose(np.stack(gradients), expected, atol=3e-7 * (1 + size))
 
 

@@ -30,10 +30,10 @@ def final_bytes(workdir, config) -> list[bytes]:
     init = initializer(
         config.model, make_optimizer(config.optimizer, config.training.steps), config.seed
     )
-    checkpoints = Checkpoints(workdir)
-    assert checkpoints.latest_step() == config.training.steps
-    state = checkpoints.restore(config.training.steps, abstract_state(init, make_mesh(config.mesh)))
-    checkpoints.close()
+    with Checkpoints(workdir) as checkpoints:
+        assert checkpoints.latest_step() == config.training.steps
+        abstract = abstract_state(init, make_mesh(config.mesh))
+        state = checkpoints.restore(config.training.steps, abstract)
     return [leaf.tobytes() for leaf in jax.tree.leaves(state)]
 
 
@@ -61,7 +61,7 @@ def test_a_run_leaves_what_people_look_for(uninterrupted):
     }
     assert len(list((workdir / "samples").iterdir())) == 2
     steps = [row["step"] for row in read_metrics(workdir) if "validation/loss" in row]
-    assert steps == [20, 40]
+    assert steps == [30, 60]
 
 
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
@@ -82,8 +82,8 @@ def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
     first = run(tmp_path / "run", small)
     assert (first.step, first.signal) == (7, stop)
     second = run(tmp_path / "run", small)
-    assert (second.step, second.signal) == (40, None)
-    assert calls[7:] == [7] * 33
+    assert (second.step, second.signal) == (60, None)
+    assert calls[7:] == [7] * 53
     assert final_bytes(tmp_path / "run", small) == final_bytes(uninterrupted[0], small)
     assert second.metrics == uninterrupted[1].metrics
 
@@ -91,7 +91,7 @@ def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
 def test_a_finished_run_is_left_as_it_is(small, uninterrupted):
     workdir, _ = uninterrupted
     before = final_bytes(workdir, small)
-    assert run(workdir, small).step == 40
+    assert run(workdir, small).step == 60
     assert final_bytes(workdir, small) == before
 
 
@@ -100,7 +100,7 @@ def test_a_finished_run_is_left_as_it_is(small, uninterrupted):
     [
         (("--model.vocab_size", "256"), r"model\.vocab_size=256 .* at least 257"),
         (("--training.accumulation_steps", "3"), r"data\.batch_size=8 must be a multiple"),
-        (("--optimizer.warmup_steps", "40"), r"optimizer\.warmup_steps=40"),
+        (("--optimizer.warmup_steps", "60"), r"optimizer\.warmup_steps=60"),
         (("--training.sample_prompt", ""), r"training\.sample_prompt is empty"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Every implementation against the definition in float64, and properties of the public functions."""
+"""Every implementation against the definition in float64, and what the public functions promise."""
 
 from functools import partial
 

@@ -45,7 +45,7 @@ def gradients_of(case, kind: str) -> Inputs:
     return Inputs(*(ours(case[f"{kind}/d{name}"]) for name in ("Q", "K", "log_V")), state=None)
 
 
-def run(case, kind: str, implementation: str, dtype=np.float64):
+def run(case, kind: str, implementation: str, dtype: type = np.float64):
     is_causal = kind == "causal"
     inputs = inputs_of(case, "Q" if is_causal else "Q_nc")
     zeros = jax.tree.map(jnp.zeros_like, inputs.state)
@@ -94,10 +94,9 @@ def scale_of(case) -> float:
 
 @partial(jax.jit, static_argnames=("implementation", "is_causal"))
 def step(inputs: Inputs, implementation, is_causal=True):
-    *arrays, state = inputs
     return log_attention(
-        *arrays,
-        initial_state=state,
+        *inputs[:3],
+        initial_state=inputs.state,
         is_causal=is_causal,
         return_state=True,
         implementation=implementation,
@@ -144,7 +143,8 @@ def test_backpropagation_truncated_at_the_state(case, implementation):
 @each_scale
 def test_tokens_added_one_by_one_and_all_queries_read_again(case):
     inputs = inputs_of(case, "Q_nc")
-    state = by_call = inputs.state
+    by_call = LogAttentionState.empty((2,), 2, 4, 5, jnp.float64)
+    state = by_call
     for index, expected in enumerate(case["noncausal/add_token/log_Y"]):
         token = slice(index, index + 1)
         key, log_value = jnp.asarray(inputs.key[:, token]), jnp.asarray(inputs.value[:, token])
@@ -173,7 +173,7 @@ def test_toy(toy, implementation):
     log_y, _ = step(toy_inputs(toy), implementation)
     assert_within(log_y[:, 0], toy["log_Y"], 1e-10)
     np.testing.assert_allclose(jnp.exp(log_y[:, 0]), toy["Y_quadratic"], rtol=1e-10)
-    query, key, log_value, _ = toy_inputs(toy)
+    query, key, log_value = toy_inputs(toy)[:3]
     y = heinsen_attention(query, key, np.exp(log_value), implementation=implementation)
     np.testing.assert_allclose(y[:, 0], toy["Y_quadratic"], rtol=1e-10)
 

@@ -2,8 +2,8 @@
 
     python train.py --config configs/quickstart.py [--workdir runs/mine] [--section.field VALUE ...]
 
-A run that was stopped, or killed, goes on where it was when the same command is given again. Stopped by
-Ctrl-C the exit code is 130, by SIGTERM 143; after bad input it is 2.
+A run that was stopped, or killed, goes on where it was when the same command is given again.
+Stopped by Ctrl-C the exit code is 130, by SIGTERM 143; after bad input it is 2.
 """
 
 import argparse

@@ -119,7 +119,8 @@ def record(workdir: Path, config: ExperimentConfig, dataset: TokenDataset) -> No
         if fingerprint(theirs) != fingerprint(dataset.tokenizer):
             raise UserError(
                 f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs "
-                f"from data.tokenizer={config.data.tokenizer}: choose another folder, or its tokenizer"
+                f"from data.tokenizer={config.data.tokenizer}: choose another folder, or its "
+                "tokenizer"
             )
     save_tokenizer(dataset.tokenizer, workdir)
     temporary = workdir / f"{CONFIG_FILE}.partial"
@@ -134,7 +135,8 @@ def as_json(config: ExperimentConfig) -> dict[str, Any]:
 
 def _run_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "get_config"):

@@ -61,7 +61,7 @@ def test_a_wrong_override_names_its_field(arguments, words, capsys):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="nope.py: there is no such file"):
+    with pytest.raises(UserError, match=r"nope\.py: there is no such file"):
         load_config(tmp_path / "nope.py")
 
 

@@ -17,6 +17,13 @@ hypothesis.settings.register_profile("compiled", deadline=None)
 hypothesis.settings.load_profile("compiled")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_functions() -> Iterator[None]:
+    """Thousands of compiled CPU functions exhaust a process's memory maps: XLA then crashes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def x64() -> Iterator[None]:
     """Runs a test with 64-bit types. Inside a test, `with jax.enable_x64(True)` does the same."""

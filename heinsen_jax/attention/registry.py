@@ -1,5 +1,6 @@
 """Every mechanism by name."""
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -7,7 +8,7 @@ from flax import nnx
 from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.log import LogAttention
 
-_MECHANISMS: dict[str, type[Attention]] = {"log": LogAttention}
+_MECHANISMS: dict[str, Callable[..., Attention]] = {"log": LogAttention}
 
 
 def names() -> tuple[str, ...]:

@@ -233,7 +233,8 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
         return
     (output / _RECIPE_FILE).unlink(missing_ok=True)
     if len(empty) == 2:
-        raise UserError("inputs: the files hold no text at all; give some that do")
+        names = ", ".join(recipe.inputs)
+        raise UserError(f"{names}: there is no text at all in it; give a corpus that has some")
     change = "smaller" if empty == ["train"] else "larger"
     raise UserError(
         f"no text is left for {empty[0]} with validation_fraction={recipe.validation_fraction}: "

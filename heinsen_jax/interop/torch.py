@@ -67,8 +67,9 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
         value = np.stack(parts) if numbers is not None else parts[0]
         leaf = parameters[path]
         if value.shape != leaf.shape:
+            shape = parts[0].shape[:: -1 if transposed else 1]
             raise ValueError(
-                f"state dict entry {name!r} has shape {parts[0].shape[:: -1 if transposed else 1]}, "
+                f"state dict entry {name!r} has shape {shape}, "
                 f"which does not fit {num_heads} heads and the other entries"
             )
         leaf.set_value(jnp.asarray(value, leaf.dtype))
@@ -78,7 +79,8 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
 def _config(
     shapes: Mapping[str, tuple[int, ...]], num_layers: int, num_heads: int
 ) -> LanguageModelConfig:
-    """The architecture that the shapes tell: W1 is H (2 key_depth + value_depth) wide, W2 H value_depth."""
+    """The architecture that the shapes tell: with H heads, W1 is H (2 key_depth + value_depth) wide
+    and W2 H value_depth."""
     vocab_size, model_dim = shapes["embed.weight"]
     inner = shapes["layers.0.feedforward1.1.weight"][0]
     values = shapes["layers.0.feedforward2.0.weight"][1]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
 from heinsen_jax import attention
 from heinsen_jax.attention.log import head_depth, uniform
@@ -199,7 +200,7 @@ def check_tokens(tokens: Array, vocab_size: int) -> None:
     """Refuses ids outside the vocabulary, which an embedding look-up would turn into NaN."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, are {tokens.dtype}")
-    if isinstance(tokens, jax.core.Tracer) or tokens.size == 0:
+    if isinstance(tokens, Tracer) or tokens.size == 0:
         return
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= vocab_size:

@@ -1,7 +1,7 @@
 """First-order linear recurrences over time, in linear and in log space, as associative scans.
 
-Written with cumulative sums of log coefficients (as in Heinsen, 2023, arXiv:2311.06281) the log-space
-recurrence cancels badly over long sequences; the associative forms below never subtract.
+Written with cumulative sums of log coefficients (as in Heinsen, 2023, arXiv:2311.06281) the
+log-space recurrence cancels badly over long sequences; the associative forms never subtract.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ def linear_recurrence(
 def log_linear_recurrence(
     log_coefficients: Array, log_inputs: Array, *, initial: Array | None = None, axis: int = -2
 ) -> Array:
-    """h_t = logaddexp(log a_t + h_{t-1}, log b_t), for all t at once: the log of `linear_recurrence`.
+    """h_t = logaddexp(log a_t + h_{t-1}, log b_t), for all t: the log of `linear_recurrence`.
 
     Sums are held as pairs (largest term, sum relative to it) until the end, which loses less to
     rounding than a tree of logaddexp. Coefficients and inputs may be -inf = log 0.
@@ -61,7 +61,7 @@ def log_linear_recurrence(
 
 
 def cumulative_log_sum_exp(x: Array, *, axis: int = -2) -> Array:
-    """log(sum_{s <= t} exp(x_s)): `jax.lax.cumlogsumexp` as a scan, with gradients right at -inf."""
+    """log(sum_{s <= t} exp(x_s)): `lax.cumlogsumexp` as a scan, with gradients right at -inf."""
     shape = [1] * x.ndim
     shape[axis] = x.shape[axis]
     return log_linear_recurrence(jnp.zeros(shape, x.dtype), x, axis=axis)

@@ -15,7 +15,7 @@ from heinsen_jax.typing import Array
 
 
 def share(term: Array, total: Array) -> Array:
-    """exp(term - total): the part of a log-space total that one term makes up; 0 of an empty total."""
+    """exp(term - total): the part of a log-space total that a term makes up; 0 of an empty one."""
     return jnp.exp(term - where_empty(total, jnp.inf))
 
 

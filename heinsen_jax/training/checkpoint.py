@@ -1,6 +1,7 @@
 """Checkpoints of a run: asynchronous, atomic, the latest and the best kept."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,15 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, *, keep: int = 2):
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
-        best = BestN(
-            get_metric_fn=lambda metrics: -metrics["loss"],
-            n=1,
-            keep_checkpoints_without_metrics=False,
-        )
+        best = BestN(get_metric_fn=_goodness, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-            best_fn=lambda metrics: -metrics["loss"],
+            best_fn=_goodness,
             cleanup_tmp_directories=True,
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._manager = ocp.CheckpointManager(
+            self.folder, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
+        )
 
     def latest_step(self) -> int | None:
         """The newest whole checkpoint."""
@@ -57,7 +56,7 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.PyTreeSave(_named(state)),
-            metrics=None if loss is None else {"loss": loss},
+            metrics={"loss": math.inf if loss is None else loss},
             force=True,
         )
 
@@ -69,6 +68,9 @@ class Checkpoints:
         """
         wanted = _named(abstract)
         try:
+            saved = self._manager.item_metadata(step).tree
+            if missing := wanted.keys() - saved.keys():
+                raise ValueError(f"it does not hold {min(missing)}")
             restored = self._manager.restore(
                 step,
                 args=ocp.args.PyTreeRestore(
@@ -138,6 +140,10 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it or use another workdir") from None
+
+
+def _goodness(metrics: dict[str, float]) -> float:
+    return -metrics["loss"]
 
 
 def _named(tree: Any) -> dict[str, Any]:

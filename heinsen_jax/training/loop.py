@@ -204,7 +204,7 @@ class _Run:
         if not np.isfinite(values["loss"]):
             self.reporter.line(f"warning: the loss of step {step} is {values['loss']}")
         tokens = self.data.batch_size * self.data.sequence_length
-        values["learning_rate"] = float(self.schedule(step - 1))
+        values["learning_rate"] = float(jnp.asarray(self.schedule(step - 1)))
         values["tokens_per_second"] = rate = tokens * clock.steps_per_second(step)
         utilization = model_flops_utilization(rate, self.flops_per_token)
         if utilization is not None:

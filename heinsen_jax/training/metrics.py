@@ -24,7 +24,7 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-"""Dense bfloat16 operations a second of one device, by `device_kind`, from the makers' datasheets."""
+"""Dense bfloat16 operations a second of a device, by `device_kind`, from the makers' datasheets."""
 
 
 def model_flops_utilization(tokens_per_second: float, flops_per_token: float) -> float | None:

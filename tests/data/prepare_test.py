@@ -299,7 +299,7 @@ def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
     problems = {
         ("nowhere.txt",): r"input nowhere\.txt does not exist: give one of python-stdlib",
         (str(tmp_path / "empty"),): "empty holds no text",
-        (str(tmp_path / "empty.txt"),): "hold no text at all",
+        (str(tmp_path / "empty.txt"),): "no text at all",
         (folder, folder): "given twice",
         (): "give a corpus",
     }

@@ -1,4 +1,4 @@
-"""The published architecture: against the original's own numbers, and its promises on fresh ones."""
+"""The published model: against the original's own numbers, and its promises on fresh ones."""
 
 import jax
 import jax.numpy as jnp

@@ -15,6 +15,10 @@ from heinsen_jax.ops.linear_recurrence import (
 
 INF = float("inf")
 
+linear = jax.jit(linear_recurrence)
+log_linear = jax.jit(log_linear_recurrence, static_argnames="axis")
+cumulative = jax.jit(cumulative_log_sum_exp)
+
 
 def step_by_step(log_a, log_b, initial=None):
     """h_t = logaddexp(log a_t + h_{t-1}, log b_t), one token after the other."""
@@ -30,7 +34,7 @@ def step_by_step(log_a, log_b, initial=None):
 def test_position_embedding_of_the_paper(golden):
     case = golden("embed_position")
     zeros = jnp.zeros((2, 6))
-    h = log_linear_recurrence(case["log_coeffs"], case["logits"], initial=zeros)
+    h = log_linear(case["log_coeffs"], case["logits"], initial=zeros)
     np.testing.assert_allclose(h, case["pos_embs"], rtol=0, atol=1e-10)
 
 
@@ -41,7 +45,7 @@ def test_position_embedding_gradients_of_the_paper(golden):
     def embed(x, weight, bias):
         u, b = jnp.split(jnp.einsum("btd,ed->bte", x, weight) + bias[None, None], 2, -1)
         log_a = jax.nn.log_sigmoid(u)
-        return x + log_linear_recurrence(log_a, b, initial=jnp.zeros((2, 6)))
+        return x + log_linear(log_a, b, initial=jnp.zeros((2, 6)))
 
     out, pullback = jax.vjp(embed, *(jnp.asarray(case[name]) for name in ("x", "weight", "bias")))
     np.testing.assert_allclose(out, case["out"], rtol=0, atol=1e-10)
@@ -65,7 +69,7 @@ def test_gradients_agree_with_autodiff_of_the_definition(with_initial):
         return jnp.stack(states)
 
     def tested(log_a, log_b, initial):
-        return log_linear_recurrence(log_a, log_b, initial=initial if with_initial else None)
+        return log_linear(log_a, log_b, initial=initial if with_initial else None)
 
     arguments = tuple(jnp.asarray(x) for x in (log_a, log_b, initial))
     expected, expected_pullback = jax.vjp(definition, *arguments)
@@ -83,7 +87,7 @@ def test_float32_error_does_not_grow_with_length(scale, decay):
     log_a = (decay * rng.uniform(size=(8192, 4))).astype(np.float32)
     log_b = (scale * rng.standard_normal((8192, 4))).astype(np.float32)
     expected = step_by_step(log_a, log_b)
-    actual = np.asarray(jax.jit(log_linear_recurrence)(log_a, log_b), np.float64)
+    actual = np.asarray(log_linear(log_a, log_b), np.float64)
     assert np.max(np.abs(actual - expected)) <= 5e-6 * max(scale, 1)
 
 
@@ -94,7 +98,7 @@ def test_float32_gradient_error_does_not_grow_with_length():
 
     @jax.jit
     def gradients(log_a, log_b, ct):
-        return jax.vjp(log_linear_recurrence, log_a, log_b)[1](ct)
+        return jax.vjp(log_linear, log_a, log_b)[1](ct)
 
     actual = gradients(*arguments)
     with jax.enable_x64(True):
@@ -112,7 +116,7 @@ def test_log_zero_coefficients_and_inputs(seed, part, with_initial):
     initial = rng.standard_normal(3).astype(np.float32) if with_initial else None
 
     def total(log_a, log_b):
-        h = _jitted(log_a, log_b, initial=initial)
+        h = log_linear(log_a, log_b, initial=initial)
         return jnp.sum(jnp.where(jnp.isneginf(h), 0, h)), h
 
     (_, h), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(log_a, log_b)
@@ -122,25 +126,22 @@ def test_log_zero_coefficients_and_inputs(seed, part, with_initial):
         np.testing.assert_array_equal(np.asarray(gradient)[np.isneginf(x)], 0)
 
 
-_jitted = jax.jit(log_linear_recurrence)
-
-
 def test_a_coefficient_of_log_zero_forgets():
     log_a = np.zeros((6, 1), np.float32)
     log_a[3] = -INF
     log_b = np.arange(6, dtype=np.float32)[:, None]
-    h = log_linear_recurrence(log_a, log_b)
+    h = log_linear(log_a, log_b)
     np.testing.assert_allclose(h[3:], step_by_step(log_a[3:], log_b[3:]), atol=1e-6)
-    gradient = jax.grad(lambda b: jnp.sum(log_linear_recurrence(log_a, b)[3:]))(log_b)
+    gradient = jax.grad(lambda b: jnp.sum(log_linear(log_a, b)[3:]))(log_b)
     np.testing.assert_array_equal(gradient[:3], 0)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 4, 9]))
 def test_a_carried_state_continues_the_recurrence(seed, split):
     log_a, log_b = np.random.default_rng(seed).standard_normal((2, 10, 3)).astype(np.float32)
-    whole = _jitted(log_a, log_b)
-    first = _jitted(log_a[:split], log_b[:split])
-    second = _jitted(log_a[split:], log_b[split:], initial=first[-1])
+    whole = log_linear(log_a, log_b)
+    first = log_linear(log_a[:split], log_b[:split])
+    second = log_linear(log_a[split:], log_b[split:], initial=first[-1])
     np.testing.assert_allclose(jnp.concatenate([first, second]), whole, atol=3e-6)
 
 
@@ -148,17 +149,17 @@ def test_coefficients_may_be_broadcast_over_features():
     log_b = np.random.default_rng(0).standard_normal((2, 10, 3)).astype(np.float32)
     log_a = -np.ones((1, 10, 1), np.float32)
     np.testing.assert_allclose(
-        log_linear_recurrence(log_a, log_b),
-        log_linear_recurrence(np.broadcast_to(log_a, log_b.shape), log_b),
+        log_linear(log_a, log_b),
+        log_linear(np.broadcast_to(log_a, log_b.shape), log_b),
         atol=1e-6,
     )
 
 
 def test_time_may_be_any_axis():
     log_a, log_b = np.random.default_rng(0).standard_normal((2, 4, 10, 3)).astype(np.float32)
-    expected = log_linear_recurrence(log_a, log_b)
+    expected = log_linear(log_a, log_b)
     moved = partial(jnp.moveaxis, source=1, destination=0)
-    actual = log_linear_recurrence(moved(log_a), moved(log_b), axis=0)
+    actual = log_linear(moved(log_a), moved(log_b), axis=0)
     np.testing.assert_allclose(actual, moved(expected), atol=1e-6)
 
 
@@ -166,10 +167,10 @@ def test_time_may_be_any_axis():
 def test_log_form_is_the_log_of_the_linear_form(with_initial):
     a, b = np.random.default_rng(0).uniform(0.1, 1, (2, 20, 3)).astype(np.float32)
     initial = np.asarray([0.5, 1, 2], np.float32) if with_initial else None
-    linear = linear_recurrence(a, b, initial=initial)
+    x = linear(a, b, initial=initial)
     log_initial = None if initial is None else np.log(initial)
-    log = log_linear_recurrence(np.log(a), np.log(b), initial=log_initial)
-    np.testing.assert_allclose(jnp.exp(log), linear, rtol=1e-5)
+    h = log_linear(np.log(a), np.log(b), initial=log_initial)
+    np.testing.assert_allclose(jnp.exp(h), x, rtol=1e-5)
 
 
 def test_linear_recurrence_step_by_step():
@@ -178,7 +179,7 @@ def test_linear_recurrence_step_by_step():
     for a_t, b_t in zip(a, b, strict=True):
         x = a_t * x + b_t
         expected.append(x)
-    actual = linear_recurrence(a, b, initial=jnp.asarray([1.0, -2.0, 0.0]))
+    actual = linear(a, b, initial=jnp.asarray([1.0, -2.0, 0.0]))
     np.testing.assert_allclose(actual, np.stack(expected), rtol=1e-4, atol=1e-5)
 
 
@@ -186,7 +187,7 @@ def test_cumulative_log_sum_exp():
     x = np.random.default_rng(0).standard_normal((2, 20, 3)).astype(np.float32)
     x[:, :5, 0] = -INF
     expected = np.logaddexp.accumulate(x.astype(np.float64), axis=1)
-    np.testing.assert_allclose(cumulative_log_sum_exp(x), expected, atol=2e-6)
-    gradient = jax.grad(lambda x: jnp.sum(cumulative_log_sum_exp(x)[:, 4]))(x)
+    np.testing.assert_allclose(cumulative(x), expected, atol=2e-6)
+    gradient = jax.grad(lambda x: jnp.sum(cumulative(x)[:, 4]))(x)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[:, :, 0], 0)

@@ -61,11 +61,13 @@ def log_attention(
     """
     if jnp.iscomplexobj(log_value):
         raise NotImplementedError(
-            "log_value is complex: for values of either sign call heinsen_attention(query, key, value)"
+            "log_value is complex: for values of either sign call "
+            "heinsen_attention(query, key, value)"
         )
     if initial_state is not None and jnp.iscomplexobj(initial_state.log_s):
         raise ValueError(
-            "initial_state.log_s is complex, as heinsen_attention returns it; log_attention takes real ones"
+            "initial_state.log_s is complex, as heinsen_attention returns it; log_attention takes "
+            "real ones"
         )
 
     def run(attention, query, key, log_value, state, is_causal):
@@ -87,7 +89,9 @@ def heinsen_attention(
     return_state: bool = False,
     implementation: Implementation | None = None,
 ) -> Any:
-    """`log_attention` for values of any sign, in linear space: Y = Softmax(log(exp(Q) exp(K)^T)) V (1).
+    """`log_attention` for values of any sign, in linear space.
+
+        Y = Softmax(log(exp(Q) exp(K)^T)) V                             (1)
 
     Every output is a convex average of values, computed as one, so no value is too large or small.
 
@@ -190,9 +194,11 @@ def _check(query: Array, key: Array, value: Array, is_causal: bool, value_name: 
         raise ValueError(f"query and key must have the same depth: {shapes}")
     if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
         raise ValueError(
-            f"num_heads {query.shape[-2]} must be a multiple of num_kv_heads {key.shape[-2]}: {shapes}"
+            f"num_heads {query.shape[-2]} must be a multiple of num_kv_heads {key.shape[-2]}: "
+            f"{shapes}"
         )
     if is_causal and query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            f"causal attention needs as many queries as keys; for others pass is_causal=False: {shapes}"
+            "causal attention needs as many queries as keys; for others pass is_causal=False: "
+            f"{shapes}"
         )

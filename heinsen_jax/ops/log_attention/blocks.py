@@ -1,22 +1,24 @@
 """Streams arrays through a function block by block of tokens."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.typing import Array
 
+Output = TypeVar("Output", Array, None)
+
 
 def scan_blocks(
-    body: Callable[[Any, tuple[Array, ...]], tuple[Any, Array | None]],
+    body: Callable[[Any, tuple[Array, ...]], tuple[Any, Output]],
     carry: Any,
     tokens: tuple[Array, ...],
     *,
     block_size: int,
     multiple_of: int = 1,
-) -> tuple[Any, Array | None]:
+) -> tuple[Any, Output]:
     """`lax.scan` of `body` over blocks of the token axis (-2 of each array).
 
     The first array's tokens that pad the last block are -inf, the others' repeat the last token, so

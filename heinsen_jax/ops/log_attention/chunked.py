@@ -1,15 +1,15 @@
 """Log-attention as batched matrix products over chunks of tokens.
 
-A convex average of values needs no logarithm: with every exponential scaled by a maximum, the output
-is S / Z, S = (Q^ K^T . mask) V^ + Q^ M, all terms positive, nothing cancels. What can go wrong is
-underflow alone, and only where
+A convex average of values needs no logarithm: with every exponential scaled by a maximum, the
+output is S / Z, S = (Q^ K^T . mask) V^ + Q^ M, all terms positive, nothing cancels. What can go
+wrong is underflow alone, and only where
 
 - keys *rise* inside a chunk far above what its first query may see (that query is scaled by a
   maximum of keys it must not see), or
 - log-values, divided by their largest one, *span* more than the floating-point range.
 
-Both are measured beforehand (`_rise`, `_span`), block by block. A block whose sum of the two exceeds
-`ChunkedOptions.safe_range` takes the exact path of `stream` instead. Nothing is clamped.
+Both are measured beforehand (`_rise`, `_span`), block by block. A block whose sum of the two
+exceeds `ChunkedOptions.safe_range` takes the exact path of `stream` instead. Nothing is clamped.
 """
 
 import math
@@ -55,7 +55,7 @@ def log_attention(
     is_causal: bool,
     options: ChunkedOptions = DEFAULT,
 ) -> tuple[Array, LogAttentionState]:
-    """`scan.log_attention` by matrix products, with exact log-space blocks where those would fail."""
+    """`scan.log_attention` by matrix products, with exact log-space blocks where they fail."""
 
     @jax.checkpoint
     def fast(query, key, log_value, state):
@@ -216,7 +216,7 @@ def _largest_value(value: Array, state: MeanState) -> Array:
 
 
 def _log_value_range(log_value: Array, state: LogAttentionState) -> tuple[Array, Array]:
-    """Smallest and largest log-value of each value feature `[X, V]`; the state counts as averages."""
+    """Smallest and largest log-value of each feature `[X, V]`; the state counts as averages."""
     log_value, state = lax.stop_gradient((log_value, state))
     log_mean = state.log_s - where_empty(state.log_z, 0.0)[..., None]
     known = (state.log_z > -jnp.inf)[..., None]

@@ -1,4 +1,4 @@
-"""The oracle: eq. (1) by direct definition. Slow, obvious, and sharing no code with the fast paths."""
+"""The oracle: eq. (1) by definition. Slow, obvious, and sharing no code with the fast paths."""
 
 import jax.numpy as jnp
 
@@ -7,7 +7,7 @@ from heinsen_jax.typing import Array, Float, typed
 
 
 def _logsumexp(x: Array, axis: int) -> Array:
-    """With `x` replaced, not merely masked, where everything is -inf, so that no gradient is NaN."""
+    """With `x` replaced, not merely masked, where all of it is -inf, so that no gradient is NaN."""
     nothing = jnp.all(x == -jnp.inf, axis, keepdims=True)
     x = jnp.where(nothing, 0.0, x)
     largest = jnp.max(x, axis, keepdims=True)
@@ -16,7 +16,7 @@ def _logsumexp(x: Array, axis: int) -> Array:
 
 
 def _scores(query: Array, key: Array, is_causal: bool) -> Array:
-    """log(exp(Q) exp(K)^T): LSE over key features of Q_t + K_s, `[X, R, T, S]`; -inf where unseen."""
+    """log(exp(Q) exp(K)^T): LSE over features of Q_t + K_s, `[X, R, T, S]`; -inf where unseen."""
     scores = _logsumexp(query[:, :, :, None, :] + key[:, None, None, :, :], -1)
     if is_causal:
         scores = jnp.where(jnp.tri(query.shape[2], dtype=bool)[None, None], scores, -jnp.inf)

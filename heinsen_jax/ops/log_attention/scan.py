@@ -47,7 +47,8 @@ def mean_attention(
     *,
     is_causal: bool,
 ) -> tuple[Float[Array, "X R T V"], MeanState]:
-    """Y_t = sum_K softmax_K(Q_t + H_Z,t) M_t, M_t[k] = average of values under softmax_{s<=t}(K_sk)."""
+    """Y_t = sum_K softmax_K(Q_t + H_Z,t) M_t, where M_t[k] is the average of the values under
+    softmax_{s<=t}(K_sk)."""
     if not is_causal:
         state = state.absorb(key, value)
         return state.attend(_rows(query)).reshape(*query.shape[:-1], value.shape[-1]), state

@@ -1,4 +1,4 @@
-"""Causal log-attention over a stream of small blocks: exact for any finite input, in constant memory.
+"""Causal log-attention over a stream of small blocks: exact for finite input, in constant memory.
 
 Inside a block eq. (1) by direct definition, in log space or (for values of either sign) by softmax
 weights; what came before is read from the state. `chunked` falls back on it.

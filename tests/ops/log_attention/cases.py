@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
     query: Any
     key: Any
     value: Any  # log-values for log_attention
-    state: LogAttentionState | None = None
+    state: Any = None  # a LogAttentionState or None
 
 
 class Result(NamedTuple):
@@ -100,7 +100,7 @@ def in_float64(tree: Any) -> Any:
 
 
 @partial(jax.jit, static_argnames=("implementation", "is_causal"))
-def _differentiate(inputs: Inputs, cotangents, implementation: str, is_causal: bool) -> Result:
+def _differentiate(inputs: Inputs, cotangents, implementation: Any, is_causal: bool) -> Result:
     def call(inputs: Inputs):
         return log_attention(
             *inputs[:3],
@@ -139,7 +139,7 @@ def oracle(inputs: Inputs, *, is_causal: bool = True, cotangents=None) -> Result
 
 
 @partial(jax.jit, static_argnames=("implementation", "is_causal"))
-def _differentiate_mean(inputs: Inputs, cotangent, implementation: str, is_causal: bool):
+def _differentiate_mean(inputs: Inputs, cotangent, implementation: Any, is_causal: bool):
     def call(inputs: Inputs):
         return heinsen_attention(
             *inputs[:3],

@@ -21,10 +21,9 @@ TOKENS = np.arange(128, dtype=np.float32)[None, :, None]
 def inputs(seed: int = 0, key_slope: float = 0.0, value_slope: float = 0.0):
     """query [X, R, T, K], key [X, T, K], log_value [X, T, V]"""
     rng = np.random.default_rng(seed)
-    query, key, log_value = (
-        rng.standard_normal(shape).astype(np.float32)
-        for shape in ((2, 2, 128, 4), (2, 128, 4), (2, 128, 3))
-    )
+    query = rng.standard_normal((2, 2, 128, 4)).astype(np.float32)
+    key = rng.standard_normal((2, 128, 4)).astype(np.float32)
+    log_value = rng.standard_normal((2, 128, 3)).astype(np.float32)
     return query, key + np.float32(key_slope) * TOKENS, log_value + np.float32(value_slope) * TOKENS
 
 

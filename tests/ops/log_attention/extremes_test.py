@@ -47,7 +47,7 @@ def put(name: str, where, value: float, has_state: bool = False) -> Inputs:
 
 def fill(value: float, has_state: bool = False) -> Inputs:
     inputs = base(has_state)
-    return Inputs(*(np.full_like(x, value) for x in inputs[:3]), inputs.state)
+    return Inputs(*(np.full_like(x, value) for x in inputs[:3]), state=inputs.state)
 
 
 def one_hot(size: float) -> Inputs:
@@ -62,7 +62,7 @@ def one_hot(size: float) -> Inputs:
 
 def scaled(size: float) -> Inputs:
     inputs = base()
-    return Inputs(*(np.float32(size) * x for x in inputs[:3]), inputs.state)
+    return Inputs(*(np.float32(size) * x for x in inputs[:3]), state=inputs.state)
 
 
 def some(seed: int = 3) -> np.ndarray:

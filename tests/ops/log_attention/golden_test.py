@@ -92,9 +92,9 @@ def scale_of(case) -> float:
     return float(np.std(case["K"]))
 
 
-@partial(jax.jit, static_argnames=("implementation", "is_causal"))
-def step(inputs: Inputs, implementation, is_causal=True):
-    return log_attention(
+@partial(jax.jit, static_argnames=("implementation", "function", "is_causal"))
+def step(inputs: Inputs, implementation, function=log_attention, is_causal=True):
+    return function(
         *inputs[:3],
         initial_state=inputs.state,
         is_causal=is_causal,
@@ -104,7 +104,7 @@ def step(inputs: Inputs, implementation, is_causal=True):
 
 
 def part(inputs: Inputs, tokens: slice, state: LogAttentionState | None) -> Inputs:
-    return Inputs(*(x[:, tokens] for x in inputs[:3]), state)
+    return Inputs(*(x[:, tokens] for x in inputs[:3]), state=state)
 
 
 @pytest.mark.usefixtures("x64")
@@ -173,8 +173,8 @@ def test_toy(toy, implementation):
     log_y, _ = step(toy_inputs(toy), implementation)
     assert_within(log_y[:, 0], toy["log_Y"], 1e-10)
     np.testing.assert_allclose(jnp.exp(log_y[:, 0]), toy["Y_quadratic"], rtol=1e-10)
-    query, key, log_value = toy_inputs(toy)[:3]
-    y = heinsen_attention(query, key, np.exp(log_value), implementation=implementation)
+    inputs = toy_inputs(toy)
+    y, _ = step(inputs._replace(value=np.exp(inputs.value)), implementation, heinsen_attention)
     np.testing.assert_allclose(y[:, 0], toy["Y_quadratic"], rtol=1e-10)
 
 

@@ -1,0 +1,187 @@
+"""The command lines in processes of their own: train, kill, go on, generate, and every mistake."""
+
+import base64
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from heinsen_jax.training.checkpoint import load_run
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = """
+from heinsen_jax.config import *
+
+def get_config():
+    return ExperimentConfig(
+        model=LanguageModelConfig(vocab_size=264, model_dim=16, num_layers=2, num_heads=2),
+        data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=8),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+        training=TrainingConfig(
+            steps=300, evaluate_every=150, checkpoint_every=10, evaluation_batches=2,
+            sample_tokens=5,
+        ),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A folder with a text and a configuration."""
+    folder = tmp_path_factory.mktemp("place")
+    draw = random.Random(0)
+    (folder / "words.txt").write_text(
+        " ".join(draw.choice(["abc", "de", "f"]) for _ in range(5000))
+    )
+    (folder / "tiny.py").write_text(CONFIG)
+    return folder
+
+
+def command(place: Path, *arguments: str) -> subprocess.Popen:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(place: Path, *arguments: str) -> tuple[int, str, str]:
+    process = command(place, *arguments)
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out, err
+
+
+def train(*arguments: str) -> tuple[str, ...]:
+    return (str(ROOT / "train.py"), "--config", "tiny.py", *arguments)
+
+
+@pytest.fixture(scope="module")
+def trained(place) -> str:
+    code, out, err = finish(place, *train("--workdir", "whole"))
+    assert code == 0, err
+    return out
+
+
+def final_parameters(workdir: Path) -> list[bytes]:
+    model, _, step = load_run(workdir, best=False)
+    assert step == 300
+    return [x.tobytes() for x in jax.tree.leaves(nnx.state(model))]
+
+
+def validation_rows(workdir: Path) -> list[dict]:
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["step"] for row in rows] == sorted(row["step"] for row in rows)
+    return [row for row in rows if "validation/loss" in row]
+
+
+def test_training_says_what_comes_next(trained):
+    assert "step 300/300  validation" in trained
+    assert "a sample:" in trained
+    assert "python -m heinsen_jax.generate --workdir whole" in trained
+
+
+def test_a_killed_run_goes_on_and_ends_bit_for_bit_the_same(place, trained):
+    workdir = place / "killed"
+    process = command(place, *train("--workdir", "killed"))
+    deadline = time.monotonic() + 200
+    while not (workdir / "checkpoints" / "20").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.kill()
+    out, _ = process.communicate()
+    assert process.returncode == -9, "the run must have been killed, not have ended"
+    assert "step 300/300" not in out
+    code, out, err = finish(place, *train("--workdir", "killed"))
+    assert code == 0, err
+    assert "continuing killed from step" in out
+    assert final_parameters(workdir) == final_parameters(place / "whole")
+    assert validation_rows(workdir) == validation_rows(place / "whole")
+
+
+def test_sigterm_saves_and_exits_with_143(place, trained):
+    process = command(place, *train("--workdir", "stopped"))
+    while not (place / "stopped/checkpoints/10").is_dir():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert "stopped by SIGTERM after step" in out
+    assert "give the same command again" in out
+    said = int(out.split("after step ")[1].split(",")[0])
+    assert load_run(place / "stopped", best=False)[2] == said
+
+
+def test_a_recorded_run_is_repeated_by_its_config(place, trained):
+    arguments = (str(ROOT / "train.py"), "--config", "whole/config.json", "--workdir", "again")
+    code, _, err = finish(place, *arguments)
+    assert code == 0, err
+    assert final_parameters(place / "again") == final_parameters(place / "whole")
+
+
+def generate(*arguments: str) -> tuple[str, ...]:
+    return ("-m", "heinsen_jax.generate", "--workdir", "whole", *arguments)
+
+
+def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(place, trained):
+    texts = []
+    for seed in ("1", "1", "2"):
+        options = ("--prompt", "abc d", "--max-new-tokens", "40", "--seed", seed)
+        code, out, err = finish(place, *generate(*options))
+        assert code == 0, err
+        assert out.startswith("abc d")
+        assert len(out) == 5 + 40 + 1
+        texts.append(out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (train("--model.num_layer", "2"), ["--model.num-layer", "--model.num-layers"]),
+        (train("--model.num_heads", "3"), ["num_heads=3 does not divide model_dim=16"]),
+        (train("--model.num_layers", "two"), ["num-layers", "two"]),
+        (train("--data.corpus", "missing.txt"), ["missing.txt"]),
+        (train("--data.corpus", "empty.txt"), ["empty.txt"]),
+        (train("--model.vocab_size", "100"), ["model.vocab_size=100", "at least 257"]),
+        (train("--workdir", "whole", "--model.num_layers", "3"), ["num_layers is 3 here, 2 there"]),
+        (train("--workdir", "whole", "--data.tokenizer", "few.tiktoken"), ["tokenizer"]),
+        (train("--workdir", "words.txt/run"), ["words.txt/run", "cannot be written"]),
+        ((str(ROOT / "train.py"), "--config", "none.py"), ["none.py", "no such file"]),
+        (generate("--prompt", ""), ["--prompt is empty"]),
+        (generate("--prompt", "a", "--temperature", "0"), ["temperature=0"]),
+        (generate("--prompt", "a", "--top-k", "300"), ["top_k=300"]),
+        (("-m", "heinsen_jax.generate", "--workdir", "no", "--prompt", "a"), ["no holds no run"]),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else None,
+)
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(place, trained, arguments, words):
+    (place / "empty.txt").write_text("")
+    (place / "few.tiktoken").write_text(
+        "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in reversed(range(256)))
+    )
+    before = final_parameters(place / "whole")
+    code, _, err = finish(place, *arguments)
+    assert code == 2
+    assert "Traceback" not in err
+    said = " ".join(err.replace("│", " ").split())
+    for word in words:
+        assert word in said
+    assert final_parameters(place / "whole") == before
+    assert not (place / "runs" / "tiny" / "config.json").exists()

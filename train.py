@@ -12,7 +12,7 @@ from pathlib import Path
 from heinsen_jax import data
 from heinsen_jax.config import check_workdir, load_config, override, record
 from heinsen_jax.errors import command_line
-from heinsen_jax.training.loop import train
+from heinsen_jax.training.loop import check_settings, train
 
 
 @command_line
@@ -32,17 +32,9 @@ def main() -> int:
 
     check_workdir(workdir, config)
     dataset = data.load(config.data)
+    check_settings(dataset, config)
     record(workdir, config, dataset)
-    result = train(
-        workdir,
-        dataset,
-        model=config.model,
-        data=config.data,
-        optimizer=config.optimizer,
-        training=config.training,
-        mesh=config.mesh,
-        seed=config.seed,
-    )
+    result = train(workdir, dataset, config)
     return 0 if result.signal is None else 128 + result.signal
 
 

@@ -233,7 +233,7 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
         return
     (output / _RECIPE_FILE).unlink(missing_ok=True)
     if len(empty) == 2:
-        names = ", ".join(recipe.inputs)
+        names = ", ".join(record.name for record in recipe.inputs)
         raise UserError(f"{names}: there is no text at all in it; give a corpus that has some")
     change = "smaller" if empty == ["train"] else "larger"
     raise UserError(

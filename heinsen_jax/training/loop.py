@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -75,42 +75,43 @@ class Result:
     signal: int | None = None
 
 
-def train(
-    workdir: Path,
-    dataset: TokenDataset,
-    *,
-    model: LanguageModelConfig,
-    data: DataConfig,
-    optimizer: OptimizerConfig,
-    training: TrainingConfig,
-    mesh: MeshConfig,
-    seed: int,
-) -> Result:
+class Experiment(Protocol):
+    """What `train` needs of an experiment's configuration."""
+
+    @property
+    def seed(self) -> int: ...
+    @property
+    def model(self) -> LanguageModelConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def optimizer(self) -> OptimizerConfig: ...
+    @property
+    def training(self) -> TrainingConfig: ...
+    @property
+    def mesh(self) -> MeshConfig: ...
+
+
+def train(workdir: Path, dataset: TokenDataset, experiment: Experiment) -> Result:
     """Trains from the latest checkpoint in `workdir`, or from the start, to the last step.
 
     SIGTERM and SIGINT save a checkpoint after the step in progress and end training early.
 
     Raises:
-      UserError: settings do not fit one another; the message names the fields.
+      UserError: as `check_settings`, or a checkpoint cannot be read.
     """
-    check_settings(model, data, training, dataset)
-    transform = make_optimizer(optimizer, training.steps)
-    device_mesh = make_mesh(mesh)
-    if data.batch_size % (training.accumulation_steps * device_mesh.size):
-        raise UserError(
-            f"data.batch_size={data.batch_size} must be a multiple of "
-            f"training.accumulation_steps={training.accumulation_steps} times {device_mesh.size} "
-            "device(s)"
-        )
-    run = _Run(workdir, dataset, model, data, optimizer, training, device_mesh, seed)
-    with jax.set_mesh(device_mesh), _caught_signals() as caught:
-        return run(transform, caught)
+    mesh = check_settings(dataset, experiment)
+    with jax.set_mesh(mesh), _caught_signals() as caught:
+        return _Run(workdir, dataset, experiment, mesh)(caught)
 
 
-def check_settings(
-    model: LanguageModelConfig, data: DataConfig, training: TrainingConfig, dataset: TokenDataset
-) -> None:
-    """Raises a `UserError` where the model's vocabulary is too small for the tokenizer's."""
+def check_settings(dataset: TokenDataset, experiment: Experiment) -> Mesh:
+    """Makes sure that the parts of an experiment fit one another, and returns its mesh.
+
+    Raises:
+      UserError: they do not; the message names the fields and the mend.
+    """
+    model, data, training = experiment.model, experiment.data, experiment.training
     vocabulary = dataset.tokenizer.n_vocab
     if model.vocab_size < vocabulary:
         raise UserError(
@@ -119,27 +120,34 @@ def check_settings(
         )
     if training.sample_tokens and not dataset.tokenizer.encode_ordinary(training.sample_prompt):
         raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
+    learning_rate(experiment.optimizer, training.steps)
+    mesh = make_mesh(experiment.mesh)
+    if data.batch_size % (training.accumulation_steps * mesh.size):
+        raise UserError(
+            f"data.batch_size={data.batch_size} must be a multiple of "
+            f"training.accumulation_steps={training.accumulation_steps} times {mesh.size} "
+            "device(s)"
+        )
+    return mesh
 
 
 class _Run:
     """One call of `train`: what its steps share."""
 
-    def __init__(self, workdir, dataset, model, data, optimizer, training, mesh, seed):
-        self.workdir: Path = workdir
-        self.dataset: TokenDataset = dataset
-        self.model: LanguageModelConfig = model
-        self.data: DataConfig = data
-        self.training: TrainingConfig = training
-        self.mesh: Mesh = mesh
-        self.seed: int = seed
-        self.schedule = learning_rate(optimizer, training.steps)
-        self.graph = graph_of(model)
+    def __init__(self, workdir: Path, dataset: TokenDataset, experiment: Experiment, mesh: Mesh):
+        self.workdir, self.dataset, self.mesh = workdir, dataset, mesh
+        self.seed = experiment.seed
+        self.model, self.data = experiment.model, experiment.data
+        self.training = experiment.training
+        self.schedule = learning_rate(experiment.optimizer, self.training.steps)
+        self.transform = make_optimizer(experiment.optimizer, self.training.steps)
+        self.graph = graph_of(self.model)
         self.evaluation_step = make_evaluation_step(self.graph)
 
-    def __call__(self, transform: Any, caught: list[int]) -> Result:
+    def __call__(self, caught: list[int]) -> Result:
         keep = self.training.keep_checkpoints
         with Checkpoints(self.workdir, keep=keep) as self.checkpoints:
-            start, state, train_step = self._begin(transform)
+            start, state, train_step = self._begin()
             count = sum(x.size for x in jax.tree.leaves(state.parameters))
             self.flops_per_token = flops_per_token(self.model, count)
             steps = self.training.steps
@@ -149,9 +157,9 @@ class _Run:
         self._conclude(result)
         return result
 
-    def _begin(self, transform: Any) -> tuple[int, TrainState, Any]:
+    def _begin(self) -> tuple[int, TrainState, Any]:
         """The step to go on from, the state there, and the compiled update."""
-        init = initializer(self.model, transform, self.seed)
+        init = initializer(self.model, self.transform, self.seed)
         abstract = abstract_state(init, self.mesh)
         start = self.checkpoints.latest_step()
         state = (
@@ -161,7 +169,7 @@ class _Run:
         )
         train_step = make_train_step(
             self.graph,
-            transform,
+            self.transform,
             accumulation_steps=self.training.accumulation_steps,
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
         )

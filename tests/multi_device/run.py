@@ -27,8 +27,7 @@ def main() -> None:
     workdir, mesh = Path(sys.argv[1]), MeshConfig(**json.loads(sys.argv[2]))
     config: ExperimentConfig = dataclasses.replace(load_config(sys.argv[3]), mesh=mesh)
     workdir.mkdir(exist_ok=True)
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    train(workdir, data.load(config.data), **sections)
+    train(workdir, data.load(config.data), config)
 
     init = initializer(
         config.model, make_optimizer(config.optimizer, config.training.steps), config.seed

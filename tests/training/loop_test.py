@@ -1,6 +1,5 @@
 """Whole runs: that they learn, and that one interrupted ends as one that was not."""
 
-import dataclasses
 import math
 import os
 import signal
@@ -20,9 +19,8 @@ from heinsen_jax.training.state import abstract_state, initializer
 
 
 def run(workdir, config) -> Result:
-    sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     workdir.mkdir(exist_ok=True)
-    return train(workdir, data.load(config.data), **sections)
+    return train(workdir, data.load(config.data), config)
 
 
 def final_bytes(workdir, config) -> list[bytes]:

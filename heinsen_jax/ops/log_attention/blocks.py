@@ -1,24 +1,22 @@
 """Streams arrays through a function block by block of tokens."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.typing import Array
 
-Output = TypeVar("Output", Array, None)
-
 
 def scan_blocks(
-    body: Callable[[Any, tuple[Array, ...]], tuple[Any, Output]],
+    body: Callable[[Any, tuple[Array, ...]], tuple[Any, Array | None]],
     carry: Any,
     tokens: tuple[Array, ...],
     *,
     block_size: int,
     multiple_of: int = 1,
-) -> tuple[Any, Output]:
+) -> tuple[Any, Array | None]:
     """`lax.scan` of `body` over blocks of the token axis (-2 of each array).
 
     The first array's tokens that pad the last block are -inf, the others' repeat the last token, so

@@ -197,4 +197,5 @@ def attend(state: LogAttentionState, query: Array) -> Array:
         return carry, log_difference(log_s, log_z[..., None])
 
     _, log_y = scan_blocks(read_block, None, (query,), block_size=BLOCK)
+    assert log_y is not None
     return log_y

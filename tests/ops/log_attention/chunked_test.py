@@ -33,8 +33,10 @@ def empty(dtype=jnp.float32) -> LogAttentionState:
 
 @partial(jax.jit, static_argnames="options")
 def value_and_gradients(query, key, log_value, state, options):
-    def loss(*arrays):
-        log_y, _ = chunked.log_attention(*arrays, state, is_causal=True, options=options)
+    def loss(query, key, log_value):
+        log_y, _ = chunked.log_attention(
+            query, key, log_value, state, is_causal=True, options=options
+        )
         return jnp.sum(jnp.sin(log_y)), log_y
 
     (_, log_y), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(query, key, log_value)

@@ -22,7 +22,7 @@ from jax import lax
 from heinsen_jax.ops.log_attention import scan, stream
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, safe_log
-from heinsen_jax.ops.numerics import log_sum_exp, share, where_empty
+from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array, Float, typed
 
 
@@ -154,36 +154,45 @@ def _causal_means(
     heads, key_depth = query.shape[1], query.shape[-1]
     key, value = _chunks(key, chunk_size), _chunks(value, chunk_size)
 
-    # What each chunk adds to the state, and the state before each chunk (index 0 .. J).
+    # What each chunk adds to the state, and the state before each chunk.
     largest = lax.stop_gradient(where_empty(jnp.max(key, 2), 0.0))
     key = jnp.exp(key - largest[:, :, None])
     total = jnp.sum(key, 2)
-    mean = jnp.einsum("xjck,xjcv->xjkv", key, value) / jnp.where(total == 0, 1, total)[..., None]
-    log_z = jnp.concatenate([state.log_z[:, None], largest + safe_log(total)], 1)
-    earlier = jnp.tri(log_z.shape[1], dtype=bool)[None, :, :, None]
-    log_z = jnp.where(earlier, log_z[:, None], -jnp.inf)  # [X, after chunk, of chunk, K]
-    h_z = log_sum_exp(log_z, 2)
-    shares = share(log_z, h_z[:, :, None])
-    mean = jnp.concatenate([state.mean[:, None], mean], 1)
-    mean = jnp.einsum("xijk,xjkv->xikv", shares, mean)
-    before = h_z[:, :-1]
+    added = MeanState(
+        largest + safe_log(total),
+        jnp.einsum("xjck,xjcv->xjkv", key, value) / jnp.where(total == 0, 1, total)[..., None],
+    )
+    state, before = _running(state, added)
 
     # Queries are scaled by the largest exponent they meet, as if they saw their whole chunk. All
     # heads' queries of a chunk are rows of one matrix.
-    scale = lax.stop_gradient(where_empty(jnp.maximum(largest, before), 0.0))
+    scale = lax.stop_gradient(where_empty(jnp.maximum(largest, before.log_z), 0.0))
     rows = jnp.moveaxis(_chunks(query, chunk_size), 1, 2)
     rows = rows.reshape(*key.shape[:2], heads * chunk_size, key_depth) + scale[:, :, None]
     rows = jnp.exp(rows - lax.stop_gradient(where_empty(jnp.max(rows, -1, keepdims=True), 0.0)))
     to_chunk = rows * jnp.exp(largest - scale)[:, :, None]
-    to_state = rows * jnp.exp(before - scale)[:, :, None]
+    to_state = rows * jnp.exp(before.log_z - scale)[:, :, None]
     visible = jnp.tile(jnp.tri(chunk_size, dtype=bool), (heads, 1))[None, None]
     weights = jnp.where(visible, jnp.einsum("xjck,xjdk->xjcd", to_chunk, key), 0.0)
     s = jnp.einsum("xjcd,xjdv->xjcv", weights, value)
-    s = s + jnp.einsum("xjck,xjkv->xjcv", to_state, mean[:, :-1])
+    s = s + jnp.einsum("xjck,xjkv->xjcv", to_state, before.mean)
     z = jnp.sum(weights, -1) + jnp.sum(to_state, -1)
-    y = s / jnp.where(z == 0, 1, z)[..., None]  # z is 0 only where there is nothing to see
+    # z is 0 only where there is nothing to see. Elsewhere it is as small as exp(-rise), and the
+    # derivative of a quotient has its square: divide both by it, as a constant, beforehand.
+    inverse = lax.stop_gradient(1 / jnp.where(z == 0, 1, z))
+    y = (s * inverse[..., None]) / jnp.where(z == 0, 1, z * inverse)[..., None]
     y = jnp.moveaxis(_chunks(y, chunk_size), 2, 1)
-    return y.reshape(*query.shape[:-1], -1), MeanState(h_z[:, -1], mean[:, -1])
+    return y.reshape(*query.shape[:-1], -1), state
+
+
+def _running(state: MeanState, added: MeanState) -> tuple[MeanState, MeanState]:
+    """The state after all chunks, and the states before each: `added` has chunks on axis 1."""
+
+    def step(state: MeanState, added: MeanState) -> tuple[MeanState, MeanState]:
+        return state.merge(added), state
+
+    last, before = lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), added))
+    return last, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), before)
 
 
 def _chunks(x: Array, size: int) -> Array:

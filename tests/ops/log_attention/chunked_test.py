@@ -106,11 +106,13 @@ def test_both_forms_serve_ordinary_inputs(options):
         assert_within(have, want, 5e-6 * np.max(np.abs(want)))
 
 
-@pytest.mark.parametrize("slope", [0.3, 0.6])
+@pytest.mark.parametrize("slope", [0.3, 0.6, 0.7, 0.8])
 def test_products_serve_all_that_the_safety_test_lets_through(slope):
     """Right up to the limit, the gradient included: safe_range leaves enough margin."""
     arrays = inputs(key_slope=slope)
     log_y, gradients = value_and_gradients(*arrays, empty(), ALWAYS_FAST)
+    chosen, _ = value_and_gradients(*arrays, empty(), chunked.DEFAULT)
+    np.testing.assert_array_equal(log_y, chosen)
     expected, expected_gradients = exact_in_float64(arrays)
     assert_within(log_y, expected, 5e-6 * (1 + np.abs(expected)))
     for have, want in zip(gradients, expected_gradients, strict=True):

@@ -181,6 +181,7 @@ VALUES: dict[str, Callable[[], Inputs]] = {
     "keys rise": lambda: values(1)._replace(key=ramp("key", 10).key),
     "keys rise, values 1e30": lambda: values(1e30)._replace(key=ramp("key", 10).key),
     "keys rise a little, values 1e20": lambda: values(1e20)._replace(key=ramp("key", 0.3).key),
+    "keys rise by 50 in a chunk": lambda: values(1)._replace(key=ramp("key", 0.8).key),
     "keys fall": lambda: values(1)._replace(key=ramp("key", -10).key),
     "masked keys": lambda: values(1)._replace(key=MASKED["leading keys"]().key),
     "no keys": lambda: values(1)._replace(key=MASKED["all keys"]().key),

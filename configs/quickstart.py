@@ -22,7 +22,7 @@ def get_config() -> ExperimentConfig:
             learning_rate=2e-3, end_learning_rate=2e-4, warmup_steps=50, beta2=0.99
         ),
         training=TrainingConfig(
-            steps=1500,
+            steps=1000,
             report_every=50,
             evaluate_every=500,
             evaluation_batches=20,

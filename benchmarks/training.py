@@ -1,0 +1,80 @@
+"""What a configuration reaches when it is trained from the start: losses, and how long it took.
+
+    python benchmarks/training.py --config configs/quickstart.py
+    python benchmarks/training.py --config configs/shakespeare_char_cpu.py
+
+Trains in a folder of its own, removed afterwards; writes benchmarks/results/<name>.json.
+"""
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import tyro
+from common import ROOT, environment
+
+from heinsen_jax import data
+from heinsen_jax.config import as_json, load_config
+from heinsen_jax.errors import command_line
+from heinsen_jax.training.loop import train
+from heinsen_jax.training.metrics import read_metrics
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a configuration and record the result.
+
+    Attributes:
+      config: the configuration's file.
+      corpus: in place of the configuration's, for example a copy of the same text on this machine.
+      output: the JSON record; benchmarks/results/<name of the config>.json when None.
+    """
+
+    config: Path
+    corpus: str | None = None
+    output: Path | None = None
+
+
+def unigram_loss(dataset: data.TokenDataset) -> float:
+    """Nats per validation token of a model that knows only how often each token occurs."""
+    counts = {}
+    for name in ("train", "validation"):
+        source = dataset.split(name)
+        tokens = [source.read(shard, 0, length) for shard, length in enumerate(source.lengths)]
+        counts[name] = np.bincount(np.concatenate(tokens), minlength=dataset.tokenizer.n_vocab)
+    probabilities = (counts["train"] + 1) / np.sum(counts["train"] + 1)
+    return float(-np.sum(counts["validation"] * np.log(probabilities)) / counts["validation"].sum())
+
+
+@command_line
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    config = load_config(options.config)
+    if options.corpus is not None:
+        config = replace(config, data=replace(config.data, corpus=options.corpus))
+    dataset = data.load(config.data)
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.monotonic()
+        result = train(Path(folder), dataset, config)
+        seconds = time.monotonic() - start
+        rows = read_metrics(Path(folder))
+    settings = as_json(config)
+    settings["data"] |= {"corpus": load_config(options.config).data.corpus}
+    record = {
+        "environment": environment(),
+        "config": settings,
+        "seconds": round(seconds, 1),
+        "unigram_loss": unigram_loss(dataset),
+        "final": result.metrics,
+        "validation": [row for row in rows if "validation/loss" in row],
+    }
+    output = options.output or ROOT / f"benchmarks/results/{options.config.stem}.json"
+    output.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

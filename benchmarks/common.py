@@ -32,15 +32,20 @@ def environment() -> dict[str, Any]:
 
 
 def interleaved_medians(
-    functions: dict[str, Callable[[], Any]], repeats: int, warmups: int = 2
+    functions: dict[str, Callable[[], Any]], turns: int, runs: int = 4
 ) -> dict[str, float]:
-    """Median seconds of each function, run in turns so that all meet the same disturbances."""
+    """Median seconds of each function, in turns so that all meet the same disturbances.
+
+    In a turn a function runs once uncounted, since the others have taken the caches and the
+    memory that it finds, and then `runs` times.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for turn in range(warmups + repeats):
+    for _ in range(turns):
         for name, function in functions.items():
-            start = time.perf_counter()
             jax.block_until_ready(function())
-            if turn >= warmups:
+            for _ in range(runs):
+                start = time.perf_counter()
+                jax.block_until_ready(function())
                 seconds[name].append(time.perf_counter() - start)
     return {name: statistics.median(times) for name, times in seconds.items()}
 

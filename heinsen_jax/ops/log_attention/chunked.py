@@ -13,7 +13,9 @@ exceeds `ChunkedOptions.safe_range` takes the exact path of `stream` instead. No
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,7 @@ def log_attention(
 ) -> tuple[Array, LogAttentionState]:
     """`scan.log_attention` by matrix products, with exact log-space blocks where they fail."""
 
-    @jax.checkpoint
+    @partial(_recomputed, length=query.shape[-2], options=options)
     def fast(query, key, log_value, state):
         scale = _log_value_range(log_value, state)[1]
         value = jnp.exp(log_value - scale[:, None])
@@ -111,7 +113,7 @@ def mean_attention(
     if not is_causal:
         return scan.mean_attention(query, key, value, state, is_causal=False)
 
-    @jax.checkpoint
+    @partial(_recomputed, length=query.shape[-2], options=options)
     def fast(query, key, value, state):
         # Large values stay as they are: dividing by them would lose small ones before them.
         scale = jnp.minimum(1, _largest_value(value, state))
@@ -140,6 +142,11 @@ def mean_attention(
     )
     assert y is not None
     return y, state
+
+
+def _recomputed(function: Callable, *, length: int, options: ChunkedOptions) -> Callable:
+    """`function`, computed again in backward where there are several blocks: memory of one."""
+    return jax.checkpoint(function) if length > options.block_size else function
 
 
 @typed

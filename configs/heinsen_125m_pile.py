@@ -3,10 +3,10 @@
 python -m heinsen_jax.data.prepare pile/train --tokenizer gpt2 --output data/pile-gpt2
 python train.py --config configs/heinsen_125m_pile.py
 
-where pile/train holds The Pile's *.jsonl.zst files, which you bring yourself. For a pod, or days on
-one node of 8 GPUs; on fewer devices raise training.accumulation_steps. The paper reports a loss of
-2.47. It gives the learning rates, the length and the number of tokens; batch size, warm-up and
-clipping it does not give and are nanoGPT's. Not yet trained to its end here.
+where pile/train holds The Pile's *.jsonl.zst files, which you bring yourself. For weeks on a node
+of 8 GPUs; on fewer devices raise training.accumulation_steps. The paper reports a loss of 2.47. It
+gives the learning rates, the length and the number of tokens; batch size, warm-up and clipping it
+does not give and are nanoGPT's. Not yet trained to its end here.
 """
 
 from heinsen_jax.config import (

@@ -2,6 +2,7 @@
 
 import hashlib
 import http.client
+import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,8 @@ def ensure_downloaded(remote: Remote, path: Path) -> None:
         try:
             received = _copy(remote, path.name, file)
         except (OSError, http.client.HTTPException) as error:
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
             raise UserError(f"{remote.url} failed ({error}): {_by_hand(remote, path)}") from error
         _check(
             received, remote, path, f"{remote.url} sent other content than published: try again, or"

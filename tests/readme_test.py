@@ -1,0 +1,40 @@
+"""The README's examples run, and its figures are those of the committed results."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README, re.DOTALL))
+
+
+def result(name: str) -> dict:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name, capsys):
+    exec(compile(EXAMPLES[name], name, "exec"), {})
+    if name == "layer":
+        assert float(capsys.readouterr().out) < 1e-4
+
+
+def test_there_are_examples():
+    assert {"layer", "state"} <= set(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
+def test_losses_are_those_of_the_results(name):
+    assert f"{result(name)['final']['loss']:.2f} | {result(name)['unigram_loss']:.2f}" in README
+
+
+def test_speeds_are_those_of_the_results():
+    measured = result("log_attention_cpu")
+    seconds, ratios = measured["speed_seconds"], measured["ratios"]
+    assert f"{1e3 * seconds['scan']:.0f} ms | {1e3 * seconds['chunked']:.1f} ms" in README
+    assert f"{ratios['speed']:.0f} times as fast" in README
+    assert f"{100 * ratios['memory']:.1f}%" in README
+    assert f"{ratios['decoding']:.2f} times" in README

@@ -26,15 +26,19 @@ class Checkpoints:
 
     A save returns once the arrays are copied and writes in the background; a step appears under its
     final name only when it is whole, so a killed process leaves the one before as the latest.
+    Opened with `read_only`, the folder is left as it is, also while another process writes to it.
     """
 
-    def __init__(self, workdir: Path, *, keep: int = 2):
+    def __init__(self, workdir: Path, *, keep: int = 2, read_only: bool = False):
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
+        self._read_only = read_only
         best = BestN(get_metric_fn=_goodness, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             best_fn=_goodness,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(
             self.folder, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
@@ -51,6 +55,8 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, *, loss: float | None = None) -> None:
         """Begins to write a step; `loss` is its validation loss, where it was measured."""
+        if self._read_only:
+            raise RuntimeError(f"{self.folder} is open for reading only: step {step} is not saved")
         if step in self._manager.all_steps():
             return
         self._manager.save(
@@ -85,8 +91,8 @@ class Checkpoints:
                 str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
             )
             raise UserError(
-                f"{self.folder / str(step)} cannot be read ({reason}): delete that folder to go on "
-                "from the step before"
+                f"{self.folder / str(step)} cannot be read ({reason}): move that folder away to "
+                "go on from the step before"
             ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 
@@ -113,16 +119,18 @@ def load_run(
             f"{workdir} holds no run ({CONFIG_FILE} is missing): train one with "
             f"`python train.py --config configs/quickstart.py --workdir {workdir}`"
         )
+    if not (workdir / CHECKPOINT_FOLDER).is_dir():
+        raise UserError(_no_checkpoint(workdir))
     model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
     graph, abstract = nnx.split(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )
-    with Checkpoints(workdir) as checkpoints:
+    with Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
         if step is None:
-            raise UserError(f"{workdir} has no checkpoint yet: start its training again to go on")
+            raise UserError(_no_checkpoint(workdir))
         parameters = checkpoints.restore(step, {"parameters": abstract})["parameters"]
     return nnx.merge(graph, parameters), load_tokenizer(workdir), step
 
@@ -140,6 +148,10 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it or use another workdir") from None
+
+
+def _no_checkpoint(workdir: Path) -> str:
+    return f"{workdir} has no checkpoint yet: start its training again to go on"
 
 
 def _goodness(metrics: dict[str, float]) -> float:

@@ -60,7 +60,7 @@ def test_a_damaged_step_is_named(tmp_path):
             file.write_bytes(file.read_bytes()[:10])
     with (
         Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(UserError, match=r"checkpoints/1 cannot be read \(.+\): delete"),
+        pytest.raises(UserError, match=r"checkpoints/1 cannot be read \(.+\): move"),
     ):
         checkpoints.restore(1, state(0.0))
 
@@ -77,3 +77,23 @@ def test_arrays_that_were_not_saved_are_refused(tmp_path):
 def test_a_folder_without_a_run_says_how_to_make_one(tmp_path):
     with pytest.raises(UserError, match=r"holds no run .* train one with"):
         load_run(tmp_path)
+
+
+def test_a_writer_removes_what_a_killed_one_left_and_a_reader_cannot_write(tmp_path):
+    folder = saved(tmp_path, (1, None))
+    unfinished = folder / "2.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        restored = checkpoints.restore(1, state(0.0))
+        with pytest.raises(RuntimeError, match="open for reading only"):
+            checkpoints.save(3, state(3.0))
+    np.testing.assert_array_equal(restored.parameters["w"], jnp.full((4, 3), 1.0))
+    assert unfinished.is_dir()
+    saved(tmp_path, (3, None))
+    assert not unfinished.is_dir()
+
+
+def test_the_newest_is_the_best_where_none_was_evaluated(tmp_path):
+    saved(tmp_path, (1, None), (2, None))
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.best_step() == 2

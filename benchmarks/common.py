@@ -32,22 +32,25 @@ def environment() -> dict[str, Any]:
 
 
 def interleaved_medians(
-    functions: dict[str, Callable[[], Any]], turns: int, runs: int = 4
+    functions: dict[str, Callable[[], Any]], turns: int, seconds: float = 0.4
 ) -> dict[str, float]:
     """Median seconds of each function, in turns so that all meet the same disturbances.
 
-    In a turn a function runs once uncounted, since the others have taken the caches and the
-    memory that it finds, and then `runs` times.
+    A turn is about as long for each, as in training, where a fast step follows many others: a first
+    call uncounted, since the others have taken the caches and the memory that it finds, then three,
+    and more until `seconds` have passed.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(turns):
         for name, function in functions.items():
             jax.block_until_ready(function())
-            for _ in range(runs):
+            began, calls = time.perf_counter(), 0
+            while calls < 3 or time.perf_counter() < began + seconds:
                 start = time.perf_counter()
                 jax.block_until_ready(function())
-                seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times) for name, times in seconds.items()}
+                times[name].append(time.perf_counter() - start)
+                calls += 1
+    return {name: statistics.median(of_all) for name, of_all in times.items()}
 
 
 def _cpu_model() -> str:

@@ -52,7 +52,7 @@ class Options:
 
     Attributes:
       output: the JSON record; the plot is written beside it.
-      repeats: turns of several runs that a median is taken of.
+      repeats: turns that a median is taken of.
     """
 
     output: Path = ROOT / "benchmarks/results/log_attention_cpu.json"

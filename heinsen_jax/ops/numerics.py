@@ -52,5 +52,41 @@ def _log_sum_exp_jvp(axis, primals, tangents):
 
 
 def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
-    """log(n / d), where 0 / 0 counts as 0: an average over nothing."""
-    return log_numerator - where_empty(log_denominator, 0.0)
+    """log(n / d). Of n = 0 it is log 0 = -inf, with gradient 0, also if d = 0: an average over
+    nothing."""
+    empty = log_numerator == -jnp.inf
+    return jnp.where(empty, -jnp.inf, log_numerator - jnp.where(empty, 0.0, log_denominator))
+
+
+@jax.custom_vjp
+def log_matmul(x: Array, y: Array) -> Array:
+    """log(exp(x) exp(y)): LSE_k(x_ik + y_kj), for x `[..., I, K]` and y `[..., K, J]`.
+
+    Exact for any finite input, and -inf where a sum holds nothing but -inf. Backward forms the
+    terms again; none of the `[..., I, K, J]` of them is kept.
+    """
+    return log_sum_exp(x[..., :, :, None] + y[..., None, :, :], x.ndim - 1)
+
+
+def _log_matmul_forward(x, y):
+    total = log_matmul(x, y)
+    return total, (x, y, total)
+
+
+def _log_matmul_backward(saved, cotangent):
+    x, y, total = saved
+    shares = share(x[..., :, :, None] + y[..., None, :, :], total[..., :, None, :])
+    terms = shares * cotangent[..., :, None, :]
+    return jnp.sum(terms, -1), jnp.sum(terms, -3)
+
+
+log_matmul.defvjp(_log_matmul_forward, _log_matmul_backward)
+
+
+def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:
+    """log|exp(x) - exp(y)|, and whether the difference is negative. Of equals it is log 0 = -inf,
+    with gradient 0."""
+    equal = x == y
+    largest = jnp.where(equal, 0.0, jnp.maximum(x, y))
+    gap = jnp.where(equal, -1.0, jnp.minimum(x, y) - largest)
+    return jnp.where(equal, -jnp.inf, largest + jnp.log(-jnp.expm1(gap))), y > x

@@ -1,6 +1,7 @@
 """Log-attention (Heinsen, 2024): state, implementations and dispatch."""
 
 from heinsen_jax.ops.log_attention.api import heinsen_attention, log_attention
+from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.state import LogAttentionState
 
-__all__ = ["LogAttentionState", "heinsen_attention", "log_attention"]
+__all__ = ["Chunked", "LogAttentionState", "heinsen_attention", "log_attention"]

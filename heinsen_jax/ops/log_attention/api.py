@@ -1,17 +1,17 @@
-"""Log-attention: public functions, their checks, and the choice of implementation."""
+"""Log-attention: the public functions."""
 
-import math
-from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
-from heinsen_jax.ops.log_attention import chunked, reference, scan
+from heinsen_jax.ops.log_attention import call
+from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.state import LogAttentionState
+from heinsen_jax.ops.numerics import signed_log_difference
 from heinsen_jax.typing import Array
 
-Implementation = Literal["reference", "scan", "chunked", "gpu"]
-_MODULES = {"reference": reference, "scan": scan, "chunked": chunked}
+Implementation = Literal["reference", "scan", "chunked", "gpu"] | Chunked
 
 
 def log_attention(
@@ -20,6 +20,10 @@ def log_attention(
     log_value: Array,
     *,
     is_causal: bool = True,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | None = None,
+    log_decay: Array | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,
@@ -40,13 +44,29 @@ def log_attention(
       query: `[*B, T, num_heads, key_depth]`.
       key: `[*B, S, num_kv_heads, key_depth]`; num_heads a multiple of num_kv_heads. Query head n
         reads key/value head n // (num_heads // num_kv_heads). A key of -inf is a token unseen.
-      log_value: `[*B, S, num_kv_heads, value_depth]`, the natural logarithm of positive values.
+      log_value: `[*B, S, num_kv_heads, value_depth]`, the natural logarithm of positive values, or
+        complex, log|v| + i pi (v < 0), for values of either sign: then log Y is complex likewise.
       is_causal: whether a token sees only itself and earlier ones; then S must equal T.
+      segment_ids: `[*B, S]`, whole numbers: tokens see only those of their own segment, a run of
+        equal numbers. The state given belongs to the first segment, the one returned to the last.
+      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or
+        `[*B, 2]`, the first one and the one past the last, for padding on the left. What lies at
+        padding, NaN included, changes nothing.
+      local_window_size: how many tokens a query sees, itself included; all when None. Costs two
+        passes, whatever the size. Causal only, and without states.
+      log_decay: `[*B, S, num_kv_heads]` or `[*B, S, num_kv_heads, key_depth]`, at most 0: before
+        token s is added the state is multiplied by exp(log_decay_s),
+
+            H_s = logaddexp(H_s-1 + log_decay_s, K_s + log V_s)
+
+        If not causal, every query reads the last state.
       initial_state: what was seen before these tokens; nothing when None.
-      return_state: whether to return also the state after all S tokens.
+      return_state: whether to return also the state after all S tokens. It has the total of decay
+        and segments in `log_decay`, unless an initial state without it was given.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
-        "chunked" (matrix products over chunks, with exact log-space blocks where those would
-        underflow), or None to choose by shape. A named one never falls back to another.
+        "chunked" (matrix products over chunks where these are exact, small exact blocks elsewhere;
+        or a `Chunked` with other sizes), or None to choose by shape. A named one never falls back
+        to another. "chunked" has reverse-mode derivatives only.
 
     Returns:
       log Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogAttentionState`. A query
@@ -54,28 +74,35 @@ def log_attention(
 
     Raises:
       ValueError: shapes, dtypes or the state do not fit; the message says which.
-      NotImplementedError: the named implementation cannot serve the call.
+      NotImplementedError: these arguments do not go together, or the named implementation cannot
+        serve the call.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
     """
-    if jnp.iscomplexobj(log_value):
-        raise NotImplementedError(
-            "log_value is complex: for values of either sign call "
-            "heinsen_attention(query, key, value)"
-        )
-    if initial_state is not None and jnp.iscomplexobj(initial_state.log_s):
-        raise ValueError(
-            "initial_state.log_s is complex, as heinsen_attention returns it; log_attention takes "
-            "real ones"
-        )
-
-    def run(attention, query, key, log_value, state, is_causal):
-        return attention.log_attention(query, key, log_value, state, is_causal=is_causal)
-
-    log_y, state = _dispatch(
-        run, query, key, log_value, initial_state, is_causal, implementation, "log_value"
+    arguments = call.Arguments(
+        query=query,
+        key=key,
+        value=log_value,
+        value_name="log_value",
+        is_causal=is_causal,
+        segment_ids=segment_ids,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        log_decay=log_decay,
+        state=initial_state,
+        return_state=return_state,
+        implementation=implementation,
     )
+    if jnp.iscomplexobj(log_value):
+        log_y, state = _signed(arguments)
+    else:
+        if initial_state is not None and jnp.iscomplexobj(initial_state.log_s):
+            raise ValueError(
+                "initial_state.log_s is complex, for values of either sign, but log_value is real: "
+                "pass log_value.astype(complex) or the state of a call with real log_value"
+            )
+        log_y, state = call.run(arguments)
     return (log_y, state) if return_state else log_y
 
 
@@ -85,6 +112,10 @@ def heinsen_attention(
     value: Array,
     *,
     is_causal: bool = True,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    local_window_size: int | None = None,
+    log_decay: Array | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,
@@ -96,7 +127,7 @@ def heinsen_attention(
     Every output is a convex average of values, computed as one, so no value is too large or small.
 
     Args:
-      query, key, is_causal, return_state, implementation: as in `log_attention`.
+      query, key: as in `log_attention`, like all other arguments.
       value: `[*B, S, num_kv_heads, value_depth]`, of any sign.
       initial_state: as returned by this function or by `log_attention`.
 
@@ -110,95 +141,40 @@ def heinsen_attention(
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
     """
-
-    def run(attention, query, key, value, state, is_causal):
-        y, means = attention.mean_attention(
-            query, key, value, state.to_means(), is_causal=is_causal
+    y, state = call.run(
+        call.Arguments(
+            query=query,
+            key=key,
+            value=value,
+            value_name="value",
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            log_decay=log_decay,
+            state=initial_state,
+            return_state=return_state,
+            implementation=implementation,
         )
-        return y, means.to_logs()
-
-    y, state = _dispatch(run, query, key, value, initial_state, is_causal, implementation, "value")
+    )
     return (y, state) if return_state else y
 
 
-def _dispatch(
-    run: Callable,
-    query: Array,
-    key: Array,
-    value: Array,
-    state: LogAttentionState | None,
-    is_causal: bool,
-    implementation: str | None,
-    value_name: str,
-) -> tuple[Array, LogAttentionState]:
-    """Checks, folds batch and heads into one axis `X`, runs one implementation, and unfolds."""
-    _check(query, key, value, is_causal, value_name)
-    *batch, length, num_heads, key_depth = query.shape
-    sources, groups, value_depth = value.shape[-3:]
-    dtype = jnp.result_type(query, key, value)
-    query, key, value = (
-        x.astype(jnp.promote_types(dtype, jnp.float32)) for x in (query, key, value)
-    )
-    if state is None:
-        state = LogAttentionState.empty(batch, groups, key_depth, value_depth, query.dtype)
-    state._check(query=query, key=key, log_value=value)
-    attention = _choose(implementation, length, is_causal)
-    if sources == 0:  # nothing to add: what is left is to read the state
-        attention, is_causal = scan, False
+def _signed(arguments: call.Arguments) -> tuple[Array, LogAttentionState]:
+    """Positive and negative values as twice as many features: each has a logarithm."""
 
-    folds = math.prod(batch) * groups
-    rows = query.reshape(*batch, length, groups, num_heads // groups, key_depth)
-    rows = jnp.moveaxis(rows, -4, -2).reshape(folds, num_heads // groups, length, key_depth)
-    folded = LogAttentionState(
-        state.log_s.reshape(folds, key_depth, value_depth), state.log_z.reshape(folds, key_depth)
-    )
-    key, value = (
-        jnp.moveaxis(x, -2, -3).reshape(folds, sources, x.shape[-1]) for x in (key, value)
-    )
-    y, folded = run(attention, rows, key, value, folded, is_causal)
-    y = y.reshape(*batch, groups, num_heads // groups, length, value_depth)
-    y = jnp.moveaxis(y, -2, -4).reshape(*batch, length, num_heads, value_depth)
-    state = LogAttentionState(
-        folded.log_s.reshape(state.log_s.shape), folded.log_z.reshape(state.log_z.shape)
-    )
-    return y.astype(dtype), state
+    def split(x: Array) -> Array:
+        negative = jnp.abs(x.imag) > jnp.pi / 2
+        parts = [jnp.where(negative, -jnp.inf, x.real), jnp.where(negative, x.real, -jnp.inf)]
+        return jnp.concatenate(parts, -1)
 
+    def join(x: Array) -> Array:
+        size, is_negative = signed_log_difference(*jnp.split(x, 2, -1))
+        return jax.lax.complex(size, jnp.where(is_negative, jnp.pi, 0).astype(size.dtype))
 
-def _choose(implementation: str | None, length: int, is_causal: bool):
-    if implementation is None:
-        implementation = "scan" if is_causal and length == 1 else "chunked"
-    if implementation == "gpu":
-        raise NotImplementedError(
-            'implementation="gpu": there is no fused kernel yet; use "chunked", which runs on GPUs'
-        )
-    if implementation not in _MODULES:
-        raise ValueError(
-            f"implementation must be None or one of {[*_MODULES, 'gpu']}, not {implementation!r}"
-        )
-    return _MODULES[implementation]
-
-
-def _check(query: Array, key: Array, value: Array, is_causal: bool, value_name: str) -> None:
-    shapes = f"query {query.shape}, key {key.shape}, {value_name} {value.shape}"
-    arrays = {"query": query, "key": key, value_name: value}
-    for name, x in arrays.items():
-        if x.ndim < 3:
-            raise ValueError(f"{name} must be [..., tokens, heads, depth], has shape {x.shape}")
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating point, is {x.dtype}")
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"batch axes (all but the last three) must be equal: {shapes}")
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"key and {value_name} must have the same tokens and heads: {shapes}")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same depth: {shapes}")
-    if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"num_heads {query.shape[-2]} must be a multiple of num_kv_heads {key.shape[-2]}: "
-            f"{shapes}"
-        )
-    if is_causal and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            "causal attention needs as many queries as keys; for others pass is_causal=False: "
-            f"{shapes}"
-        )
+    state = arguments.state
+    if state is not None:
+        log_s = split(state.log_s.astype(jnp.promote_types(state.log_s.dtype, jnp.complex64)))
+        state = LogAttentionState(log_s, state.log_z, state.log_decay)
+    log_y, state = call.run(arguments.replace(value=split(arguments.value), state=state))
+    return join(log_y), LogAttentionState(join(state.log_s), state.log_z, state.log_decay)

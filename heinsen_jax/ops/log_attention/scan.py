@@ -4,67 +4,53 @@ Exact for any finite input, in log space or (for values of either sign) as conve
 `[T, K, V]` states: short sequences only.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax.numpy as jnp
 
-from heinsen_jax.ops.linear_recurrence import (
-    cumulative_log_sum_exp,
-    linear_recurrence,
-    log_linear_recurrence,
-)
-from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, absorb, attend
-from heinsen_jax.ops.numerics import log_add_exp, log_difference, log_sum_exp, share
-from heinsen_jax.typing import Array, Float, typed
+from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
+from heinsen_jax.ops.log_attention.passes import read_all
+from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
+from heinsen_jax.ops.log_attention.tokens import Tokens
+from heinsen_jax.ops.numerics import log_difference, log_sum_exp, share
+from heinsen_jax.typing import Array
 
 
-@typed
-def log_attention(
-    query: Float[Array, "X R T K"],
-    key: Float[Array, "X S K"],
-    log_value: Float[Array, "X S V"],
-    state: LogAttentionState,
-    *,
-    is_causal: bool,
-) -> tuple[Float[Array, "X R T V"], LogAttentionState]:
-    """Eqs. (4)-(6): log Y_t = LSE_K(Q_t + H_S,t) - LSE_K(Q_t + H_Z,t)."""
-    if not is_causal:
-        state = absorb(state, key, log_value)
-        return attend(state, _rows(query)).reshape(*query.shape[:-1], log_value.shape[-1]), state
-    terms = key[:, :, :, None] + log_value[:, :, None, :]
-    no_decay = jnp.zeros((1, key.shape[1], 1), key.dtype)
-    h_s = log_linear_recurrence(no_decay[..., None], terms, initial=state.log_s, axis=1)
-    h_z = log_linear_recurrence(no_decay, key, initial=state.log_z, axis=1)
-    log_s = log_sum_exp(query[..., None] + h_s[:, None], 3)
-    log_z = log_sum_exp(query + h_z[:, None], 3)
-    return log_difference(log_s, log_z[..., None]), LogAttentionState(h_s[:, -1], h_z[:, -1])
+@dataclass(frozen=True)
+class Scan:
+    """As `Chunked`, by eqs. (4)-(6): log Y_t = LSE_K(Q_t + H_S,t) - LSE_K(Q_t + H_Z,t)."""
+
+    def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
+        decay = _log_coefficients(tokens)
+        h_z = log_linear_recurrence(decay, tokens.key, initial=state.log_z, axis=1)
+        if isinstance(state, MeanState):
+            before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
+            mean = linear_recurrence(
+                share(before + decay, h_z)[..., None],
+                share(tokens.key, h_z)[..., None] * tokens.value[..., None, :],
+                initial=state.mean,
+                axis=1,
+            )
+            y = MeanState(h_z, mean).attend(tokens.query)
+            log_z = log_sum_exp(tokens.query + h_z[..., None, :], -1)
+            return y, log_z, MeanState(h_z[:, -1], mean[:, -1])
+        terms = tokens.key[..., :, None] + tokens.value[..., None, :]
+        h_s = log_linear_recurrence(decay[..., None], terms, initial=state.log_s, axis=1)
+        log_s = log_sum_exp(tokens.query[..., None] + h_s[..., None, :, :], -2)
+        log_z = log_sum_exp(tokens.query + h_z[..., None, :], -1)
+        after = LogAttentionState(h_s[:, -1], h_z[:, -1])
+        return log_difference(log_s, log_z[..., None]), log_z, after
+
+    def bidirectional(self, tokens: Tokens, state: Any) -> tuple[Array, Any]:
+        return read_all(tokens, state)
 
 
-@typed
-def mean_attention(
-    query: Float[Array, "X R T K"],
-    key: Float[Array, "X S K"],
-    value: Float[Array, "X S V"],
-    state: MeanState,
-    *,
-    is_causal: bool,
-) -> tuple[Float[Array, "X R T V"], MeanState]:
-    """Y_t = sum_K softmax_K(Q_t + H_Z,t) M_t, where M_t[k] is the average of the values under
-    softmax_{s<=t}(K_sk)."""
-    if not is_causal:
-        state = state.absorb(key, value)
-        return state.attend(_rows(query)).reshape(*query.shape[:-1], value.shape[-1]), state
-    h_z = log_add_exp(cumulative_log_sum_exp(key), state.log_z[:, None])
-    before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
-    mean = linear_recurrence(
-        share(before, h_z)[..., None],
-        share(key, h_z)[..., None] * value[:, :, None],
-        initial=state.mean,
-        axis=1,
-    )
-    every_state = MeanState(h_z[:, None], mean[:, None])
-    y = every_state.attend(query[..., None, :])[..., 0, :]
-    return y, MeanState(h_z[:, -1], mean[:, -1])
-
-
-def _rows(query: Array) -> Array:
-    """[X, R, T, K] -> [X, R T, K]: the queries of all heads that read one state."""
-    return query.reshape(query.shape[0], query.shape[1] * query.shape[2], query.shape[3])
+def _log_coefficients(tokens: Tokens) -> Array:
+    """What each token multiplies the state before it by, in log space: `[B, T, G, K]` or 1s."""
+    decay = tokens.log_decay
+    if decay is None:
+        decay = jnp.zeros((1, tokens.length, 1, 1), tokens.key.dtype)
+    if tokens.starts is not None:
+        decay = jnp.where(tokens.starts[..., None, None], -jnp.inf, decay)
+    return decay

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
 from heinsen_jax.ops.numerics import log_add_exp, log_difference, log_sum_exp, share, where_empty
 from heinsen_jax.typing import Array
+
+State = TypeVar("State", "LogAttentionState", "MeanState")
 
 BLOCK = 64  # tokens whose [K, V] log sums are held at a time
 
@@ -29,10 +32,13 @@ class LogAttentionState:
     Attributes:
       log_s: H_S `[..., num_kv_heads, key_depth, value_depth]`.
       log_z: H_Z `[..., num_kv_heads, key_depth]`.
+      log_decay: all decay of the tokens seen `[..., num_kv_heads, key_depth]`: what `merge`
+        multiplies earlier states by. None stands for none.
     """
 
     log_s: Array
     log_z: Array
+    log_decay: Array | None = None
 
     @classmethod
     def empty(
@@ -61,7 +67,7 @@ class LogAttentionState:
         Returns:
           The state of the tokens seen before and these.
         """
-        self._check(key=key, log_value=log_value)
+        self.check(key=key, log_value=log_value)
         return absorb(self, jnp.moveaxis(key, -3, -2), jnp.moveaxis(log_value, -3, -2))
 
     def attend(self, query: Array) -> Array:
@@ -73,7 +79,7 @@ class LogAttentionState:
         Returns:
           log Y `[..., T, num_heads, value_depth]`; log 0 = -inf from an empty state.
         """
-        self._check(query=query)
+        self.check(query=query)
         *batch, length, num_heads, depth = query.shape
         groups = self.log_z.shape[-2]
         grouped = query.reshape(*batch, length, groups, num_heads // groups, depth)
@@ -84,12 +90,22 @@ class LogAttentionState:
         return jnp.moveaxis(log_y, -2, -4).reshape(*batch, length, num_heads, value_depth)
 
     def merge(self, other: LogAttentionState) -> LogAttentionState:
-        """The state of both states' tokens. Commutative and associative; `empty` is neutral."""
+        """The state of both states' tokens; `empty` is neutral.
+
+        Associative, and commutative where `other` has no decay: that, like all of `other`'s tokens,
+        comes after those of this state.
+        """
+        earlier, log_decay = self, self.log_decay
+        if other.log_decay is not None:
+            earlier = decayed(self, other.log_decay)
+            log_decay = other.log_decay if log_decay is None else log_decay + other.log_decay
         if jnp.iscomplexobj(self.log_s) or jnp.iscomplexobj(other.log_s):
-            return self.to_means().merge(other.to_means()).to_logs()
-        return LogAttentionState(
-            log_add_exp(self.log_s, other.log_s), log_add_exp(self.log_z, other.log_z)
-        )
+            merged = earlier.to_means().merge(other.to_means()).to_logs()
+        else:
+            merged = LogAttentionState(
+                log_add_exp(earlier.log_s, other.log_s), log_add_exp(earlier.log_z, other.log_z)
+            )
+        return replace(merged, log_decay=log_decay)
 
     def to_means(self, log_scale: Array | None = None) -> MeanState:
         """The same state as averages of values, each divided by exp(log_scale)."""
@@ -101,7 +117,8 @@ class LogAttentionState:
             mean = jnp.where(jnp.abs(ratio.imag) > jnp.pi / 2, -1, 1) * jnp.exp(ratio.real)
         return MeanState(self.log_z, mean)
 
-    def _check(self, **arrays: Array) -> None:
+    def check(self, **arrays: Array) -> None:
+        """Raises ValueError where `query`, `key` or `log_value` do not fit this state."""
         groups, key_depth = self.log_z.shape[-2:]
         for name, array in arrays.items():
             depth = self.log_s.shape[-1] if name == "log_value" else key_depth
@@ -155,17 +172,36 @@ class MeanState:
 
     def to_logs(self, log_scale: Array | None = None) -> LogAttentionState:
         """The same state in log space: real, given the `log_scale` the values were divided by."""
+        nothing = self.mean == 0
+        log_s = self.log_z[..., None] + jnp.log(jnp.where(nothing, 1, jnp.abs(self.mean)))
         if log_scale is not None:
-            log_s = self.log_z[..., None] + safe_log(self.mean) + log_scale
-            return LogAttentionState(log_s, self.log_z)
-        log_size = self.log_z[..., None] + safe_log(jnp.abs(self.mean))
-        phase = jnp.where(self.mean < 0, jnp.pi, 0).astype(log_size.dtype)
-        return LogAttentionState(jax.lax.complex(log_size, phase), self.log_z)
+            log_s = log_s + log_scale
+        log_s = jnp.where(nothing, -jnp.inf, log_s)
+        if log_scale is None:
+            phase = jnp.where(self.mean < 0, jnp.pi, 0).astype(log_s.dtype)
+            log_s = jax.lax.complex(log_s, phase)
+        return LogAttentionState(log_s, self.log_z)
 
 
+def decayed(state: State, log_decay: Array) -> State:
+    """A state whose tokens have been decayed by `[..., K]`, or by `[..., 1]`."""
+    log_z = state.log_z + log_decay
+    if isinstance(state, MeanState):
+        nothing_left = (log_z == -jnp.inf)[..., None]
+        return replace(state, log_z=log_z, mean=jnp.where(nothing_left, 0, state.mean))
+    return replace(state, log_z=log_z, log_s=state.log_s + log_decay[..., None])
+
+
+@jax.custom_jvp
 def safe_log(x: Array) -> Array:
-    """log x, with gradient 0, not infinite, at x = 0."""
-    return jnp.where(x == 0, -jnp.inf, jnp.log(jnp.where(x == 0, 1, x)))
+    """log x, with derivative 0, not infinite, at x = 0."""
+    return jnp.log(x)
+
+
+@safe_log.defjvp
+def _safe_log_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return safe_log(x), jnp.where(x == 0, 0.0, dx / jnp.where(x == 0, 1, x))
 
 
 def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttentionState:

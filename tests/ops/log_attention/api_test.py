@@ -320,12 +320,6 @@ def test_gpu_is_refused_with_the_reason(function):
         function(*arrays(), implementation="gpu")
 
 
-def test_complex_log_values_are_refused_with_advice():
-    query, key, log_value = arrays()
-    with pytest.raises(NotImplementedError, match="call heinsen_attention"):
-        log_attention(query, key, log_value.astype(jnp.complex64))
-
-
 def test_log_attention_refuses_the_complex_state_of_heinsen_attention():
     with pytest.raises(ValueError, match=r"initial_state\.log_s is complex"):
         log_attention(*arrays(), initial_state=COMPLEX_STATE)

@@ -1,4 +1,4 @@
-"""The choice between matrix products and exact blocks, and what each of them can serve alone."""
+"""The choice between tiers, and what each of them can serve alone."""
 
 import math
 from functools import partial
@@ -8,124 +8,152 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen_jax.ops.log_attention import chunked
-from heinsen_jax.ops.log_attention.chunked import ChunkedOptions
-from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
+from heinsen_jax.ops.log_attention import Chunked, LogAttentionState, log_attention
+from heinsen_jax.ops.log_attention.chunked import _log_tiers, _mean_tiers
+from heinsen_jax.ops.log_attention.tokens import Tokens
 from tests.ops.log_attention.cases import assert_within
 
-ALWAYS_FAST = ChunkedOptions(safe_range=math.inf)
-ALWAYS_EXACT = ChunkedOptions(safe_range=-1.0)
-TOKENS = np.arange(128, dtype=np.float32)[None, :, None]
+DEFAULT = Chunked()
+ALWAYS_FIRST = Chunked(safe_range=math.inf)
+ALWAYS_LAST = Chunked(safe_range=-1.0)
+TOKENS = np.arange(128, dtype=np.float32)[:, None, None]
 
 
 def inputs(seed: int = 0, key_slope: float = 0.0, value_slope: float = 0.0):
-    """query [X, R, T, K], key [X, T, K], log_value [X, T, V]"""
+    """query [B, T, N, K], key [B, T, G, K], log_value [B, T, G, V]"""
     rng = np.random.default_rng(seed)
-    query = rng.standard_normal((2, 2, 128, 4)).astype(np.float32)
-    key = rng.standard_normal((2, 128, 4)).astype(np.float32)
-    log_value = rng.standard_normal((2, 128, 3)).astype(np.float32)
+    query = rng.standard_normal((2, 128, 4, 4)).astype(np.float32)
+    key = rng.standard_normal((2, 128, 2, 4)).astype(np.float32)
+    log_value = rng.standard_normal((2, 128, 2, 3)).astype(np.float32)
     return query, key + np.float32(key_slope) * TOKENS, log_value + np.float32(value_slope) * TOKENS
 
 
-def empty(dtype=jnp.float32) -> LogAttentionState:
-    return LogAttentionState.empty((), 2, 4, 3, dtype)
-
-
-@partial(jax.jit, static_argnames="options")
-def value_and_gradients(query, key, log_value, state, options):
+@partial(jax.jit, static_argnames="implementation")
+def value_and_gradients(query, key, log_value, implementation):
     def loss(query, key, log_value):
-        log_y, _ = chunked.log_attention(
-            query, key, log_value, state, is_causal=True, options=options
-        )
+        log_y = log_attention(query, key, log_value, implementation=implementation)
         return jnp.sum(jnp.sin(log_y)), log_y
 
     (_, log_y), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(query, key, log_value)
     return log_y, gradients
 
 
-def exact_in_float64(arrays):
+def in_float64(arrays):
     with jax.enable_x64(True):
-        arrays = (x.astype(np.float64) for x in arrays)
-        return value_and_gradients(*arrays, empty(jnp.float64), ALWAYS_EXACT)
+        return value_and_gradients(*(x.astype(np.float64) for x in arrays), "reference")
 
 
-UNSERVABLE = {
-    "keys rise inside a chunk": {"key_slope": 10},
-    "log-values span too much": {"value_slope": 10},
-    "both, each alone within range": {"key_slope": 0.9, "value_slope": 0.45},
+def chosen_tier(query, key, log_value, kind=_log_tiers, **keywords) -> int:
+    tokens = Tokens(query.reshape(2, 128, 2, 2, 4), key, log_value, **keywords)
+    state = LogAttentionState.empty((2,), 2, 4, 3)
+    state = state if kind is _log_tiers else state.to_means()
+    tiers = kind(DEFAULT, block_size=128, recompute=False)
+    return int(jax.jit(tiers.choose)(tokens, state)[0])
+
+
+CHOICES = {
+    "ordinary": ({}, 0),
+    "keys rise a little": ({"key_slope": 0.8}, 0),
+    "keys fall": ({"key_slope": -10}, 0),
+    "keys rise inside a chunk": ({"key_slope": 10}, 1),
+    "both, each alone within range": ({"key_slope": 0.8, "value_slope": 0.3}, 1),
+    "log-values span too much": ({"value_slope": 10}, 2),
+    "log-values span too much downward": ({"value_slope": -10}, 2),
+    "both": ({"key_slope": 10, "value_slope": 10}, 2),
 }
 
 
-@pytest.mark.parametrize("name", [*UNSERVABLE])
-def test_the_safety_test_chooses_exact_blocks_where_products_fail(name):
-    arrays = inputs(**UNSERVABLE[name])
-    log_y, gradients = value_and_gradients(*arrays, empty(), chunked.DEFAULT)
-    exact_log_y, exact_gradients = value_and_gradients(*arrays, empty(), ALWAYS_EXACT)
-    np.testing.assert_array_equal(log_y, exact_log_y)
-    for have, want in zip(gradients, exact_gradients, strict=True):
-        np.testing.assert_array_equal(have, want)
-    expected, _ = exact_in_float64(arrays)
+@pytest.mark.parametrize("name", [*CHOICES])
+def test_the_cheapest_tier_that_is_exact_is_chosen(name):
+    slopes, tier = CHOICES[name]
+    arrays = inputs(**slopes)
+    assert chosen_tier(*arrays) == tier
+    log_y, gradients = value_and_gradients(*arrays, DEFAULT)
+    expected, expected_gradients = in_float64(arrays)
+    std = max(np.std(x) for x in arrays)
+    assert_within(log_y, expected, 5e-6 * (1 + np.abs(expected) + std))
     size = max(np.max(np.abs(x)) for x in arrays)
-    assert_within(log_y, expected, 5e-6 * (1 + np.abs(expected) + size))
+    have, want = (np.concatenate([np.ravel(x) for x in g]) for g in (gradients, expected_gradients))
+    assert np.linalg.norm(have - want) <= (5e-6 + 1e-6 * size) * np.linalg.norm(want)
+
+
+def test_values_in_linear_space_never_need_log_space():
+    query, key, value = inputs(value_slope=1e30)
+    assert chosen_tier(query, key, value, _mean_tiers) == 1
+    assert chosen_tier(query, key, value / 1e30, _mean_tiers) == 0
+    assert chosen_tier(query, key + 10 * TOKENS, value / 1e30, _mean_tiers) == 1
+
+
+def test_decay_and_documents_count_for_the_choice():
+    arrays = inputs()
+    gentle, strong = (np.full((2, 128, 2, 1), x, np.float32) for x in (-0.5, -5.0))
+    assert chosen_tier(*arrays, log_decay=gentle) == 0
+    assert chosen_tier(*arrays, log_decay=strong) == 1
+    assert chosen_tier(*arrays, log_decay=gentle - np.inf) == 1
+    starts = np.zeros((2, 128), bool)
+    starts[:, 20] = True
+    assert chosen_tier(*arrays, starts=starts) == 0
+    query, key, log_value = arrays
+    high = np.where(np.arange(128) < 20, 100, 0)[:, None, None].astype(np.float32)
+    assert chosen_tier(query, key + high, log_value) == 0
+    assert chosen_tier(query, key + high, log_value, starts=starts) == 1
+
+
+def test_log_zero_spans_nothing():
+    query, key, log_value = inputs()
+    log_value[:, ::2] = -np.inf
+    assert chosen_tier(query, key, log_value) == 0
+    log_value[:] = -np.inf
+    assert chosen_tier(query, key, log_value) == 0
 
 
 @pytest.mark.parametrize("name", ["keys rise inside a chunk", "log-values span too much"])
 def test_products_alone_fail_there(name):
-    """If this no longer holds the safety test can go."""
-    arrays = inputs(**UNSERVABLE[name])
-    log_y, _ = value_and_gradients(*arrays, empty(), ALWAYS_FAST)
-    expected, _ = exact_in_float64(arrays)
+    """If this no longer holds the other tiers can go."""
+    arrays = inputs(**CHOICES[name][0])
+    log_y, _ = value_and_gradients(*arrays, ALWAYS_FIRST)
+    expected, _ = in_float64(arrays)
     assert not np.allclose(log_y, expected, atol=1)
 
 
-def test_causal_means_alone_lose_early_queries_where_keys_rise():
-    query, key, log_value = map(jnp.asarray, inputs(key_slope=10))
-    state = MeanState(jnp.full((2, 4), -jnp.inf), jnp.zeros((2, 4, 3)))
-    y, _ = chunked._causal_means(query, key, jnp.exp(log_value), state, 64)
-    first = np.asarray(y[:, :, 0])
-    expected = np.broadcast_to(np.exp(log_value[:, None, 0]), first.shape)
-    assert not np.allclose(first, expected, rtol=0.5)
-
-
-def test_ordinary_inputs_take_the_products():
+@pytest.mark.parametrize("options", [ALWAYS_FIRST, ALWAYS_LAST], ids=["first", "last"])
+def test_every_tier_serves_ordinary_inputs(options):
     arrays = inputs()
-    log_y, gradients = value_and_gradients(*arrays, empty(), chunked.DEFAULT)
-    fast_log_y, fast_gradients = value_and_gradients(*arrays, empty(), ALWAYS_FAST)
-    np.testing.assert_array_equal(log_y, fast_log_y)
-    for have, want in zip(gradients, fast_gradients, strict=True):
-        np.testing.assert_array_equal(have, want)
-
-
-@pytest.mark.parametrize("options", [ALWAYS_FAST, ALWAYS_EXACT], ids=["products", "exact blocks"])
-def test_both_forms_serve_ordinary_inputs(options):
-    arrays = inputs()
-    log_y, gradients = value_and_gradients(*arrays, empty(), options)
-    expected, expected_gradients = exact_in_float64(arrays)
+    log_y, gradients = value_and_gradients(*arrays, options)
+    expected, expected_gradients = in_float64(arrays)
     assert_within(log_y, expected, 5e-6)
     for have, want in zip(gradients, expected_gradients, strict=True):
         assert_within(have, want, 5e-6 * np.max(np.abs(want)))
 
 
 @pytest.mark.parametrize("slope", [0.3, 0.6, 0.7, 0.8])
-def test_products_serve_all_that_the_safety_test_lets_through(slope):
+def test_products_serve_all_that_they_are_chosen_for(slope):
     """Right up to the limit, the gradient included: safe_range leaves enough margin."""
     arrays = inputs(key_slope=slope)
-    log_y, gradients = value_and_gradients(*arrays, empty(), ALWAYS_FAST)
-    chosen, _ = value_and_gradients(*arrays, empty(), chunked.DEFAULT)
-    np.testing.assert_array_equal(log_y, chosen)
-    expected, expected_gradients = exact_in_float64(arrays)
+    assert chosen_tier(*arrays) == 0
+    log_y, gradients = value_and_gradients(*arrays, DEFAULT)
+    expected, expected_gradients = in_float64(arrays)
     assert_within(log_y, expected, 5e-6 * (1 + np.abs(expected)))
     for have, want in zip(gradients, expected_gradients, strict=True):
         assert_within(have, want, 1e-5 * np.max(np.abs(want)))
 
 
 @pytest.mark.parametrize(
-    "options", [ChunkedOptions(16, 128), ChunkedOptions(32, 64), ChunkedOptions(128, 128)], ids=str
+    "options",
+    [
+        Chunked(16, 128),
+        Chunked(32, 64),
+        Chunked(128, 128),
+        Chunked(32, 64, recompute=False),
+        Chunked(64, 128, recompute=True),
+        Chunked(16, 16, safe_range=-1),
+    ],
+    ids=str,
 )
-def test_sizes_do_not_change_the_result(options):
+def test_sizes_and_what_is_kept_do_not_change_the_result(options):
     arrays = inputs()
-    log_y, gradients = value_and_gradients(*arrays, empty(), options)
-    expected, expected_gradients = value_and_gradients(*arrays, empty(), chunked.DEFAULT)
+    log_y, gradients = value_and_gradients(*arrays, options)
+    expected, expected_gradients = value_and_gradients(*arrays, DEFAULT)
     np.testing.assert_allclose(log_y, expected, atol=5e-6)
     for have, want in zip(gradients, expected_gradients, strict=True):
         assert_within(have, want, 5e-6 * np.max(np.abs(want)))
@@ -136,10 +164,23 @@ def test_one_unsafe_block_leaves_the_others_to_products():
     query, key, log_value = inputs()
     key = key.copy()
     key[:, 100:] += 1e4
-    options = ChunkedOptions(chunk_size=32, block_size=64)
-    log_y, _ = value_and_gradients(query, key, log_value, empty(), options)
-    fast = ChunkedOptions(chunk_size=32, block_size=64, safe_range=math.inf)
-    fast_log_y, _ = value_and_gradients(query, key, log_value, empty(), fast)
-    np.testing.assert_array_equal(log_y[:, :, :64], fast_log_y[:, :, :64])
-    expected, _ = exact_in_float64((query, key, log_value))
-    assert_within(log_y, expected, 5e-2)
+    log_y, _ = value_and_gradients(query, key, log_value, Chunked(32, 64))
+    fast = Chunked(chunk_size=32, block_size=64, safe_range=math.inf)
+    fast_log_y, _ = value_and_gradients(query, key, log_value, fast)
+    np.testing.assert_array_equal(log_y[:, :64], fast_log_y[:, :64])
+    expected, _ = in_float64((query, key, log_value))
+    assert_within(log_y, expected, 5e-6 * 1e4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((20, 1000), "chunk_size must be a multiple of 16, is 20"),
+        ((0, 64), "chunk_size must be a multiple of 16, is 0"),
+        ((64, 100), "block_size must be a multiple of chunk_size=64, is 100"),
+        ((64, 0), "block_size must be a multiple of chunk_size=64, is 0"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        Chunked(*sizes)

@@ -1,0 +1,266 @@
+"""One call of log-attention: its arguments checked, brought into one layout, and dispatched."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from heinsen_jax.ops.log_attention import passes, reference
+from heinsen_jax.ops.log_attention.chunked import Chunked
+from heinsen_jax.ops.log_attention.scan import Scan
+from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
+from heinsen_jax.ops.log_attention.tokens import Tokens
+from heinsen_jax.typing import Array
+
+NAMES = ("reference", "scan", "chunked", "gpu")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """As given to `log_attention` or `heinsen_attention`, which document them."""
+
+    query: Array
+    key: Array
+    value: Array
+    value_name: str
+    is_causal: bool
+    segment_ids: Array | None
+    key_value_seq_lengths: Array | None
+    local_window_size: int | None
+    log_decay: Array | None
+    state: LogAttentionState | None
+    return_state: bool
+    implementation: Any
+
+    def replace(self, **changes: Any) -> "Arguments":
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        return self.query.shape[:-3]
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether values are given themselves, not their logarithms."""
+        return self.value_name == "value"
+
+
+def run(arguments: Arguments) -> tuple[Array, LogAttentionState]:
+    """The output and the state after all tokens."""
+    _check_arrays(arguments)
+    _check_combination(arguments)
+    implementation = _choose(arguments)
+    state = _state(arguments)
+    tokens, is_there, segment_ids = _tokens(arguments)
+
+    inside = LogAttentionState(_one_batch(state.log_s, 3), _one_batch(state.log_z, 2))
+    inside = inside.to_means() if arguments.is_linear else inside
+    if implementation is reference:
+        y, after = reference.attention(
+            tokens.query,
+            tokens.key,
+            tokens.value,
+            inside,
+            is_causal=arguments.is_causal,
+            is_there=is_there,
+            segment_ids=segment_ids,
+            window=arguments.local_window_size,
+            log_decay=tokens.log_decay,
+        )
+    else:
+        tokens = _masked(tokens, is_there, segment_ids)
+        y, after = passes.attend(
+            implementation,
+            tokens,
+            inside,
+            is_causal=arguments.is_causal and tokens.length > 0,
+            window=arguments.local_window_size,
+        )
+    after = after.to_logs() if isinstance(after, MeanState) else after
+    after = LogAttentionState(
+        after.log_s.reshape(state.log_s.shape),
+        after.log_z.reshape(state.log_z.shape),
+        _total_decay(arguments, state, _masked(tokens, is_there, segment_ids)),
+    )
+    y = y.reshape(*arguments.query.shape[:-1], arguments.value.shape[-1])
+    return y.astype(_dtype(arguments)), after
+
+
+def _dtype(arguments: Arguments) -> Any:
+    return jnp.result_type(arguments.query, arguments.key, arguments.value)
+
+
+def _state(arguments: Arguments) -> LogAttentionState:
+    groups, key_depth = arguments.key.shape[-2:]
+    value_depth = arguments.value.shape[-1]
+    if arguments.state is None:
+        dtype = jnp.promote_types(_dtype(arguments), jnp.float32)
+        return LogAttentionState.empty(arguments.batch, groups, key_depth, value_depth, dtype)
+    arrays = {"query": arguments.query, "key": arguments.key, "log_value": arguments.value}
+    arguments.state.check(**arrays)
+    return arguments.state
+
+
+def _one_batch(x: Array, axes: int) -> Array:
+    """With leading axes made one, all but the last `axes`."""
+    return x.reshape(math.prod(x.shape[:-axes]), *x.shape[x.ndim - axes :])
+
+
+def _tokens(arguments: Arguments) -> tuple[Tokens, Array | None, Array | None]:
+    """The tokens in one layout and at least float32; which are there `[B, S]`; their segments."""
+    dtype = jnp.promote_types(_dtype(arguments), jnp.float32)
+    *_, length, num_heads, key_depth = arguments.query.shape
+    sources, groups, value_depth = arguments.value.shape[-3:]
+    batch = math.prod(arguments.batch)
+    heads = num_heads // groups
+    log_decay = arguments.log_decay
+    if log_decay is not None:
+        features = 1 if log_decay.ndim < arguments.key.ndim else key_depth
+        log_decay = log_decay.astype(dtype).reshape(batch, sources, groups, features)
+    tokens = Tokens(
+        arguments.query.astype(dtype).reshape(batch, length, groups, heads, key_depth),
+        arguments.key.astype(dtype).reshape(batch, sources, groups, key_depth),
+        arguments.value.astype(dtype).reshape(batch, sources, groups, value_depth),
+        log_decay,
+    )
+    is_there = segment_ids = None
+    if arguments.segment_ids is not None:
+        segment_ids = arguments.segment_ids.reshape(batch, sources)
+    if arguments.key_value_seq_lengths is not None:
+        lengths = arguments.key_value_seq_lengths
+        bounds = lengths.reshape(batch, lengths.size // max(batch, 1))
+        index = jnp.arange(sources)[None]
+        is_there = index < bounds[:, -1:]
+        if bounds.shape[-1] == 2:
+            is_there &= index >= bounds[:, :1]
+    if is_there is not None and arguments.is_causal:  # NaN times a cotangent of 0 would be NaN
+        usable = is_there[..., None, None, None] | jnp.isfinite(tokens.query)
+        tokens = dataclasses.replace(tokens, query=jnp.where(usable, tokens.query, 0))
+    return tokens, is_there, segment_ids
+
+
+def _masked(tokens: Tokens, is_there: Array | None, segment_ids: Array | None) -> Tokens:
+    """Padding unseen, and segments as the places where they start."""
+    if is_there is not None:
+        there = is_there[..., None, None]
+        log_decay = tokens.log_decay
+        tokens = dataclasses.replace(
+            tokens,
+            key=jnp.where(there, tokens.key, -jnp.inf),
+            value=jnp.where(there, tokens.value, 0),
+            log_decay=None if log_decay is None else jnp.where(there, log_decay, 0),
+        )
+    if segment_ids is not None:
+        starts = segment_ids[:, 1:] != segment_ids[:, :-1]
+        if is_there is not None:  # padding belongs to the segment beside it
+            starts &= is_there[:, 1:] & is_there[:, :-1]
+        starts = jnp.concatenate([jnp.zeros_like(starts, shape=(len(starts), 1)), starts], 1)
+        tokens = dataclasses.replace(tokens, starts=starts[:, : tokens.length])
+    return tokens
+
+
+def _total_decay(arguments: Arguments, state: LogAttentionState, tokens: Tokens) -> Array | None:
+    """What these tokens, and those of the state, multiply all earlier ones by."""
+    if arguments.state is not None and arguments.state.log_decay is None:
+        return None
+    if arguments.state is None and tokens.log_decay is None and tokens.starts is None:
+        return None
+    total = jnp.zeros_like(state.log_z) if state.log_decay is None else state.log_decay
+    if tokens.log_decay is not None:
+        summed = jnp.sum(tokens.log_decay, 1)
+        total = total + summed.reshape(*arguments.batch, *summed.shape[1:])
+    if tokens.starts is not None:
+        cut = jnp.any(tokens.starts, 1).reshape(*arguments.batch, 1, 1)
+        total = jnp.where(cut, -jnp.inf, total)
+    return total
+
+
+def _choose(arguments: Arguments) -> Any:
+    name = arguments.implementation
+    if arguments.key.shape[-3] == 0 and (name is None or (name in NAMES and name != "gpu")):
+        return Scan()  # nothing to add: what is left is to read the state
+    if isinstance(name, Chunked):
+        return name
+    if name is None:
+        name = "scan" if arguments.is_causal and arguments.query.shape[-3] == 1 else "chunked"
+    if name == "gpu":
+        raise NotImplementedError(
+            'implementation="gpu": there is no fused kernel yet; use "chunked", which runs on GPUs'
+        )
+    if name not in NAMES:
+        raise ValueError(
+            f"implementation must be a Chunked, None or one of {[*NAMES]}, not {name!r}"
+        )
+    return {"reference": reference, "scan": Scan(), "chunked": Chunked()}[name]
+
+
+def _check_combination(arguments: Arguments) -> None:
+    window, is_causal = arguments.local_window_size, arguments.is_causal
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"local_window_size must be a whole number >= 1, is {window!r}")
+        if not is_causal:
+            raise NotImplementedError(
+                "local_window_size with is_causal=False: a window reaches back from a token"
+            )
+        if arguments.state is not None or arguments.return_state:
+            raise NotImplementedError(
+                "local_window_size with initial_state or return_state: a state holds no single "
+                "tokens, so it cannot forget them one by one; pass the last local_window_size - 1 "
+                "tokens again"
+            )
+    if not is_causal and arguments.segment_ids is not None:
+        if arguments.query.shape[-3] != arguments.key.shape[-3]:
+            raise NotImplementedError(
+                "segment_ids with is_causal=False and fewer or more queries than keys: the "
+                "segments of the queries are not given"
+            )
+        if arguments.log_decay is not None:
+            raise NotImplementedError("segment_ids and log_decay with is_causal=False")
+
+
+def _check_arrays(arguments: Arguments) -> None:
+    query, key, value = arguments.query, arguments.key, arguments.value
+    name = arguments.value_name
+    shapes = f"query {query.shape}, key {key.shape}, {name} {value.shape}"
+    for array_name, x in {"query": query, "key": key, name: value}.items():
+        if x.ndim < 3:
+            raise ValueError(
+                f"{array_name} must be [..., tokens, heads, depth], has shape {x.shape}"
+            )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{array_name} must be floating point, is {x.dtype}")
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"batch axes (all but the last three) must be equal: {shapes}")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and {name} must have the same tokens and heads: {shapes}")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same depth: {shapes}")
+    if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
+        raise ValueError(
+            f"num_heads {query.shape[-2]} must be a multiple of num_kv_heads {key.shape[-2]}: "
+            f"{shapes}"
+        )
+    if arguments.is_causal and query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            "causal attention needs as many queries as keys; for others pass is_causal=False: "
+            f"{shapes}"
+        )
+    tokens = key.shape[:-2]
+    _check_array("segment_ids", arguments.segment_ids, (tokens,), jnp.integer)
+    lengths = tokens[:-1], (*tokens[:-1], 2)
+    _check_array("key_value_seq_lengths", arguments.key_value_seq_lengths, lengths, jnp.integer)
+    decays = key.shape[:-1], key.shape
+    _check_array("log_decay", arguments.log_decay, decays, jnp.floating)
+
+
+def _check_array(name: str, x: Array | None, shapes: tuple, kind: Any) -> None:
+    if x is None:
+        return
+    if x.shape not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must have shape {expected}, has {x.shape}")
+    if not jnp.issubdtype(x.dtype, kind):
+        raise ValueError(f"{name} must be of a kind of {kind.__name__}, is {x.dtype}")

@@ -1,0 +1,355 @@
+"""Segments, padding, windows, decay and complex values: alone, together, and not together."""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
+from tests.ops.log_attention.cases import FAST, IMPLEMENTATIONS, assert_within, in_float64
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """Nearly all of the time here is compilation; other tests run what optimisation makes of it."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+BATCH, LENGTH, HEADS, GROUPS, KEY_DEPTH, VALUE_DEPTH = 2, 70, 2, 1, 3, 2
+SEEDS = st.integers(0, 2**32 - 1)
+each_fast = pytest.mark.parametrize("implementation", FAST)
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+each_function = pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+
+
+def draw_arrays(seed: int, std: float = 1.0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape: int) -> np.ndarray:
+        return (std * rng.standard_normal((BATCH, *shape))).astype(np.float32)
+
+    log_z = normal(GROUPS, KEY_DEPTH)
+    log_s = log_z[..., None] + normal(GROUPS, KEY_DEPTH, VALUE_DEPTH)
+    return {
+        "query": normal(LENGTH, HEADS, KEY_DEPTH),
+        "key": normal(LENGTH, GROUPS, KEY_DEPTH),
+        "value": normal(LENGTH, GROUPS, VALUE_DEPTH),
+        "initial_state": LogAttentionState(jnp.asarray(log_s), jnp.asarray(log_z)),
+    }
+
+
+def draw_keywords(names: tuple[str, ...], seed: int) -> dict[str, Any]:
+    """Random arguments; a name is a keyword of `log_attention` or a variant of one."""
+    rng = np.random.default_rng(seed)
+    keywords: dict[str, Any] = {}
+    for name in names:
+        if name == "segment_ids":
+            keywords[name] = np.cumsum(rng.uniform(size=(BATCH, LENGTH)) < 0.1, 1)
+        elif name == "padding on the right":
+            keywords["key_value_seq_lengths"] = rng.integers(0, LENGTH + 1, BATCH)
+        elif name == "padding on both sides":
+            bounds = np.sort(rng.integers(0, LENGTH + 1, (BATCH, 2)), 1)
+            keywords["key_value_seq_lengths"] = bounds
+        elif name.startswith("decay"):
+            shape = (BATCH, LENGTH, GROUPS, KEY_DEPTH)[: 3 if name == "decay per head" else 4]
+            decay = -rng.exponential(rng.choice([0.01, 1, 30]), shape)
+            decay[rng.uniform(size=shape) < 0.05] = rng.choice([0, -1e6, -np.inf])
+            keywords["log_decay"] = decay.astype(np.float32)
+    return keywords
+
+
+@partial(jax.jit, static_argnames=("function", "implementation", "is_causal", "local_window_size"))
+def differentiate(arrays, keywords, function, implementation, is_causal, local_window_size=None):
+    """Output, end state, and the gradients of a weighted sum of all that is finite in them."""
+    windowed = local_window_size is not None
+
+    def loss(arrays, decay):
+        initial_state = None if windowed else arrays["initial_state"]
+        given = keywords if decay is None else keywords | {"log_decay": decay}
+        result = function(
+            *(arrays[name] for name in ("query", "key", "value")),
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            initial_state=initial_state,
+            return_state=not windowed,
+            implementation=implementation,
+            **given,
+        )
+        output, state = (result, None) if windowed else result
+        if state is not None:  # signed sums have no finite derivative of their own near zero
+            state = state if function is log_attention else state.to_means()
+        leaves = [jnp.where(jnp.isfinite(x), x, 0) for x in jax.tree.leaves((output, state))]
+        weighted = [x * jnp.cos(jnp.arange(x.size)).reshape(x.shape) for x in leaves]
+        return sum(map(jnp.sum, weighted)), (output, state)
+
+    gradient = jax.grad(loss, (0, 1), has_aux=True)
+    gradients, (output, state) = gradient(arrays, keywords.get("log_decay"))
+    return output, state, gradients
+
+
+def assert_agrees(arrays, keywords, size: float, **static: Any) -> None:
+    implementation = static.pop("implementation")
+    actual = differentiate(arrays, keywords, implementation=implementation, **static)
+    with jax.enable_x64(True):
+        floats = {k: in_float64(x) if k == "log_decay" else x for k, x in keywords.items()}
+        expected = differentiate(in_float64(arrays), floats, implementation="reference", **static)
+        expected = jax.tree.map(np.asarray, expected)
+    for have, want in zip(jax.tree.leaves(actual[:2]), jax.tree.leaves(expected[:2]), strict=True):
+        finite = np.where(np.isneginf(want), 0, want)
+        assert_within(have, want, 5e-6 * (1 + np.abs(finite) + size), "value")
+    for have, want in zip(jax.tree.leaves(actual[2]), jax.tree.leaves(expected[2]), strict=True):
+        assert_within(have, want, 5e-6 * (1 + size) * max(1, np.max(np.abs(want))), "gradient")
+
+
+TOGETHER = [
+    ("segment_ids",),
+    ("padding on the right",),
+    ("decay per head",),
+    ("segment_ids", "padding on both sides", "decay per feature"),
+]
+
+
+@each_fast
+@each_function
+@pytest.mark.parametrize("names", TOGETHER, ids=", ".join)
+@settings(max_examples=6)
+@given(seed=SEEDS)
+def test_causal(names, function, implementation, seed):
+    arrays, keywords = draw_arrays(seed), draw_keywords(names, seed)
+    static = {"function": function, "implementation": implementation, "is_causal": True}
+    assert_agrees(arrays, keywords, 1.0, **static)
+
+
+@each_fast
+@each_function
+@pytest.mark.parametrize(
+    "names",
+    [("segment_ids",), ("padding on both sides",), ("decay per feature",)],
+    ids=", ".join,
+)
+@settings(max_examples=6)
+@given(seed=SEEDS)
+def test_bidirectional(names, function, implementation, seed):
+    arrays, keywords = draw_arrays(seed), draw_keywords(names, seed)
+    static = {"function": function, "implementation": implementation, "is_causal": False}
+    assert_agrees(arrays, keywords, 1.0, **static)
+
+
+@each_function
+@pytest.mark.parametrize("window", [1, 7, 16, 69, 70])
+def test_window(window, function):
+    """Sizes on both sides of a block of pairs, of a chunk and of the length."""
+    for seed in range(3):
+        static = {"function": function, "is_causal": True, "local_window_size": window}
+        for implementation in FAST:
+            assert_agrees(draw_arrays(seed), {}, 1.0, implementation=implementation, **static)
+
+
+@each_fast
+@pytest.mark.parametrize("window", [3, 20])
+@settings(max_examples=6)
+@given(seed=SEEDS)
+def test_window_with_all_else(window, implementation, seed):
+    names = ("segment_ids", "padding on both sides", "decay per feature")
+    static = {"function": log_attention, "is_causal": True, "local_window_size": window}
+    keywords = draw_keywords(names, seed)
+    assert_agrees(draw_arrays(seed), keywords, 1.0, implementation=implementation, **static)
+
+
+@each_fast
+@pytest.mark.parametrize("std", [30.0, 1000.0])
+@pytest.mark.parametrize("window", [None, 20])
+def test_large_inputs(window, std, implementation):
+    names = ("segment_ids", "padding on both sides", "decay per feature")
+    static = {"function": log_attention, "is_causal": True, "local_window_size": window}
+    for seed in range(3):
+        keywords = draw_keywords(names, seed)
+        arrays = draw_arrays(seed, std)
+        assert_agrees(arrays, keywords, std, implementation=implementation, **static)
+
+
+call = jax.jit(
+    lambda arrays, keywords, function, implementation: function(
+        *(arrays[name] for name in ("query", "key", "value")),
+        return_state=True,
+        implementation=implementation,
+        **keywords,
+    ),
+    static_argnums=(2, 3),
+)
+
+
+@each_implementation
+@each_function
+def test_packed_documents_equal_separate_ones(function, implementation):
+    arrays = draw_arrays(0)
+    borders = [0, 9, 10, 41, LENGTH]
+    segment_ids = np.searchsorted(borders, np.arange(LENGTH), side="right")
+    segment_ids = np.broadcast_to(10 - segment_ids, (BATCH, LENGTH))  # any numbers do
+    packed, packed_state = call(arrays, {"segment_ids": segment_ids}, function, implementation)
+    for start, stop in itertools.pairwise(borders):
+        document = {name: arrays[name][:, start:stop] for name in ("query", "key", "value")}
+        output, state = call(document, {}, function, implementation)
+        assert_within(packed[:, start:stop], output, 5e-6)
+    assert_within(packed_state.log_z, state.log_z, 5e-6)  # of the last document alone
+    assert_within(packed_state.to_means().mean, state.to_means().mean, 5e-6)
+    assert np.isneginf(packed_state.log_decay).all()
+
+
+@each_implementation
+@each_function
+@pytest.mark.parametrize("start", [0, 13])
+def test_padding_equals_absence_whatever_lies_there(function, implementation, start):
+    stop = 50
+    arrays = draw_arrays(0)
+    decay = -np.abs(arrays["key"])
+    names = ("query", "key", "value")
+    there = {name: arrays[name][:, start:stop] for name in names}
+    poisoned = {name: np.full_like(arrays[name], np.nan) for name in names}
+    poisoned_decay = np.full_like(decay, np.nan)
+    for name in names:
+        poisoned[name][:, start:stop] = there[name]
+    poisoned_decay[:, start:stop] = decay[:, start:stop]
+    lengths = np.full((BATCH, 2), [start, stop]) if start else np.full(BATCH, stop)
+
+    @partial(jax.jit, static_argnames="padded")
+    def value_and_gradients(arrays, decay, padded):
+        def loss(arrays, decay):
+            keywords = {"key_value_seq_lengths": lengths} if padded else {}
+            output, state = function(
+                *(arrays[name] for name in names),
+                log_decay=decay,
+                return_state=True,
+                implementation=implementation,
+                **keywords,
+            )
+            output = output[:, start:stop] if padded else output
+            return jnp.sum(jnp.sin(output)) + jnp.sum(jnp.sin(state.log_z)), (output, state)
+
+        return jax.grad(loss, (0, 1), has_aux=True)(arrays, decay)
+
+    gradients, (output, state) = value_and_gradients(poisoned, poisoned_decay, True)
+    expected_gradients, (expected, end) = value_and_gradients(there, decay[:, start:stop], False)
+    assert_within(output, expected, 5e-6)
+    assert_within(state.log_z, end.log_z, 5e-6)
+    assert_within(state.log_decay, end.log_decay, 5e-6 * 50)
+    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True)
+    for have, want in pairs:
+        assert_within(have[:, start:stop], want, 5e-6 * np.max(np.abs(want)))
+        np.testing.assert_array_equal(have[:, :start], 0)
+        np.testing.assert_array_equal(have[:, stop:], 0)
+
+
+@each_implementation
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_complex_log_values_are_values_of_either_sign(implementation, is_causal):
+    arrays = draw_arrays(0)
+    value = arrays["value"]
+    value[:, 5] = 0
+    first, second = ({k: arrays[k][:, part] for k in ("query", "key")} for part in np.s_[:30, 30:])
+
+    @jax.jit
+    def by_logs(value):
+        log_value = jnp.log(value.astype(jnp.complex64))
+        options = {"is_causal": is_causal, "implementation": implementation, "return_state": True}
+        _, state = log_attention(first["query"], first["key"], log_value[:, :30], **options)
+        options["initial_state"] = state
+        log_y, state = log_attention(second["query"], second["key"], log_value[:, 30:], **options)
+        return jnp.exp(log_y).real, jnp.exp(log_y).imag, state
+
+    @jax.jit
+    def directly(value):
+        options = {"is_causal": is_causal, "implementation": implementation, "return_state": True}
+        _, state = heinsen_attention(first["query"], first["key"], value[:, :30], **options)
+        options["initial_state"] = state
+        return heinsen_attention(second["query"], second["key"], value[:, 30:], **options)
+
+    y, imaginary, state = by_logs(value)
+    expected, end = directly(value)
+    assert_within(y, expected, 5e-6)
+    assert_within(imaginary, 0 * expected, 1e-6)
+    assert_within(state.to_means().mean, end.to_means().mean, 5e-6)
+    value = np.where(value == 0, 0.1, value)  # log has no derivative at 0
+    gradient = jax.grad(lambda value: jnp.sum(jnp.sin(by_logs(value)[0])))(value)
+    expected = jax.grad(lambda value: jnp.sum(jnp.sin(directly(value)[0])))(value)
+    assert_within(gradient, expected, 2e-5 * np.max(np.abs(expected)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@each_implementation
+def test_half_precision_inputs_have_float32_states(dtype, implementation):
+    arrays = draw_arrays(0)
+    arrays = {name: jnp.asarray(arrays[name], dtype) for name in ("query", "key", "value")}
+    output, state = call(arrays, {}, log_attention, implementation)
+    widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    expected, end = call(widened, {}, log_attention, implementation)
+    assert output.dtype == dtype
+    np.testing.assert_array_equal(output, expected.astype(dtype))
+    for have, want in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):
+        assert have.dtype == jnp.float32
+        np.testing.assert_array_equal(have, want)
+
+
+def ones(*shape: int) -> jax.Array:
+    return jnp.ones(shape)
+
+
+TOKENS = (ones(4, 2, 3), ones(4, 2, 3), ones(4, 2, 5))
+STATE = LogAttentionState.empty((), 2, 3, 5)
+
+
+@each_function
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"local_window_size": 2, "is_causal": False}, "local_window_size with is_causal=False"),
+        ({"local_window_size": 2, "initial_state": STATE}, "local_window_size with initial_state"),
+        ({"local_window_size": 2, "return_state": True}, "local_window_size with .*return_state"),
+        (
+            {"segment_ids": jnp.zeros(4, int), "log_decay": -ones(4, 2), "is_causal": False},
+            "segment_ids and log_decay with is_causal=False",
+        ),
+    ],
+)
+def test_what_does_not_go_together(function, keywords, message):
+    with pytest.raises(NotImplementedError, match=message):
+        function(*TOKENS, **keywords)
+
+
+@each_function
+def test_segments_of_other_queries(function):
+    query = ones(7, 2, 3)
+    with pytest.raises(NotImplementedError, match="fewer or more queries than keys"):
+        function(query, *TOKENS[1:], segment_ids=jnp.zeros(4, int), is_causal=False)
+
+
+@each_function
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"local_window_size": 0}, "local_window_size must be a whole number >= 1, is 0"),
+        ({"local_window_size": 2.0}, "local_window_size must be a whole number >= 1, is 2.0"),
+        ({"segment_ids": jnp.zeros(3, int)}, r"segment_ids must have shape \(4,\), has \(3,\)"),
+        ({"segment_ids": ones(4)}, "segment_ids must be of a kind of integer, is float32"),
+        (
+            {"key_value_seq_lengths": jnp.zeros(3, int)},
+            r"key_value_seq_lengths must have shape \(\) or \(2,\), has \(3,\)",
+        ),
+        ({"key_value_seq_lengths": jnp.float32(2)}, "key_value_seq_lengths must be of a kind of"),
+        ({"log_decay": ones(4)}, r"log_decay must have shape \(4, 2\) or \(4, 2, 3\), has \(4,\)"),
+        ({"log_decay": jnp.zeros((4, 2), int)}, "log_decay must be of a kind of floating"),
+    ],
+)
+def test_keywords_that_do_not_fit(function, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        function(*TOKENS, **keywords)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.log_attention.tokens import Tokens
+from heinsen_jax.ops.log_attention.tokens import Tokens, varying_like
 from heinsen_jax.typing import Array
 
 
@@ -65,7 +65,8 @@ def _forward(tiers: Tiers, tokens: Tokens, state: Any):
         return tiers.first(tokens, state, found), ()
 
     def nothing_kept(tier, shapes, tokens, state, _found):
-        return tier(tokens, state), jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return tier(tokens, state), varying_like(nothing, tokens)
 
     def block(state, index):
         """State after a block, and (its outputs, what backward needs)."""
@@ -89,6 +90,7 @@ def _forward(tiers: Tiers, tokens: Tokens, state: Any):
         num_blocks = tokens.length // tiers.block_size
         shapes = jax.eval_shape(block, state, 0)[1][0]
         outputs = jax.tree.map(lambda x: _stretched(x, num_blocks), shapes)
+        outputs = varying_like(outputs, tokens)
         (after, outputs), saved = lax.scan(step, (state, outputs), jnp.arange(num_blocks))
     return (outputs, after), (tokens, saved, _Static(structure))
 

@@ -11,7 +11,7 @@ from heinsen_jax.ops.log_attention import passes, reference
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.scan import Scan
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
-from heinsen_jax.ops.log_attention.tokens import Tokens
+from heinsen_jax.ops.log_attention.tokens import Tokens, varying_like
 from heinsen_jax.typing import Array
 
 NAMES = ("reference", "scan", "chunked", "gpu")
@@ -56,6 +56,7 @@ def run(arguments: Arguments) -> tuple[Array, LogAttentionState]:
     tokens, is_there, segment_ids = _tokens(arguments)
 
     inside = LogAttentionState(_one_batch(state.log_s, 3), _one_batch(state.log_z, 2))
+    inside = varying_like(inside, tokens)
     inside = inside.to_means() if arguments.is_linear else inside
     if implementation is reference:
         y, after = reference.attention(

@@ -61,9 +61,7 @@ def attention(
     log_s = _logsumexp(scores[..., None] + value[:, None, :, :, None], 2)
     log_s = _logsumexp(jnp.stack([log_s, _logsumexp(past_s, -2)]), 0)
     log_z = jnp.stack([_logsumexp(scores, 2), _logsumexp(past, -1)])
-    log_y = jnp.where(
-        log_s == -jnp.inf, -jnp.inf, log_s - _finite(_logsumexp(log_z, 0))[..., None]
-    )
+    log_y = jnp.where(log_s == -jnp.inf, -jnp.inf, log_s - _finite(_logsumexp(log_z, 0))[..., None])
     kept_s = kept[..., None] + (state.log_s - _finite(state.log_z)[..., None])
     all_s = jnp.concatenate([kept_s[:, None], last[..., None] + value[:, :, :, None]], 1)
     all_z = jnp.concatenate([kept[:, None], last], 1)

@@ -1,7 +1,7 @@
 """The arrays of one call, and the chunks that they are cut into."""
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -69,3 +69,12 @@ def unfold(state: Tree, tokens: Tokens) -> Tree:
     """`[X, ...]` -> `[B, G, ...]`"""
     batch, _, groups, _ = tokens.key.shape
     return jax.tree.map(lambda x: x.reshape(batch, groups, *x.shape[1:]), state)
+
+
+def varying_like(tree: Tree, example: Any) -> Tree:
+    """The same arrays, but differing between the devices of an enclosing `jax.shard_map` where any
+    array of `example` does: loops and branches ask for equal types, of which that is a part."""
+    never = jnp.zeros((), bool)
+    for x in jax.tree.leaves(example):
+        never |= jnp.any(x[:0] != 0)  # of nothing, hence false, but a result of x all the same
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)

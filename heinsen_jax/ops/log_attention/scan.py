@@ -4,16 +4,18 @@ Exact for any finite input, in log space or (for values of either sign) as conve
 `[T, K, V]` states: short sequences only.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
+from heinsen_jax.ops.log_attention import state as log_states
 from heinsen_jax.ops.log_attention.passes import read_all
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens
-from heinsen_jax.ops.numerics import log_difference, log_sum_exp, share
+from heinsen_jax.ops.numerics import log_difference, log_sum_exp, share, where_empty
 from heinsen_jax.typing import Array
 
 
@@ -23,8 +25,8 @@ class Scan:
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
         decay = _log_coefficients(tokens)
-        h_z = log_linear_recurrence(decay, tokens.key, initial=state.log_z, axis=1)
         if isinstance(state, MeanState):
+            h_z = log_linear_recurrence(decay, tokens.key, initial=state.log_z, axis=1)
             before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
             mean = linear_recurrence(
                 share(before + decay, h_z)[..., None],
@@ -35,15 +37,27 @@ class Scan:
             y = MeanState(h_z, mean).attend(tokens.query)
             log_z = log_sum_exp(tokens.query + h_z[..., None, :], -1)
             return y, log_z, MeanState(h_z[:, -1], mean[:, -1])
+        # Log S and log Z are of the size of keys, their difference is not: keys near 0 lose less.
+        middle = lax.stop_gradient(_middle(tokens.key, state.log_z))
+        tokens = replace(tokens, key=tokens.key - middle[:, None])
+        state = log_states.decayed(state, -middle)
+        h_z = log_linear_recurrence(decay, tokens.key, initial=state.log_z, axis=1)
         terms = tokens.key[..., :, None] + tokens.value[..., None, :]
         h_s = log_linear_recurrence(decay[..., None], terms, initial=state.log_s, axis=1)
         log_s = log_sum_exp(tokens.query[..., None] + h_s[..., None, :, :], -2)
         log_z = log_sum_exp(tokens.query + h_z[..., None, :], -1)
         after = LogAttentionState(h_s[:, -1], h_z[:, -1])
-        return log_difference(log_s, log_z[..., None]), log_z, after
+        log_y = log_difference(log_s, log_z[..., None])
+        return log_y, log_z + middle[:, None], log_states.decayed(after, middle)
 
     def bidirectional(self, tokens: Tokens, state: Any) -> tuple[Array, Any]:
         return read_all(tokens, state)
+
+
+def _middle(key: Array, log_z: Array) -> Array:
+    """The largest key of each head, those of the state included, `[B, G, 1]`; 0 if all are -inf."""
+    largest = jnp.maximum(jnp.max(key, 1), log_z)
+    return where_empty(jnp.max(largest, -1, keepdims=True), 0.0)
 
 
 def _log_coefficients(tokens: Tokens) -> Array:

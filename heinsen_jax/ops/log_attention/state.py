@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
 from heinsen_jax.ops.numerics import log_add_exp, log_difference, log_sum_exp, share, where_empty
@@ -57,18 +58,34 @@ class LogAttentionState:
             log_z=jnp.full(shape, -jnp.inf, real),
         )
 
-    def absorb(self, key: Array, log_value: Array) -> LogAttentionState:
+    def absorb(
+        self, key: Array, log_value: Array, log_decay: Array | None = None
+    ) -> LogAttentionState:
         """Adds tokens, eq. (6) and (8).
 
         Args:
           key: `[..., S, num_kv_heads, key_depth]`.
           log_value: `[..., S, num_kv_heads, value_depth]`, real.
+          log_decay: `[..., S, num_kv_heads]` or `[..., S, num_kv_heads, key_depth]`, the log of
+            what each token multiplies the state before it by; none when None.
 
         Returns:
           The state of the tokens seen before and these.
         """
         self.check(key=key, log_value=log_value)
-        return absorb(self, jnp.moveaxis(key, -3, -2), jnp.moveaxis(log_value, -3, -2))
+        earlier = self
+        if log_decay is not None:
+            if log_decay.ndim < key.ndim:
+                log_decay = log_decay[..., None]
+            log_decay = jnp.moveaxis(jnp.broadcast_to(log_decay, key.shape), -3, 0)
+            later = jnp.concatenate([log_decay[1:], jnp.zeros_like(log_decay[:1])])
+            to_end = lax.cumsum(later, axis=0, reverse=True)
+            key = key + jnp.moveaxis(to_end, 0, -3)
+            total = jnp.sum(log_decay, 0)
+            earlier = decayed(self, total)
+            total = total if self.log_decay is None else self.log_decay + total
+            earlier = replace(earlier, log_decay=total)
+        return absorb(earlier, jnp.moveaxis(key, -3, -2), jnp.moveaxis(log_value, -3, -2))
 
     def attend(self, query: Array) -> Array:
         """Reads the state for any queries, eq. (5): log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z).
@@ -179,7 +196,7 @@ class MeanState:
         log_s = jnp.where(nothing, -jnp.inf, log_s)
         if log_scale is None:
             phase = jnp.where(self.mean < 0, jnp.pi, 0).astype(log_s.dtype)
-            log_s = jax.lax.complex(log_s, phase)
+            log_s = lax.complex(log_s, phase)
         return LogAttentionState(log_s, self.log_z)
 
 

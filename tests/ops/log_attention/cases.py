@@ -124,7 +124,9 @@ def differentiate(
     """Output, end state and gradients of `log_attention`, as NumPy arrays."""
     cotangents = random_cotangents(inputs) if cotangents is None else cotangents
     dtype = inputs.query.dtype
-    cotangents = jax.tree.map(lambda x: jnp.asarray(x, dtype), cotangents)
+    of_output, of_state = cotangents
+    of_state = jax.tree.map(lambda x: jnp.asarray(x, jnp.promote_types(dtype, "float32")), of_state)
+    cotangents = jnp.asarray(of_output, dtype), of_state
     result = _differentiate(inputs, cotangents, implementation, is_causal)
     return jax.tree.map(np.asarray, result)
 

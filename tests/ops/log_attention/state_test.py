@@ -1,3 +1,5 @@
+import dataclasses
+import pickle
 from functools import partial
 
 import jax
@@ -156,3 +158,90 @@ def test_log_s_of_signed_values_is_the_complex_logarithm():
 def test_arrays_that_do_not_fit_are_refused(method, shapes, message):
     with pytest.raises(ValueError, match=message):
         getattr(EMPTY, method)(*(jnp.zeros(shape) for shape in shapes))
+
+
+def decayed_tokens(seed: int, std: float = 1.0):
+    """key, log_value and a decay of each token and key feature, up to a complete one."""
+    _, key, log_value, _ = random_inputs(CASE, seed, std)
+    rng = np.random.default_rng(seed)
+    log_decay = -rng.exponential(rng.choice([0.1, 10]), key.shape).astype(np.float32)
+    log_decay[rng.uniform(size=key.shape) < 0.1] = -np.inf
+    return key, log_value, log_decay
+
+
+absorb = jax.jit(LogAttentionState.absorb)
+merge = jax.jit(LogAttentionState.merge)
+
+
+def assert_same(a: LogAttentionState, b: LogAttentionState, bound: float) -> None:
+    for have, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert_within(have, want, bound * (1 + np.abs(np.where(np.isneginf(want), 0, want))))
+
+
+@given(SEEDS, STDS)
+def test_with_decay_merge_is_associative_and_keeps_the_order(seed, std):
+    tokens = [decayed_tokens((seed + i) % 2**32, std) for i in range(3)]
+    a, b, c = (absorb(EMPTY, *x) for x in tokens)
+    assert_same(merge(merge(a, b), c), merge(a, merge(b, c)), 2e-6)
+    whole = absorb(EMPTY, *(np.concatenate(x, 1) for x in zip(*tokens, strict=True)))
+    assert_same(merge(merge(a, b), c), whole, 5e-6)
+    assert_same(merge(EMPTY, a), a, 1e-30)
+    assert_same(merge(a, EMPTY), a, 1e-30)
+
+
+def test_with_decay_the_order_counts():
+    a, b = (absorb(EMPTY, *decayed_tokens(seed)) for seed in (1, 2))
+    assert not np.allclose(merge(a, b).log_z, merge(b, a).log_z, atol=0.1)
+
+
+@given(SEEDS, st.integers(0, 6))
+def test_absorb_with_decay_goes_on_where_it_was(seed, split):
+    tokens = decayed_tokens(seed)
+    first, second = ([x[:, part] for x in tokens] for part in np.s_[:split, split:])
+    assert_same(EMPTY.absorb(*first).absorb(*second), absorb(EMPTY, *tokens), 5e-6)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "scan", "chunked"])
+@pytest.mark.parametrize("per_feature", [True, False])
+def test_log_attention_returns_the_state_of_absorb(implementation, per_feature):
+    key, log_value, log_decay = decayed_tokens(0)
+    log_decay = log_decay if per_feature else log_decay[..., 0]
+    attend = partial(log_attention, return_state=True, implementation=implementation)
+    _, state = jax.jit(attend)(key, key, log_value, log_decay=log_decay)
+    assert_same(state, absorb(EMPTY, key, log_value, log_decay), 5e-6)
+
+
+def test_a_prefix_serves_many_continuations():
+    """The state of a shared prompt is computed once; what follows it starts there."""
+    inputs = random_inputs(Case(40, batch=(3,), num_heads=2, value_depth=5), 0)
+    query, key, log_value = inputs[:3]
+    prompt = [x[:1, :30] for x in (query, key, log_value)]
+    _, state = log_attention(*prompt, return_state=True)
+    shared = jax.tree.map(lambda x: jnp.repeat(x, 3, 0), state)
+    rest = [x[:, 30:] for x in (query, key, log_value)]
+    log_y = log_attention(*rest, initial_state=shared)
+    for i in range(3):
+        whole = [np.concatenate([p, r[i : i + 1]], 1) for p, r in zip(prompt, rest, strict=True)]
+        assert_within(log_y[i : i + 1], log_attention(*whole)[:, 30:], 5e-6)
+
+
+def test_pieces_of_a_prompt_are_absorbed_apart_and_merged():
+    """Map and reduce: pieces of a prompt in parallel, then a tree of merges."""
+    _, key, log_value, _ = random_inputs(Case(96, batch=(2,), num_heads=2, value_depth=5), 0)
+    empty = LogAttentionState.empty((2,), 1, 3, 5)
+    pieces = [x.reshape(2, 8, 12, *x.shape[2:]).swapaxes(0, 1) for x in (key, log_value)]
+    states = jax.vmap(empty.absorb)(*pieces)
+    prefixes = jax.lax.associative_scan(jax.vmap(LogAttentionState.merge), states)
+    for i in range(8):
+        prefix = jax.tree.map(lambda x, i=i: x[i], prefixes)
+        stop = 12 * (i + 1)
+        assert_same(prefix, absorb(empty, key[:, :stop], log_value[:, :stop]), 5e-6)
+
+
+def test_states_serialise(tmp_path):
+    state = absorb(EMPTY, *decayed_tokens(0))
+    assert_same(pickle.loads(pickle.dumps(state)), state, 1e-30)
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    np.savez(tmp_path / "state.npz", **fields)
+    with np.load(tmp_path / "state.npz") as saved:
+        assert_same(LogAttentionState(**saved), state, 1e-30)

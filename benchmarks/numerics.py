@@ -69,8 +69,12 @@ def errors(inputs: Inputs, implementation: str) -> dict[str, float]:
 
     have, want = flat(actual.gradients), flat(expected.gradients)
     unit = 1e-4 + 1e-6 * max(float(np.max(np.abs(x))) for x in wide[:3])
-    gradient = np.linalg.norm(have - want) / np.linalg.norm(want) / unit
-    return {"value": float(np.max(value)), "gradient": float(gradient)}
+    norm = np.linalg.norm(have - want) / np.linalg.norm(want)
+    return {
+        "value": float(np.max(value)),
+        "gradient": float(norm / unit),
+        "gradient_norm": float(norm),
+    }
 
 
 def measure(implementation: str, dtype: str) -> dict[str, Any]:
@@ -80,13 +84,25 @@ def measure(implementation: str, dtype: str) -> dict[str, Any]:
             inputs = rounded(family(), dtype)
             if inputs is not None:
                 by_family[name] = errors(inputs, implementation)
-    worst = {kind: max(by_family, key=lambda name: by_family[name][kind]) for kind in REQUIRED}
+    kinds = (*REQUIRED, "gradient_norm")
+    worst = {kind: max(by_family, key=lambda name: by_family[name][kind]) for kind in kinds}
     return {
         "families": by_family,
         "worst": {kind: by_family[name][kind] for kind, name in worst.items()},
         "worst_family": worst,
         "all_finite": all(np.isfinite(list(e.values())).all() for e in by_family.values()),
     }
+
+
+def readme_table(record: dict[str, Any]) -> list[str]:
+    """The worst errors as lines of Markdown."""
+    lines = ["| | values | gradients |", "|---|---|---|"]
+    for implementation, by_type in record["errors"].items():
+        for dtype, result in by_type.items():
+            worst = result["worst"]
+            cells = f"{worst['value']:.0e} | {worst['gradient_norm']:.0e}"
+            lines.append(f"| `{implementation}`, {dtype} | {cells} |")
+    return lines
 
 
 def main(options: Options) -> int:
@@ -111,6 +127,7 @@ def main(options: Options) -> int:
     }
     record = {"environment": environment(), "errors": results, "requirements": met}
     options.output.write_text(json.dumps(record, indent=1) + "\n")
+    console.print("\n".join(readme_table(record)), soft_wrap=True)
     console.print(f"float32 within {REQUIRED}: {met}\nwritten to {options.output}")
     return 0
 

@@ -38,3 +38,16 @@ def test_speeds_are_those_of_the_results():
     assert f"{ratios['speed']:.0f} times as fast" in README
     assert f"{100 * ratios['memory']:.1f}%" in README
     assert f"{ratios['decoding']:.2f} times" in README
+
+
+def test_worst_errors_are_those_of_the_results():
+    table = README.partition("<!-- numerics -->")[2].partition("\n\n")[0]
+    worst = [
+        (implementation, dtype, measured["worst"])
+        for implementation, by_type in result("numerics")["errors"].items()
+        for dtype, measured in by_type.items()
+    ]
+    assert len(worst) == 8
+    for implementation, dtype, errors in worst:
+        cells = f"{errors['value']:.0e} | {errors['gradient_norm']:.0e}"
+        assert f"| `{implementation}`, {dtype} | {cells} |" in table

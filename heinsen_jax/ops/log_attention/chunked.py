@@ -19,8 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
+from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.log_attention import exact, one_level
 from heinsen_jax.ops.log_attention.blockwise import Tiers, run
 from heinsen_jax.ops.log_attention.passes import read_all
@@ -86,7 +86,7 @@ class Chunked:
             y, means = read_all(tokens, means)
             return safe_log(y) + scale[:, None, :, None], means.to_logs(scale[:, :, None])
 
-        tier = _first_safe(_span(low, high) - self.limit(tokens.key.dtype))
+        tier = first_safe(_span(low, high) - self.limit(tokens.key.dtype))
         return lax.switch(tier, (by_means, jax.checkpoint(read_all)), tokens, state)
 
     def limit(self, dtype: Any) -> float:
@@ -101,7 +101,7 @@ def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         scales, rise = one_level.scales_and_rise(tokens, state.log_z, options.chunk_size)
         span = _span(low, high)
         used = jnp.stack([span + rise, span])
-        return _first_safe(used - options.limit(span.dtype)), (where_empty(high, 0.0), scales)
+        return first_safe(used - options.limit(span.dtype)), (where_empty(high, 0.0), scales)
 
     def in_logs(attention: Any, tokens: Tokens, state: LogAttentionState, scale: Array):
         tokens, means = _to_means(tokens, state, scale)
@@ -136,7 +136,7 @@ def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         used = rise + jnp.log(jnp.max(largest, initial=1))
         # Large values stay as they are: dividing by them would lose small ones before them.
         scale = jnp.where(largest == 0, 1, jnp.minimum(1, largest))
-        return _first_safe(used - options.limit(rise.dtype)), (scale, scales)
+        return first_safe(used - options.limit(rise.dtype)), (scale, scales)
 
     def one(tokens: Tokens, state: MeanState, found: Any):
         scale, scales = found
@@ -151,20 +151,6 @@ def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         return (y, log_z), state
 
     return Tiers(choose, one, (two,), block_size, recompute)
-
-
-@custom_vmap
-def _first_safe(excess: Array) -> Array:
-    """Index of the first tier whose use of the range exceeds it by no more than 0.
-
-    One choice for all that is mapped over: `lax.switch` on a batch of choices would run every tier.
-    """
-    return jnp.sum(~(excess <= 0), dtype=jnp.int32)  # NaN is not safe either
-
-
-@_first_safe.def_vmap
-def _first_safe_of_all(axis_size: int, in_batched: Any, excess: Array) -> tuple[Array, bool]:
-    return _first_safe(jnp.max(excess, 0)), False
 
 
 def _to_means(tokens: Tokens, state: LogAttentionState, scale: Array) -> tuple[Tokens, MeanState]:

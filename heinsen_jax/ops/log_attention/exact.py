@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens, chunked, fold, unchunked, unfold
@@ -31,6 +32,7 @@ from heinsen_jax.typing import Array
 
 BLOCK = 16  # tokens whose pairs are formed one by one
 STREAMED = 128  # tokens held at once
+DIFFERENCES = 32.0  # nats of decay in a block up to which differences of running sums are exact
 
 
 def mean_attention(tokens: Tokens, state: MeanState) -> tuple[Array, Array, MeanState]:
@@ -46,7 +48,7 @@ def log_attention(
 
 
 def _streamed(attention: Callable, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
-    """A few blocks at a time, computed again in backward: what is formed of pairs stays small."""
+    """A few blocks at a time: what is formed of pairs stays small."""
     size = math.gcd(tokens.length, STREAMED)
 
     def split(x: Array) -> Array:
@@ -56,7 +58,6 @@ def _streamed(attention: Callable, tokens: Tokens, state: Any) -> tuple[Array, A
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
-    @jax.checkpoint
     def step(state, tokens):
         y, log_z, state = attention(tokens, state)
         return state, (y, log_z)
@@ -121,23 +122,19 @@ class _Blocks(NamedTuple):
 
 def _blocks(tokens: Tokens) -> _Blocks:
     query, key, value = (chunked(x, BLOCK) for x in (tokens.query, tokens.key, tokens.value))
-    scores = log_matmul(query, jnp.swapaxes(key, -1, -2))
     heads = query.shape[-2] // BLOCK
     visible = jnp.tri(BLOCK, dtype=bool)[None, None]
     from_state, to_state, decay = query, key, jnp.zeros_like(key[..., 0, :])
     if tokens.log_decay is not None:
         steps = chunked(tokens.log_decay, BLOCK)
-        between = _sums_between(steps)
-        if steps.shape[-1] == 1:
-            scores = scores + _each_head(between[..., 0], heads)
-        else:
-            terms = query.reshape(*query.shape[:2], heads, BLOCK, 1, -1) + key[:, :, None, None]
-            terms = terms + between[:, :, None]
-            scores = log_sum_exp(terms, -1).reshape(*query.shape[:-1], BLOCK)
-        from_first = between[..., 0, :] + steps[..., :1, :]
-        from_state = query + _each_head(from_first, heads)
-        to_state = key + between[..., -1, :, :]
-        decay = decay + from_first[..., -1, :]
+        scores = _decayed_scores(query, key, steps)
+        so_far = _running_sum(steps, -2)
+        later = jnp.concatenate([steps[..., 1:, :], jnp.zeros_like(steps[..., :1, :])], -2)
+        from_state = query + _each_head(so_far, heads)
+        to_state = key + jnp.flip(_running_sum(jnp.flip(later, -2), -2), -2)
+        decay = decay + so_far[..., -1, :]
+    else:
+        scores = log_matmul(query, jnp.swapaxes(key, -1, -2))
     if tokens.starts is not None:
         documents = tokens.documents(BLOCK)
         visible = visible & (documents[..., :, None] == documents[..., None, :])
@@ -150,20 +147,38 @@ def _blocks(tokens: Tokens) -> _Blocks:
     return _Blocks(value, scores, from_state, to_state, decay)
 
 
+def _decayed_scores(query: Array, key: Array, steps: Array) -> Array:
+    """LSE_k(Q_t + K_s + sum_{s < r <= t} of `steps`): `[J, X, R C, C]`."""
+    heads = query.shape[-2] // BLOCK
+    if steps.shape[-1] == 1:
+        scores = log_matmul(query, jnp.swapaxes(key, -1, -2))
+        return scores + _each_head(_sums_between(steps)[..., 0], heads)
+
+    def by_differences(query, key, steps):
+        so_far = _running_sum(steps, -2)
+        keys = jnp.swapaxes(key - so_far, -1, -2)
+        return log_matmul(query + _each_head(so_far, heads), keys)
+
+    @jax.checkpoint
+    def by_sums(query, key, steps):
+        terms = query.reshape(*query.shape[:2], heads, BLOCK, 1, -1) + key[:, :, None, None]
+        terms = terms + _sums_between(steps)[:, :, None]
+        return log_sum_exp(terms, -1).reshape(*query.shape[:-1], BLOCK)
+
+    largest = lax.stop_gradient(jnp.max(jnp.sum(-steps, -2), initial=0.0))
+    way = first_safe((largest - DIFFERENCES)[None])
+    return lax.switch(way, (by_differences, by_sums), query, key, steps)
+
+
 def _sums_between(steps: Array) -> Array:
     """The decay of token s as seen from t, sum_{s < r <= t} of `steps`: `[J, X, t, s, F]`, and 0
     where t <= s. Sums, not differences of running sums: a large step spoils no other pair."""
     later = jnp.tri(BLOCK, k=-1, dtype=bool)[None, None, ..., None]
-    return _running_sum(jnp.where(later, steps[..., :, None, :], 0.0))
+    return _running_sum(jnp.where(later, steps[..., :, None, :], 0.0), 2)
 
 
-def _running_sum(x: Array) -> Array:
-    """Along axis 2, in log2(BLOCK) additions of whole arrays."""
-    distance = 1
-    while distance < BLOCK:
-        x = x.at[:, :, distance:].add(x[:, :, :-distance])
-        distance *= 2
-    return x
+def _running_sum(x: Array, axis: int) -> Array:
+    return lax.cumsum(x, axis % x.ndim)
 
 
 def _each_head(x: Array, heads: int) -> Array:

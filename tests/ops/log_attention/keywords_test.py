@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
 from tests.ops.log_attention.cases import FAST, IMPLEMENTATIONS, assert_within, in_float64
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:

@@ -1,0 +1,170 @@
+"""Log-attention beside other implementations of it and of attention, in interleaved turns.
+
+    pip install torch        # for this benchmark only; or: pip install jax-linear-attention
+    python benchmarks/comparison.py --peers torch
+    python benchmarks/comparison.py --peers jla    # Python 3.12 or newer
+
+Forward and backward, float32, one sequence, 8 heads of depth 32, causal, the output and all three
+gradients computed. Peers:
+
+- original: eqs. (3)-(6) of Heinsen (2024) in PyTorch, by `torch.logcumsumexp`, as first published;
+- softmax: `torch.nn.functional.scaled_dot_product_attention`;
+- jla: jax-linear-attention's chunked linear attention, of exponentiated queries and keys. It has no
+  scales: right for moderate inputs only.
+
+On 2 cores of an AMD EPYC, some 2 minutes. Writes a JSON record for each group of peers.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads of one library slow others
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from common import ROOT, environment, interleaved_medians
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax.ops import log_attention
+
+HEADS, DEPTH = 8, 32
+LENGTHS = (1024, 4096)
+REQUIRED = {  # times as fast as each peer, at each length
+    "original": {1024: 100, 4096: 100},
+    "softmax": {1024: 4, 4096: 10},
+    "jla": {1024: 1, 4096: 1},
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare log-attention with others.
+
+    Attributes:
+      peers: which others; what they need must be installed.
+      output: the JSON record; benchmarks/results/comparison_PEERS.json when None.
+      turns: how many a median is taken of.
+    """
+
+    peers: Literal["torch", "jla"] = "torch"
+    output: Path | None = None
+    turns: int = 7
+
+
+def random_tokens(length: int) -> list[np.ndarray]:
+    """query, key, log_value and a cotangent `[1, T, N, K]`."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, length, HEADS, DEPTH)).astype(np.float32) for _ in range(4)]
+
+
+def in_jax(function: Callable) -> Callable:
+    """function(query, key, log_value) -> a call that returns its output and gradients."""
+
+    @jax.jit
+    def differentiate(query, key, log_value, cotangent):
+        output, pullback = jax.vjp(function, query, key, log_value)
+        return output, *pullback(cotangent)
+
+    return lambda arrays: partial(differentiate, *map(jnp.asarray, arrays))
+
+
+def jla(query, key, log_value):
+    simple_gla = importlib.import_module("jla.ops.chunked").simple_gla
+    value = jnp.exp(log_value)
+    value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)  # S and Z at once
+    no_decay = jnp.zeros(query.shape[:-1])
+    sums, _ = simple_gla(jnp.exp(query), jnp.exp(key), value, no_decay, scale=1.0)
+    return jnp.log(sums[..., :-1]) - jnp.log(sums[..., -1:])
+
+
+def in_torch(function: Callable) -> Callable:
+    torch = importlib.import_module("torch")
+
+    def prepare(arrays: list[np.ndarray]) -> Callable:
+        *inputs, cotangent = (torch.from_numpy(np.swapaxes(x, 1, 2).copy()) for x in arrays)
+        inputs = [x.requires_grad_() for x in inputs]
+
+        def differentiate():
+            output = function(*inputs)
+            gradients = torch.autograd.grad(output, inputs, cotangent)
+            return [x.detach().transpose(1, 2).numpy() for x in (output, *gradients)]
+
+        return differentiate
+
+    return prepare
+
+
+def original(query, key, log_value):
+    torch = importlib.import_module("torch")
+    h_s = torch.logcumsumexp(key[..., :, None] + log_value[..., None, :], -3)
+    h_z = torch.logcumsumexp(key, -2)
+    log_s = torch.logsumexp(query[..., :, None] + h_s, -2)
+    return log_s - torch.logsumexp(query + h_z, -1, keepdim=True)
+
+
+def softmax(query, key, value):
+    functional = importlib.import_module("torch.nn.functional")
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def functions_of(peers: str) -> dict[str, Callable]:
+    ours = in_jax(partial(log_attention, implementation="chunked"))
+    if peers == "jla":
+        return {"ours": ours, "jla": in_jax(jla)}
+    importlib.import_module("torch").set_num_threads(os.cpu_count() or 1)
+    return {"ours": ours, "original": in_torch(original), "softmax": in_torch(softmax)}
+
+
+def compare(functions: dict[str, Callable], length: int, turns: int) -> dict[str, Any]:
+    arrays = random_tokens(length)
+    calls = {name: prepare(arrays) for name, prepare in functions.items()}
+    expected = calls["ours"]()
+    for name, call in calls.items():
+        if name != "softmax":  # another function
+            for have, want in zip(call(), expected, strict=True):
+                error = np.max(np.abs(np.asarray(have) - want)) / np.max(np.abs(want))
+                assert error < 1e-4, f"{name} differs by {error:.1e}"
+    seconds = interleaved_medians(calls, turns)
+    ratios = {name: seconds[name] / seconds["ours"] for name in seconds if name != "ours"}
+    met = {name: ratios[name] >= REQUIRED[name][length] for name in ratios}
+    return {"seconds": seconds, "times_as_fast": ratios, "requirements": met}
+
+
+def main(options: Options) -> int:
+    console = Console()
+    functions = functions_of(options.peers)
+    package = {"torch": "torch", "jla": "jax-linear-attention"}[options.peers]
+    record: dict[str, Any] = {
+        "environment": environment() | {package: version(package)},
+        "setting": {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"},
+        "lengths": {n: compare(functions, n, options.turns) for n in LENGTHS},
+    }
+    table = Table("tokens", "", "ms", "ours is times as fast", "required", "met")
+    for length, result in record["lengths"].items():
+        for name, seconds in result["seconds"].items():
+            cells = ["", "", ""]
+            if name != "ours":
+                met = "yes" if result["requirements"][name] else "no"
+                ratio = f"{result['times_as_fast'][name]:.1f}"
+                cells = [ratio, str(REQUIRED[name][length]), met]
+            table.add_row(str(length), name, f"{1e3 * seconds:.2f}", *cells)
+    console.print(table)
+    output = options.output or ROOT / f"benchmarks/results/comparison_{options.peers}.json"
+    output.write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"written to {output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -48,7 +48,11 @@ def log_attention(
 
 
 def _streamed(attention: Callable, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
-    """A few blocks at a time: what is formed of pairs stays small."""
+    """A few blocks at a time, computed again in backward: what is formed of pairs stays small.
+
+    That keeps the memory of one call of all tiers small too, which the fast one gains by: the C
+    library's allocator hands out large memory untouched, page by page, at every call.
+    """
     size = math.gcd(tokens.length, STREAMED)
 
     def split(x: Array) -> Array:
@@ -58,6 +62,7 @@ def _streamed(attention: Callable, tokens: Tokens, state: Any) -> tuple[Array, A
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])
 
+    @jax.checkpoint
     def step(state, tokens):
         y, log_z, state = attention(tokens, state)
         return state, (y, log_z)

@@ -51,3 +51,12 @@ def test_worst_errors_are_those_of_the_results():
     for implementation, dtype, errors in worst:
         cells = f"{errors['value']:.0e} | {errors['gradient_norm']:.0e}"
         assert f"| `{implementation}`, {dtype} | {cells} |" in table
+
+
+@pytest.mark.parametrize(
+    ("peers", "name"), [("torch", "original"), ("torch", "softmax"), ("jla", "jla")]
+)
+def test_comparisons_are_those_of_the_results(peers, name):
+    lengths = result(f"comparison_{peers}")["lengths"]
+    ratios = [lengths[length]["times_as_fast"][name] for length in ("1024", "4096")]
+    assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in README

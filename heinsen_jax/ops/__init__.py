@@ -1,6 +1,17 @@
 """The mechanisms as pure functions of arrays: no Flax, no config, no globals."""
 
 from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
-from heinsen_jax.ops.log_attention import LogAttentionState, heinsen_attention, log_attention
+from heinsen_jax.ops.log_attention import (
+    Chunked,
+    LogAttentionState,
+    heinsen_attention,
+    log_attention,
+)
 
-__all__ = ["LogAttentionState", "heinsen_attention", "log_attention", "log_linear_recurrence"]
+__all__ = [
+    "Chunked",
+    "LogAttentionState",
+    "heinsen_attention",
+    "log_attention",
+    "log_linear_recurrence",
+]

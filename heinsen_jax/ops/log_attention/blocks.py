@@ -15,28 +15,26 @@ def scan_blocks(
     tokens: tuple[Array, ...],
     *,
     block_size: int,
-    multiple_of: int = 1,
 ) -> tuple[Any, Array | None]:
     """`lax.scan` of `body` over blocks of the token axis (-2 of each array).
 
     The first array's tokens that pad the last block are -inf, the others' repeat the last token, so
     that padding has weight exp(-inf) = 0 in any log-space sum and widens no range of values.
-    Blocks are as equal as `multiple_of` permits, so little is padded.
+    Blocks are as equal as can be, so little is padded.
 
     Args:
       body: (carry, blocks of `tokens`) -> (carry, outputs with tokens on axis -2, or None). Wrap it
         in `jax.checkpoint` where backward should keep carries only.
       carry: initial carry.
       tokens: arrays `[..., T, features]`; the first one is the keys.
-      block_size: most tokens a block may hold; a multiple of `multiple_of`.
-      multiple_of: block lengths are multiples of this.
+      block_size: most tokens a block may hold.
 
     Returns:
       The last carry, and the outputs of all blocks joined on axis -2.
     """
     length = tokens[0].shape[-2]
     num_blocks = max(1, -(-length // block_size))
-    block = -(-max(1, length) // (num_blocks * multiple_of)) * multiple_of
+    block = -(-max(1, length) // num_blocks)
     padding = num_blocks * block - length
 
     def pad(x: Array, is_key: bool) -> Array:

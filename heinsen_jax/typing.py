@@ -13,6 +13,7 @@ Public arrays are laid out as in `jax.nn.dot_product_attention`, with any leadin
 Inside the ops the batch and key/value heads are folded into one leading axis and the tokens moved
 next to their features, so that every contraction is one batched matrix product:
 
+    B     prod(*B), until key/value heads are folded in too
     X     prod(*B) * G
     R     N // G, the query heads that share one key/value head
     C     tokens in a chunk; J: chunks
@@ -22,9 +23,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from beartype import beartype
-from jaxtyping import Array, Complex, Float, Inexact, Int, jaxtyped
+from jaxtyping import Array, Bool, Complex, Float, Inexact, Int, Integer, jaxtyped
 
-__all__ = ["Array", "Complex", "Float", "Inexact", "Int", "typed"]
+__all__ = ["Array", "Bool", "Complex", "Float", "Inexact", "Int", "Integer", "typed"]
 
 F = TypeVar("F", bound=Callable)
 

@@ -38,6 +38,9 @@ def test_speeds_are_those_of_the_results():
     assert f"{ratios['speed']:.0f} times as fast" in README
     assert f"{100 * ratios['memory']:.1f}%" in README
     assert f"{ratios['decoding']:.2f} times" in README
+    per_token = {n: 1e6 * s / int(n) for n, s in measured["seconds_per_length"].items()}
+    times = f"{per_token['1024']:.1f} µs at 1024 tokens, {per_token['4096']:.1f} at 4096"
+    assert f"{times} and {per_token['65536']:.1f} at 65,536" in README
 
 
 def test_worst_errors_are_those_of_the_results():

@@ -11,7 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Float, typed
 
 
 def share(term: Array, total: Array) -> Array:
@@ -51,6 +51,18 @@ def _log_sum_exp_jvp(axis, primals, tangents):
     return total, jnp.sum(share(x, jnp.expand_dims(total, axis)) * dx, axis)
 
 
+@jax.custom_jvp
+def safe_log(x: Array) -> Array:
+    """log x, with derivative 0, not infinite, at x = 0."""
+    return jnp.log(x)
+
+
+@safe_log.defjvp
+def _safe_log_jvp(primals, tangents):
+    (x,), (dx,) = primals, tangents
+    return safe_log(x), jnp.where(x == 0, 0.0, dx / jnp.where(x == 0, 1, x))
+
+
 def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
     """log(n / d). Of n = 0 it is log 0 = -inf, with gradient 0, also if d = 0: an average over
     nothing."""
@@ -59,11 +71,14 @@ def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
 
 
 @jax.custom_vjp
-def log_matmul(x: Array, y: Array) -> Array:
-    """log(exp(x) exp(y)): LSE_k(x_ik + y_kj), for x `[..., I, K]` and y `[..., K, J]`.
+@typed
+def log_matmul(
+    x: Float[Array, "*batch I K"], y: Float[Array, "*batch K J"]
+) -> Float[Array, "*batch I J"]:
+    """log(exp(x) exp(y)): LSE_k(x_ik + y_kj).
 
     Exact for any finite input, and -inf where a sum holds nothing but -inf. Backward forms the
-    terms again; none of the `[..., I, K, J]` of them is kept.
+    terms `[*batch, I, K, J]` again: they are not kept.
     """
     return log_sum_exp(x[..., :, :, None] + y[..., None, :, :], x.ndim - 1)
 

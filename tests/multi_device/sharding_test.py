@@ -1,15 +1,13 @@
 """Eight virtual devices, in processes of their own: every mesh trains the same model."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-HERE = Path(__file__).resolve().parent
+from tests.multi_device.apart import run_apart
+
 CONFIG = """
 from heinsen_jax.config import *
 
@@ -34,18 +32,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def run(place: Path, workdir: str, mesh: dict[str, int]) -> dict:
-    process = subprocess.run(
-        [sys.executable, str(HERE / "run.py"), workdir, json.dumps(mesh), "tiny.py"],
-        cwd=place,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert process.returncode == 0, process.stderr
-    result = json.loads(process.stdout.splitlines()[-1])
-    assert result["devices"] == 8
-    return result
+    return run_apart("run.py", workdir, json.dumps(mesh), "tiny.py", cwd=place)
 
 
 @pytest.fixture(scope="module")

@@ -54,11 +54,14 @@ def run(arguments: Arguments) -> tuple[Array, LogAttentionState]:
     implementation = _choose(arguments)
     state = _state(arguments)
     tokens, is_there, segment_ids = _tokens(arguments)
+    masked = _masked(tokens, is_there, segment_ids)
 
     inside = LogAttentionState(_one_batch(state.log_s, 3), _one_batch(state.log_z, 2))
     inside = varying_like(inside, tokens)
     inside = inside.to_means() if arguments.is_linear else inside
-    if implementation is reference:
+    if tokens.length == 0:  # nothing to add: what is left is to read the state
+        y, after = passes.read_all(tokens, inside)
+    elif implementation is reference:
         y, after = reference.attention(
             tokens.query,
             tokens.key,
@@ -71,19 +74,18 @@ def run(arguments: Arguments) -> tuple[Array, LogAttentionState]:
             log_decay=tokens.log_decay,
         )
     else:
-        tokens = _masked(tokens, is_there, segment_ids)
         y, after = passes.attend(
             implementation,
-            tokens,
+            masked,
             inside,
-            is_causal=arguments.is_causal and tokens.length > 0,
+            is_causal=arguments.is_causal,
             window=arguments.local_window_size,
         )
     after = after.to_logs() if isinstance(after, MeanState) else after
     after = LogAttentionState(
         after.log_s.reshape(state.log_s.shape),
         after.log_z.reshape(state.log_z.shape),
-        _total_decay(arguments, state, _masked(tokens, is_there, segment_ids)),
+        _total_decay(arguments, state, masked),
     )
     y = y.reshape(*arguments.query.shape[:-1], arguments.value.shape[-1])
     return y.astype(_dtype(arguments)), after
@@ -99,8 +101,8 @@ def _state(arguments: Arguments) -> LogAttentionState:
     if arguments.state is None:
         dtype = jnp.promote_types(_dtype(arguments), jnp.float32)
         return LogAttentionState.empty(arguments.batch, groups, key_depth, value_depth, dtype)
-    arrays = {"query": arguments.query, "key": arguments.key, "log_value": arguments.value}
-    arguments.state.check(**arrays)
+    arrays = {"query": arguments.query, "key": arguments.key}
+    arguments.state.check(**arrays, **{arguments.value_name: arguments.value})
     return arguments.state
 
 
@@ -119,18 +121,18 @@ def _tokens(arguments: Arguments) -> tuple[Tokens, Array | None, Array | None]:
     log_decay = arguments.log_decay
     if log_decay is not None:
         features = 1 if log_decay.ndim < arguments.key.ndim else key_depth
-        log_decay = log_decay.astype(dtype).reshape(batch, sources, groups, features)
+        log_decay = jnp.asarray(log_decay, dtype).reshape(batch, sources, groups, features)
     tokens = Tokens(
-        arguments.query.astype(dtype).reshape(batch, length, groups, heads, key_depth),
-        arguments.key.astype(dtype).reshape(batch, sources, groups, key_depth),
-        arguments.value.astype(dtype).reshape(batch, sources, groups, value_depth),
+        jnp.asarray(arguments.query, dtype).reshape(batch, length, groups, heads, key_depth),
+        jnp.asarray(arguments.key, dtype).reshape(batch, sources, groups, key_depth),
+        jnp.asarray(arguments.value, dtype).reshape(batch, sources, groups, value_depth),
         log_decay,
     )
     is_there = segment_ids = None
     if arguments.segment_ids is not None:
-        segment_ids = arguments.segment_ids.reshape(batch, sources)
+        segment_ids = jnp.asarray(arguments.segment_ids).reshape(batch, sources)
     if arguments.key_value_seq_lengths is not None:
-        lengths = arguments.key_value_seq_lengths
+        lengths = jnp.asarray(arguments.key_value_seq_lengths)
         bounds = lengths.reshape(batch, lengths.size // max(batch, 1))
         index = jnp.arange(sources)[None]
         is_there = index < bounds[:, -1:]
@@ -180,8 +182,6 @@ def _total_decay(arguments: Arguments, state: LogAttentionState, tokens: Tokens)
 
 def _choose(arguments: Arguments) -> Any:
     name = arguments.implementation
-    if arguments.key.shape[-3] == 0 and (name is None or (name in NAMES and name != "gpu")):
-        return Scan()  # nothing to add: what is left is to read the state
     if isinstance(name, Chunked):
         return name
     if name is None:
@@ -219,7 +219,9 @@ def _check_combination(arguments: Arguments) -> None:
                 "segments of the queries are not given"
             )
         if arguments.log_decay is not None:
-            raise NotImplementedError("segment_ids and log_decay with is_causal=False")
+            raise NotImplementedError(
+                "segment_ids and log_decay with is_causal=False: call it for each segment"
+            )
 
 
 def _check_arrays(arguments: Arguments) -> None:

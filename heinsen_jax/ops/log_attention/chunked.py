@@ -24,9 +24,9 @@ from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.log_attention import exact, one_level
 from heinsen_jax.ops.log_attention.blockwise import Tiers, run
 from heinsen_jax.ops.log_attention.passes import read_all
-from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, safe_log
+from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens
-from heinsen_jax.ops.numerics import where_empty
+from heinsen_jax.ops.numerics import safe_log, where_empty
 from heinsen_jax.typing import Array
 
 
@@ -86,7 +86,7 @@ class Chunked:
             y, means = read_all(tokens, means)
             return safe_log(y) + scale[:, None, :, None], means.to_logs(scale[:, :, None])
 
-        tier = first_safe(_span(low, high) - self.limit(tokens.key.dtype))
+        tier = first_safe((_span(low, high) - self.limit(tokens.key.dtype))[None])
         return lax.switch(tier, (by_means, jax.checkpoint(read_all)), tokens, state)
 
     def limit(self, dtype: Any) -> float:

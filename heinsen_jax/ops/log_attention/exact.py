@@ -2,8 +2,9 @@
 
 Inside a block of 16 tokens eq. (1) by direct definition: scores LSE_k(Q_t + K_s + decays between).
 What came before a block is read from the state there; those states are a recurrence over blocks.
-Every scale is a maximum over what a query sees, so no token of the future can make it underflow,
-and decays are only ever added up, never subtracted.
+Every scale is a maximum over what a query sees, so no token of the future can make it underflow.
+Sums of decay are formed for each pair, unless all of a block's are small enough (`DIFFERENCES`) for
+differences of running sums to be as exact.
 
 `mean_attention` averages values of either sign with the softmax of those scores: for any keys.
 `log_attention` stays in log space throughout: for any keys and any log-values.
@@ -19,8 +20,15 @@ from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
-from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
-from heinsen_jax.ops.log_attention.tokens import Tokens, chunked, fold, unchunked, unfold
+from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, decay_to_end
+from heinsen_jax.ops.log_attention.tokens import (
+    Tokens,
+    chunked,
+    each_head,
+    fold,
+    unchunked,
+    unfold,
+)
 from heinsen_jax.ops.numerics import (
     log_add_exp,
     log_difference,
@@ -133,22 +141,21 @@ def _blocks(tokens: Tokens) -> _Blocks:
     if tokens.log_decay is not None:
         steps = chunked(tokens.log_decay, BLOCK)
         scores = _decayed_scores(query, key, steps)
-        so_far = _running_sum(steps, -2)
-        later = jnp.concatenate([steps[..., 1:, :], jnp.zeros_like(steps[..., :1, :])], -2)
-        from_state = query + _each_head(so_far, heads)
-        to_state = key + jnp.flip(_running_sum(jnp.flip(later, -2), -2), -2)
+        so_far = jnp.cumsum(steps, -2)
+        from_state = query + each_head(so_far, heads)
+        to_state = key + decay_to_end(steps, -2)
         decay = decay + so_far[..., -1, :]
     else:
         scores = log_matmul(query, jnp.swapaxes(key, -1, -2))
     if tokens.starts is not None:
         documents = tokens.documents(BLOCK)
         visible = visible & (documents[..., :, None] == documents[..., None, :])
-        first = _each_head(documents[..., None] == 0, heads)
+        first = each_head(documents[..., None] == 0, heads)
         from_state = jnp.where(first, from_state, -jnp.inf)
         last = documents[..., None] == documents[..., -1:, None]
         to_state = jnp.where(last, to_state, -jnp.inf)
         decay = jnp.where(documents[..., -1:] == 0, decay, -jnp.inf)
-    scores = jnp.where(_each_head(visible, heads), scores, -jnp.inf)
+    scores = jnp.where(each_head(visible, heads), scores, -jnp.inf)
     return _Blocks(value, scores, from_state, to_state, decay)
 
 
@@ -157,12 +164,12 @@ def _decayed_scores(query: Array, key: Array, steps: Array) -> Array:
     heads = query.shape[-2] // BLOCK
     if steps.shape[-1] == 1:
         scores = log_matmul(query, jnp.swapaxes(key, -1, -2))
-        return scores + _each_head(_sums_between(steps)[..., 0], heads)
+        return scores + each_head(_sums_between(steps)[..., 0], heads)
 
     def by_differences(query, key, steps):
-        so_far = _running_sum(steps, -2)
+        so_far = jnp.cumsum(steps, -2)
         keys = jnp.swapaxes(key - so_far, -1, -2)
-        return log_matmul(query + _each_head(so_far, heads), keys)
+        return log_matmul(query + each_head(so_far, heads), keys)
 
     @jax.checkpoint
     def by_sums(query, key, steps):
@@ -179,16 +186,7 @@ def _sums_between(steps: Array) -> Array:
     """The decay of token s as seen from t, sum_{s < r <= t} of `steps`: `[J, X, t, s, F]`, and 0
     where t <= s. Sums, not differences of running sums: a large step spoils no other pair."""
     later = jnp.tri(BLOCK, k=-1, dtype=bool)[None, None, ..., None]
-    return _running_sum(jnp.where(later, steps[..., :, None, :], 0.0), 2)
-
-
-def _running_sum(x: Array, axis: int) -> Array:
-    return lax.cumsum(x, axis % x.ndim)
-
-
-def _each_head(x: Array, heads: int) -> Array:
-    """`[..., C, F]` repeated for the rows of every head: `[..., R C, F]`."""
-    return x if heads == 1 else jnp.concatenate([x] * heads, -2)
+    return jnp.cumsum(jnp.where(later, steps[..., :, None, :], 0.0), 2)
 
 
 def _shift(first: Array, rest: Array) -> Array:

@@ -6,8 +6,8 @@ two products: with the chunk's keys, masked, and with the state before it,
     S = mask(Q^ K^T) V + Q^ S_before,    Z = mask(Q^ K^T) 1 + Q^ Z_before,    Y = S / Z
 
 All terms are positive weights, nothing cancels. What can go wrong is underflow alone, where keys
-*rise* inside a chunk far above what its first query may see (`rise` measures it): such a query is
-scaled by a maximum of keys it must not see.
+*rise* inside a chunk far above what its first query may see (`scales_and_rise` measures it): such a
+query is scaled by a maximum of keys it must not see.
 
 Decay multiplies the state by exp(log_decay) before each token. Inside a chunk it moves into the
 exponents: with D_t the sum of decays from the chunk's start up to t,
@@ -24,9 +24,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.log_attention.state import MeanState, safe_log
-from heinsen_jax.ops.log_attention.tokens import Tokens, chunked, fold, unchunked, unfold
-from heinsen_jax.ops.numerics import share, where_empty
+from heinsen_jax.ops.log_attention.state import MeanState
+from heinsen_jax.ops.log_attention.tokens import (
+    Tokens,
+    chunked,
+    each_head,
+    fold,
+    unchunked,
+    unfold,
+)
+from heinsen_jax.ops.numerics import safe_log, share, where_empty
 from heinsen_jax.typing import Array
 
 
@@ -70,7 +77,7 @@ def _exponents(tokens: Tokens, chunk_size: int) -> tuple[Array, Array, Array, An
     if tokens.log_decay is not None:
         so_far = jnp.cumsum(chunked(tokens.log_decay, chunk_size), -2)
         heads = query.shape[-2] // chunk_size
-        query, key = query + jnp.concatenate([so_far] * heads, -2), key - so_far
+        query, key = query + each_head(so_far, heads), key - so_far
         decay = jnp.broadcast_to(so_far[..., -1, :], key[..., -1, :].shape)
     if tokens.starts is not None:
         documents = tokens.documents(chunk_size)
@@ -127,7 +134,7 @@ def _times(factor: Array | None, x: Array) -> Array:
 
 @jax.custom_vjp
 def _products(query, key, value, decay, documents, state, scales):
-    """((Y, log Z), state after all): rows `[J, X, R C, .]`, otherwise as `exponents` returns."""
+    """((Y, log Z), state after all): rows `[J, X, R C, .]`, otherwise as `_exponents` returns."""
     return _products_forward(query, key, value, decay, documents, state, scales)[0]
 
 
@@ -222,15 +229,15 @@ def _visible(weights: Array, documents: Array | None) -> Array:
     if documents is not None:
         visible = visible & (documents[..., :, None] == documents[..., None, :])
     heads = weights.shape[-2] // size
-    return jnp.where(jnp.concatenate([visible] * heads, -2), weights, 0.0)
+    return jnp.where(each_head(visible, heads), weights, 0.0)
 
 
 def _of_state(rows: Array, documents: Array | None) -> Array:
     """`[J, X, R C, F]` with 0 where a document has begun since the state before the chunk."""
     if documents is None:
         return rows
-    sees = jnp.concatenate([documents == 0] * (rows.shape[-2] // documents.shape[-1]), -1)
-    return jnp.where(sees[..., None], rows, 0.0)
+    sees = each_head((documents == 0)[..., None], rows.shape[-2] // documents.shape[-1])
+    return jnp.where(sees, rows, 0.0)
 
 
 def _inverse(x: Array) -> Array:

@@ -108,11 +108,9 @@ def _windowed(implementation: Implementation, tokens: Tokens, state: Any, window
 def _decayed_to_the_end(tokens: Tokens, state: Any) -> tuple[Tokens, Any]:
     """The same without decay: keys and state as the last token finds them."""
     assert tokens.log_decay is not None
-    starts = jnp.zeros(tokens.key.shape[:2], bool)
-    decay = _decay_to_the_end(tokens.log_decay, starts)
-    whole = decay[:, 0] + tokens.log_decay[:, 0]
-    tokens = replace(tokens, key=tokens.key + decay, log_decay=None)
-    return tokens, log_states.decayed(state, whole)
+    key = tokens.key + log_states.decay_to_end(tokens.log_decay, 1)
+    state = log_states.decayed(state, jnp.sum(tokens.log_decay, 1))
+    return replace(tokens, key=key, log_decay=None), state
 
 
 Reading = tuple[Array, ...]  # output, log Z
@@ -184,7 +182,7 @@ def _running_sum(x: Array, starts: Array) -> Array:
 
 
 def _decay_to_the_end(log_decay: Array, starts: Array) -> Array:
-    """The decay of each token as the last one of its document finds it."""
+    """`state.decay_to_end` within documents."""
     ends = _ends(starts)
     of_next = jnp.where(ends[..., None, None], 0.0, _moved(log_decay, -1))
     return _running_sum(of_next[:, ::-1], ends[:, ::-1])[:, ::-1]

@@ -6,39 +6,39 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Bool, Float, Inexact, Integer, typed
 
 
+@typed
 def attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Float[Array, "B T G R K"],
+    key: Float[Array, "B S G K"],
+    value: Inexact[Array, "B S G V"],
     state: LogAttentionState | MeanState,
     *,
     is_causal: bool,
-    is_there: Array | None = None,
-    segment_ids: Array | None = None,
+    is_there: Bool[Array, "B S"] | None = None,
+    segment_ids: Integer[Array, "B S"] | None = None,
     window: int | None = None,
-    log_decay: Array | None = None,
-) -> tuple[Array, Any]:
+    log_decay: Float[Array, "B S G _"] | None = None,
+) -> tuple[Inexact[Array, "B T G R V"], Any]:
     """Output and the state after all tokens; in linear space where `state` is a `MeanState`.
 
     Args:
-      query: `[B, T, G, R, K]`.
-      key: `[B, S, G, K]`.
-      value: `[B, S, G, V]`: log-values, or values of either sign.
+      query, key: exponents.
+      value: log-values, or values of either sign.
       state: what was seen before, as before the first token.
-      is_there: `[B, S]`: which tokens are none of the padding.
-      segment_ids: `[B, S]`: the document of each token.
+      is_there: which tokens are none of the padding.
+      segment_ids: the document of each token.
       window: how many tokens a query sees, itself included.
-      log_decay: `[B, S, G, K or 1]`.
+      log_decay: of K features or, for all of a head, of 1.
     """
     if is_there is not None:
         there = is_there[:, :, None, None]
         key, value = jnp.where(there, key, -jnp.inf), jnp.where(there, value, 0)
         log_decay = None if log_decay is None else jnp.where(there, log_decay, 0)
     masks = _masks(query, key, is_causal, is_there, segment_ids, window)
-    between, from_start, to_end = _decays(key, log_decay, is_causal, query.shape[1])
+    between, from_start, to_end = _decays(key, log_decay, is_causal)
     # [B, T, S, G, R]: the score of every token for every query; features are summed at once
     terms = query[:, :, None] + (key[:, None] + between)[:, :, :, :, None]
     scores = _where(masks.tokens, _logsumexp(terms, -1))
@@ -96,7 +96,7 @@ def _masks(query, key, is_causal, is_there, segment_ids, window) -> _Masks:
     return _Masks(tokens, state, last, jnp.max(document, 1, initial=0) == 0)
 
 
-def _decays(key: Array, log_decay: Array | None, is_causal: bool, length: int) -> tuple:
+def _decays(key: Array, log_decay: Array | None, is_causal: bool) -> tuple:
     """Sums of decay from each token (and from the start) to each query, and to the end."""
     batch, sources, groups, _ = key.shape
     if log_decay is None:

@@ -77,11 +77,9 @@ class LogAttentionState:
         if log_decay is not None:
             if log_decay.ndim < key.ndim:
                 log_decay = log_decay[..., None]
-            log_decay = jnp.moveaxis(jnp.broadcast_to(log_decay, key.shape), -3, 0)
-            later = jnp.concatenate([log_decay[1:], jnp.zeros_like(log_decay[:1])])
-            to_end = lax.cumsum(later, axis=0, reverse=True)
-            key = key + jnp.moveaxis(to_end, 0, -3)
-            total = jnp.sum(log_decay, 0)
+            log_decay = jnp.broadcast_to(log_decay, key.shape)
+            key = key + decay_to_end(log_decay, -3)
+            total = jnp.sum(log_decay, -3)
             earlier = decayed(self, total)
             total = total if self.log_decay is None else self.log_decay + total
             earlier = replace(earlier, log_decay=total)
@@ -135,10 +133,10 @@ class LogAttentionState:
         return MeanState(self.log_z, mean)
 
     def check(self, **arrays: Array) -> None:
-        """Raises ValueError where `query`, `key` or `log_value` do not fit this state."""
+        """Raises ValueError where `query`, `key`, `value` or `log_value` do not fit this state."""
         groups, key_depth = self.log_z.shape[-2:]
         for name, array in arrays.items():
-            depth = self.log_s.shape[-1] if name == "log_value" else key_depth
+            depth = self.log_s.shape[-1] if name.endswith("value") else key_depth
             heads_fit = array.ndim >= 3 and (
                 array.shape[-2] % groups == 0 if name == "query" else array.shape[-2] == groups
             )
@@ -209,16 +207,11 @@ def decayed(state: State, log_decay: Array) -> State:
     return replace(state, log_z=log_z, log_s=state.log_s + log_decay[..., None])
 
 
-@jax.custom_jvp
-def safe_log(x: Array) -> Array:
-    """log x, with derivative 0, not infinite, at x = 0."""
-    return jnp.log(x)
-
-
-@safe_log.defjvp
-def _safe_log_jvp(primals, tangents):
-    (x,), (dx,) = primals, tangents
-    return safe_log(x), jnp.where(x == 0, 0.0, dx / jnp.where(x == 0, 1, x))
+def decay_to_end(log_decay: Array, axis: int) -> Array:
+    """Sums of the decay after each token, along `axis`; 0 at the last one. Of -inf as well."""
+    steps = jnp.moveaxis(log_decay, axis, 0)
+    later = jnp.concatenate([steps[1:], jnp.zeros_like(steps[:1])])
+    return jnp.moveaxis(lax.cumsum(later, reverse=True), 0, axis)
 
 
 def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttentionState:

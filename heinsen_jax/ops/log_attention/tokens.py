@@ -60,6 +60,11 @@ def unchunked(x: Array, batch: int, heads: int) -> Array:
     return x.reshape(batch, chunks * rows // heads, folds // batch, heads, features)
 
 
+def each_head(x: Array, heads: int) -> Array:
+    """`[..., C, F]` repeated for the rows of every head: `[..., R C, F]`."""
+    return x if heads == 1 else jnp.concatenate([x] * heads, -2)
+
+
 def fold(state: Tree) -> Tree:
     """`[B, G, ...]` -> `[X, ...]`"""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state)

@@ -302,6 +302,40 @@ def test_half_precision_inputs_have_float32_states(dtype, implementation):
         np.testing.assert_array_equal(have, want)
 
 
+@each_implementation
+@each_function
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("names", [("segment_ids",), ("log_decay",), ("local_window_size",)])
+def test_no_tokens(function, implementation, is_causal, names):
+    """The state goes through as it was."""
+    nothing = jnp.zeros((2, 0, 1, 3))
+    every = {
+        "segment_ids": jnp.zeros((2, 0), int),
+        "log_decay": jnp.zeros((2, 0, 1)),
+        "local_window_size": 4,
+    }
+    keywords = {name: every[name] for name in names}
+    has_window = "local_window_size" in keywords
+    if has_window and not is_causal:
+        pytest.skip("windows are causal")
+    state = None if has_window else LogAttentionState(jnp.ones((2, 1, 3, 3)), jnp.ones((2, 1, 3)))
+    result = function(
+        nothing,
+        nothing,
+        nothing,
+        is_causal=is_causal,
+        initial_state=state,
+        return_state=not has_window,
+        implementation=implementation,
+        **keywords,
+    )
+    output, after = (result, None) if has_window else result
+    assert output.shape == (2, 0, 1, 3)
+    if after is not None:
+        np.testing.assert_array_equal(after.log_z, 1)
+        assert_within(np.real(after.log_s), np.ones((2, 1, 3, 3)), 1e-6)
+
+
 def ones(*shape: int) -> jax.Array:
     return jnp.ones(shape)
 

@@ -50,4 +50,4 @@ def test_nested_maps_equal_single_calls(function):
     single = jax.jit(function)
     for index in np.ndindex(2, 3):
         expected = single(*(x[index] for x in arrays))
-        np.testing.assert_allclose(mapped[index], expected, atol=2e-4)
+        np.testing.assert_allclose(mapped[index], expected, atol=2e-5)

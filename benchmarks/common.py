@@ -1,5 +1,7 @@
-"""What every benchmark records, and how it measures time."""
+"""What every benchmark records, and how it measures time and memory."""
 
+import ctypes
+import gc
 import os
 import platform
 import statistics
@@ -51,6 +53,25 @@ def interleaved_medians(
                 times[name].append(time.perf_counter() - start)
                 calls += 1
     return {name: statistics.median(of_all) for name, of_all in times.items()}
+
+
+def reset_peak_memory() -> int:
+    """Forgets the peak so far (compiling needs more than the call does); bytes in use now. Linux.
+
+    `ru_maxrss` cannot be reset: it would hide any call that needs less than its own compilation.
+    Freed memory is first given back to the system, where using it again counts.
+    """
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_memory("VmRSS")
+
+
+def resident_memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise KeyError(field)
 
 
 def _cpu_model() -> str:

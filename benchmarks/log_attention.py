@@ -6,8 +6,6 @@ Forward and backward, float32, one sequence, 8 heads of depth 32. On 2 cores of 
 2 minutes. Writes a JSON record and, beside it, a plot.
 """
 
-import ctypes
-import gc
 import json
 import os
 import statistics
@@ -24,7 +22,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from common import ROOT, environment, interleaved_medians
+from common import ROOT, environment, interleaved_medians, reset_peak_memory, resident_memory
 from rich.console import Console
 from rich.table import Table
 
@@ -122,25 +120,6 @@ def peak_memory(implementation: Implementation) -> dict[str, int]:
     output_size = sum(x.nbytes for x in jax.tree.leaves(outputs))
     assert peak >= output_size, f"a peak of {peak} bytes cannot hold outputs of {output_size}"
     return {"peak": peak, "compiled_temporary": analysis.temp_size_in_bytes}
-
-
-def reset_peak_memory() -> int:
-    """Forgets the peak so far (compiling needs more than the call does); bytes in use now. Linux.
-
-    `ru_maxrss` cannot be reset: it would hide any call that needs less than its own compilation.
-    Freed memory is first given back to the system, where using it again counts.
-    """
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_memory("VmRSS")
-
-
-def resident_memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return 1024 * int(line.split()[1])
-    raise KeyError(field)
 
 
 def peak_memory_apart(implementation: str) -> dict[str, int]:

@@ -69,14 +69,15 @@ class LogAttention(Attention):
         depth = 2 * self.key_depth + self.value_depth
         heads = heads.reshape(*x.shape[:-1], self.num_heads, depth)
         query, key, log_value = jnp.split(heads, [self.key_depth, 2 * self.key_depth], -1)
-        log_y, state = log_attention(
-            query,
-            key,
-            log_value,
-            initial_state=state,
-            return_state=True,
-            implementation=self.implementation,
-        )
+        with jax.named_scope("log_attention"):
+            log_y, state = log_attention(
+                query,
+                key,
+                log_value,
+                initial_state=state,
+                return_state=True,
+                implementation=self.implementation,
+            )
         log_y = log_y.reshape(*x.shape[:-1], self.num_heads * self.value_depth)
         y = self.output(jax.nn.glu(self.gate(log_y)))
         return (y, state) if return_state else y

@@ -89,7 +89,10 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: Array, *, state: Any) -> tuple[Array, Any]:
-        y, state = self.attention(self.norm(x), state=state, return_state=True)
+        with jax.named_scope("norm"):
+            normed = self.norm(x)
+        with jax.named_scope("attention"):
+            y, state = self.attention(normed, state=state, return_state=True)
         return x + y.astype(x.dtype), state
 
 
@@ -152,7 +155,8 @@ class LanguageModel(nnx.Module):
         check_tokens(tokens, self.config.vocab_size)
         if state is None:
             state = self.init_state(tokens.shape[:-1])
-        x, position = self.position(self.embed(tokens), state=state.position)
+        with jax.named_scope("position"):
+            x, position = self.position(self.embed(tokens), state=state.position)
 
         graph, parameters = nnx.split(self.blocks)
 
@@ -165,13 +169,14 @@ class LanguageModel(nnx.Module):
             apply_block = jax.checkpoint(apply_block, prevent_cse=False)
         x, blocks = lax.scan(apply_block, x, (parameters, state.blocks))
 
-        x = self.norm(x).astype(self.config.dtype)
-        logits = jnp.einsum(
-            "...d,vd->...v",
-            x,
-            self.embed.embedding[...].astype(x.dtype),
-            preferred_element_type=state.position.dtype,
-        )
+        with jax.named_scope("logits"):
+            x = self.norm(x).astype(self.config.dtype)
+            logits = jnp.einsum(
+                "...d,vd->...v",
+                x,
+                self.embed.embedding[...].astype(x.dtype),
+                preferred_element_type=state.position.dtype,
+            )
         return (logits, LanguageModelState(position, blocks)) if return_state else logits
 
     def init_state(self, batch_shape: Sequence[int]) -> LanguageModelState:

@@ -6,11 +6,14 @@ derivative rule of its own in terms of the *share* of a term in its sum, exp(ter
 no derivative overflows.
 """
 
-from functools import partial
+import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.typing import Array, Float, typed
 
 
@@ -37,20 +40,6 @@ def _log_add_exp_jvp(primals, tangents):
     return total, share(x, total) * dx + share(y, total) * dy
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def log_sum_exp(x: Array, axis: int) -> Array:
-    """log(sum(exp(x))) over one axis; -inf where that axis is empty or holds nothing but -inf."""
-    largest = where_empty(jnp.max(x, axis, keepdims=True, initial=-jnp.inf), 0.0)
-    return jnp.log(jnp.sum(jnp.exp(x - largest), axis)) + jnp.squeeze(largest, axis)
-
-
-@log_sum_exp.defjvp
-def _log_sum_exp_jvp(axis, primals, tangents):
-    (x,), (dx,) = primals, tangents
-    total = log_sum_exp(x, axis)
-    return total, jnp.sum(share(x, jnp.expand_dims(total, axis)) * dx, axis)
-
-
 @jax.custom_jvp
 def safe_log(x: Array) -> Array:
     """log x, with derivative 0, not infinite, at x = 0."""
@@ -63,6 +52,13 @@ def _safe_log_jvp(primals, tangents):
     return safe_log(x), jnp.where(x == 0, 0.0, dx / jnp.where(x == 0, 1, x))
 
 
+def log_sum_exp(x: Array, axis: int) -> Array:
+    """log(sum(exp(x))) over one axis; -inf where that axis is empty or holds nothing but -inf."""
+    largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
+    total = jnp.sum(share(x, largest), axis)
+    return safe_log(total) + where_empty(jnp.squeeze(largest, axis), 0.0)
+
+
 def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
     """log(n / d). Of n = 0 it is log 0 = -inf, with gradient 0, also if d = 0: an average over
     nothing."""
@@ -70,32 +66,104 @@ def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
     return jnp.where(empty, -jnp.inf, log_numerator - jnp.where(empty, 0.0, log_denominator))
 
 
-@jax.custom_vjp
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scaled:
+    """factor * exp(exponent): a sum beyond the range of floating point, without its logarithm.
+
+    The exponent is about the largest term's, -inf of an empty sum, and has no gradient: all of it
+    flows through the factor. It broadcasts to the factor.
+    """
+
+    factor: Array
+    exponent: Array
+
+    @staticmethod
+    def exp(x: Array, axis: int | None = None) -> "Scaled":
+        """exp(x), with one exponent for all along an axis, or else one each."""
+        exponent = lax.stop_gradient(x if axis is None else jnp.max(x, axis, keepdims=True))
+        return Scaled(share(x, exponent), exponent)
+
+    def sum(self, axis: int) -> "Scaled":
+        """Over an axis along which the exponent is one."""
+        return Scaled(jnp.sum(self.factor, axis, keepdims=True), self.exponent)
+
+    def at(self, exponent: Array) -> Array:
+        """The factor that goes with another exponent, not less than this one's."""
+        return self.factor * share(self.exponent, exponent)
+
+    def __add__(self, other: "Scaled") -> "Scaled":
+        exponent = jnp.maximum(self.exponent, other.exponent)
+        return Scaled(self.at(exponent) + other.at(exponent), exponent)
+
+    def log(self) -> Array:
+        return safe_log(self.factor) + where_empty(self.exponent, 0.0)
+
+
 @typed
 def log_matmul(
     x: Float[Array, "*batch I K"], y: Float[Array, "*batch K J"]
 ) -> Float[Array, "*batch I J"]:
-    """log(exp(x) exp(y)): LSE_k(x_ik + y_kj).
+    """log(exp(x) exp(y)): LSE_k(x_ik + y_kj). Exact as `scaled_matmul` is."""
+    return scaled_matmul(x, y).log()
 
-    Exact for any finite input, and -inf where a sum holds nothing but -inf. Backward forms the
-    terms `[*batch, I, K, J]` again: they are not kept.
+
+@typed
+def scaled_matmul(x: Float[Array, "*batch I K"], y: Float[Array, "*batch K J"]) -> Scaled:
+    """exp(x) exp(y), exact for any finite input and 0 where a sum holds nothing but -inf.
+
+    A matrix product, with rows of x and columns of y relative to their largest; where one of its
+    sums comes out too small for that to be exact, or where it saves little, all of them are formed
+    term by term. Has reverse-mode derivatives only.
     """
-    return log_sum_exp(x[..., :, :, None] + y[..., None, :, :], x.ndim - 1)
+    if x.shape[-2] * y.shape[-1] <= 2 * (x.shape[-2] + y.shape[-1]):
+        sums = Scaled.exp(_terms(x, y), -2).sum(-2)
+        return jax.tree.map(lambda x: jnp.squeeze(x, -2), sums)
+    factor, exponent = _scaled_matmul(x, y)
+    return Scaled(factor, lax.stop_gradient(exponent))
 
 
-def _log_matmul_forward(x, y):
-    total = log_matmul(x, y)
-    return total, (x, y, total)
+@jax.custom_vjp
+def _scaled_matmul(x: Array, y: Array) -> tuple[Array, Array]:
+    return _scaled_matmul_forward(x, y)[0]
 
 
-def _log_matmul_backward(saved, cotangent):
-    x, y, total = saved
-    shares = share(x[..., :, :, None] + y[..., None, :, :], total[..., :, None, :])
-    terms = shares * cotangent[..., :, None, :]
-    return jnp.sum(terms, -1), jnp.sum(terms, -3)
+def _scaled_matmul_forward(x, y):
+    rows, columns = Scaled.exp(x, -1), Scaled.exp(y, -2)
+    product = rows.factor @ columns.factor
+    exponent = rows.exponent + columns.exponent
+    # Terms smaller than normal numbers are lost: less than the square root of that, relatively.
+    excess = math.sqrt(jnp.finfo(x.dtype).smallest_normal) - product
+    way = first_safe(jnp.max(jnp.where(exponent == -jnp.inf, 0.0, excess), initial=0.0)[None])
+
+    def by_terms(x, y):
+        terms = _terms(x, y)
+        largest = jnp.max(terms, -2)
+        return jnp.sum(share(terms, largest[..., None, :]), -2), largest
+
+    result = lax.switch(way, (lambda *_: (product, exponent), by_terms), x, y)
+    return result, (x, y, way, rows.factor, columns.factor, result[1])
 
 
-log_matmul.defvjp(_log_matmul_forward, _log_matmul_backward)
+def _scaled_matmul_backward(saved, cotangents):
+    x, y, way, rows, columns, exponent = saved
+
+    def of_product(_x, _y, _exponent, cotangent):
+        d_x = rows * (cotangent @ jnp.swapaxes(columns, -1, -2))
+        return d_x, columns * (jnp.swapaxes(rows, -1, -2) @ cotangent)
+
+    def of_terms(x, y, exponent, cotangent):
+        d_terms = share(_terms(x, y), exponent[..., None, :]) * cotangent[..., None, :]
+        return jnp.sum(d_terms, -1), jnp.sum(d_terms, -3)
+
+    return lax.switch(way, (of_product, of_terms), x, y, exponent, cotangents[0])
+
+
+_scaled_matmul.defvjp(_scaled_matmul_forward, _scaled_matmul_backward)
+
+
+def _terms(x: Array, y: Array) -> Array:
+    return x[..., :, :, None] + y[..., None, :, :]
 
 
 def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:

@@ -55,9 +55,12 @@ def make_train_step(
 
     def train_step(state: TrainState, tokens: Array) -> tuple[TrainState, Metrics]:
         loss, gradients = gradient(state.parameters, tokens)
-        updates, optimizer_state = optimizer.update(gradients, state.optimizer, state.parameters)
-        parameters = optax.apply_updates(state.parameters, updates)
-        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        with jax.named_scope("optimizer"):
+            updates, optimizer_state = optimizer.update(
+                gradients, state.optimizer, state.parameters
+            )
+            parameters = optax.apply_updates(state.parameters, updates)
+            metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         return TrainState(state.step + 1, parameters, optimizer_state), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))

@@ -89,3 +89,54 @@ def test_log_difference_of_nothing_over_nothing_is_log_zero():
     np.testing.assert_array_equal(
         numerics.log_difference(jnp.asarray([-INF, 5.0]), jnp.asarray([-INF, 2.0])), [-INF, 3.0]
     )
+
+
+def log_matmul_in_float64(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    return log_sum_exp_in_float64(x.astype(np.float64)[..., :, :, None] + y[..., None, :, :], -2)
+
+
+@given(
+    npst.arrays(np.float32, (2, 3, 4), elements=LOGS),
+    npst.arrays(np.float32, (2, 4, 2), elements=LOGS),
+)
+def test_log_matmul_and_its_gradient_are_right_everywhere(x, y):
+    total, pullback = jax.vjp(numerics.log_matmul, x, y)
+    gradients = pullback(jnp.ones_like(total))
+    expected = log_matmul_in_float64(x, y)
+    size = 1 + max(np.abs(a).max(where=np.isfinite(a), initial=0) for a in (x, y))
+    np.testing.assert_allclose(total, expected, rtol=0, atol=4e-7 * size)
+
+    terms = x.astype(np.float64)[..., :, :, None] + y[..., None, :, :]
+    shares = np.exp(terms - np.where(np.isneginf(expected), INF, expected)[..., None, :])
+    np.testing.assert_allclose(gradients[0], shares.sum(-1), rtol=0, atol=2e-6 * size)
+    np.testing.assert_allclose(gradients[1], shares.sum(-3), rtol=0, atol=2e-6 * size)
+
+
+def test_log_matmul_where_no_scale_serves_all_terms():
+    """Rows and columns have their largest entries at different k, by more than exp can span."""
+    x = jnp.asarray([[0.0, 200.0]])
+    y = jnp.asarray([[0.0], [-500.0]])
+    total, pullback = jax.vjp(numerics.log_matmul, x, y)
+    np.testing.assert_array_equal(total, [[0.0]])
+    for gradient in pullback(jnp.ones_like(total)):
+        np.testing.assert_array_equal(np.ravel(gradient), [1.0, 0.0])
+
+
+def test_scaled_sums_have_the_range_of_logarithms():
+    x = jnp.asarray([1e6, -1e6, -INF, 3.0])
+    y = jnp.asarray([1e6, -1e6, -INF, -INF])
+
+    def log_of_sum(x, y):
+        return (numerics.Scaled.exp(x) + numerics.Scaled.exp(y)).log()
+
+    total, pullback = jax.vjp(log_of_sum, x, y)
+    np.testing.assert_allclose(total, np.logaddexp(x, y), rtol=1e-6)
+    d_x, d_y = pullback(jnp.ones(4))
+    np.testing.assert_allclose(d_x, [0.5, 0.5, 0.0, 1.0], atol=1e-6)
+    np.testing.assert_allclose(d_y, [0.5, 0.5, 0.0, 0.0], atol=1e-6)
+
+
+def test_scaled_sum_over_an_axis():
+    x = jnp.asarray([[1e4, 1e4], [-INF, -1e4], [-INF, -INF]])
+    total = numerics.Scaled.exp(x, -1).sum(-1).log()
+    np.testing.assert_allclose(total[:, 0], [1e4 + np.log(2), -1e4, -INF], rtol=1e-6)

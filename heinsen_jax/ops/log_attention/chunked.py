@@ -12,6 +12,7 @@ Nothing is clamped.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,6 +29,9 @@ from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens
 from heinsen_jax.ops.numerics import safe_log, where_empty
 from heinsen_jax.typing import Array
+
+MEANS_HELD = 1024  # tokens held at once by the second tier
+SUMS_HELD = 128  # and by the third
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ class Chunked:
     safe_range: float = 0.7
 
     def __post_init__(self) -> None:
-        if self.chunk_size < 1 or self.chunk_size % exact.BLOCK:
+        if self.chunk_size < 1 or self.chunk_size % exact.MULTIPLE:
             raise ValueError(
-                f"chunk_size must be a multiple of {exact.BLOCK}, is {self.chunk_size}"
+                f"chunk_size must be a multiple of {exact.MULTIPLE}, is {self.chunk_size}"
             )
         if self.block_size < 1 or self.block_size % self.chunk_size:
             raise ValueError(
@@ -122,7 +126,8 @@ def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         log_y, log_z, state = exact.log_attention(tokens, state)
         return (log_y, log_z), state
 
-    return Tiers(choose, one, (two, three), block_size, recompute)
+    others = partial(_streamed, two, MEANS_HELD), partial(_streamed, three, SUMS_HELD)
+    return Tiers(choose, one, others, block_size, recompute)
 
 
 def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
@@ -150,7 +155,31 @@ def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         y, log_z, state = exact.mean_attention(tokens, state)
         return (y, log_z), state
 
-    return Tiers(choose, one, (two,), block_size, recompute)
+    return Tiers(choose, one, (partial(_streamed, two, MEANS_HELD),), block_size, recompute)
+
+
+def _streamed(attention: Callable, held: int, tokens: Tokens, state: Any) -> tuple[Any, Any]:
+    """Some tokens at a time, which are computed again in backward: for what keeps much of them.
+
+    A call needs the memory of its hungriest branch whichever it takes, and C libraries hand out
+    large memory untouched, page by page, at every call: that would slow down the fast branch.
+    """
+    size = math.gcd(tokens.length, held)
+
+    def split(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    def join(x: Array) -> Array:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+    @jax.checkpoint
+    def step(state, tokens):
+        outputs, state = attention(tokens, state)
+        return state, outputs
+
+    state, outputs = lax.scan(step, state, jax.tree.map(split, tokens))
+    return jax.tree.map(join, outputs), state
 
 
 def _to_means(tokens: Tokens, state: LogAttentionState, scale: Array) -> tuple[Tokens, MeanState]:

@@ -1,13 +1,12 @@
-"""Causal attention by small blocks of tokens, exact whatever the keys and decays.
+"""Causal attention by halves, exact whatever the keys and decays.
 
-Inside a block of 16 tokens eq. (1) by direct definition: scores LSE_k(Q_t + K_s + decays between).
-What came before a block is read from the state there; those states are a recurrence over blocks.
-Every scale is a maximum over what a query sees, so no token of the future can make it underflow.
-Sums of decay are formed for each pair, unless all of a block's are small enough (`DIFFERENCES`) for
-differences of running sums to be as exact.
+Cut a chunk in two, and every query of the right half sees all of the left one: one product, scaled
+by maxima over what is seen. Inside each half it is done again, down to single tokens. So no token
+that a query must not see can make anything underflow, and decays are only ever added up, never
+subtracted: with -inf where a document starts.
 
-`mean_attention` averages values of either sign with the softmax of those scores: for any keys.
-`log_attention` stays in log space throughout: for any keys and any log-values.
+`mean_attention` averages values of either sign: for any keys. `log_attention` stays in log space
+throughout: for any keys and any log-values.
 """
 
 import math
@@ -18,182 +17,200 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
-from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, decay_to_end
-from heinsen_jax.ops.log_attention.tokens import (
-    Tokens,
-    chunked,
-    each_head,
-    fold,
-    unchunked,
-    unfold,
-)
+from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, decayed
+from heinsen_jax.ops.log_attention.tokens import Tokens, chunked, fold, unchunked, unfold
 from heinsen_jax.ops.numerics import (
-    log_add_exp,
+    Scaled,
     log_difference,
     log_matmul,
     log_sum_exp,
+    scaled_matmul,
     share,
 )
 from heinsen_jax.typing import Array
 
-BLOCK = 16  # tokens whose pairs are formed one by one
-STREAMED = 128  # tokens held at once
-DIFFERENCES = 32.0  # nats of decay in a block up to which differences of running sums are exact
+MULTIPLE = 16  # of which the number of tokens is one
+CHUNK = 32  # tokens between states, at most, of averages
+CHUNK_IN_LOGS = 16  # and in log space
 
 
 def mean_attention(tokens: Tokens, state: MeanState) -> tuple[Array, Array, MeanState]:
-    """Y, log Z and the state after all tokens; their number is a multiple of `BLOCK`."""
-    return _streamed(_mean_attention, tokens, state)
+    """Y, log Z and the state after all tokens; their number is a multiple of `MULTIPLE`."""
+    query, key, value, decay = _chunks(tokens, CHUNK)
+    chunks = _by_halves(_WEIGHTS, query, key, value, decay)
+    log_z = log_sum_exp(chunks.to_end, 1)
+    shares = share(chunks.to_end, log_z[:, None])
+    added = MeanState(log_z, jnp.einsum("nck,ncv->nkv", shares, value))
+    before, after = _states(added, chunks.decay, fold(state))
+
+    past = Scaled.exp(chunks.from_start + before.log_z[:, None], -1)
+    total = past.sum(-1) + chunks.seen.sum(-1)
+    y = jnp.matmul(past.at(total.exponent), before.mean)
+    y = y + jnp.matmul(chunks.seen.at(total.exponent), value)
+    y = y / jnp.where(total.factor == 0, 1.0, total.factor)
+    return *_unchunked(tokens, y, total.log()), unfold(after, tokens)
 
 
 def log_attention(
     tokens: Tokens, state: LogAttentionState
 ) -> tuple[Array, Array, LogAttentionState]:
-    """log Y, log Z and the state after all tokens; their number is a multiple of `BLOCK`."""
-    return _streamed(_log_attention, tokens, state)
+    """log Y, log Z and the state after all tokens; their number is a multiple of `MULTIPLE`."""
+    query, key, value, decay = _chunks(tokens, CHUNK_IN_LOGS)
+    chunks = _by_halves(_SUMS, query, key, value, decay)
+    added_s = log_matmul(jnp.swapaxes(chunks.to_end, 1, 2), value)
+    added = LogAttentionState(added_s, log_sum_exp(chunks.to_end, 1))
+    before, after = _states(added, chunks.decay, fold(state))
+
+    past_z = Scaled.exp(chunks.from_start + before.log_z[:, None], -1).sum(-1)
+    past = scaled_matmul(chunks.from_start, before.log_s), past_z
+    log_s, log_z = (x.log() for x in _together(past, chunks.seen))
+    return *_unchunked(tokens, log_difference(log_s, log_z), log_z), unfold(after, tokens)
 
 
-def _streamed(attention: Callable, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
-    """A few blocks at a time, computed again in backward: what is formed of pairs stays small.
+class _Algebra(NamedTuple):
+    """What is computed of the tokens that queries see.
 
-    That keeps the memory of one call of all tiers small too, which the fast one gains by: the C
-    library's allocator hands out large memory untouched, page by page, at every call.
+    alone: queries `[N, R, K]`, and the key and value `[N, 1, .]` of their own token.
+    past: queries `[N, R C, K]`, and keys and values `[N, C, .]` all of which they see.
+    joined: of tokens, and of more tokens after them; None where the queries do not see those.
     """
-    size = math.gcd(tokens.length, STREAMED)
 
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-    def join(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    @jax.checkpoint
-    def step(state, tokens):
-        y, log_z, state = attention(tokens, state)
-        return state, (y, log_z)
-
-    state, (y, log_z) = lax.scan(step, state, jax.tree.map(split, tokens))
-    return join(y), join(log_z), state
+    alone: Callable[[Array, Array, Array], Any]
+    past: Callable[[Array, Array, Array], Any]
+    joined: Callable[[Any, Any], Any]
 
 
-def _mean_attention(tokens: Tokens, state: MeanState) -> tuple[Array, Array, MeanState]:
-    blocks = _blocks(tokens)
-    before = fold(state)
-    added_z = log_sum_exp(blocks.to_state, -2)
-    shares = share(blocks.to_state, added_z[..., None, :])
-    added = jnp.einsum("jxck,jxcv->jxkv", shares, blocks.value)
-    h_z = log_linear_recurrence(blocks.decay, added_z, initial=before.log_z, axis=0)
-    before_z = _shift(before.log_z, h_z)
-    mean = linear_recurrence(
-        share(before_z + blocks.decay, h_z)[..., None],
-        share(added_z, h_z)[..., None] * added,
-        initial=before.mean,
-        axis=0,
+def _weight_alone(query: Array, key: Array, _value: Array) -> Scaled:
+    return Scaled.exp(query + key, -1).sum(-1)
+
+
+def _weights_of_past(query: Array, key: Array, _value: Array) -> Scaled:
+    keys = Scaled.exp(key, 1)
+    queries = Scaled.exp(query + keys.exponent, -1)
+    weights = jnp.einsum("nck,ndk->ncd", queries.factor, keys.factor)
+    return Scaled(weights, queries.exponent)
+
+
+def _beside(weights: Scaled, later: Scaled | None) -> Scaled:
+    if later is None:
+        nothing = jnp.zeros_like(weights.factor)
+        return Scaled(jnp.concatenate([weights.factor, nothing], -1), weights.exponent)
+    exponent = jnp.maximum(weights.exponent, later.exponent)
+    return Scaled(jnp.concatenate([weights.at(exponent), later.at(exponent)], -1), exponent)
+
+
+_WEIGHTS = _Algebra(_weight_alone, _weights_of_past, _beside)  # `[N, R C, C]`
+
+Sums = tuple[Scaled, Scaled]  # S `[N, R C, V]` and Z `[N, R C, 1]`
+
+
+def _sums_alone(query: Array, key: Array, log_value: Array) -> Sums:
+    scores = log_sum_exp(query + key, 2)[..., None]
+    return Scaled.exp(scores + log_value), Scaled.exp(scores)
+
+
+def _sums_of_past(query: Array, key: Array, log_value: Array) -> Sums:
+    scores = log_matmul(query, jnp.swapaxes(key, 1, 2))
+    return scaled_matmul(scores, log_value), Scaled.exp(scores, -1).sum(-1)
+
+
+def _together(sums: Sums, later: Sums | None) -> Sums:
+    return sums if later is None else (sums[0] + later[0], sums[1] + later[1])
+
+
+_SUMS = _Algebra(_sums_alone, _sums_of_past, _together)
+
+
+class _Pieces(NamedTuple):
+    """N pieces of C consecutive tokens each.
+
+    seen: what its queries see of it, as an `_Algebra` has it.
+    from_start: the queries, as they read the state before the piece, `[N, R C, K]`.
+    to_end: the keys, as the state after the piece holds them, `[N, C, K]`.
+    decay: of the state before it, when it ends, `[N, 1, K or 1]`; None: not at all.
+    """
+
+    seen: Any
+    from_start: Array
+    to_end: Array
+    decay: Array | None
+
+
+def _by_halves(
+    algebra: _Algebra, query: Array, key: Array, value: Array, decay: Array | None
+) -> _Pieces:
+    size = key.shape[1]
+    heads = query.shape[1] // size
+    if size == 1:
+        from_start = query if decay is None else query + decay
+        return _Pieces(algebra.alone(query, key, value), from_start, key, decay)
+    values = _halves(value)
+    halves = _halves(query, heads), _halves(key), values, None if decay is None else _halves(decay)
+    left, right = _alternate(_by_halves(algebra, *halves))
+    past = algebra.past(right.from_start, left.to_end, values[::2])
+    seen = algebra.joined(left.seen, None), algebra.joined(past, right.seen)
+    seen = jax.tree.map(lambda left, right: _whole(left, right, heads), *seen)
+    if decay is None:
+        return _Pieces(seen, query, key, None)
+    return _Pieces(
+        seen,
+        _whole(left.from_start, right.from_start + left.decay, heads),
+        _whole(left.to_end + right.decay, right.to_end),
+        left.decay + right.decay,
     )
-    past = blocks.from_state + before_z[..., None, :]
-    log_z = log_add_exp(log_sum_exp(past, -1), log_sum_exp(blocks.scores, -1))[..., None]
-    y = jnp.einsum("jxcd,jxdv->jxcv", share(blocks.scores, log_z), blocks.value)
-    y = y + jnp.einsum("jxck,jxkv->jxcv", share(past, log_z), _shift(before.mean, mean))
-    return (*_unblocked(tokens, y, log_z), unfold(MeanState(h_z[-1], mean[-1]), tokens))
 
 
-def _log_attention(
-    tokens: Tokens, state: LogAttentionState
-) -> tuple[Array, Array, LogAttentionState]:
-    blocks = _blocks(tokens)
-    before = fold(state)
-    added_z = log_sum_exp(blocks.to_state, -2)
-    added_s = log_matmul(jnp.swapaxes(blocks.to_state, -1, -2), blocks.value)
-    h_z = log_linear_recurrence(blocks.decay, added_z, initial=before.log_z, axis=0)
-    h_s = log_linear_recurrence(blocks.decay[..., None], added_s, initial=before.log_s, axis=0)
-    past_z = log_sum_exp(blocks.from_state + _shift(before.log_z, h_z)[..., None, :], -1)
-    past_s = log_matmul(blocks.from_state, _shift(before.log_s, h_s))
-    log_z = log_add_exp(past_z, log_sum_exp(blocks.scores, -1))[..., None]
-    log_s = log_add_exp(past_s, log_matmul(blocks.scores, blocks.value))
-    after = LogAttentionState(h_s[-1], h_z[-1])
-    return (*_unblocked(tokens, log_difference(log_s, log_z), log_z), unfold(after, tokens))
+def _halves(x: Array, heads: int = 1) -> Array:
+    """`[N, R 2C, F]` -> `[2N, R C, F]`, left and right halves of the C in turn."""
+    pieces, rows, features = x.shape
+    x = x.reshape(pieces, heads, 2, rows // heads // 2, features)
+    return jnp.swapaxes(x, 1, 2).reshape(2 * pieces, rows // 2, features)
 
 
-class _Blocks(NamedTuple):
-    """Log-weights, -inf where nothing is seen, with the decays on the way.
-
-    scores: of tokens on queries of their block `[J, X, R C, C]`.
-    from_state: of features of the state before a block on its queries `[J, X, R C, K]`.
-    to_state: of tokens on features of the state after their block `[J, X, C, K]`.
-    decay: of the state before a block on the state after it `[J, X, K]`.
-    """
-
-    value: Array
-    scores: Array
-    from_state: Array
-    to_state: Array
-    decay: Array
+def _alternate(halves: Any) -> tuple[Any, Any]:
+    """The left ones `[N, ...]` and the right ones of `[2N, ...]`."""
+    pairs = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), halves)
+    return jax.tree.map(lambda x: x[:, 0], pairs), jax.tree.map(lambda x: x[:, 1], pairs)
 
 
-def _blocks(tokens: Tokens) -> _Blocks:
-    query, key, value = (chunked(x, BLOCK) for x in (tokens.query, tokens.key, tokens.value))
-    heads = query.shape[-2] // BLOCK
-    visible = jnp.tri(BLOCK, dtype=bool)[None, None]
-    from_state, to_state, decay = query, key, jnp.zeros_like(key[..., 0, :])
-    if tokens.log_decay is not None:
-        steps = chunked(tokens.log_decay, BLOCK)
-        scores = _decayed_scores(query, key, steps)
-        so_far = jnp.cumsum(steps, -2)
-        from_state = query + each_head(so_far, heads)
-        to_state = key + decay_to_end(steps, -2)
-        decay = decay + so_far[..., -1, :]
-    else:
-        scores = log_matmul(query, jnp.swapaxes(key, -1, -2))
+def _whole(left: Array, right: Array, heads: int = 1) -> Array:
+    """`[N, R C, F]` of halves -> `[N, R 2C, F]`"""
+    pieces, rows, features = left.shape
+    halves = [x.reshape(pieces, heads, rows // heads, features) for x in (left, right)]
+    return jnp.concatenate(halves, 2).reshape(pieces, 2 * rows, features)
+
+
+def _chunks(tokens: Tokens, most: int) -> tuple[Array, Array, Array, Array | None]:
+    """Q `[N, R C, K]`, K, V and, with -inf where a document starts, decay `[N, C, .]`, N = J X."""
+    decay = tokens.log_decay
     if tokens.starts is not None:
-        documents = tokens.documents(BLOCK)
-        visible = visible & (documents[..., :, None] == documents[..., None, :])
-        first = each_head(documents[..., None] == 0, heads)
-        from_state = jnp.where(first, from_state, -jnp.inf)
-        last = documents[..., None] == documents[..., -1:, None]
-        to_state = jnp.where(last, to_state, -jnp.inf)
-        decay = jnp.where(documents[..., -1:] == 0, decay, -jnp.inf)
-    scores = jnp.where(each_head(visible, heads), scores, -jnp.inf)
-    return _Blocks(value, scores, from_state, to_state, decay)
+        decay = jnp.zeros((*tokens.key.shape[:-1], 1)) if decay is None else decay
+        decay = jnp.where(tokens.starts[..., None, None], -jnp.inf, decay)
+    size = math.gcd(tokens.length, most)
+
+    def cut(x: Array) -> Array:
+        x = chunked(x, size)
+        return x.reshape(-1, *x.shape[2:])
+
+    query, key, value = (cut(x) for x in (tokens.query, tokens.key, tokens.value))
+    return query, key, value, None if decay is None else cut(decay)
 
 
-def _decayed_scores(query: Array, key: Array, steps: Array) -> Array:
-    """LSE_k(Q_t + K_s + sum_{s < r <= t} of `steps`): `[J, X, R C, C]`."""
-    heads = query.shape[-2] // BLOCK
-    if steps.shape[-1] == 1:
-        scores = log_matmul(query, jnp.swapaxes(key, -1, -2))
-        return scores + each_head(_sums_between(steps)[..., 0], heads)
+def _states(added: Any, decay: Array | None, first: Any) -> tuple[Any, Any]:
+    """The states before each chunk `[N, ...]` and the last one, from what each chunk adds."""
 
-    def by_differences(query, key, steps):
-        so_far = jnp.cumsum(steps, -2)
-        keys = jnp.swapaxes(key - so_far, -1, -2)
-        return log_matmul(query + each_head(so_far, heads), keys)
+    def step(before, chunk):
+        added, decay = chunk
+        kept = before if decay is None else decayed(before, decay[:, 0])
+        return kept.merge(added), before
 
-    @jax.checkpoint
-    def by_sums(query, key, steps):
-        terms = query.reshape(*query.shape[:2], heads, BLOCK, 1, -1) + key[:, :, None, None]
-        terms = terms + _sums_between(steps)[:, :, None]
-        return log_sum_exp(terms, -1).reshape(*query.shape[:-1], BLOCK)
-
-    largest = lax.stop_gradient(jnp.max(jnp.sum(-steps, -2), initial=0.0))
-    way = first_safe((largest - DIFFERENCES)[None])
-    return lax.switch(way, (by_differences, by_sums), query, key, steps)
+    folds = len(first.log_z)
+    chunks = jax.tree.map(lambda x: x.reshape(-1, folds, *x.shape[1:]), (added, decay))
+    last, before = lax.scan(step, first, chunks)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), before), last
 
 
-def _sums_between(steps: Array) -> Array:
-    """The decay of token s as seen from t, sum_{s < r <= t} of `steps`: `[J, X, t, s, F]`, and 0
-    where t <= s. Sums, not differences of running sums: a large step spoils no other pair."""
-    later = jnp.tri(BLOCK, k=-1, dtype=bool)[None, None, ..., None]
-    return jnp.cumsum(jnp.where(later, steps[..., :, None, :], 0.0), 2)
-
-
-def _shift(first: Array, rest: Array) -> Array:
-    """States before each block from the first one and those after each block."""
-    return jnp.concatenate([first[None], rest[:-1]])
-
-
-def _unblocked(tokens: Tokens, y: Array, log_z: Array) -> tuple[Array, Array]:
-    batch, _, _, heads, _ = tokens.query.shape
+def _unchunked(tokens: Tokens, y: Array, log_z: Array) -> tuple[Array, Array]:
+    batch, _, groups, heads, _ = tokens.query.shape
+    y, log_z = (x.reshape(-1, batch * groups, *x.shape[1:]) for x in (y, log_z))
     return unchunked(y, batch, heads), unchunked(log_z, batch, heads)[..., 0]

@@ -1,0 +1,198 @@
+"""What exactness costs log-attention: its three tiers, the test that chooses, the matmul rate.
+
+    python benchmarks/tiers.py [--output benchmarks/results/tiers.json]
+
+Forward and backward, float32, one sequence, 8 heads of depth 32, each tier on inputs that need it,
+in interleaved turns. On 2 cores of an AMD EPYC, some 2 minutes. Writes a JSON record.
+
+- The tiers are run by the public functions: the test, and the choice among all tiers, are included.
+- The test's cost: beside the same call told to take the first tier; and beside that tier alone,
+  in a call that has no other.
+- The matmul rate: floating point operations of the forward pass's matrix products, masked ones
+  included, in a second, beside those of one large matrix product.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from common import ROOT, environment, interleaved_medians
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax.ops import heinsen_attention, log_attention
+from heinsen_jax.ops.log_attention import chunked
+from heinsen_jax.ops.log_attention.chunked import Chunked
+
+HEADS, DEPTH = 8, 32
+LENGTHS = (1024, 4096)
+LARGE = 2048  # rows and columns of the product that the matmul rate is measured by
+REQUIRED = {"two": 3.0, "two, decay": 4.0, "three": 8.0}
+TEST_COSTS = 0.05
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure the tiers.
+
+    Attributes:
+      output: the JSON record.
+      turns: how many a median is taken of.
+    """
+
+    output: Path = ROOT / "benchmarks/results/tiers.json"
+    turns: int = 9
+
+
+def inputs(length: int) -> dict[str, tuple[dict[str, jax.Array], jax.Array]]:
+    """Arguments that need each tier, with a cotangent: keys rise by 2 nats a token, or log-values
+    have a standard deviation of 100 nats."""
+    rng = np.random.default_rng(0)
+    draw = partial(rng.standard_normal, (1, length, HEADS, DEPTH), np.float32)
+    query, key, log_value, decay, cotangent = (jnp.asarray(draw()) for _ in range(5))
+    rises = 2.0 * jnp.arange(length, dtype=jnp.float32)[None, :, None, None]
+    arguments = {"query": query, "key": key, "log_value": log_value}
+    tiers = {
+        "one": arguments,
+        "two": arguments | {"key": key + rises},
+        "three": arguments | {"log_value": 100 * log_value},
+    }
+    with_decay = {"log_decay": -jnp.abs(decay) / 2}
+    tiers |= {f"{name}, decay": tier | with_decay for name, tier in tiers.items()}
+    return {name: (tier, cotangent) for name, tier in tiers.items()}
+
+
+def in_linear_space(arguments: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    value = arguments["log_value"]
+    rest = {name: x for name, x in arguments.items() if name != "log_value"}
+    return rest | {"value": value}
+
+
+def differentiate(function: Callable, arguments: dict[str, jax.Array], cotangent: jax.Array):
+    output, pullback = jax.vjp(lambda arguments: function(**arguments), arguments)
+    return output, pullback(cotangent)
+
+
+forward_backward = jax.jit(differentiate, static_argnums=0)
+
+
+def check(arguments: dict[str, jax.Array], cotangent: jax.Array, name: str) -> None:
+    """Nothing is timed before it agrees with another implementation."""
+    have, want = (
+        forward_backward(partial(log_attention, implementation=i), arguments, cotangent)
+        for i in ("chunked", "scan")
+    )
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        error = float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+        assert error < 2e-3, f"tier {name} differs from scan by {error:.1e}"
+
+
+def time_tiers(function: Callable, length: int, turns: int) -> dict[str, Any]:
+    calls = {}
+    attention = partial(function, implementation="chunked")
+    for name, (arguments, cotangent) in inputs(length).items():
+        if function is heinsen_attention:
+            if name.startswith("three"):
+                continue
+            arguments = in_linear_space(arguments)
+        elif length == LENGTHS[0]:
+            check(arguments, cotangent, name)
+        calls[name] = partial(forward_backward, attention, arguments, cotangent)
+    seconds = interleaved_medians(calls, turns)
+    times_one = {name: s / seconds["one"] for name, s in seconds.items() if name != "one"}
+    met = {name: times_one[name] <= limit for name, limit in REQUIRED.items() if name in times_one}
+    return {"seconds": seconds, "times_tier_one": times_one, "requirements": met}
+
+
+def time_test(turns: int) -> dict[str, Any]:
+    """The first tier chosen by the test; told as an argument, without test; and there alone."""
+    real = chunked._log_tiers
+    arguments, cotangent = inputs(LENGTHS[0])["one"]
+
+    def tiers_of(name: str, tier: jax.Array, *options: Any) -> Any:
+        tiers = real(*options)
+        if name == "tested":
+            return tiers
+        others = tiers.others if name == "told" else ()
+        return replace(tiers, choose=lambda *x: (tier, tiers.choose(*x)[1]), others=others)
+
+    @partial(jax.jit, static_argnums=0)
+    def call(name: str, tier: jax.Array) -> Any:
+        attention = partial(log_attention, implementation="chunked")
+        chunked._log_tiers = partial(tiers_of, name, tier)
+        try:
+            return differentiate(attention, arguments, cotangent)
+        finally:
+            chunked._log_tiers = real
+
+    calls = {name: partial(call, name, jnp.int32(0)) for name in ("tested", "told", "alone")}
+    seconds = interleaved_medians(calls, turns)
+    cost = {name: seconds["tested"] / seconds[name] - 1 for name in ("told", "alone")}
+    return {"seconds": seconds, "cost_over": cost, "requirement": cost["told"] <= TEST_COSTS}
+
+
+def matmul_rate(turns: int) -> dict[str, Any]:
+    length, size = LENGTHS[0], Chunked().chunk_size
+    arguments, _ = inputs(length)["one"]
+    forward = jax.jit(partial(log_attention, implementation="chunked"))
+    square = jnp.ones((LARGE, LARGE))
+    calls = {
+        "forward": lambda: forward(**arguments),
+        "matmul": partial(jax.jit(jnp.matmul), square, square),
+    }
+    seconds = interleaved_medians(calls, turns)
+    # a token: weights with and averages of `size` tokens, one read and one write of the state
+    operations = 2 * length * HEADS * (2 * size * DEPTH + 2 * DEPTH * DEPTH)
+    rates = {
+        "forward": operations / seconds["forward"],
+        "matmul": 2 * LARGE**3 / seconds["matmul"],
+    }
+    return {"operations_per_second": rates, "fraction": rates["forward"] / rates["matmul"]}
+
+
+def show(record: dict[str, Any], console: Console) -> None:
+    table = Table("tokens", "tier", "ms", "times tier one", "at most")
+    for name, lengths in record["tiers"].items():
+        table.add_section()
+        table.add_row(name)
+        for length, result in lengths.items():
+            for tier, seconds in result["seconds"].items():
+                ratio = result["times_tier_one"].get(tier, 1.0)
+                limit = str(REQUIRED.get(tier, ""))
+                table.add_row(str(length), tier, f"{1e3 * seconds:.2f}", f"{ratio:.2f}", limit)
+    console.print(table)
+    cost = record["test"]["cost_over"]
+    console.print(f"the test costs {100 * cost['told']:.1f}%, at most 5% required")
+    console.print(f"the test and the other tiers being there: {100 * cost['alone']:.1f}%")
+    console.print(f"fraction of the matmul rate, forward: {record['matmul']['fraction']:.2f}")
+
+
+def main(options: Options) -> int:
+    console = Console()
+    functions = {"log_attention": log_attention, "heinsen_attention": heinsen_attention}
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "setting": {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"},
+        "tiers": {
+            name: {n: time_tiers(function, n, options.turns) for n in LENGTHS}
+            for name, function in functions.items()
+        },
+        "test": time_test(2 * options.turns),
+        "matmul": matmul_rate(options.turns),
+    }
+    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    show(record, console)
+    console.print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,189 @@
+"""A training step of `shakespeare_char_cpu` beside one of a GPT-2 block model in PyTorch.
+
+    pip install torch        # for this benchmark only
+    python benchmarks/training_step.py
+
+The peer has what nanoGPT trains on a CPU: 4 layers of 4 heads and width 128, no biases, no dropout,
+tied embeddings, `scaled_dot_product_attention`, 0.8M parameters; AdamW with clipping, eager mode.
+Both take batches of 12 x 64 random bytes, forward, backward and update, in interleaved turns. Also
+says in which part of our step time goes, from a trace of the profiler. On 2 cores of an AMD EPYC,
+some 2 minutes. Writes a JSON record.
+"""
+
+import collections
+import glob
+import gzip
+import importlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads of one library slow others
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from common import ROOT, environment, interleaved_medians
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.sharding import MeshConfig, make_mesh
+from heinsen_jax.training.optimizer import make_optimizer
+from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
+from heinsen_jax.training.step import make_train_step
+
+PEER = {"layers": 4, "heads": 4, "width": 128, "vocabulary": 65}  # nanoGPT's for CPUs
+CONTAINERS = ("while", "call", "cond")  # their time is that of what they run
+PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare training steps.
+
+    Attributes:
+      config: our model.
+      output: the JSON record.
+      turns: how many a median is taken of.
+    """
+
+    config: Path = ROOT / "configs/shakespeare_char_cpu.py"
+    output: Path = ROOT / "benchmarks/results/training_step.json"
+    turns: int = 15
+
+
+class Ours:
+    """Our step, which donates its state, as a call without arguments."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        optimizer = make_optimizer(config.optimizer, config.training.steps)
+        init = initializer(config.model, optimizer, config.seed)
+        abstract = abstract_state(init, make_mesh(MeshConfig()))
+        self.state = init_sharded(init, abstract)
+        self.parameters = sum(x.size for x in jax.tree.leaves(self.state.parameters))
+        shape = config.data.batch_size, config.data.sequence_length + 1
+        self.tokens = jnp.asarray(np.random.default_rng(0).integers(0, 65, shape))
+        step: Any = make_train_step(
+            graph_of(config.model),
+            optimizer,
+            accumulation_steps=1,
+            out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+        )
+        self.compiled = step.lower(self.state, self.tokens).compile()
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.compiled(self.state, self.tokens)
+        return metrics
+
+
+def peer(batch: int, length: int) -> tuple[Callable[[], Any], int]:
+    """A step of the model in PyTorch, and the number of its parameters."""
+    torch = importlib.import_module("torch")
+    nn, functional = torch.nn, torch.nn.functional
+    torch.set_num_threads(os.cpu_count() or 1)
+    width, heads = PEER["width"], PEER["heads"]
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+            self.project = nn.Linear(width, 3 * width, bias=False)
+            self.output = nn.Linear(width, width, bias=False)
+            self.up = nn.Linear(width, 4 * width, bias=False)
+            self.down = nn.Linear(4 * width, width, bias=False)
+
+        def forward(self, x):
+            heads_of = [
+                part.unflatten(-1, (heads, width // heads)).transpose(1, 2)
+                for part in self.project(self.norms[0](x)).split(width, -1)
+            ]
+            y = functional.scaled_dot_product_attention(*heads_of, is_causal=True)
+            x = x + self.output(y.transpose(1, 2).flatten(-2))
+            return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.tokens = nn.Embedding(PEER["vocabulary"], width)
+            self.positions = nn.Embedding(length, width)
+            self.blocks = nn.Sequential(*(Block() for _ in range(PEER["layers"])))
+            self.norm = nn.LayerNorm(width, bias=False)
+
+        def forward(self, ids):
+            x = self.tokens(ids) + self.positions(torch.arange(length))
+            return self.norm(self.blocks(x)) @ self.tokens.weight.T
+
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    tokens = torch.randint(0, PEER["vocabulary"], (batch, length + 1))
+
+    def step():
+        logits = model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach().numpy()
+
+    return step, sum(x.numel() for x in model.parameters())
+
+
+def profile(ours: Ours, steps: int = 30) -> dict[str, float]:
+    """The share of each part of the model in the time of all operations, by named scopes."""
+    ours()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                jax.block_until_ready(ours())
+        (file,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
+        with gzip.open(file) as opened:
+            events = json.load(opened)["traceEvents"]
+    scopes = dict(re.findall(r"%?(\S+) = .*op_name=\"([^\"]*)\"", ours.compiled.as_text()))
+    times: collections.Counter[str] = collections.Counter()
+    for event in events:
+        operation = event.get("args", {}).get("hlo_op")
+        if event.get("ph") == "X" and operation and not operation.startswith(CONTAINERS):
+            scope = scopes.get(operation, "")
+            times[next((part for part in PARTS if part in scope), "rest")] += event["dur"]
+    return {part: time / times.total() for part, time in times.most_common()}
+
+
+def main(options: Options) -> int:
+    console = Console()
+    config = load_config(options.config)
+    ours = Ours(config)
+    theirs, parameters = peer(config.data.batch_size, config.data.sequence_length)
+    seconds = interleaved_medians({"ours": ours, "peer": theirs}, options.turns)
+    record = {
+        "environment": environment() | {"torch": version("torch")},
+        "config": options.config.stem,
+        "peer": PEER,
+        "parameters": {"ours": ours.parameters, "peer": parameters},
+        "seconds": seconds,
+        "ours_over_peer": seconds["ours"] / seconds["peer"],
+        "profile": profile(ours),
+    }
+    record["requirement"] = record["ours_over_peer"] <= 1
+    table = Table("", "ms a step", "parameters")
+    for name in seconds:
+        table.add_row(name, f"{1e3 * seconds[name]:.2f}", f"{record['parameters'][name]:,}")
+    console.print(table)
+    for part, time in record["profile"].items():
+        console.print(f"{part:15s} {100 * time:.0f}%")
+    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    console.print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

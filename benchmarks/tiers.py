@@ -125,15 +125,16 @@ def time_test(turns: int) -> dict[str, Any]:
         return replace(tiers, choose=lambda *x: (tier, tiers.choose(*x)[1]), others=others)
 
     @partial(jax.jit, static_argnums=0)
-    def call(name: str, tier: jax.Array) -> Any:
+    def call(name: str, tier: jax.Array, *arrays: Any) -> Any:
         attention = partial(log_attention, implementation="chunked")
         chunked._log_tiers = partial(tiers_of, name, tier)
         try:
-            return differentiate(attention, arguments, cotangent)
+            return differentiate(attention, *arrays)
         finally:
             chunked._log_tiers = real
 
-    calls = {name: partial(call, name, jnp.int32(0)) for name in ("tested", "told", "alone")}
+    arrays = jnp.int32(0), arguments, cotangent
+    calls = {name: partial(call, name, *arrays) for name in ("tested", "told", "alone")}
     seconds = interleaved_medians(calls, turns)
     cost = {name: seconds["tested"] / seconds[name] - 1 for name in ("told", "alone")}
     return {"seconds": seconds, "cost_over": cost, "requirement": cost["told"] <= TEST_COSTS}

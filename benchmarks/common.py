@@ -22,7 +22,9 @@ def environment() -> dict[str, Any]:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(
+            _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
+        ),
         "python": platform.python_version(),
         "jax": jax.__version__,
         "backend": jax.default_backend(),

@@ -189,6 +189,19 @@ def test_with_decay_merge_is_associative_and_keeps_the_order(seed, std):
     assert_same(merge(a, EMPTY), a, 1e-30)
 
 
+@given(SEEDS, STDS, st.booleans(), st.permutations(range(6)), st.data())
+def test_every_tree_of_merges_gives_the_same_state(seed, std, decays, order, data):
+    """And in every order of the pieces, where they do not decay."""
+    tokens = decayed_tokens(seed, std)[: 3 if decays else 2]
+    whole = absorb(EMPTY, *tokens)
+    order = range(6) if decays else order
+    states = [absorb(EMPTY, *(x[:, i : i + 1] for x in tokens)) for i in order]
+    while len(states) > 1:
+        i = data.draw(st.integers(0, len(states) - 2))
+        states[i : i + 2] = [merge(*states[i : i + 2])]
+    assert_same(states[0], whole, 5e-6)
+
+
 def test_with_decay_the_order_counts():
     a, b = (absorb(EMPTY, *decayed_tokens(seed)) for seed in (1, 2))
     assert not np.allclose(merge(a, b).log_z, merge(b, a).log_z, atol=0.1)

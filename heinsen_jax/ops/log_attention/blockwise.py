@@ -5,6 +5,7 @@ inputs, and those of all tiers at once: backward needs the inputs themselves, th
 block, and which tier it took.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,16 +27,41 @@ class Tiers:
       choose: (tokens, state) -> index of the first tier that is exact on them, a scalar, and what
         was found out for the first tier, without gradient.
       first: (tokens, state, what was found out) -> ((output, log Z), state after them).
-      others: (tokens, state) -> the same, slower and for more inputs.
+      others: slower ones, for more inputs.
       block_size: tokens of a block; divides their number.
       recompute: whether backward computes the first tier again, or forward keeps what it needs.
     """
 
     choose: Callable
     first: Callable
-    others: tuple[Callable, ...]
+    others: tuple["Streamed", ...]
     block_size: int
     recompute: bool
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A tier that is given some tokens of a block at a time, in forward and in backward.
+
+    A call needs the memory of its hungriest tier whichever it takes, and C libraries hand out large
+    memory untouched, page by page, at every call: that would slow down the first one.
+
+    Attributes:
+      tier: (tokens, state) -> ((output, log Z), state after them).
+      most: how many tokens at a time.
+    """
+
+    tier: Callable
+    most: int
+
+    def alone(self, length: int) -> Tiers:
+        return Tiers(
+            choose=lambda _tokens, _state: (jnp.zeros((), jnp.int32), ()),
+            first=lambda tokens, state, found: self.tier(tokens, state),
+            others=(),
+            block_size=math.gcd(length, self.most),
+            recompute=True,
+        )
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("value",))
@@ -55,27 +81,26 @@ def run(tiers: Tiers, tokens: Tokens, state: Any) -> tuple[tuple[Array, Array], 
 def _forward(tiers: Tiers, tokens: Tokens, state: Any):
     structure = None
 
-    def keep(tokens, state, found):
+    def first(tokens, state, found):
+        """Results, and what backward needs."""
         nonlocal structure
+        if tiers.recompute:
+            return tiers.first(tokens, state, found), ()
         outputs, pullback = jax.vjp(partial(tiers.first, found=found), tokens, state)
         leaves, structure = jax.tree.flatten(pullback)
         return outputs, leaves
 
-    def forget(tokens, state, found):
-        return tiers.first(tokens, state, found), ()
-
-    def nothing_kept(tier, shapes, tokens, state, _found):
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return tier(tokens, state), varying_like(nothing, tokens)
+    def streamed(other, tokens, state, _found):
+        outputs, (_, saved, _) = _forward(other.alone(tokens.length), tokens, state)
+        return outputs, varying_like(saved, tokens)
 
     def block(state, index):
         """State after a block, and (its outputs, what backward needs)."""
         tokens_ = _slice(tokens, index, tiers.block_size)
         tier, found = tiers.choose(tokens_, state)
-        first = forget if tiers.recompute else keep
-        shapes = jax.eval_shape(first, tokens_, state, found)[1]
-        others = (partial(nothing_kept, other, shapes) for other in tiers.others)
-        branches = [first, *others]
+        ways = [first, *(partial(streamed, other) for other in tiers.others)]
+        kept = [jax.eval_shape(way, tokens_, state, found)[1] for way in ways]
+        branches = [partial(_keeping, way, i, kept) for i, way in enumerate(ways)]
         (outputs, after), kept = lax.switch(tier, branches, tokens_, state, found)
         return after, (outputs, (state, tier, found, kept))
 
@@ -104,15 +129,19 @@ def _backward(tiers: Tiers, saved, cotangents):
         state, tier, found, kept = saved
         tokens_, d_outputs_ = _slice((tokens, d_outputs), index, tiers.block_size)
 
-        def again(tier, tokens, state, cotangents):
-            return _floating(jax.vjp(tier, tokens, state)[1](cotangents))
+        def first(tokens, state, cotangents):
+            if tiers.recompute:
+                pullback = jax.vjp(partial(tiers.first, found=found), tokens, state)[1]
+            else:
+                pullback = jax.tree.unflatten(structure.value, kept[0])
+            return _floating(pullback(cotangents))
 
-        def from_kept(_tokens, _state, cotangents):
-            return _floating(jax.tree.unflatten(structure.value, kept)(cotangents))
+        def streamed(other, saved, tokens, _state, cotangents):
+            saved = tokens, saved, _Static(None)
+            return _floating(_backward(other.alone(tokens.length), saved, cotangents))
 
-        first = partial(again, partial(tiers.first, found=found))
-        first = first if tiers.recompute else from_kept
-        branches = [first, *(partial(again, other) for other in tiers.others)]
+        others = zip(tiers.others, kept[1:], strict=True)
+        branches = [first, *(partial(streamed, *other) for other in others)]
         return lax.switch(tier, branches, tokens_, state, (d_outputs_, d_state))
 
     def step(carry, xs):
@@ -131,6 +160,14 @@ def _backward(tiers: Tiers, saved, cotangents):
 
 
 run.defvjp(_forward, _backward)
+
+
+def _keeping(way: Callable, index: int, kept: list, tokens: Tokens, state: Any, found: Any):
+    """Results of one way, with what it keeps among nothing of the other ways'."""
+    outputs, own = way(tokens, state, found)
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), kept)
+    nothing = varying_like(nothing, tokens)
+    return outputs, [*nothing[:index], own, *nothing[index + 1 :]]
 
 
 def _floating(cotangents: tuple[Tokens, Any]) -> tuple[tuple, Any]:

@@ -12,7 +12,6 @@ Nothing is clamped.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,15 +22,18 @@ from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.log_attention import exact, one_level
-from heinsen_jax.ops.log_attention.blockwise import Tiers, run
+from heinsen_jax.ops.log_attention.blockwise import Streamed, Tiers, run
 from heinsen_jax.ops.log_attention.passes import read_all
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens
 from heinsen_jax.ops.numerics import safe_log, where_empty
 from heinsen_jax.typing import Array
 
-MEANS_HELD = 1024  # tokens held at once by the second tier
-SUMS_HELD = 128  # and by the third
+# Tokens held at once by slower tiers: so many that all tiers of a call need little more memory than
+# the first. For log-values those in linear space are held as well.
+MEANS_HELD = 1024
+MEANS_OF_LOGS_HELD = 512
+SUMS_HELD = 128
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         log_y, log_z, state = exact.log_attention(tokens, state)
         return (log_y, log_z), state
 
-    others = partial(_streamed, two, MEANS_HELD), partial(_streamed, three, SUMS_HELD)
+    others = Streamed(two, MEANS_OF_LOGS_HELD), Streamed(three, SUMS_HELD)
     return Tiers(choose, one, others, block_size, recompute)
 
 
@@ -155,31 +157,7 @@ def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         y, log_z, state = exact.mean_attention(tokens, state)
         return (y, log_z), state
 
-    return Tiers(choose, one, (partial(_streamed, two, MEANS_HELD),), block_size, recompute)
-
-
-def _streamed(attention: Callable, held: int, tokens: Tokens, state: Any) -> tuple[Any, Any]:
-    """Some tokens at a time, which are computed again in backward: for what keeps much of them.
-
-    A call needs the memory of its hungriest branch whichever it takes, and C libraries hand out
-    large memory untouched, page by page, at every call: that would slow down the fast branch.
-    """
-    size = math.gcd(tokens.length, held)
-
-    def split(x: Array) -> Array:
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-    def join(x: Array) -> Array:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    @jax.checkpoint
-    def step(state, tokens):
-        outputs, state = attention(tokens, state)
-        return state, outputs
-
-    state, outputs = lax.scan(step, state, jax.tree.map(split, tokens))
-    return jax.tree.map(join, outputs), state
+    return Tiers(choose, one, (Streamed(two, MEANS_HELD),), block_size, recompute)
 
 
 def _to_means(tokens: Tokens, state: LogAttentionState, scale: Array) -> tuple[Tokens, MeanState]:

@@ -45,9 +45,9 @@ def mean_attention(tokens: Tokens, state: MeanState) -> tuple[Array, Array, Mean
 
     past = Scaled.exp(chunks.from_start + before.log_z[:, None], -1)
     total = past.sum(-1) + chunks.seen.sum(-1)
-    y = jnp.matmul(past.at(total.exponent), before.mean)
-    y = y + jnp.matmul(chunks.seen.at(total.exponent), value)
-    y = y / jnp.where(total.factor == 0, 1.0, total.factor)
+    inverse = 1 / jnp.where(total.factor == 0, 1.0, total.factor)  # first: values may be large
+    y = jnp.matmul(past.at(total.exponent) * inverse, before.mean)
+    y = y + jnp.matmul(chunks.seen.at(total.exponent) * inverse, value)
     return *_unchunked(tokens, y, total.log()), unfold(after, tokens)
 
 
@@ -184,7 +184,7 @@ def _chunks(tokens: Tokens, most: int) -> tuple[Array, Array, Array, Array | Non
     """Q `[N, R C, K]`, K, V and, with -inf where a document starts, decay `[N, C, .]`, N = J X."""
     decay = tokens.log_decay
     if tokens.starts is not None:
-        decay = jnp.zeros((*tokens.key.shape[:-1], 1)) if decay is None else decay
+        decay = jnp.zeros_like(tokens.key[..., :1]) if decay is None else decay
         decay = jnp.where(tokens.starts[..., None, None], -jnp.inf, decay)
     size = math.gcd(tokens.length, most)
 

@@ -131,8 +131,9 @@ def plot(rows: list[dict[str, float]], file: Path) -> None:
         speed.plot(tokens, [1e6 * row[name] for row in rows], label=label)
     speed.set(title="Time", ylabel="microseconds per token", yscale="log")
     speed.legend()
-    memory.plot(tokens, [row["resident_bytes"] / 1e6 for row in rows])
-    memory.set(title="Memory of the process", ylabel="MB", ylim=(0, None))
+    megabytes = [row["resident_bytes"] / 1e6 for row in rows]
+    memory.plot(tokens, megabytes)
+    memory.set(title="Memory of the process", ylabel="MB", ylim=(0, 1.2 * max(megabytes)))
     for axes in (drift, speed, memory):
         axes.set_xlabel("tokens seen")
     figure.savefig(file, dpi=150)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
+from heinsen_jax.ops.log_attention.tokens import varying_like
 from heinsen_jax.ops.numerics import log_add_exp, log_difference, log_sum_exp, share, where_empty
 from heinsen_jax.typing import Array
 
@@ -218,6 +219,7 @@ def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttenti
     """`LogAttentionState.absorb` for key `[..., S, K]` and log_value `[..., S, V]`."""
     if key.shape[-2] == 0:
         return state
+    state = varying_like(state, (key, log_value))
 
     @jax.checkpoint
     def add_block(state: LogAttentionState, block: tuple[Array, ...]):

@@ -127,6 +127,7 @@ VALUES: dict[str, Callable[[], Inputs]] = {
     "one": lambda: values(1),
     "1e-30": lambda: values(1e-30),
     "1e30": lambda: values(1e30),
+    "1e37": lambda: values(1e37),
     "positive": lambda: values(1, signs=False),
     "zeros": lambda: values(1, zeros=0.5),
     "all zero": lambda: values(0),

@@ -1,9 +1,8 @@
 """Log-space primitives that are right at -inf = log 0, in value and in gradient.
 
 The sum of nothing is log 0 = -inf. There `jnp.logaddexp` and `jax.nn.logsumexp` have the right
-value but, where every term is -inf, a NaN gradient; here that gradient is 0. Each function has a
-derivative rule of its own in terms of the *share* of a term in its sum, exp(term - total) <= 1, so
-no derivative overflows.
+value but, where every term is -inf, a NaN gradient; here that gradient is 0. Derivatives are formed
+from the *share* of a term in its sum, exp(term - total) <= 1, so they do not overflow.
 """
 
 import math

@@ -95,31 +95,38 @@ def log_matmul_in_float64(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return log_sum_exp_in_float64(x.astype(np.float64)[..., :, :, None] + y[..., None, :, :], -2)
 
 
-@given(
-    npst.arrays(np.float32, (2, 3, 4), elements=LOGS),
-    npst.arrays(np.float32, (2, 4, 2), elements=LOGS),
-)
-def test_log_matmul_and_its_gradient_are_right_everywhere(x, y):
+@pytest.mark.parametrize("size", [2, 8], ids=["few terms", "many"])
+@given(data=st.data(), largest=st.sampled_from([3, 60, 1e4]))
+def test_log_matmul_and_its_gradient_are_right_everywhere(size, data, largest):
+    """Small sizes are formed term by term, others by a product where that is exact."""
+    logs = st.one_of(st.just(-INF), st.floats(-largest, largest, width=32))
+    x, y = (
+        data.draw(npst.arrays(np.float32, shape, elements=logs))
+        for shape in ((2, size, 4), (2, 4, size))
+    )
     total, pullback = jax.vjp(numerics.log_matmul, x, y)
     gradients = pullback(jnp.ones_like(total))
     expected = log_matmul_in_float64(x, y)
-    size = 1 + max(np.abs(a).max(where=np.isfinite(a), initial=0) for a in (x, y))
-    np.testing.assert_allclose(total, expected, rtol=0, atol=4e-7 * size)
+    scale = 1 + max(np.abs(a).max(where=np.isfinite(a), initial=0) for a in (x, y))
+    np.testing.assert_allclose(total, expected, rtol=0, atol=4e-7 * scale)
 
     terms = x.astype(np.float64)[..., :, :, None] + y[..., None, :, :]
     shares = np.exp(terms - np.where(np.isneginf(expected), INF, expected)[..., None, :])
-    np.testing.assert_allclose(gradients[0], shares.sum(-1), rtol=0, atol=2e-6 * size)
-    np.testing.assert_allclose(gradients[1], shares.sum(-3), rtol=0, atol=2e-6 * size)
+    np.testing.assert_allclose(gradients[0], shares.sum(-1), rtol=0, atol=2e-6 * scale)
+    np.testing.assert_allclose(gradients[1], shares.sum(-3), rtol=0, atol=2e-6 * scale)
 
 
 def test_log_matmul_where_no_scale_serves_all_terms():
-    """Rows and columns have their largest entries at different k, by more than exp can span."""
-    x = jnp.asarray([[0.0, 200.0]])
-    y = jnp.asarray([[0.0], [-500.0]])
+    """Rows and columns have their largest entries at different k, by more than exp can span: the
+    product is 0 where the sum is not."""
+    x = jnp.tile(jnp.asarray([0.0, 200.0]), (8, 1))
+    y = jnp.tile(jnp.asarray([[0.0], [-500.0]]), (1, 8))
+    assert jnp.max(jnp.exp(x - 200) @ jnp.exp(y)) == 0
     total, pullback = jax.vjp(numerics.log_matmul, x, y)
-    np.testing.assert_array_equal(total, [[0.0]])
-    for gradient in pullback(jnp.ones_like(total)):
-        np.testing.assert_array_equal(np.ravel(gradient), [1.0, 0.0])
+    np.testing.assert_array_equal(total, np.zeros((8, 8)))
+    d_x, d_y = pullback(jnp.ones_like(total))
+    np.testing.assert_array_equal(d_x, np.tile([8.0, 0.0], (8, 1)))
+    np.testing.assert_array_equal(d_y, np.tile([[8.0], [0.0]], (1, 8)))
 
 
 def test_scaled_sums_have_the_range_of_logarithms():

@@ -14,7 +14,9 @@ from heinsen_jax.config import (
 
 def get_config() -> ExperimentConfig:
     return ExperimentConfig(
-        model=LanguageModelConfig(vocab_size=264, model_dim=128, num_layers=4, num_heads=4),
+        model=LanguageModelConfig(
+            vocab_size=264, model_dim=128, num_layers=4, num_heads=4, remat=True
+        ),
         data=DataConfig(
             corpus="python-stdlib", tokenizer="bytes", sequence_length=128, batch_size=16
         ),

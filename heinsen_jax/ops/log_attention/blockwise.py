@@ -5,7 +5,6 @@ inputs, and those of all tiers at once: backward needs the inputs themselves, th
 block, and which tier it took.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,18 +47,19 @@ class Streamed:
 
     Attributes:
       tier: (tokens, state) -> ((output, log Z), state after them).
-      most: how many tokens at a time.
+      piece: how many tokens at a time; divides those of a block.
     """
 
     tier: Callable
-    most: int
+    piece: int
 
-    def alone(self, length: int) -> Tiers:
+    def alone(self) -> Tiers:
+        """A way to compute a block that has no other tiers."""
         return Tiers(
             choose=lambda _tokens, _state: (jnp.zeros((), jnp.int32), ()),
             first=lambda tokens, state, found: self.tier(tokens, state),
             others=(),
-            block_size=math.gcd(length, self.most),
+            block_size=self.piece,
             recompute=True,
         )
 
@@ -91,7 +91,7 @@ def _forward(tiers: Tiers, tokens: Tokens, state: Any):
         return outputs, leaves
 
     def streamed(other, tokens, state, _found):
-        outputs, (_, saved, _) = _forward(other.alone(tokens.length), tokens, state)
+        outputs, (_, saved, _) = _forward(other.alone(), tokens, state)
         return outputs, varying_like(saved, tokens)
 
     def block(state, index):
@@ -138,7 +138,7 @@ def _backward(tiers: Tiers, saved, cotangents):
 
         def streamed(other, saved, tokens, _state, cotangents):
             saved = tokens, saved, _Static(None)
-            return _floating(_backward(other.alone(tokens.length), saved, cotangents))
+            return _floating(_backward(other.alone(), saved, cotangents))
 
         others = zip(tiers.others, kept[1:], strict=True)
         branches = [first, *(partial(streamed, *other) for other in others)]

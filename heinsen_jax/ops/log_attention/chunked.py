@@ -1,12 +1,12 @@
-"""Log-attention by matrix products where they are exact, and by exact small blocks elsewhere.
+"""Log-attention by matrix products over chunks where they are exact, by halves elsewhere.
 
 Three tiers, chosen block by block from two scalars measured beforehand:
 
 1. `one_level`: masked matrix products over chunks. Needs the range of exponents to hold how far
    keys *rise* inside a chunk above what its first query sees, plus the *span* of log-values;
-2. `exact.mean_attention`: small blocks, for any keys and decays. Needs room for the span alone;
+2. `exact.mean_attention`: by halves, for any keys and decays. Needs room for the span alone;
    values in linear space, as in `heinsen_attention`, have none;
-3. `exact.log_attention`: small blocks in log space, for everything.
+3. `exact.log_attention`: by halves in log space, for everything.
 
 Nothing is clamped.
 """
@@ -29,11 +29,11 @@ from heinsen_jax.ops.log_attention.tokens import Tokens
 from heinsen_jax.ops.numerics import safe_log, where_empty
 from heinsen_jax.typing import Array
 
-# Tokens held at once by slower tiers: so many that all tiers of a call need little more memory than
-# the first. For log-values those in linear space are held as well.
-MEANS_HELD = 1024
-MEANS_OF_LOGS_HELD = 512
-SUMS_HELD = 128
+# In how many pieces slower tiers compute a block: so many that all tiers of a call need little more
+# memory than the first. For log-values, averages hold those in linear space as well.
+PIECES_OF_MEANS = 1
+PIECES_OF_MEANS_OF_LOGS = 2
+PIECES_OF_SUMS = 8
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,10 @@ def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         log_y, log_z, state = exact.log_attention(tokens, state)
         return (log_y, log_z), state
 
-    others = Streamed(two, MEANS_OF_LOGS_HELD), Streamed(three, SUMS_HELD)
+    others = (
+        Streamed(two, _piece(block_size, PIECES_OF_MEANS_OF_LOGS)),
+        Streamed(three, _piece(block_size, PIECES_OF_SUMS)),
+    )
     return Tiers(choose, one, others, block_size, recompute)
 
 
@@ -157,7 +160,15 @@ def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         y, log_z, state = exact.mean_attention(tokens, state)
         return (y, log_z), state
 
-    return Tiers(choose, one, (Streamed(two, MEANS_HELD),), block_size, recompute)
+    return Tiers(
+        choose, one, (Streamed(two, _piece(block_size, PIECES_OF_MEANS)),), block_size, recompute
+    )
+
+
+def _piece(block_size: int, number: int) -> int:
+    """Tokens of the largest equal pieces that are at least `number`, or the smallest there are."""
+    sizes = range(exact.MULTIPLE, max(exact.MULTIPLE, block_size // number) + 1, exact.MULTIPLE)
+    return max(size for size in sizes if block_size % size == 0)
 
 
 def _to_means(tokens: Tokens, state: LogAttentionState, scale: Array) -> tuple[Tokens, MeanState]:

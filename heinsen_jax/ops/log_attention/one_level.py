@@ -179,7 +179,7 @@ def _products_backward(saved, cotangents):
     factors, documents, decay = saved[2:]
     (d_y, d_log_z), d_end = cotangents
     d_y = d_y * inverse[..., None]
-    d_total = d_log_z * inverse - jnp.sum(d_y * y, -1)
+    d_total = d_log_z * inverse - jnp.einsum("jxcv,jxcv->jxc", d_y, y)
 
     reading = _of_state(query, documents)
     d_s = jnp.einsum("jxck,jxcv->jxkv", reading, d_y)

@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
+HEADS, DEPTH = 8, 32  # of attention where it is measured alone
+SETTING = {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"}
 
 
 def environment() -> dict[str, Any]:
@@ -57,16 +61,28 @@ def interleaved_medians(
     return {name: statistics.median(of_all) for name, of_all in times.items()}
 
 
-def reset_peak_memory() -> int:
-    """Forgets the peak so far (compiling needs more than the call does); bytes in use now. Linux.
+def random_tokens(length: int, seed: int = 0) -> list[jax.Array]:
+    """query, key, log_value and a cotangent `[1, T, N, K]`."""
+    rng = np.random.default_rng(seed)
+    shape = 1, length, HEADS, DEPTH
+    return [jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(4)]
 
-    `ru_maxrss` cannot be reset: it would hide any call that needs less than its own compilation.
-    Freed memory is first given back to the system, where using it again counts.
+
+def added_memory(call: Callable[[], Any]) -> int:
+    """Bytes that a call, compiled before, adds to this process at its peak. Linux.
+
+    The peak so far is forgotten, since compiling needs more than the call does; `ru_maxrss` cannot
+    be reset. Freed memory is first given back to the system, where using it again counts.
     """
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
-    return resident_memory("VmRSS")
+    before = resident_memory("VmRSS")
+    outputs = jax.block_until_ready(call())
+    peak = resident_memory("VmHWM") - before
+    output_size = sum(x.nbytes for x in jax.tree.leaves(outputs))
+    assert peak >= output_size, f"a peak of {peak} bytes cannot hold outputs of {output_size}"
+    return peak
 
 
 def resident_memory(field: str) -> int:

@@ -32,13 +32,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import ROOT, environment, interleaved_medians
+from common import ROOT, SETTING, environment, interleaved_medians, random_tokens
 from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.ops import log_attention
 
-HEADS, DEPTH = 8, 32
 LENGTHS = (1024, 4096)
 REQUIRED = {  # times as fast as each peer, at each length
     "original": {1024: 100, 4096: 100},
@@ -62,12 +61,6 @@ class Options:
     turns: int = 7
 
 
-def random_tokens(length: int) -> list[np.ndarray]:
-    """query, key, log_value and a cotangent `[1, T, N, K]`."""
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal((1, length, HEADS, DEPTH)).astype(np.float32) for _ in range(4)]
-
-
 def in_jax(function: Callable) -> Callable:
     """function(query, key, log_value) -> a call that returns its output and gradients."""
 
@@ -76,7 +69,7 @@ def in_jax(function: Callable) -> Callable:
         output, pullback = jax.vjp(function, query, key, log_value)
         return output, *pullback(cotangent)
 
-    return lambda arrays: partial(differentiate, *map(jnp.asarray, arrays))
+    return lambda arrays: partial(differentiate, *arrays)
 
 
 def jla(query, key, log_value):
@@ -91,8 +84,8 @@ def jla(query, key, log_value):
 def in_torch(function: Callable) -> Callable:
     torch = importlib.import_module("torch")
 
-    def prepare(arrays: list[np.ndarray]) -> Callable:
-        *inputs, cotangent = (torch.from_numpy(np.swapaxes(x, 1, 2).copy()) for x in arrays)
+    def prepare(arrays: list[jax.Array]) -> Callable:
+        *inputs, cotangent = (torch.from_numpy(np.asarray(x).swapaxes(1, 2).copy()) for x in arrays)
         inputs = [x.requires_grad_() for x in inputs]
 
         def differentiate():
@@ -147,7 +140,7 @@ def main(options: Options) -> int:
     package = {"torch": "torch", "jla": "jax-linear-attention"}[options.peers]
     record: dict[str, Any] = {
         "environment": environment() | {package: version(package)},
-        "setting": {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"},
+        "setting": SETTING,
         "lengths": {n: compare(functions, n, options.turns) for n in LENGTHS},
     }
     table = Table("tokens", "", "ms", "ours is times as fast", "required", "met")

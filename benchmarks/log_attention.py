@@ -22,7 +22,16 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from common import ROOT, environment, interleaved_medians, reset_peak_memory, resident_memory
+from common import (
+    DEPTH,
+    HEADS,
+    ROOT,
+    SETTING,
+    added_memory,
+    environment,
+    interleaved_medians,
+    random_tokens,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +39,6 @@ from heinsen_jax.ops import LogAttentionState, log_attention
 
 Implementation = Literal["reference", "scan", "chunked"]
 
-HEADS, DEPTH = 8, 32
 COMPARED_LENGTH = 1024
 LENGTHS = [1024 * 2**i for i in range(7)]
 MEMORY_LENGTH = 16_384
@@ -55,13 +63,6 @@ class Options:
 
     output: Path = ROOT / "benchmarks/results/log_attention_cpu.json"
     repeats: int = 15
-
-
-def random_tokens(length: int, seed: int = 0) -> list[jax.Array]:
-    """query, key, log_value `[1, T, N, K]`, and the output's cotangent."""
-    rng = np.random.default_rng(seed)
-    draw = partial(rng.standard_normal, (1, length, HEADS, DEPTH), np.float32)
-    return [jnp.asarray(draw()) for _ in range(4)]
 
 
 @partial(jax.jit, static_argnames="implementation")
@@ -114,11 +115,7 @@ def peak_memory(implementation: Implementation) -> dict[str, int]:
     compiled = forward_backward.lower(*arrays, implementation).compile()
     analysis = compiled.memory_analysis()
     assert analysis is not None
-    before = reset_peak_memory()
-    outputs = jax.block_until_ready(compiled(*arrays))
-    peak = resident_memory("VmHWM") - before
-    output_size = sum(x.nbytes for x in jax.tree.leaves(outputs))
-    assert peak >= output_size, f"a peak of {peak} bytes cannot hold outputs of {output_size}"
+    peak = added_memory(lambda: compiled(*arrays))
     return {"peak": peak, "compiled_temporary": analysis.temp_size_in_bytes}
 
 
@@ -213,7 +210,7 @@ def main(options: Options) -> int:
 
     record: dict[str, Any] = {
         "environment": environment() | {"load_before": os.getloadavg()[0]},
-        "setting": {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"},
+        "setting": SETTING,
         "relative_errors": errors,
         "speed_seconds": compare_speed(options.repeats),
         "seconds_per_length": time_per_length(options.repeats),

@@ -22,9 +22,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
-from common import ROOT, environment, interleaved_medians
+from common import DEPTH, HEADS, ROOT, SETTING, environment, interleaved_medians, random_tokens
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +31,6 @@ from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention import chunked
 from heinsen_jax.ops.log_attention.chunked import Chunked
 
-HEADS, DEPTH = 8, 32
 LENGTHS = (1024, 4096)
 LARGE = 2048  # rows and columns of the product that the matmul rate is measured by
 REQUIRED = {"two": 3.0, "two, decay": 4.0, "three": 8.0}
@@ -55,9 +53,8 @@ class Options:
 def inputs(length: int) -> dict[str, tuple[dict[str, jax.Array], jax.Array]]:
     """Arguments that need each tier, with a cotangent: keys rise by 2 nats a token, or log-values
     have a standard deviation of 100 nats."""
-    rng = np.random.default_rng(0)
-    draw = partial(rng.standard_normal, (1, length, HEADS, DEPTH), np.float32)
-    query, key, log_value, decay, cotangent = (jnp.asarray(draw()) for _ in range(5))
+    query, key, log_value, cotangent = random_tokens(length)
+    decay = -jnp.abs(random_tokens(length, seed=1)[0]) / 2
     rises = 2.0 * jnp.arange(length, dtype=jnp.float32)[None, :, None, None]
     arguments = {"query": query, "key": key, "log_value": log_value}
     tiers = {
@@ -65,7 +62,7 @@ def inputs(length: int) -> dict[str, tuple[dict[str, jax.Array], jax.Array]]:
         "two": arguments | {"key": key + rises},
         "three": arguments | {"log_value": 100 * log_value},
     }
-    with_decay = {"log_decay": -jnp.abs(decay) / 2}
+    with_decay = {"log_decay": decay}
     tiers |= {f"{name}, decay": tier | with_decay for name, tier in tiers.items()}
     return {name: (tier, cotangent) for name, tier in tiers.items()}
 
@@ -181,7 +178,7 @@ def main(options: Options) -> int:
     functions = {"log_attention": log_attention, "heinsen_attention": heinsen_attention}
     record: dict[str, Any] = {
         "environment": environment(),
-        "setting": {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"},
+        "setting": SETTING,
         "tiers": {
             name: {n: time_tiers(function, n, options.turns) for n in LENGTHS}
             for name, function in functions.items()

@@ -2,13 +2,9 @@
 
 from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-
 from heinsen_jax.ops.log_attention import call
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.state import LogAttentionState
-from heinsen_jax.ops.numerics import signed_log_difference
 from heinsen_jax.typing import Array
 
 Implementation = Literal["reference", "scan", "chunked", "gpu"] | Chunked
@@ -64,9 +60,9 @@ def log_attention(
       return_state: whether to return also the state after all S tokens. It has the total of decay
         and segments in `log_decay`, unless an initial state without it was given.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
-        "chunked" (matrix products over chunks where these are exact, small exact blocks elsewhere;
-        or a `Chunked` with other sizes), or None to choose by shape. A named one never falls back
-        to another. "chunked" has reverse-mode derivatives only.
+        "chunked" (matrix products over chunks where these are exact, by halves elsewhere; or a
+        `Chunked` with other sizes), or None to choose by shape. A named one never falls back to
+        another. "chunked" has reverse-mode derivatives only.
 
     Returns:
       log Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogAttentionState`. A query
@@ -80,30 +76,22 @@ def log_attention(
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
     """
-    arguments = call.Arguments(
-        query=query,
-        key=key,
-        value=log_value,
-        value_name="log_value",
-        is_causal=is_causal,
-        segment_ids=segment_ids,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        log_decay=log_decay,
-        state=initial_state,
-        return_state=return_state,
-        implementation=implementation,
+    return call.run(
+        call.Arguments(
+            query=query,
+            key=key,
+            value=log_value,
+            value_name="log_value",
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=local_window_size,
+            log_decay=log_decay,
+            state=initial_state,
+            return_state=return_state,
+            implementation=implementation,
+        )
     )
-    if jnp.iscomplexobj(log_value):
-        log_y, state = _signed(arguments)
-    else:
-        if initial_state is not None and jnp.iscomplexobj(initial_state.log_s):
-            raise ValueError(
-                "initial_state.log_s is complex, for values of either sign, but log_value is real: "
-                "pass log_value.astype(complex) or the state of a call with real log_value"
-            )
-        log_y, state = call.run(arguments)
-    return (log_y, state) if return_state else log_y
 
 
 def heinsen_attention(
@@ -141,7 +129,7 @@ def heinsen_attention(
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
     """
-    y, state = call.run(
+    return call.run(
         call.Arguments(
             query=query,
             key=key,
@@ -157,24 +145,3 @@ def heinsen_attention(
             implementation=implementation,
         )
     )
-    return (y, state) if return_state else y
-
-
-def _signed(arguments: call.Arguments) -> tuple[Array, LogAttentionState]:
-    """Positive and negative values as twice as many features: each has a logarithm."""
-
-    def split(x: Array) -> Array:
-        negative = jnp.abs(x.imag) > jnp.pi / 2
-        parts = [jnp.where(negative, -jnp.inf, x.real), jnp.where(negative, x.real, -jnp.inf)]
-        return jnp.concatenate(parts, -1)
-
-    def join(x: Array) -> Array:
-        size, is_negative = signed_log_difference(*jnp.split(x, 2, -1))
-        return jax.lax.complex(size, jnp.where(is_negative, jnp.pi, 0).astype(size.dtype))
-
-    state = arguments.state
-    if state is not None:
-        log_s = split(state.log_s.astype(jnp.promote_types(state.log_s.dtype, jnp.complex64)))
-        state = LogAttentionState(log_s, state.log_z, state.log_decay)
-    log_y, state = call.run(arguments.replace(value=split(arguments.value), state=state))
-    return join(log_y), LogAttentionState(join(state.log_s), state.log_z, state.log_decay)

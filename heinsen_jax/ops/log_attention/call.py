@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from heinsen_jax.ops.log_attention import passes, reference
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.scan import Scan
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens, varying_like
+from heinsen_jax.ops.numerics import signed_log_difference
 from heinsen_jax.typing import Array
 
 NAMES = ("reference", "scan", "chunked", "gpu")
@@ -34,9 +36,6 @@ class Arguments:
     return_state: bool
     implementation: Any
 
-    def replace(self, **changes: Any) -> "Arguments":
-        return dataclasses.replace(self, **changes)
-
     @property
     def batch(self) -> tuple[int, ...]:
         return self.query.shape[:-3]
@@ -47,8 +46,35 @@ class Arguments:
         return self.value_name == "value"
 
 
-def run(arguments: Arguments) -> tuple[Array, LogAttentionState]:
-    """The output and the state after all tokens."""
+def run(arguments: Arguments) -> Any:
+    """The output, or a pair of it and the state after all tokens."""
+    is_signed = jnp.iscomplexobj(arguments.value) and not arguments.is_linear
+    output, state = _signed(arguments) if is_signed else _attend(arguments)
+    return (output, state) if arguments.return_state else output
+
+
+def _signed(arguments: Arguments) -> tuple[Array, LogAttentionState]:
+    """Positive and negative values as twice as many features: each has a logarithm."""
+
+    def split(x: Array) -> Array:
+        negative = jnp.abs(x.imag) > jnp.pi / 2
+        parts = [jnp.where(negative, -jnp.inf, x.real), jnp.where(negative, x.real, -jnp.inf)]
+        return jnp.concatenate(parts, -1)
+
+    def join(x: Array) -> Array:
+        size, is_negative = signed_log_difference(*jnp.split(x, 2, -1))
+        return lax.complex(size, jnp.where(is_negative, jnp.pi, 0).astype(size.dtype))
+
+    state = arguments.state
+    if state is not None:
+        log_s = state.log_s.astype(jnp.promote_types(state.log_s.dtype, jnp.complex64))
+        state = dataclasses.replace(state, log_s=split(log_s))
+    value = split(arguments.value)
+    log_y, state = _attend(dataclasses.replace(arguments, value=value, state=state))
+    return join(log_y), dataclasses.replace(state, log_s=join(state.log_s))
+
+
+def _attend(arguments: Arguments) -> tuple[Array, LogAttentionState]:
     _check_arrays(arguments)
     _check_combination(arguments)
     implementation = _choose(arguments)
@@ -103,6 +129,11 @@ def _state(arguments: Arguments) -> LogAttentionState:
         return LogAttentionState.empty(arguments.batch, groups, key_depth, value_depth, dtype)
     arrays = {"query": arguments.query, "key": arguments.key}
     arguments.state.check(**arrays, **{arguments.value_name: arguments.value})
+    if jnp.iscomplexobj(arguments.state.log_s) and not arguments.is_linear:
+        raise ValueError(
+            "initial_state.log_s is complex, for values of either sign, but log_value is real: "
+            "pass log_value.astype(complex) or the state of a call with real log_value"
+        )
     return arguments.state
 
 

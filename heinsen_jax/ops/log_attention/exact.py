@@ -25,7 +25,6 @@ from heinsen_jax.ops.numerics import (
     log_matmul,
     log_sum_exp,
     scaled_matmul,
-    share,
 )
 from heinsen_jax.typing import Array
 
@@ -38,9 +37,7 @@ def mean_attention(tokens: Tokens, state: MeanState) -> tuple[Array, Array, Mean
     """Y, log Z and the state after all tokens; their number is a multiple of `MULTIPLE`."""
     query, key, value, decay = _chunks(tokens, CHUNK)
     chunks = _by_halves(_WEIGHTS, query, key, value, decay)
-    log_z = log_sum_exp(chunks.to_end, 1)
-    shares = share(chunks.to_end, log_z[:, None])
-    added = MeanState(log_z, jnp.einsum("nck,ncv->nkv", shares, value))
+    added = MeanState.of(chunks.to_end, value)
     before, after = _states(added, chunks.decay, fold(state))
 
     past = Scaled.exp(chunks.from_start + before.log_z[:, None], -1)
@@ -182,10 +179,7 @@ def _whole(left: Array, right: Array, heads: int = 1) -> Array:
 
 def _chunks(tokens: Tokens, most: int) -> tuple[Array, Array, Array, Array | None]:
     """Q `[N, R C, K]`, K, V and, with -inf where a document starts, decay `[N, C, .]`, N = J X."""
-    decay = tokens.log_decay
-    if tokens.starts is not None:
-        decay = jnp.zeros_like(tokens.key[..., :1]) if decay is None else decay
-        decay = jnp.where(tokens.starts[..., None, None], -jnp.inf, decay)
+    decay = tokens.decay_and_starts
     size = math.gcd(tokens.length, most)
 
     def cut(x: Array) -> Array:

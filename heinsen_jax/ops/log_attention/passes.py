@@ -58,7 +58,7 @@ def read_all(tokens: Tokens, state: Any) -> tuple[Array, Any]:
     batch, length, groups, heads, depth = tokens.query.shape
     rows = jnp.moveaxis(tokens.query, 1, 3).reshape(batch, groups, heads * length, depth)
     if isinstance(state, MeanState):
-        state = state.absorb(key, value)
+        state = state.merge(MeanState.of(key, value))
         y = state.attend(rows)
     else:
         state = log_states.absorb(state, key, value)

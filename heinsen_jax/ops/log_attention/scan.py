@@ -24,7 +24,9 @@ class Scan:
     """As `Chunked`, by eqs. (4)-(6): log Y_t = LSE_K(Q_t + H_S,t) - LSE_K(Q_t + H_Z,t)."""
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
-        decay = _log_coefficients(tokens)
+        decay = tokens.decay_and_starts
+        if decay is None:
+            decay = jnp.zeros((1, tokens.length, 1, 1), tokens.key.dtype)
         if isinstance(state, MeanState):
             h_z = log_linear_recurrence(decay, tokens.key, initial=state.log_z, axis=1)
             before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
@@ -58,13 +60,3 @@ def _middle(key: Array, log_z: Array) -> Array:
     """The largest key of each head, those of the state included, `[B, G, 1]`; 0 if all are -inf."""
     largest = jnp.maximum(jnp.max(key, 1), log_z)
     return where_empty(jnp.max(largest, -1, keepdims=True), 0.0)
-
-
-def _log_coefficients(tokens: Tokens) -> Array:
-    """What each token multiplies the state before it by, in log space: `[B, T, G, K]` or 1s."""
-    decay = tokens.log_decay
-    if decay is None:
-        decay = jnp.zeros((1, tokens.length, 1, 1), tokens.key.dtype)
-    if tokens.starts is not None:
-        decay = jnp.where(tokens.starts[..., None, None], -jnp.inf, decay)
-    return decay

@@ -167,12 +167,12 @@ class MeanState:
     log_z: Array
     mean: Array
 
-    def absorb(self, key: Array, value: Array) -> MeanState:
-        """Adds tokens: key `[..., S, K]`, value `[..., S, V]` of either sign."""
+    @classmethod
+    def of(cls, key: Array, value: Array) -> MeanState:
+        """The state of tokens: key `[..., S, K]`, value `[..., S, V]` of either sign."""
         log_z = log_sum_exp(key, -2)
         shares = share(key, log_z[..., None, :])
-        added = MeanState(log_z, jnp.einsum("...sk,...sv->...kv", shares, value))
-        return self.merge(added)
+        return cls(log_z, jnp.einsum("...sk,...sv->...kv", shares, value))
 
     def attend(self, query: Array) -> Array:
         """Y = softmax_K(Q + H_Z) M for query `[..., T, K]`; 0 from an empty state."""

@@ -35,6 +35,14 @@ class Tokens:
     def length(self) -> int:
         return self.key.shape[1]
 
+    @property
+    def decay_and_starts(self) -> Array | None:
+        """`log_decay` with -inf where a document starts; None if there is neither."""
+        if self.starts is None:
+            return self.log_decay
+        decay = jnp.zeros_like(self.key[..., :1]) if self.log_decay is None else self.log_decay
+        return jnp.where(self.starts[..., None, None], -jnp.inf, decay)
+
     def documents(self, size: int) -> Array:
         """How many documents have begun in a token's chunk, up to it: `[J, X, C]`."""
         assert self.starts is not None

@@ -1,0 +1,112 @@
+"""What calls are refused, with which message."""
+
+import jax.numpy as jnp
+import pytest
+
+from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
+
+each_function = pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+
+
+def arrays(query=(4, 2, 3), key=(4, 2, 3), value=(4, 2, 5)):
+    return [jnp.zeros(shape) for shape in (query, key, value)]
+
+
+STATE = LogAttentionState.empty((), 2, 3, 5)
+
+
+@each_function
+@pytest.mark.parametrize(
+    ("shapes", "keywords", "message"),
+    [
+        (
+            {"query": (4, 3)},
+            {},
+            r"query must be \[\.\.\., tokens, heads, depth\], has shape \(4, 3\)",
+        ),
+        ({"key": (4, 3)}, {}, "key must be"),
+        ({"value": (4, 3)}, {}, "value must be"),
+        ({"query": (7, 4, 2, 3)}, {}, r"batch axes .* query \(7, 4, 2, 3\)"),
+        ({"value": (3, 2, 5)}, {}, "same tokens and heads"),
+        ({"value": (4, 1, 5)}, {}, "same tokens and heads"),
+        ({"query": (4, 2, 9)}, {}, "query and key must have the same depth"),
+        ({"query": (4, 3, 3)}, {}, "num_heads 3 must be a multiple of num_kv_heads 2"),
+        ({"key": (4, 0, 3), "value": (4, 0, 5)}, {}, "must be a multiple of num_kv_heads 0"),
+        ({"query": (5, 2, 3)}, {}, "causal attention needs as many queries as keys"),
+        ({}, {"implementation": "fast"}, r"None or one of \[.*\], not 'fast'"),
+        ({}, {"initial_state": LogAttentionState.empty((1,), 2, 3, 5)}, "does not fit a state"),
+        ({}, {"initial_state": LogAttentionState.empty((), 1, 3, 5)}, "does not fit a state"),
+        ({}, {"initial_state": LogAttentionState.empty((), 2, 4, 5)}, "does not fit a state"),
+        ({}, {"initial_state": LogAttentionState.empty((), 2, 3, 4)}, "value of shape .* does not"),
+    ],
+)
+def test_arguments_that_do_not_fit(function, shapes, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        function(*arrays(**shapes), **keywords)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_integers_are_refused(position):
+    inputs = arrays()
+    inputs[position] = inputs[position].astype(jnp.int32)
+    name = ("query", "key", "log_value")[position]
+    with pytest.raises(ValueError, match=f"{name} must be floating point, is int32"):
+        log_attention(*inputs)
+
+
+@each_function
+def test_gpu_is_refused_with_the_reason(function):
+    with pytest.raises(NotImplementedError, match='no fused kernel yet; use "chunked"'):
+        function(*arrays(), implementation="gpu")
+
+
+def test_log_attention_refuses_the_complex_state_of_heinsen_attention():
+    with pytest.raises(ValueError, match=r"initial_state\.log_s is complex"):
+        log_attention(*arrays(), initial_state=LogAttentionState.empty((), 2, 3, 5, jnp.complex64))
+
+
+@each_function
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"local_window_size": 2, "is_causal": False}, "local_window_size with is_causal=False"),
+        ({"local_window_size": 2, "initial_state": STATE}, "local_window_size with initial_state"),
+        ({"local_window_size": 2, "return_state": True}, "local_window_size with .*return_state"),
+        (
+            {"segment_ids": jnp.zeros(4, int), "log_decay": -jnp.ones((4, 2)), "is_causal": False},
+            "segment_ids and log_decay with is_causal=False",
+        ),
+    ],
+)
+def test_what_does_not_go_together(function, keywords, message):
+    with pytest.raises(NotImplementedError, match=message):
+        function(*arrays(), **keywords)
+
+
+@each_function
+def test_segments_of_other_queries(function):
+    query = jnp.ones((7, 2, 3))
+    with pytest.raises(NotImplementedError, match="fewer or more queries than keys"):
+        function(query, *arrays()[1:], segment_ids=jnp.zeros(4, int), is_causal=False)
+
+
+@each_function
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"local_window_size": 0}, "local_window_size must be a whole number >= 1, is 0"),
+        ({"local_window_size": 2.0}, "local_window_size must be a whole number >= 1, is 2.0"),
+        ({"segment_ids": jnp.zeros(3, int)}, r"segment_ids must have shape \(4,\), has \(3,\)"),
+        ({"segment_ids": jnp.ones(4)}, "segment_ids must be of a kind of integer, is float32"),
+        (
+            {"key_value_seq_lengths": jnp.zeros(3, int)},
+            r"key_value_seq_lengths must have shape \(\) or \(2,\), has \(3,\)",
+        ),
+        ({"key_value_seq_lengths": jnp.float32(2)}, "key_value_seq_lengths must be of a kind of"),
+        ({"log_decay": jnp.ones(4)}, r"log_decay must have shape \(4, 2\) or .*, has \(4,\)"),
+        ({"log_decay": jnp.zeros((4, 2), int)}, "log_decay must be of a kind of floating"),
+    ],
+)
+def test_keywords_that_do_not_fit(function, keywords, message):
+    with pytest.raises(ValueError, match=message):
+        function(*arrays(), **keywords)

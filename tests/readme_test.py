@@ -72,6 +72,7 @@ def test_costs_of_exactness_are_those_of_the_results():
     for tier in ("two", "two, decay", "three"):
         assert f"| {lengths[0][tier]:.1f} | {lengths[1][tier]:.1f} |" in table
     assert f"takes {100 * measured['test']['cost_over']['told']:.0f}% of that" in README
+    assert f"same program {100 * measured['test']['cost_over']['alone']:.0f}%" in README
     assert f"reach {100 * measured['matmul']['fraction']:.0f}% of the rate" in README
 
 
@@ -83,6 +84,9 @@ def test_a_million_tokens_are_those_of_the_results():
 
 
 def test_training_steps_are_those_of_the_results():
-    seconds = result("training_step")["seconds"]
+    measured = result("training_step")
+    seconds, profile = measured["seconds"], measured["profile"]
     assert f"takes {1e3 * seconds['ours']:.1f} ms" in README
     assert f"trains it in PyTorch, {1e3 * seconds['peer']:.1f} ms" in README
+    shares = f"{100 * profile['log_attention']:.0f}% goes into\nlog-attention, "
+    assert shares + f"{100 * profile['attention']:.0f}% into its layer's" in README

@@ -8,6 +8,13 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_heads,
+    check_same_length,
+    check_tokens,
+    is_there,
+)
 from heinsen_jax.ops.log_attention import passes, reference
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.scan import Scan
@@ -79,8 +86,8 @@ def _attend(arguments: Arguments) -> tuple[Array, LogAttentionState]:
     _check_combination(arguments)
     implementation = _choose(arguments)
     state = _state(arguments)
-    tokens, is_there, segment_ids = _tokens(arguments)
-    masked = _masked(tokens, is_there, segment_ids)
+    tokens, there, segment_ids = _tokens(arguments)
+    masked = _masked(tokens, there, segment_ids)
 
     inside = LogAttentionState(_one_batch(state.log_s, 3), _one_batch(state.log_z, 2))
     inside = varying_like(inside, tokens)
@@ -94,7 +101,7 @@ def _attend(arguments: Arguments) -> tuple[Array, LogAttentionState]:
             tokens.value,
             inside,
             is_causal=arguments.is_causal,
-            is_there=is_there,
+            is_there=there,
             segment_ids=segment_ids,
             window=arguments.local_window_size,
             log_decay=tokens.log_decay,
@@ -159,37 +166,33 @@ def _tokens(arguments: Arguments) -> tuple[Tokens, Array | None, Array | None]:
         jnp.asarray(arguments.value, dtype).reshape(batch, sources, groups, value_depth),
         log_decay,
     )
-    is_there = segment_ids = None
+    there = segment_ids = None
     if arguments.segment_ids is not None:
         segment_ids = jnp.asarray(arguments.segment_ids).reshape(batch, sources)
     if arguments.key_value_seq_lengths is not None:
-        lengths = jnp.asarray(arguments.key_value_seq_lengths)
-        bounds = lengths.reshape(batch, lengths.size // max(batch, 1))
-        index = jnp.arange(sources)[None]
-        is_there = index < bounds[:, -1:]
-        if bounds.shape[-1] == 2:
-            is_there &= index >= bounds[:, :1]
-    if is_there is not None and arguments.is_causal:  # NaN times a cotangent of 0 would be NaN
-        usable = is_there[..., None, None, None] | jnp.isfinite(tokens.query)
+        there = is_there(arguments.key_value_seq_lengths, arguments.batch, sources)
+        there = there.reshape(batch, sources)
+    if there is not None and arguments.is_causal:  # NaN times a cotangent of 0 would be NaN
+        usable = there[..., None, None, None] | jnp.isfinite(tokens.query)
         tokens = dataclasses.replace(tokens, query=jnp.where(usable, tokens.query, 0))
-    return tokens, is_there, segment_ids
+    return tokens, there, segment_ids
 
 
-def _masked(tokens: Tokens, is_there: Array | None, segment_ids: Array | None) -> Tokens:
+def _masked(tokens: Tokens, there: Array | None, segment_ids: Array | None) -> Tokens:
     """Padding unseen, and segments as the places where they start."""
-    if is_there is not None:
-        there = is_there[..., None, None]
+    if there is not None:
+        each = there[..., None, None]
         log_decay = tokens.log_decay
         tokens = dataclasses.replace(
             tokens,
-            key=jnp.where(there, tokens.key, -jnp.inf),
-            value=jnp.where(there, tokens.value, 0),
-            log_decay=None if log_decay is None else jnp.where(there, log_decay, 0),
+            key=jnp.where(each, tokens.key, -jnp.inf),
+            value=jnp.where(each, tokens.value, 0),
+            log_decay=None if log_decay is None else jnp.where(each, log_decay, 0),
         )
     if segment_ids is not None:
         starts = segment_ids[:, 1:] != segment_ids[:, :-1]
-        if is_there is not None:  # padding belongs to the segment beside it
-            starts &= is_there[:, 1:] & is_there[:, :-1]
+        if there is not None:  # padding belongs to the segment beside it
+            starts &= there[:, 1:] & there[:, :-1]
         starts = jnp.concatenate([jnp.zeros_like(starts, shape=(len(starts), 1)), starts], 1)
         tokens = dataclasses.replace(tokens, starts=starts[:, : tokens.length])
     return tokens
@@ -256,45 +259,14 @@ def _check_combination(arguments: Arguments) -> None:
 
 
 def _check_arrays(arguments: Arguments) -> None:
-    query, key, value = arguments.query, arguments.key, arguments.value
-    name = arguments.value_name
-    shapes = f"query {query.shape}, key {key.shape}, {name} {value.shape}"
-    for array_name, x in {"query": query, "key": key, name: value}.items():
-        if x.ndim < 3:
-            raise ValueError(
-                f"{array_name} must be [..., tokens, heads, depth], has shape {x.shape}"
-            )
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{array_name} must be floating point, is {x.dtype}")
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"batch axes (all but the last three) must be equal: {shapes}")
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"key and {name} must have the same tokens and heads: {shapes}")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same depth: {shapes}")
-    if key.shape[-2] == 0 or query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            f"num_heads {query.shape[-2]} must be a multiple of num_kv_heads {key.shape[-2]}: "
-            f"{shapes}"
-        )
-    if arguments.is_causal and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            "causal attention needs as many queries as keys; for others pass is_causal=False: "
-            f"{shapes}"
-        )
-    tokens = key.shape[:-2]
-    _check_array("segment_ids", arguments.segment_ids, (tokens,), jnp.integer)
-    lengths = tokens[:-1], (*tokens[:-1], 2)
-    _check_array("key_value_seq_lengths", arguments.key_value_seq_lengths, lengths, jnp.integer)
+    query, key = arguments.query, arguments.key
+    check_heads(query, key, arguments.value, arguments.value_name)
+    if arguments.is_causal:
+        check_same_length(query, key)
+    check_tokens(
+        key.shape[:-2],
+        segment_ids=arguments.segment_ids,
+        key_value_seq_lengths=arguments.key_value_seq_lengths,
+    )
     decays = key.shape[:-1], key.shape
-    _check_array("log_decay", arguments.log_decay, decays, jnp.floating)
-
-
-def _check_array(name: str, x: Array | None, shapes: tuple, kind: Any) -> None:
-    if x is None:
-        return
-    if x.shape not in shapes:
-        expected = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must have shape {expected}, has {x.shape}")
-    if not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"{name} must be of a kind of {kind.__name__}, is {x.dtype}")
+    check_array("log_decay", arguments.log_decay, decays, jnp.floating)

@@ -10,6 +10,8 @@ import pytest
 
 GOLDEN_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "golden"
 
+MOST_MEMORY_MAPS = 20_000  # Linux allows 65,530
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The first example of a test pays for its compilation.
@@ -17,11 +19,35 @@ hypothesis.settings.register_profile("compiled", deadline=None)
 hypothesis.settings.load_profile("compiled")
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def forget_compiled_functions() -> Iterator[None]:
     """Thousands of compiled CPU functions exhaust a process's memory maps: XLA then crashes."""
     yield
+    if memory_maps() > MOST_MEMORY_MAPS:
+        jax.clear_caches()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_functions_of_a_module() -> Iterator[None]:
+    yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def quick_compilation() -> Iterator[None]:
+    """For modules whose time is nearly all compilation; other tests run what optimisation makes."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def memory_maps() -> int:
+    """How many this process has; 0 where the system does not say."""
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except OSError:
+        return 0
 
 
 @pytest.fixture

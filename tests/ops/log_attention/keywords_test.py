@@ -1,7 +1,6 @@
 """Segments, padding, windows, decay and complex values: alone, together, and not together."""
 
 import itertools
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,17 +14,7 @@ from hypothesis import strategies as st
 from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
 from tests.ops.log_attention.cases import FAST, IMPLEMENTATIONS, assert_within, in_float64
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Nearly all of the time here is compilation; other tests run what optimisation makes of it."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
 
 BATCH, LENGTH, HEADS, GROUPS, KEY_DEPTH, VALUE_DEPTH = 2, 70, 2, 1, 3, 2
 SEEDS = st.integers(0, 2**32 - 1)

@@ -1,0 +1,270 @@
+"""Softmax attention that sees a part of the keys: windows, dilated or with global tokens, and
+sparse blocks. Exact, in time of what is seen."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax.numpy as jnp
+
+from heinsen_jax.ops import masks
+from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens
+from heinsen_jax.ops.masks import Mask
+from heinsen_jax.ops.softmax import Implementation, dot_product_attention, reach
+from heinsen_jax.typing import Array
+
+Pattern = Literal["local", "strided", "fixed"]
+
+
+def sliding_window_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    local_window_size: int | tuple[int, int],
+    is_causal: bool = True,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Softmax attention over the nearest tokens (Beltagy et al., 2020, section 3.1).
+
+    A causal query sees the last `local_window_size` tokens, itself included; otherwise as many on
+    each side, or those before and after it that a pair says.
+
+    Args, Returns, Raises: as `dot_product_attention`.
+
+    References:
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
+    """
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        segment_ids=segment_ids,
+        key_value_seq_lengths=key_value_seq_lengths,
+        scale=scale,
+        implementation=implementation,
+    )
+
+
+def dilated_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    local_window_size: int | tuple[int, int],
+    dilation: int,
+    is_causal: bool = True,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Softmax attention over every `dilation`-th token (Beltagy et al., 2020, section 3.1).
+
+    Query t sees t, t - dilation, ...: `local_window_size` tokens, itself included, and as many
+    after it if not causal; or those before and after it that a pair says. A dilation of 1 leaves no
+    gaps.
+    These are sliding windows over `dilation` sequences, so the time does not depend on it.
+
+    Args, Returns, Raises: as `dot_product_attention`; ValueError where dilation < 1.
+
+    References:
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
+    """
+    check_heads(query, key, value)
+    check_same_length(query, key)
+    tokens = key.shape[:-2]
+    check_tokens(tokens, segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths)
+    if dilation < 1:
+        raise ValueError(f"dilation must be at least 1, is {dilation}")
+    *batch, length = tokens
+    axis = len(batch)
+    rows = -(-length // dilation)
+
+    def apart(x: Array | None) -> Array | None:
+        """`[*B, T, ...]` -> `[*B, dilation, rows, ...]`"""
+        if x is None:
+            return None
+        after = x.ndim - axis - 1
+        x = jnp.pad(x, [(0, 0)] * axis + [(0, rows * dilation - length)] + [(0, 0)] * after)
+        return jnp.swapaxes(x.reshape(*batch, rows, dilation, *x.shape[axis + 1 :]), axis, axis + 1)
+
+    bounds = jnp.asarray(length if key_value_seq_lengths is None else key_value_seq_lengths)
+    bounds = bounds[..., None] if bounds.ndim in (0, axis) else bounds
+    bounds = jnp.broadcast_to(bounds[..., None, :], (*batch, dilation, bounds.shape[-1]))
+    first = jnp.arange(dilation).reshape((1,) * axis + (dilation, 1))
+    bounds = -(-jnp.maximum(bounds - first, 0) // dilation)  # whose first token is at `first`
+    heads = [apart(query), apart(key), apart(value)]
+    y = dot_product_attention(
+        *(x for x in heads if x is not None),
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        segment_ids=apart(segment_ids),
+        key_value_seq_lengths=bounds if bounds.shape[-1] == 2 else bounds[..., 0],
+        scale=scale,
+        implementation=implementation,
+    )
+    y = jnp.swapaxes(y, axis, axis + 1)
+    y = y.reshape(*batch, rows * dilation, *y.shape[axis + 2 :])
+    return y[..., :length, :, :]
+
+
+def longformer_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    local_window_size: int | tuple[int, int],
+    global_positions: Sequence[int],
+    global_heads: tuple[Array, Array, Array] | None = None,
+    is_causal: bool = False,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Sliding windows, and a few tokens that all see and that see all (Beltagy et al., 2020).
+
+    Args:
+      query, key, value, local_window_size: as `sliding_window_attention`. A global key inside a
+        window is seen once.
+      global_positions: of the global tokens.
+      global_heads: query, key and value of projections of their own, `[*B, T, ., .]`, by which the
+        global tokens see; the same as the others' when None.
+      is_causal: whether even global tokens see only what is before them.
+      segment_ids, key_value_seq_lengths, scale, implementation: as `dot_product_attention`.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`.
+
+    Raises:
+      ValueError, NotImplementedError: as `dot_product_attention`; a position is not among the
+        tokens.
+
+    References:
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
+    """
+    check_heads(query, key, value)
+    check_same_length(query, key)
+    positions = sorted(set(global_positions))
+    length = query.shape[-3]
+    if positions and not 0 <= positions[0] <= positions[-1] < length:
+        raise ValueError(f"global_positions must be in 0 .. {length - 1}, are {positions}")
+    rule = masks.Window(*reach(local_window_size, is_causal))
+    rule = rule | masks.Global(_runs(positions), seen_only=global_heads is not None)
+    y = dot_product_attention(
+        query,
+        key,
+        value,
+        mask=rule,
+        is_causal=is_causal,
+        segment_ids=segment_ids,
+        key_value_seq_lengths=key_value_seq_lengths,
+        scale=scale,
+        implementation=implementation,
+    )
+    if global_heads is None or not positions:
+        return y
+    query, key, value = global_heads
+    index = jnp.asarray(positions)
+    mask = index[:, None] >= jnp.arange(length)[None] if is_causal else None
+    if segment_ids is not None:
+        same = (segment_ids[..., index, None] == segment_ids[..., None, :])[..., None, :, :]
+        mask = same if mask is None else same & jnp.broadcast_to(mask, same.shape)
+    rows = dot_product_attention(
+        query[..., index, :, :],
+        key,
+        value,
+        mask=mask,
+        key_value_seq_lengths=key_value_seq_lengths,
+        scale=scale,
+    )
+    return y.at[..., index, :, :].set(rows)
+
+
+def block_sparse_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    pattern: Pattern = "fixed",
+    block_size: int,
+    num_summaries: int = 1,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Causal softmax attention by one of the patterns of Child et al. (2019), section 4.2.
+
+    With l = block_size, query i sees key j <= i where
+
+        local:    i - j < l
+        strided:  (i - j) mod l = 0
+        fixed:    floor(j / l) = floor(i / l)  or  j mod l >= l - num_summaries
+
+    Time is O(T sqrt(T)) if l is about sqrt(T). Liu et al.'s (2018) independent blocks are `fixed`
+    with no summaries. The paper alternates patterns from layer to layer.
+
+    Args:
+      query, key, value: as `dot_product_attention`, like all other arguments.
+      pattern: as above.
+      block_size: l.
+      num_summaries: the last tokens of each block that later ones see.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`.
+
+    Raises:
+      ValueError: as `dot_product_attention`; a size is out of its range.
+
+    References:
+      Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509.
+    """
+    options = {
+        "segment_ids": segment_ids,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "scale": scale,
+        "implementation": implementation,
+    }
+    if pattern == "strided":  # a sequence of its own for each remainder
+        check_block(pattern, block_size, num_summaries)
+        window = max(query.shape[-3], 1)
+        return dilated_attention(
+            query, key, value, local_window_size=window, dilation=block_size, **options
+        )
+    rule = block_rule(pattern, block_size, num_summaries)
+    return dot_product_attention(query, key, value, mask=rule, is_causal=True, **options)
+
+
+def block_rule(pattern: Pattern, block_size: int, num_summaries: int) -> Mask:
+    """The keys that a pattern lets a query see, of those up to itself."""
+    check_block(pattern, block_size, num_summaries)
+    if pattern == "local":
+        return masks.Window(block_size - 1)
+    if pattern == "strided":
+        return masks.Strided(block_size)
+    return masks.SameBlock(block_size) | masks.BlockEnds(block_size, num_summaries)
+
+
+def check_block(pattern: str, block_size: int, num_summaries: int) -> None:
+    if pattern not in ("local", "strided", "fixed"):
+        raise ValueError(f"pattern must be 'local', 'strided' or 'fixed', not {pattern!r}")
+    if block_size < 1:
+        raise ValueError(f"block_size must be at least 1, is {block_size}")
+    if pattern == "fixed" and not 0 <= num_summaries <= block_size:
+        raise ValueError(f"num_summaries must be in 0 .. block_size={block_size}: {num_summaries}")
+
+
+def _runs(positions: list[int]) -> tuple[tuple[int, int], ...]:
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        if runs and runs[-1][1] == position:
+            runs[-1] = runs[-1][0], position + 1
+        else:
+            runs.append((position, position + 1))
+    return tuple(runs)

@@ -1,0 +1,235 @@
+"""Softmax attention, and its forms that see less: windows, dilated windows, sparse blocks."""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from heinsen_jax.ops import masks, tiled
+from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens, is_there
+from heinsen_jax.ops.masks import Mask
+from heinsen_jax.ops.numerics import where_empty
+from heinsen_jax.typing import Array
+
+Implementation = Literal["xla", "tiled", "cudnn"]
+NAMES = ("xla", "tiled", "cudnn")
+
+SMALL = 256 * 256  # scores of a head that are best held all at once
+
+
+def dot_product_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | Mask | None = None,
+    is_causal: bool = False,
+    local_window_size: int | tuple[int, int] | None = None,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    query_offset: int | Array = 0,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    r"""Softmax attention, exact.
+
+        Y_t = sum_s P_ts V_s,    P_ts = softmax_s(scale Q_t . K_s + bias_ts)       (1)
+
+    over the keys s that t sees. As `jax.nn.dot_product_attention`, with any number of batch axes,
+    masks as rules, and 0, not an average of all, where a query sees nothing.
+
+    Args:
+      query: `[*B, T, num_heads, key_depth]`.
+      key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
+        n // (num_heads // num_kv_heads).
+      value: `[*B, S, num_kv_heads, value_depth]`.
+      bias: added to the scores; broadcasts to `[*B, num_heads, T, S]`.
+      mask: True where a query sees a key; broadcasts to `[*B, num_heads, T, S]`. Or a rule of
+        `heinsen_jax.ops.masks`, which costs no memory, and saves the work of what nobody sees.
+      is_causal: whether a token sees only itself and earlier ones.
+      local_window_size: w: a query sees the w nearest tokens on each side, itself included (on one
+        side if causal); or how many before and how many after it.
+      segment_ids: `[*B, S]`: tokens see only those of equal number. T must equal S.
+      key_value_seq_lengths: `[*B]`, how many keys there are, the rest being padding; or `[*B, 2]`,
+        the first one and the one past the last.
+      query_offset: the position of the first query among the keys. May be traced.
+      scale: of the scores; 1 / sqrt(key_depth) when None.
+      implementation: "xla" (all scores at once), "tiled" (in memory linear in T and S, in time of
+        what is seen), "cudnn" (a fused kernel; half precision on GPUs), or None to choose between
+        the first two. A named one never falls back to another.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`. A query that sees nothing has 0, and gradients of 0.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit; the message says which.
+      NotImplementedError: the named implementation cannot serve the call.
+
+    References:
+      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762.
+    """
+    check_heads(query, key, value)
+    check_tokens(
+        key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
+    )
+    if segment_ids is not None:
+        check_same_length(query, key)
+    if key_value_seq_lengths is not None:
+        query, key, value = _without_padding(query, key, value, key_value_seq_lengths)
+    scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+    if 0 in (query.shape[-3], key.shape[-3]):
+        y = jnp.zeros((*query.shape[:-1], value.shape[-1]))
+        return y.astype(jnp.result_type(query, value))
+    window = None if local_window_size is None else reach(local_window_size, is_causal)
+    if implementation == "cudnn":
+        given = {"segment_ids": segment_ids is not None, "mask as a rule": isinstance(mask, Mask)}
+        given["query_offset"] = not isinstance(query_offset, int) or query_offset != 0
+        _refuse("cudnn", given)
+        return _cudnn(
+            query, key, value, bias, mask, is_causal, window, key_value_seq_lengths, scale
+        )
+
+    rule, mask = (mask, None) if isinstance(mask, Mask) else (masks.Everything(), mask)
+    rule = rule & masks.Causal() if is_causal else rule
+    rule = rule & masks.Window(*window) if window is not None else rule
+    given = {"bias": bias is not None, "mask as an array": mask is not None}
+    given["a traced query_offset"] = not isinstance(query_offset, int)
+    if implementation is None:
+        small = query.shape[-3] * key.shape[-3] <= SMALL
+        implementation = "xla" if small or any(given.values()) else "tiled"
+    ids = _ids(query, key, segment_ids, key_value_seq_lengths)
+    if implementation == "xla":
+        return _dense(query, key, value, bias, mask, rule, ids, query_offset, scale)
+    if implementation != "tiled":
+        raise ValueError(
+            f"implementation must be None or one of {[*NAMES]}, not {implementation!r}"
+        )
+    _refuse("tiled", given)
+    assert isinstance(query_offset, int)
+    problem = tiled.Problem(rule, scale, query.shape[-3], key.shape[-3], query_offset)
+    groups = key.shape[-2]
+    y = tiled.attention(
+        problem,
+        folded(query, groups),
+        folded(key, groups)[:, 0],
+        folded(value, groups)[:, 0],
+        *(None if x is None else jnp.repeat(x, groups, 0) for x in ids),
+    )
+    return unfolded(y, query, value)
+
+
+def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[int, int]:
+    """How many tokens a query sees before itself, and after."""
+    size = local_window_size
+    if isinstance(size, tuple):
+        if min(size) < 0:
+            raise ValueError(f"local_window_size must not be negative, is {size}")
+        return size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"local_window_size must be a whole number >= 1 or a pair, is {size!r}")
+    return size - 1, 0 if is_causal else size - 1
+
+
+def _refuse(implementation: str, given: dict[str, bool]) -> None:
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise NotImplementedError(
+            f'implementation="{implementation}" has no {", ".join(names)}; "xla" has'
+        )
+
+
+def _without_padding(query: Array, key: Array, value: Array, lengths: Array) -> tuple:
+    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN."""
+    there = is_there(lengths, key.shape[:-3], key.shape[-3])[..., None, None]
+    if query.shape[-3] == key.shape[-3]:
+        query = jnp.where(there | jnp.isfinite(query), query, 0)
+    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
+
+
+def _ids(
+    query: Array, key: Array, segment_ids: Array | None, key_value_seq_lengths: Array | None
+) -> tuple[Array | None, Array | None]:
+    """Numbers of queries `[B, T]` and keys `[B, S]`, of which a query sees only its own."""
+    if segment_ids is None and key_value_seq_lengths is None:
+        return None, None
+    *batch, length = key.shape[:-2]
+    size = math.prod(batch)
+    ids = jnp.zeros((*batch, length), jnp.int32) if segment_ids is None else segment_ids
+    query_ids = jnp.zeros((*batch, query.shape[-3]), ids.dtype) if segment_ids is None else ids
+    if key_value_seq_lengths is not None:
+        there = is_there(key_value_seq_lengths, tuple(batch), length)
+        nobody = jnp.min(query_ids, initial=0) - 1
+        ids = jnp.where(there, ids, nobody)
+    return query_ids.reshape(size, -1), ids.reshape(size, length)
+
+
+def folded(x: Array, groups: int) -> Array:
+    """`[*B, T, N, F]` -> `[X, R, T, F]` in float32 at least, X = B G, R = N / G."""
+    *batch, length, heads, features = x.shape
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.reshape(math.prod(batch), length, groups, heads // groups, features)
+    return jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(-1, heads // groups, length, features)
+
+
+def unfolded(y: Array, query: Array, value: Array) -> Array:
+    """`[X, R, T, V]` -> `[*B, T, N, V]`, in the type of the inputs."""
+    *batch, length, heads, _ = query.shape
+    y = y.reshape(math.prod(batch), heads, length, value.shape[-1])
+    y = jnp.swapaxes(y, 1, 2).reshape(*batch, length, heads, value.shape[-1])
+    return y.astype(jnp.result_type(query, value))
+
+
+def _dense(query, key, value, bias, mask, rule, ids, offset, scale) -> Array:
+    *batch, length, heads, _ = query.shape
+    sources, groups = key.shape[-3:-1]
+    key, values = folded(key, groups)[:, 0], folded(value, groups)[:, 0]
+    scores = scale * jnp.einsum("xrtk,xsk->xrts", folded(query, groups), key)
+    full = *batch, heads, length, sources
+    if bias is not None:
+        scores = scores + jnp.broadcast_to(bias, full).reshape(scores.shape)
+    visible = rule(offset + jnp.arange(length)[:, None], jnp.arange(sources)[None])
+    visible = jnp.broadcast_to(visible, scores.shape)
+    if mask is not None:
+        visible = visible & jnp.broadcast_to(mask, full).reshape(scores.shape)
+    if ids[0] is not None:
+        same = ids[0][:, :, None] == ids[1][:, None, :]
+        visible = visible & jnp.repeat(same, groups, 0)[:, None]
+    # Formed once: rounded otherwise, a score of 1e9 could lie far above the largest.
+    scores = jax.lax.optimization_barrier(jnp.where(visible, scores, -jnp.inf))
+    largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.exp(scores - where_empty(largest, 0.0))
+    total = jnp.sum(weights, -1, keepdims=True)
+    y = jnp.einsum("xrts,xsv->xrtv", weights / jnp.where(total == 0, 1.0, total), values)
+    return unfolded(y, query, value)
+
+
+def _cudnn(query, key, value, bias, mask, is_causal, window, lengths, scale) -> Array:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(
+            f'implementation="cudnn" needs a GPU, here is {jax.default_backend()}: use "tiled"'
+        )
+    if lengths is not None and lengths.ndim == query.ndim - 2:
+        raise NotImplementedError('implementation="cudnn" has no padding on the left; "tiled" has')
+    batch = query.shape[:-3]
+    one = math.prod(batch)
+
+    def flat(x: Array | None, axes: int) -> Any:
+        if x is None:
+            return None
+        x = jnp.broadcast_to(x, (*batch, *x.shape[x.ndim - axes :]))
+        return x.reshape(one, *x.shape[len(batch) :])
+
+    y = jax.nn.dot_product_attention(
+        flat(query, 3),
+        flat(key, 3),
+        flat(value, 3),
+        flat(bias, 3),
+        flat(mask, 3),
+        scale=scale,
+        is_causal=is_causal,
+        key_value_seq_lengths=flat(lengths, 0),
+        local_window_size=window,
+        implementation="cudnn",
+    )
+    return y.reshape(*batch, *y.shape[1:])

@@ -1,0 +1,356 @@
+"""Softmax attention and its local forms: against the definition, and published results."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen_jax.ops import local, masks
+from heinsen_jax.ops.softmax import dot_product_attention
+
+IMPLEMENTATIONS = ("xla", "tiled")
+each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def by_definition(query, key, value, visible, scale=None, bias=0.0) -> np.ndarray:
+    """`[B, T, N, V]` in float64, a query of one head at a time; visible `[B, N, T, S]`."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    heads = query.shape[2] // key.shape[2]
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    y = np.zeros((*query.shape[:3], value.shape[-1]))
+    for b, t, n in np.ndindex(query.shape[:3]):
+        scores = scale * key[b, :, n // heads] @ query[b, t, n]
+        scores = scores + np.broadcast_to(bias, visible.shape)[b, n, t]
+        seen = visible[b, n, t]
+        if seen.any():
+            weights = np.exp(scores - scores[seen].max(), where=seen, out=np.zeros(len(scores)))
+            y[b, t, n] = weights @ value[b, :, n // heads] / weights.sum()
+    return y
+
+
+def simply(query, key, value, visible):
+    """The same, differentiable."""
+    heads = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, heads, 2) for x in (key, value))
+    scores = jnp.einsum("btnk,bsnk->bnts", query, key) / np.sqrt(query.shape[-1])
+    weights = jnp.where(visible, jnp.exp(scores), 0.0)
+    total = jnp.sum(weights, -1, keepdims=True)
+    return jnp.einsum("bnts,bsnv->btnv", weights / jnp.where(total == 0, 1, total), value)
+
+
+def draw(length: int, sources: int | None = None, std: float = 1.0, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    shapes = (2, length, 4, 5), (2, sources or length, 2, 5), (2, sources or length, 2, 3)
+    return [(std * rng.standard_normal(shape)).astype(np.float32) for shape in shapes]
+
+
+LENGTH = 150
+SEGMENTS = np.stack([np.arange(LENGTH) // 40, np.arange(LENGTH) // 97])
+BOUNDS = np.array([[3, 131], [0, LENGTH]])
+AT = np.arange(LENGTH)
+BEHIND = AT[:, None] - AT[None]  # how far a key lies behind a query
+CAUSAL = BEHIND >= 0
+SAME = (SEGMENTS[:, :, None] == SEGMENTS[:, None])[:, None]
+THERE = ((BOUNDS[:, :1] <= AT) & (BOUNDS[:, 1:] > AT))[:, None, None]
+GLOBAL = np.isin(AT, [0, 1, 100])
+VARIANTS: dict[str, tuple[Any, dict[str, Any], np.ndarray]] = {
+    "all": (dot_product_attention, {}, CAUSAL | True),
+    "causal": (dot_product_attention, {"is_causal": True}, CAUSAL),
+    "segments": (
+        dot_product_attention,
+        {"is_causal": True, "segment_ids": SEGMENTS},
+        CAUSAL & SAME,
+    ),
+    "padding": (dot_product_attention, {"key_value_seq_lengths": BOUNDS}, CAUSAL & False | THERE),
+    "rule": (dot_product_attention, {"mask": masks.Strided(7)}, BEHIND % 7 == 0),
+    "window": (local.sliding_window_attention, {"local_window_size": 9}, CAUSAL & (BEHIND < 9)),
+    "window, both sides": (
+        local.sliding_window_attention,
+        {"local_window_size": (3, 140), "is_causal": False},
+        (BEHIND <= 3) & (BEHIND >= -140),
+    ),
+    "dilated": (
+        local.dilated_attention,
+        {
+            "local_window_size": 5,
+            "dilation": 8,
+            "segment_ids": SEGMENTS,
+            "key_value_seq_lengths": BOUNDS,
+        },
+        CAUSAL & (BEHIND <= 32) & (BEHIND % 8 == 0) & SAME & THERE,
+    ),
+    "longformer": (
+        local.longformer_attention,
+        {"local_window_size": 4, "global_positions": (100, 0, 1)},
+        (abs(BEHIND) < 4) | GLOBAL[None] | GLOBAL[:, None],
+    ),
+    "longformer, causal": (
+        local.longformer_attention,
+        {"local_window_size": 4, "global_positions": (100, 0, 1), "is_causal": True},
+        CAUSAL & ((BEHIND < 4) | GLOBAL[None] | GLOBAL[:, None]),
+    ),
+    "local blocks": (
+        local.block_sparse_attention,
+        {"pattern": "local", "block_size": 6},
+        CAUSAL & (BEHIND < 6),
+    ),
+    "strided": (
+        local.block_sparse_attention,
+        {"pattern": "strided", "block_size": 6, "segment_ids": SEGMENTS},
+        CAUSAL & (BEHIND % 6 == 0) & SAME,
+    ),
+    "fixed": (
+        local.block_sparse_attention,
+        {"pattern": "fixed", "block_size": 6, "num_summaries": 2},
+        CAUSAL & ((AT[:, None] // 6 == AT // 6) | (AT % 6 >= 4)[None]),
+    ),
+}
+
+
+@each_implementation
+@pytest.mark.parametrize("name", VARIANTS)
+def test_values_and_gradients_are_those_of_the_definition(name, implementation):
+    function, keywords, visible = VARIANTS[name]
+    arrays = draw(LENGTH)
+    visible = np.broadcast_to(visible, (2, 4, LENGTH, LENGTH))
+    cotangent = np.cos(np.arange(2 * LENGTH * 4 * 3, dtype=np.float32)).reshape(2, LENGTH, 4, 3)
+
+    @jax.jit
+    def differentiate(*arrays):
+        attention = partial(function, implementation=implementation, **keywords)
+        y, pullback = jax.vjp(attention, *arrays)
+        return y, pullback(cotangent)
+
+    y, gradients = differentiate(*arrays)
+    np.testing.assert_allclose(y, by_definition(*arrays, visible), atol=2e-6)
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) for x in arrays]
+        pullback = jax.vjp(lambda *arrays: simply(*arrays, visible), *wide)[1]
+        expected = jax.tree.map(np.asarray, pullback(jnp.asarray(cotangent, jnp.float64)))
+    for have, want in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-5)
+
+
+@each_implementation
+@pytest.mark.parametrize(("length", "sources"), [(1, 1), (1, 63), (129, 100), (257, 3)])
+def test_odd_lengths(length, sources, implementation):
+    arrays = draw(length, sources)
+    y = jax.jit(partial(dot_product_attention, implementation=implementation))(*arrays)
+    expected = by_definition(*arrays, np.ones((2, 4, length, sources), bool))
+    np.testing.assert_allclose(y, expected, atol=2e-6)
+
+
+@each_implementation
+@pytest.mark.parametrize(("length", "sources"), [(0, 0), (0, 4), (5, 0)])
+def test_nothing_to_see(length, sources, implementation):
+    query, key, value = draw(5)
+    query, key, value = query[:, :length], key[:, :sources], value[:, :sources]
+    y = dot_product_attention(query, key, value, implementation=implementation)
+    np.testing.assert_array_equal(y, np.zeros((2, length, 4, 3)))
+
+
+@each_implementation
+def test_a_query_that_sees_nothing_is_zero_and_has_no_gradient(implementation):
+    arrays = draw(20)
+    lengths = np.array([0, 20])
+    attention = partial(
+        dot_product_attention, key_value_seq_lengths=lengths, implementation=implementation
+    )
+    y, pullback = jax.vjp(attention, *arrays)
+    np.testing.assert_array_equal(y[0], 0)
+    assert np.all(y[1] != 0)
+    for gradient in pullback(jnp.ones_like(y)):
+        np.testing.assert_array_equal(gradient[0], 0)
+        assert np.all(np.isfinite(gradient))
+
+
+@each_implementation
+def test_what_lies_at_padding_changes_nothing(implementation):
+    arrays = draw(40)
+    poisoned = [x.copy() for x in arrays]
+    for x in poisoned:
+        x[:, :6] = x[:, 33:] = np.nan
+    options = {"is_causal": True, "implementation": implementation}
+    padded = partial(
+        dot_product_attention, key_value_seq_lengths=np.array([[6, 33]] * 2), **options
+    )
+    y, pullback = jax.vjp(lambda *arrays: padded(*arrays)[:, 6:33], *poisoned)
+    there = [x[:, 6:33] for x in arrays]
+    expected, expected_pullback = jax.vjp(partial(dot_product_attention, **options), *there)
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+    pairs = zip(pullback(jnp.ones_like(y)), expected_pullback(jnp.ones_like(y)), strict=True)
+    for have, want in pairs:
+        np.testing.assert_allclose(have[:, 6:33], want, atol=2e-6)
+        np.testing.assert_array_equal(have[:, :6], 0)
+
+
+@each_implementation
+def test_large_scores_are_exact(implementation):
+    """One key wins by far: the output is its value, and nothing overflows."""
+    query, key, value = draw(140, std=1000.0)
+    attention = partial(dot_product_attention, is_causal=True, implementation=implementation)
+    y, pullback = jax.vjp(jax.jit(attention), query, key, value)
+    expected = by_definition(query, key, value, np.broadcast_to(np.tri(140) > 0, (2, 4, 140, 140)))
+    np.testing.assert_allclose(y, expected, atol=0.5)  # scores of 1e6 are rounded to 0.06
+    assert all(np.all(np.isfinite(gradient)) for gradient in pullback(jnp.ones_like(y)))
+
+
+@pytest.mark.parametrize("offset", [0, 7, 130])
+def test_queries_at_an_offset_among_the_keys(offset):
+    query, key, value = draw(150)
+    expected = dot_product_attention(query, key, value, is_causal=True)[:, offset:]
+    for implementation in IMPLEMENTATIONS:
+        attention = partial(dot_product_attention, is_causal=True, implementation=implementation)
+        y = attention(query[:, offset:], key, value, query_offset=offset)
+        np.testing.assert_allclose(y, expected, atol=1e-6)
+    traced = jax.jit(lambda offset: attention_at(query[:, 130:], key, value, offset))
+    np.testing.assert_allclose(traced(130), expected[:, -20:], atol=1e-6)
+
+
+def attention_at(query, key, value, offset):
+    return dot_product_attention(query, key, value, is_causal=True, query_offset=offset)
+
+
+def test_vmap_and_any_batch_axes():
+    arrays = draw(140)
+    attention = partial(dot_product_attention, is_causal=True, implementation="tiled")
+    expected = attention(*arrays)
+    np.testing.assert_allclose(jax.vmap(attention)(*arrays), expected, atol=1e-6)
+    np.testing.assert_allclose(attention(*(x[0] for x in arrays)), expected[0], atol=1e-6)
+    nested = attention(*(x[None, :, None] for x in arrays))
+    np.testing.assert_allclose(nested[0, :, 0], expected, atol=1e-6)
+
+
+def test_half_precision_is_that_of_inputs_and_outputs_alone():
+    half = [jnp.asarray(x, jnp.bfloat16) for x in draw(140)]
+    widened = [x.astype(jnp.float32) for x in half]
+    for implementation in IMPLEMENTATIONS:
+        y = dot_product_attention(*half, implementation=implementation)
+        assert y.dtype == jnp.bfloat16
+        expected = dot_product_attention(*widened, implementation=implementation)
+        np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
+
+
+def test_global_tokens_may_have_projections_of_their_own():
+    arrays, own = draw(60), draw(60, seed=1)
+    keywords = {"local_window_size": 5, "global_positions": (0, 30)}
+    y = local.longformer_attention(*arrays, global_heads=tuple(own), **keywords)
+    everything = dot_product_attention(*own)
+    at, is_global = np.arange(60), np.isin(np.arange(60), [0, 30])
+    visible = (abs(at[:, None] - at[None]) < 5) | is_global[None]
+    expected = by_definition(*arrays, np.broadcast_to(visible, (2, 4, 60, 60)))
+    np.testing.assert_allclose(y[:, ~is_global], expected[:, ~is_global], atol=2e-6)
+    np.testing.assert_allclose(y[:, is_global], everything[:, is_global], atol=2e-6)
+    y = local.longformer_attention(*arrays, global_heads=tuple(own), is_causal=True, **keywords)
+    earlier = dot_product_attention(*own, is_causal=True)
+    np.testing.assert_allclose(y[:, is_global], earlier[:, is_global], atol=2e-6)
+
+
+def ours(x: np.ndarray) -> np.ndarray:
+    """[B, N, T, K] -> [B, T, N, K]"""
+    return np.swapaxes(x, 1, 2)
+
+
+PUBLISHED = ("plain", "causal", "gqa1", "gqa2", "gqa3")
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [("mask", "xla"), ("bias", "xla"), *((n, i) for n in PUBLISHED for i in IMPLEMENTATIONS)],
+)
+def test_published_values_and_gradients(x64, golden, name, implementation):
+    case = golden("sdpa_mha_gqa")
+    keywords: dict[str, Any] = {"is_causal": name not in ("plain", "mask", "bias")}
+    keywords |= {"mask": case["mask/bool"]} if name == "mask" else {}
+    keywords |= {"bias": case["bias/bias"]} if name == "bias" else {}
+    key, value = (case.get(f"{name}/{x}", case[x]) for x in "kv")
+    attention = partial(dot_product_attention, implementation=implementation, **keywords)
+    y, pullback = jax.vjp(attention, ours(case["q"]), ours(key), ours(value))
+    gradients = pullback(jnp.asarray(ours(case["cotangent"])))
+    for have, want in zip((y, *gradients), ("out", "dq", "dk", "dv"), strict=True):
+        np.testing.assert_allclose(have, ours(case[f"{name}/{want}"]), atol=1e-10)
+
+
+@each_implementation
+def test_published_local_forms(x64, golden, implementation):
+    case = golden("sliding_window")
+    arrays = [case[name] for name in "qkv"]
+    options = {"implementation": implementation}
+    window, dilated = local.sliding_window_attention, local.dilated_attention
+    close = partial(np.testing.assert_allclose, atol=1e-10)
+    for size in (1, 3, 5):
+        close(window(*arrays, local_window_size=size, **options), case[f"causal{size}/out"])
+    for size in (2, 4):
+        both = {"local_window_size": (size, size), "is_causal": False, **options}
+        y, pullback = jax.vjp(lambda *x, both=both: window(*x, **both), *arrays)
+        close(y, case[f"onesided{size}/out"])
+        gradients = pullback(jnp.asarray(case["cotangent"]))
+        for have, name in zip(gradients, ("dq", "dk", "dv"), strict=True):
+            close(have, case[f"onesided{size}/{name}"])
+    for size, step in ((2, 2), (3, 3)):
+        both = {"local_window_size": (size, size), "dilation": step, "is_causal": False}
+        close(dilated(*arrays, **both, **options), case[f"dilated_w{size}_d{step}/out"])
+    positions = np.flatnonzero(case["global/is_global"]).tolist()
+    keywords = {"local_window_size": (2, 2), "global_positions": positions, **options}
+    close(local.longformer_attention(*arrays, **keywords), case["global/out_shared_proj"])
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "summaries"),
+    [("local_4", "local", 1), ("strided_4", "strided", 1), ("fixed_4_c1", "fixed", 1)],
+)
+def test_published_sparse_patterns(golden, name, pattern, summaries):
+    expected = golden("sparse_transformer_masks")[name] > 0
+    rule = local.block_rule(pattern, 4, summaries) & masks.Causal()
+    at = np.arange(16)
+    np.testing.assert_array_equal(rule(at[:, None], at[None]), expected)
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords", "error", "message"),
+    [
+        (dot_product_attention, {"implementation": "fast"}, ValueError, "None or one of .*'fast'"),
+        (dot_product_attention, {"implementation": "cudnn"}, NotImplementedError, "needs a GPU"),
+        (
+            dot_product_attention,
+            {"implementation": "tiled", "bias": np.zeros((1, 1, 4, 4))},
+            NotImplementedError,
+            'implementation="tiled" has no bias; "xla" has',
+        ),
+        (
+            dot_product_attention,
+            {"implementation": "tiled", "mask": np.ones((1, 1, 4, 4), bool)},
+            NotImplementedError,
+            'implementation="tiled" has no mask as an array; "xla" has',
+        ),
+        (dot_product_attention, {"local_window_size": 0}, ValueError, "local_window_size must be"),
+        (dot_product_attention, {"local_window_size": (-1, 2)}, ValueError, "must not be negative"),
+        (dot_product_attention, {"segment_ids": np.zeros(3, int)}, ValueError, "segment_ids must"),
+        (local.dilated_attention, {"local_window_size": 2, "dilation": 0}, ValueError, "dilation"),
+        (
+            local.longformer_attention,
+            {"local_window_size": 2, "global_positions": [4]},
+            ValueError,
+            r"global_positions must be in 0 \.\. 3, are \[4\]",
+        ),
+        (local.block_sparse_attention, {"block_size": 0}, ValueError, "block_size must be"),
+        (
+            local.block_sparse_attention,
+            {"block_size": 2, "num_summaries": 3},
+            ValueError,
+            "num_summaries must be in",
+        ),
+        (
+            local.block_sparse_attention,
+            {"block_size": 2, "pattern": "diagonal"},
+            ValueError,
+            "'local', 'strided' or 'fixed', not 'diagonal'",
+        ),
+    ],
+)
+def test_what_is_refused(function, keywords, error, message):
+    with pytest.raises(error, match=message):
+        function(*[jnp.zeros((2, 4, 1, 3))] * 3, **keywords)

@@ -1,0 +1,293 @@
+"""Attention by L1 distance, a tile of queries against a tile of keys at a time.
+
+A distance needs every feature of a pair of tokens, but not all of them at once: a tile of scores is
+summed up feature by feature. Nothing larger is held, and no tile that lies in the future is formed.
+The softmax is completed from tile to tile, with the largest score m and the sum Z of exp(S - m) so
+far; backward forms the scores again (Dao et al., 2022, arXiv:2205.14135):
+
+    P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y),    dV = P^T dY
+    dQ_tc = -scale sum_s dS_ts sign(Q_tc - K_sc),    dK_sc = scale sum_t dS_ts sign(Q_tc - K_sc)
+
+where sign(0) = 0: a query and a key that are equal do not move one another.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, is_there
+from heinsen_jax.ops.numerics import share
+from heinsen_jax.ops.softmax import folded, unfolded
+from heinsen_jax.typing import Array
+
+SCORES = 2**18  # of a tile on a CPU, where it fits the cache
+SCORES_ELSEWHERE = 2**22
+SMALLEST = 48**2  # of one head, below which a tile costs more in overhead than it saves
+UNROLLED = 16  # features summed up in one pass over a tile, and their gradients
+UNROLLED_BACK = 4
+
+
+def l1_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    is_causal: bool = False,
+    denominator_bias: float = 0.0,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    query_offset: int | Array = 0,
+) -> Array:
+    r"""Softmax attention whose scores are negative L1 distances, exact.
+
+        S_ts = -1/sqrt(K) sum_c |Q_tc - K_sc|
+        Y_t = sum_s exp(S_ts) V_s / (b + sum_s exp(S_ts))
+
+    over the keys s that t sees, with K the key depth and b the denominator bias. In time
+    proportional to what is seen and memory linear in T and S. Reverse-mode derivatives only.
+
+    Args:
+      query: `[*B, T, num_heads, key_depth]`.
+      key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
+        n // (num_heads // num_kv_heads).
+      value: `[*B, S, num_kv_heads, value_depth]`.
+      is_causal: whether a token sees only itself and earlier ones.
+      denominator_bias: b, at least 0. With 0 it is a softmax; 1 is as one more key at distance 0,
+        of value 0: what is far from all keys attends to nothing.
+      segment_ids: `[*B, S]`: tokens see only those of equal number. T must equal S.
+      key_value_seq_lengths: `[*B]`, how many keys there are, the rest being padding; or `[*B, 2]`,
+        the first one and the one past the last. Padding changes nothing, NaN included.
+      query_offset: if causal, the position of the first query among the keys, which is how many
+        came before it in a cache. May be traced.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`. A query that sees nothing has 0, and gradients of 0.
+
+    Raises:
+      ValueError: shapes, dtypes or the bias do not fit; the message says which.
+    """
+    check_heads(query, key, value)
+    check_tokens(
+        key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
+    )
+    check_bias(denominator_bias)
+    offset = jnp.asarray(query_offset)
+    check_array("query_offset", offset, ((),), jnp.integer)
+    if segment_ids is not None and query.shape[-3] != key.shape[-3]:
+        raise ValueError(
+            "segment_ids are of queries and keys, and need as many of the one as of the other: "
+            f"query {query.shape}, key {key.shape}"
+        )
+    *batch, length, heads, _ = query.shape
+    dtype = jnp.result_type(query, key, value)
+    if 0 in (*batch, length, heads, key.shape[-3], value.shape[-1]):
+        return jnp.zeros((*batch, length, heads, value.shape[-1]), dtype)
+    query, key, value = (x.astype(jnp.promote_types(dtype, "float32")) for x in (query, key, value))
+    there = jnp.ones(key.shape[:-2], bool)
+    if key_value_seq_lengths is not None:
+        there = is_there(key_value_seq_lengths, tuple(batch), key.shape[-3])
+        query, key, value = _without_padding(query, key, value, there)
+    scale = 1 / math.sqrt(max(query.shape[-1], 1))
+    problem = _Problem(scale, denominator_bias, is_causal, *_sizes(query, key))
+    tiles = _tiled(problem, query, key, value, there, segment_ids, offset)
+    y: Any = _attention(problem, *tiles)
+    y = jnp.moveaxis(y, 0, 2)
+    y = y.reshape(*y.shape[:2], -1, y.shape[-1])[:, :, :length]
+    return unfolded(y, query, value).astype(dtype)
+
+
+def check_bias(denominator_bias: float) -> None:
+    """Raises ValueError unless the bias is a finite number >= 0."""
+    if not 0 <= denominator_bias < math.inf:
+        raise ValueError(f"denominator_bias must be at least 0 and finite, is {denominator_bias}")
+
+
+def _without_padding(query: Array, key: Array, value: Array, there: Array) -> tuple:
+    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN."""
+    there = there[..., None, None]
+    if query.shape[-3] == key.shape[-3]:
+        query = jnp.where(there | jnp.isfinite(query), query, 0)
+    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What is known when a call is traced."""
+
+    scale: float
+    bias: float
+    is_causal: bool
+    rows: int  # C, queries of a tile
+    columns: int  # C', keys of a tile
+
+
+class _Tiles(NamedTuple):
+    """I tiles of C queries and J tiles of C' keys, of X batch entries and key/value heads, with R
+    query heads of each."""
+
+    query: Array  # [I, K, X, R, C]
+    key: Array  # [J, K, X, C']
+    value: Array  # [J, X, C', V]
+
+
+class _Sight(NamedTuple):
+    """What tells which keys a query sees: those that are there, of its own id, up to itself."""
+
+    there: Array  # [J, X, C']
+    query_ids: Array | None  # [I, X, C]
+    key_ids: Array | None  # [J, X, C']
+    offset: Array
+
+
+def _sizes(query: Array, key: Array) -> tuple[int, int]:
+    """How many queries and keys make a tile."""
+    *batch, length, heads, _ = query.shape
+    scores = SCORES if jax.default_backend() == "cpu" else SCORES_ELSEWHERE
+    pairs = max(scores // (math.prod(batch) * heads), SMALLEST)
+    rows = _even(length, math.isqrt(pairs))
+    return rows, _even(key.shape[-3], pairs // rows)
+
+
+def _even(length: int, size: int) -> int:
+    """The largest part, at most `size`, of a length that is cut into equal ones."""
+    return -(-length // -(-length // size))
+
+
+def _tiled(
+    problem: _Problem,
+    query: Array,
+    key: Array,
+    value: Array,
+    there: Array,
+    segment_ids: Array | None,
+    offset: Array,
+) -> tuple[_Tiles, _Sight]:
+    groups = key.shape[-2]
+
+    def of_tokens(x: Array, size: int) -> Array:
+        return _tiles(jnp.repeat(x.reshape(-1, x.shape[-1]), groups, 0), size, 1)
+
+    query_ids = key_ids = None
+    if segment_ids is not None:
+        query_ids = of_tokens(segment_ids, problem.rows)
+        key_ids = of_tokens(segment_ids, problem.columns)
+    tiles = _Tiles(
+        jnp.moveaxis(_tiles(folded(query, groups), problem.rows, 2), -1, 1),
+        jnp.moveaxis(_tiles(folded(key, groups)[:, 0], problem.columns, 1), -1, 1),
+        _tiles(folded(value, groups)[:, 0], problem.columns, 1),
+    )
+    return tiles, _Sight(of_tokens(there, problem.columns), query_ids, key_ids, offset)
+
+
+def _tiles(x: Array, size: int, axis: int) -> Array:
+    """Cuts an axis into tiles, the first axis of the result; zeros fill up the last tile."""
+    tiles = -(-x.shape[axis] // size)
+    x = jnp.pad(x, [(0, tiles * size - n if i == axis else 0) for i, n in enumerate(x.shape)])
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], tiles, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(problem: _Problem, tiles: _Tiles, sight: _Sight) -> Array:
+    """Y `[I, X, R, C, V]`."""
+    return _forward(problem, tiles, sight)[0]
+
+
+def _scores(problem: _Problem, tiles: _Tiles, sight: _Sight, i: Array, j: Array) -> Array:
+    """`[X, R, C, C']` of a tile of queries and one of keys, -inf where it must not see."""
+    query, key = tiles.query[i], tiles.key[j]
+
+    def add(distance, feature):
+        q, k = feature
+        return distance + jnp.abs(q[..., None] - k[:, None, None]), None
+
+    distance = jnp.zeros((*query.shape[1:], problem.columns), query.dtype)
+    distance, _ = lax.scan(add, distance, (query, key), unroll=UNROLLED)
+    visible = sight.there[j][:, None, None]
+    if sight.query_ids is not None and sight.key_ids is not None:
+        same = sight.query_ids[i][..., None] == sight.key_ids[j][:, None]
+        visible = visible & same[:, None]
+    if problem.is_causal:
+        queries = sight.offset + i * problem.rows + jnp.arange(problem.rows)
+        keys = j * problem.columns + jnp.arange(problem.columns)
+        visible = visible & (keys[None] <= queries[:, None])[None, None]
+    return jnp.where(visible, -problem.scale * distance, -jnp.inf)
+
+
+def _seen(problem: _Problem, sight: _Sight, i: Array):
+    """How many tiles of keys a tile of queries sees."""
+    count = len(sight.there)
+    if not problem.is_causal:
+        return count
+    positions = sight.offset + (i + 1) * problem.rows
+    return jnp.clip(-(-positions // problem.columns), 0, count)
+
+
+def _weights(scores: Array, largest: Array) -> Array:
+    """exp(scores - largest). A score that is formed again may be rounded up from its maximum."""
+    return share(jnp.minimum(scores, largest), largest)
+
+
+def _forward(problem: _Problem, tiles: _Tiles, sight: _Sight):
+    value = tiles.value
+    log_bias = math.log(problem.bias) if problem.bias else -math.inf
+
+    def one(i):
+        rows = tiles.query.shape[2:]
+
+        def add(j, sums):
+            largest, total, y = sums
+            scores = _scores(problem, tiles, sight, i, j)
+            new = jnp.maximum(largest, jnp.max(scores, -1, keepdims=True))
+            weights, kept = _weights(scores, new), share(largest, new)
+            total = kept * total + jnp.sum(weights, -1, keepdims=True)
+            return new, total, kept * y + jnp.einsum("xrcs,xsv->xrcv", weights, value[j])
+
+        largest = jnp.full((*rows, 1), log_bias, value.dtype)
+        empty = largest, jnp.ones_like(largest), jnp.zeros((*rows, value.shape[-1]), value.dtype)
+        largest, total, y = lax.fori_loop(0, _seen(problem, sight, i), add, empty)
+        total = jnp.where(total == 0, 1.0, total)
+        return y / total, largest, total
+
+    y, largest, total = lax.map(one, jnp.arange(len(tiles.query)))
+    return y, (tiles, sight, y, largest, total)
+
+
+def _backward(problem: _Problem, saved, d_y: Array):
+    tiles, sight, y, largest, total = saved
+
+    def one(of_keys, i):
+        query, d_row = tiles.query[i], d_y[i]
+        mean = jnp.sum(d_row * y[i], -1, keepdims=True)
+
+        def add(j, sums):
+            d_query, d_key, d_value = sums
+            key, value = tiles.key[j], tiles.value[j]
+            weights = _weights(_scores(problem, tiles, sight, i, j), largest[i]) / total[i]
+            d_weights = jnp.einsum("xrcv,xsv->xrcs", d_row, value)
+            d_scores = problem.scale * weights * (d_weights - mean)
+
+            def feature(_, of_tokens):
+                q, k = of_tokens
+                d = jnp.sign(q[..., None] - k[:, None, None]) * d_scores
+                return None, (-jnp.sum(d, -1), jnp.sum(d, (1, 2)))
+
+            _, (more_query, more_key) = lax.scan(feature, None, (query, key), unroll=UNROLLED_BACK)
+            more_value = jnp.einsum("xrcs,xrcv->xsv", weights, d_row)
+            return d_query + more_query, d_key.at[j].add(more_key), d_value.at[j].add(more_value)
+
+        d_query, *of_keys = lax.fori_loop(
+            0, _seen(problem, sight, i), add, (jnp.zeros_like(query), *of_keys)
+        )
+        return tuple(of_keys), d_query
+
+    zeros = jnp.zeros_like(tiles.key), jnp.zeros_like(tiles.value)
+    (d_key, d_value), d_query = lax.scan(one, zeros, jnp.arange(len(tiles.query)))
+    return _Tiles(d_query, d_key, d_value), None
+
+
+_attention.defvjp(_forward, _backward)

@@ -1,0 +1,263 @@
+"""Attention by L1 distance along the edges of a graph, in time and memory linear in their number.
+
+Of an edge only its score and weight are held; features are gathered and summed a block of edges at
+a time, backward too.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from heinsen_jax.ops.arguments import check_array, check_heads
+from heinsen_jax.ops.l1 import check_bias
+from heinsen_jax.typing import Array
+
+NUMBERS = 2**18  # gathered at a time on a CPU, where they fit the cache
+NUMBERS_ELSEWHERE = 2**24
+
+
+def l1_sparse_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    edges: Array | np.ndarray,
+    *,
+    denominator_bias: float = 0.0,
+    normalize: bool = True,
+    value_back: Array | None = None,
+) -> Any:
+    r"""`l1_attention` in which a query sees only the keys that a list of edges names.
+
+        S_e = -1/sqrt(K) sum_c |Q_dc - K_sc|        of an edge e = (d, s)
+        P_e = exp(S_e) / (b + sum_{e' to d} exp(S_e'))
+        Y_d = sum_{e to d} P_e V_s
+
+    with K the key depth and b the denominator bias. An edge listed twice counts twice; the order of
+    edges changes nothing but rounding. Reverse-mode derivatives only.
+
+    Args:
+      query: `[*B, T, num_heads, key_depth]`.
+      key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
+        n // (num_heads // num_kv_heads).
+      value: `[*B, S, num_kv_heads, value_depth]`.
+      edges: `[E, 2]`, whole numbers: destination d in [0, T) and source s in [0, S), the same for
+        all batch entries and heads. Or `[E, 4]`, as `edge_counts` returns; the counts are not used.
+      denominator_bias: b, at least 0. With 0 it is a softmax; 1 is as one more key at distance 0,
+        of value 0.
+      normalize: whether weights are divided; otherwise they are exp(S_e).
+      value_back: `[*B, T, num_heads, depth]`, what sources receive from destinations in turn, with
+        the same weights, as Y'_s = sum_{e from s} P_e V'_d.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`, or a pair of it and Y' `[*B, S, num_heads, depth]` if
+      `value_back` is given. A token without edges has 0, and gradients of 0. Where `edges` is
+      traced, by `jit` for one, its range cannot be checked: an edge out of range then makes all
+      results NaN.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or an edge or the bias is out of range; the message
+        says which.
+      NotImplementedError: a bias is given without a denominator.
+    """
+    check_heads(query, key, value)
+    check_bias(denominator_bias)
+    if denominator_bias and not normalize:
+        raise NotImplementedError("denominator_bias needs a denominator: pass normalize=True")
+    if value_back is not None:
+        expected = *query.shape[:-1], *value_back.shape[-1:]
+        check_array("value_back", value_back, (expected,), jnp.floating)
+    *batch, length, heads, depth = query.shape
+    sources = key.shape[-3]
+    edges, in_range = _checked(edges, length, sources)
+
+    given = [x for x in (query, key, value, value_back) if x is not None]
+    dtype = jnp.result_type(*given)
+    query, key, value, *back = (
+        _by_token(x.astype(jnp.promote_types(dtype, "float32")), heads) for x in given
+    )
+    widest = max(x.shape[-1] for x in given)
+    destination, source = _blocks(edges, query.shape[1] * widest, max(length, sources))
+    distances = _distances(query, key, destination, source)
+    scale = 1 / math.sqrt(max(depth, 1))
+    if normalize:
+        weights: Any = _softmax(length, scale, denominator_bias, distances, destination)
+    else:
+        weights = jnp.exp(-scale * distances)
+
+    def result(values: Array, take: Array, put: Array, tokens: int) -> Array:
+        y = _weighted_sums(tokens, weights, values, take, put) * in_range
+        y = y.reshape(tokens, math.prod(batch), heads, values.shape[-1])
+        return jnp.swapaxes(y, 0, 1).reshape(*batch, tokens, heads, values.shape[-1]).astype(dtype)
+
+    y = result(value, source, destination, length)
+    return (y, result(back[0], destination, source, sources)) if back else y
+
+
+def edge_counts(edges: Array | np.ndarray) -> tuple[np.ndarray, int, int]:
+    """Edges with what the published kernels lay out their work by.
+
+    Args:
+      edges: `[E, 2]`, destination and source; not traced.
+
+    Returns:
+      `[E, 4]` int32: destination, source, and how many edges further up the list have the same
+      destination, and the same source. Then the most edges to one destination, and from one source
+      (1 of an empty list).
+
+    Raises:
+      ValueError: edges are not `[E, 2]` whole numbers.
+    """
+    _check_edges(edges, 2)
+    pairs = np.asarray(edges)
+    counts = [_earlier_equals(x) for x in pairs.T]
+    most = [int(np.max(x, initial=0)) + 1 for x in counts]
+    return np.stack([*pairs.T, *counts], 1).astype(np.int32), most[0], most[1]
+
+
+def _earlier_equals(x: np.ndarray) -> np.ndarray:
+    order = np.argsort(x, kind="stable")
+    ordered, index = x[order], np.arange(len(x))
+    first = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(x)]
+    counts = np.empty_like(index)
+    counts[order] = index - np.maximum.accumulate(np.where(first, index, 0))
+    return counts
+
+
+def _check_edges(edges: Any, *columns: int) -> None:
+    check_array("edges", edges, tuple((*edges.shape[:1], n) for n in columns), jnp.integer)
+
+
+def _checked(edges: Any, length: int, sources: int) -> tuple[Array, Any]:
+    """Edges `[E, 2]`, and 1 if all are in range, otherwise NaN."""
+    _check_edges(edges, 2, 4)
+    edges, limits = edges[:, :2], np.array([length, sources])
+    if isinstance(edges, Tracer):
+        inside = jnp.all((edges >= 0) & (edges < jnp.asarray(limits)[None]))
+        return edges.astype(jnp.int32), jnp.where(inside, 1.0, jnp.nan)
+    edges = np.asarray(edges)
+    wrong = np.any((edges < 0) | (edges >= limits), 1)
+    if wrong.any():
+        raise ValueError(
+            f"edges must be (destination, source) with destination < {length} and source < "
+            f"{sources}, none negative; edge {np.argmax(wrong)} is {tuple(edges[wrong][0])}"
+        )
+    return jnp.asarray(edges, jnp.int32), 1.0
+
+
+def _blocks(edges: Array, features: int, nothing: int) -> tuple[Array, Array]:
+    """Destinations and sources `[J, C]`, the last block filled up with an index out of range."""
+    numbers = NUMBERS if jax.default_backend() == "cpu" else NUMBERS_ELSEWHERE
+    blocks = -(-len(edges) // max(64, numbers // max(features, 1)))
+    size = -(-len(edges) // max(blocks, 1))
+    edges = jnp.pad(edges, [(0, blocks * size - len(edges)), (0, 0)], constant_values=nothing)
+    edges = edges.reshape(blocks, size, 2)
+    return edges[..., 0], edges[..., 1]
+
+
+def _by_token(x: Array, heads: int) -> Array:
+    """`[*B, T, G, F]` -> `[T, X, F]`, X = B N."""
+    *batch, length, groups, features = x.shape
+    x = jnp.repeat(x, heads // groups, -2).reshape(math.prod(batch), length, heads, features)
+    return jnp.swapaxes(x, 0, 1).reshape(length, math.prod(batch) * heads, features)
+
+
+def _take(x: Array, index: Array, otherwise: float = 0.0) -> Array:
+    return x.at[index].get(mode="fill", fill_value=otherwise)
+
+
+def _put(x: Array, index: Array, more: Array) -> Array:
+    return x.at[index].add(more, mode="drop")
+
+
+@jax.custom_vjp
+def _distances(query: Array, key: Array, destination: Array, source: Array) -> Array:
+    """sum_c |Q_dc - K_sc| `[J, C, X]`, of query `[T, X, K]` and key `[S, X, K]`."""
+
+    def block(ends):
+        return jnp.sum(jnp.abs(_take(query, ends[0]) - _take(key, ends[1])), -1)
+
+    return lax.map(block, (destination, source))
+
+
+def _distances_forward(query, key, destination, source):
+    return _distances(query, key, destination, source), (query, key, destination, source)
+
+
+def _distances_backward(saved, d_distances):
+    query, key, *ends = saved
+
+    def block(sums, edges):
+        destination, source, d_distance = edges
+        # Of |x| at 0 the derivative is 0; the one of jnp.abs would be 1.
+        d = jnp.sign(_take(query, destination) - _take(key, source)) * d_distance[..., None]
+        return (_put(sums[0], destination, d), _put(sums[1], source, -d)), None
+
+    zeros = jnp.zeros_like(query), jnp.zeros_like(key)
+    sums, _ = lax.scan(block, zeros, (*ends, d_distances))
+    return *sums, None, None
+
+
+_distances.defvjp(_distances_forward, _distances_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _softmax(length: int, scale: float, bias: float, distances: Array, destination: Array) -> Array:
+    """exp(-scale distance) over its sum for a destination and the bias, `[J, C, X]`."""
+    return _softmax_forward(length, scale, bias, distances, destination)[0]
+
+
+def _softmax_forward(length, scale, bias, distances, destination):
+    phantom = -math.log(bias) / scale if bias else math.inf
+    nearest = jnp.full((length, distances.shape[-1]), phantom, distances.dtype)
+    nearest = nearest.at[destination].min(distances, mode="drop")
+    # Scaled after the difference, so that large scores do not bring their rounding into it.
+    bound = _take(nearest, destination)
+    weights = jnp.exp(-scale * jnp.where(distances <= bound, 0.0, distances - bound))
+    total = jnp.exp(-scale * (phantom - jnp.where(nearest == math.inf, 0.0, nearest)))
+    weights = weights / _take(_put(total, destination, weights), destination, 1.0)
+    return weights, (weights, destination)
+
+
+def _softmax_backward(length, scale, bias, saved, d_weights):
+    weights, destination = saved
+    mean = jnp.zeros((length, weights.shape[-1]), weights.dtype)
+    mean = _put(mean, destination, weights * d_weights)
+    return -scale * weights * (d_weights - _take(mean, destination)), None
+
+
+_softmax.defvjp(_softmax_forward, _softmax_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_sums(tokens: int, weights: Array, values: Array, take: Array, put: Array) -> Array:
+    """sum_e P_e V_take(e) for each `put`, `[tokens, X, V]`, of weights `[J, C, X]`."""
+
+    def block(sums, edges):
+        weight, take, put = edges
+        return _put(sums, put, weight[..., None] * _take(values, take)), None
+
+    empty = jnp.zeros((tokens, *values.shape[1:]), values.dtype)
+    return lax.scan(block, empty, (weights, take, put))[0]
+
+
+def _weighted_sums_forward(tokens, weights, values, take, put):
+    return _weighted_sums(tokens, weights, values, take, put), (weights, values, take, put)
+
+
+def _weighted_sums_backward(_, saved, d_sums):
+    weights, values, take, put = saved
+
+    def block(ends):
+        return jnp.sum(_take(d_sums, ends[1]) * _take(values, ends[0]), -1)
+
+    d_weights = lax.map(block, (take, put))
+    return d_weights, _weighted_sums(len(values), weights, d_sums, put, take), None, None
+
+
+_weighted_sums.defvjp(_weighted_sums_forward, _weighted_sums_backward)

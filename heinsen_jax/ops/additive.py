@@ -1,0 +1,305 @@
+r"""Additive attention: every token reads a weighted average of the tokens up to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.arguments import check_array, check_tokens, is_there
+from heinsen_jax.ops.numerics import log_sum_exp, share
+from heinsen_jax.ops.pooling import Tokens, average, merged, pool
+from heinsen_jax.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdditiveState:
+    """What additive pooling keeps of the tokens it has seen, as S tokens.
+
+    Without a window it is one (S = 1) that stands for all: their average, and the log of their
+    total weight. With a window of w it is the last w - 1 themselves (S = w - 1). Places not yet
+    taken have the logit log 0 = -inf.
+
+    Attributes:
+      x: `[*B, S, num_heads, depth]`.
+      logits: `[*B, S, num_heads]`.
+    """
+
+    x: Array
+    logits: Array
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        num_heads: int,
+        depth: int,
+        local_window_size: int | None = None,
+        dtype: Any = jnp.float32,
+    ) -> AdditiveState:
+        """The state of no tokens, in float32 at least."""
+        slots = 1 if local_window_size is None else local_window_size - 1
+        shape = (*batch_shape, slots, num_heads)
+        dtype = jnp.promote_types(dtype, jnp.float32)
+        return cls(jnp.zeros((*shape, depth), dtype), jnp.full(shape, -jnp.inf, dtype))
+
+
+def additive_pooling(
+    x: Array,
+    logits: Array,
+    *,
+    is_causal: bool = True,
+    local_window_size: int | None = None,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    initial_state: AdditiveState | None = None,
+    return_state: bool = False,
+) -> Any:
+    r"""Averages of tokens under weights of their own: a step of additive attention.
+
+        g_t = sum_s exp(logits_s) x_s / sum_s exp(logits_s),    s in window(t)
+
+    window(t) are the last w tokens, t itself included; all up to t without `local_window_size`; all
+    there are if not causal, so that every token has the same average. Logits are taken as they
+    come: the published layer has logits_s = w . x_s / sqrt(depth), which is up to the caller. Time
+    and memory are linear in T, whatever the window. Finite for every finite input; float32 (or
+    float64) inside, also for half-precision inputs. Has reverse-mode derivatives only.
+
+    Args:
+      x: `[*B, T, num_heads, depth]`.
+      logits: `[*B, T, num_heads]`. A token of logit -inf is unseen.
+      is_causal: whether a token sees only itself and earlier ones.
+      local_window_size: w; 1 gives g = x. Causal only.
+      segment_ids: `[*B, T]`, whole numbers: tokens see only those of their own segment, a run of
+        equal numbers. The state given belongs to the first segment, the one returned to the last.
+      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or
+        `[*B, 2]`, the first one and the one past the last. What lies at padding, NaN included,
+        changes nothing; on the left it takes up places in a window.
+      initial_state: what was seen before these tokens; nothing when None.
+      return_state: whether to return also the state after all tokens.
+
+    Returns:
+      g `[*B, T, num_heads, depth]`, or a pair of it and an `AdditiveState`. A token that sees
+      nothing has 0, and gradients of 0.
+
+    Raises:
+      ValueError: shapes, dtypes or the state do not fit; the message says which.
+      NotImplementedError: a window that is not causal.
+
+    References:
+      Wu et al., 2021, Fastformer: Additive Attention Can Be All You Need, arXiv:2108.09084.
+    """
+    _check(logits, is_causal, local_window_size, segment_ids, key_value_seq_lengths)
+    _check_vectors(x, logits, initial_state, local_window_size)
+    *batch, length, heads, depth = x.shape
+    arrays = jax.tree.leaves((x, logits, initial_state))
+    dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    state = initial_state
+    if state is None:
+        state = AdditiveState.empty(batch, heads, depth, local_window_size, dtype)
+    before = _folded(Tokens(state.x, state.logits), len(batch), dtype)
+    there = segments = None
+    if key_value_seq_lengths is not None:
+        there = is_there(key_value_seq_lengths, tuple(batch), length)
+        x = jnp.where(there[..., None, None], x, 0)
+        logits = jnp.where(there[..., None], logits, -jnp.inf)
+    if segment_ids is not None:
+        runs = _runs(segment_ids, there).reshape(math.prod(batch), length)
+        segments = jnp.repeat(runs, heads, 0)
+    tokens = _folded(Tokens(x, logits), len(batch), dtype)
+
+    pooled, after = tokens, before
+    if length > 0:
+        seen = None if initial_state is None else before
+        pooled = _pooled(tokens, seen, segments, local_window_size, is_causal)
+        if local_window_size is None:
+            after = jax.tree.map(lambda x: x[:, -1:], pooled)
+        elif return_state:
+            end = None if there is None else jnp.repeat(_end(there).reshape(-1), heads)
+            after = _last_tokens(before, tokens, segments, end)
+    y = _unfolded(pooled, batch).x.astype(jnp.result_type(x, logits))
+    return (y, AdditiveState(*_unfolded(after, batch))) if return_state else y
+
+
+def additive_weights(
+    logits: Array,
+    *,
+    is_causal: bool = True,
+    local_window_size: int | None = None,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+) -> Array:
+    """How much each token is part of each average: g_t = sum_s weights_ts x_s.
+
+    By the definition, to look at: time and memory are quadratic in T.
+
+    Args:
+      logits: `[*B, T, num_heads]`.
+      is_causal, local_window_size, segment_ids, key_value_seq_lengths: as in `additive_pooling`.
+
+    Returns:
+      `[*B, T, T, num_heads]`, averages before tokens: sums over the tokens are 1, or 0 where a
+      token sees nothing.
+
+    Raises:
+      ValueError, NotImplementedError: as `additive_pooling`.
+    """
+    _check(logits, is_causal, local_window_size, segment_ids, key_value_seq_lengths)
+    *batch, length, _ = logits.shape
+    index = jnp.arange(length)
+    age = index[:, None] - index[None]
+    visible = (age >= 0) | (not is_causal)
+    if local_window_size is not None:
+        visible &= age < local_window_size
+    visible = jnp.broadcast_to(visible, (*batch, length, length))
+    there = None
+    if key_value_seq_lengths is not None:
+        there = is_there(key_value_seq_lengths, tuple(batch), length)
+        visible &= there[..., None, :]
+    if segment_ids is not None:
+        runs = _runs(segment_ids, there)
+        visible &= runs[..., :, None] == runs[..., None, :]
+    scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    scores = jnp.where(visible[..., None], scores[..., None, :, :], -jnp.inf)
+    weights = share(scores, log_sum_exp(scores, -2)[..., None, :])
+    return weights.astype(logits.dtype)
+
+
+def _check(logits, is_causal, window, segment_ids, lengths) -> None:
+    if logits.ndim < 2:
+        raise ValueError(f"logits must be [..., tokens, heads], has shape {logits.shape}")
+    if not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be floating point, is {logits.dtype}")
+    check_tokens(logits.shape[:-1], segment_ids=segment_ids, key_value_seq_lengths=lengths)
+    if window is None:
+        return
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"local_window_size must be a whole number >= 1, is {window!r}")
+    if not is_causal:
+        raise NotImplementedError(
+            "local_window_size with is_causal=False: a window reaches back from a token"
+        )
+
+
+def _check_vectors(x, logits, state, window) -> None:
+    if x.ndim < 3:
+        raise ValueError(f"x must be [..., tokens, heads, depth], has shape {x.shape}")
+    check_array("x", x, ((*logits.shape, x.shape[-1]),), jnp.floating)
+    if state is None:
+        return
+    slots = 1 if window is None else window - 1
+    shape = (*x.shape[:-3], slots, *x.shape[-2:])
+    check_array("initial_state.x", state.x, (shape,), jnp.floating)
+    check_array("initial_state.logits", state.logits, (shape[:-1],), jnp.floating)
+
+
+def _folded(tokens: Tokens, axis: int, dtype: Any) -> Tokens:
+    """`[*B, T, N, ...]` -> `[X, T, ...]`, where T is on `axis`."""
+
+    def fold(x: Array) -> Array:
+        x = jnp.swapaxes(x.astype(dtype), axis, axis + 1)
+        return x.reshape(math.prod(x.shape[: axis + 1]), *x.shape[axis + 1 :])
+
+    return jax.tree.map(fold, tokens)
+
+
+def _unfolded(tokens: Tokens, batch: Sequence[int]) -> Tokens:
+    """`[X, T, ...]` -> `[*B, T, N, ...]`"""
+    heads = len(tokens.logits) // max(math.prod(batch), 1)
+
+    def unfold(x: Array) -> Array:
+        return jnp.swapaxes(x.reshape(*batch, heads, *x.shape[1:]), len(batch), len(batch) + 1)
+
+    return jax.tree.map(unfold, tokens)
+
+
+def _runs(segment_ids: Array, there: Array | None) -> Array:
+    """Runs of equal numbers, counted from 0. Padding belongs to the run beside it."""
+    starts = segment_ids[..., 1:] != segment_ids[..., :-1]
+    if there is not None:
+        starts &= there[..., 1:] & there[..., :-1]
+    first = jnp.zeros_like(segment_ids[..., :1], jnp.int32)
+    return jnp.concatenate([first, jnp.cumsum(starts, -1, jnp.int32)], -1)
+
+
+def _end(there: Array) -> Array:
+    """The place past the last token that is no padding; 0 if all is."""
+    places = 1 + jnp.arange(there.shape[-1]).reshape((1,) * (there.ndim - 1) + (-1,))
+    return jnp.max(jnp.where(there, places, 0), -1)
+
+
+def _last_tokens(before: Tokens, tokens: Tokens, segments: Any, end: Array | None) -> Tokens:
+    """The state of a window after the tokens, of which those past `end` `[X]` are padding."""
+    slots = before.x.shape[1]
+    if segments is not None:
+        last = segments[:, -1:]
+        before = _seen(before, segments[:, :1] == last)
+        tokens = _seen(tokens, segments == last)
+    both = _joined(before, tokens)
+    if end is None:
+        return _part(both, both.x.shape[1] - slots)
+    cut = jax.vmap(partial(lax.dynamic_slice_in_dim, slice_size=slots))
+    return jax.tree.map(lambda x: cut(x, end), both)
+
+
+def _joined(earlier: Tokens, later: Tokens) -> Tokens:
+    return jax.tree.map(lambda *x: jnp.concatenate(x, 1), earlier, later)
+
+
+def _part(tokens: Tokens, start: int, stop: int | None = None) -> Tokens:
+    return jax.tree.map(lambda x: x[:, start:stop], tokens)
+
+
+def _seen(tokens: Tokens, where: Array) -> Tokens:
+    return tokens._replace(logits=jnp.where(where, tokens.logits, -jnp.inf))
+
+
+def _pooled(
+    tokens: Tokens,
+    before: Tokens | None,
+    segments: Array | None,
+    window: int | None,
+    is_causal: bool,
+) -> Tokens:
+    """The average at each token: of the tokens with the `early` ones of the state, which some do
+    not see, merged with that of the state's others, which all see."""
+    length = tokens.x.shape[1]
+    reach = length if window is None else min(window, length)
+    early = 0 if window is None or before is None else reach - 1
+    ids = segments
+    if before is not None and early > 0:
+        tokens = _joined(_part(before, 0, early), tokens)
+        if segments is not None:
+            ids = jnp.concatenate([jnp.repeat(segments[:, :1], early, 1), segments], 1)
+    if is_causal or segments is not None:
+        pooled = _part(pool(reach, tokens, ids), early)
+    else:
+        pooled = jax.tree.map(partial(jnp.repeat, repeats=length, axis=1), average(tokens))
+    if before is not None and early < before.x.shape[1]:
+        all_see = average(_part(before, early))
+        if segments is not None:
+            all_see = _seen(all_see, segments == segments[:, :1])
+        pooled = merged(pooled, all_see)
+    if not is_causal and segments is not None:
+        pooled = _at_ends(pooled, segments)
+    return pooled
+
+
+def _at_ends(tokens: Tokens, segments: Array) -> Tokens:
+    """Those at the last token of each one's segment."""
+    length = segments.shape[1]
+    index = jnp.broadcast_to(jnp.arange(length)[None, :-1], (len(segments), length - 1))
+    ends = jnp.where(segments[:, 1:] != segments[:, :-1], index, length - 1)
+    ends = jnp.concatenate([ends, jnp.full_like(segments[:, :1], length - 1, ends.dtype)], 1)
+    ends = lax.cummin(ends, axis=1, reverse=True)
+    return Tokens(
+        jnp.take_along_axis(tokens.x, ends[..., None], 1),
+        jnp.take_along_axis(tokens.logits, ends, 1),
+    )

@@ -1,0 +1,182 @@
+r"""Averages of tokens over windows of any size, each token under one weight whoever reads it.
+
+Tokens are cut into chunks of C. A window of n C tokens that ends in row r of a chunk holds that
+chunk's columns c <= r, the columns c > r of the chunk n before it, and the n - 1 whole chunks
+between. Together the first two are C columns: products with a `[C, C]` matrix of weights. The
+averages of whole chunks are tokens themselves, and pooled by the same function:
+
+    pool(tokens, n C) = products + pool(chunks, n - 1)
+
+Nothing is subtracted from a sum, and every exponential is relative to the largest that its reader
+sees, so logits may be of any size. Gradients are pooled likewise, from later tokens to earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.numerics import safe_log, where_empty
+from heinsen_jax.typing import Array
+
+CHUNK = 32  # tokens in a chunk, at most
+
+
+class Tokens(NamedTuple):
+    """x `[X, T, D]` and logits `[X, T]`, X = prod(*B) N. Averages are tokens too: their logit is
+    the log of the total weight of what they are an average of."""
+
+    x: Array
+    logits: Array
+
+
+def average(tokens: Tokens) -> Tokens:
+    """Of all tokens, as one."""
+    largest = jnp.max(tokens.logits, 1, keepdims=True, initial=-jnp.inf)
+    largest = where_empty(lax.stop_gradient(largest), 0.0)
+    weights = jnp.exp(tokens.logits - largest)
+    total = jnp.sum(weights, 1, keepdims=True)
+    x = (weights * _inverse(total))[:, None] @ tokens.x
+    return Tokens(x, safe_log(total) + largest)
+
+
+def merged(a: Tokens, b: Tokens) -> Tokens:
+    """The average of two averages."""
+    largest = where_empty(lax.stop_gradient(jnp.maximum(a.logits, b.logits)), 0.0)
+    of_a, of_b = jnp.exp(a.logits - largest), jnp.exp(b.logits - largest)
+    total = of_a + of_b
+    inverse = _inverse(total)
+    x = (of_a * inverse)[..., None] * a.x + (of_b * inverse)[..., None] * b.x
+    return Tokens(x, safe_log(total) + largest)
+
+
+def _pool(window: int, tokens: Tokens, segments: Array | None) -> Tokens:
+    """The average of the last `window` tokens, at each, itself included.
+
+    With `segments` `[X, T]`, numbers that never fall or never rise, of those of the same number.
+    """
+    length = tokens.x.shape[1]
+    window = min(window, length)
+    count = math.ceil(window / CHUNK)  # chunks in a window
+    size = math.ceil(window / count) if count > 1 else min(CHUNK, length)
+    layout = _Layout(length, window if count > 1 else size, count, size)
+    chunks = Tokens(layout.cut(tokens.x, 0.0), layout.cut(tokens.logits, -jnp.inf))
+    ids = None if segments is None else layout.cut(segments, None)
+    pooled = _products(chunks, ids, count, window)
+    if count > 1:
+        ends = jax.tree.map(lambda x: x[:, :, -1], pooled)  # averages of a whole chunk
+        end_ids = None if ids is None else ids[:, :, -1]
+        past = _pool(count - 1, ends, end_ids)
+        past = Tokens(_later(past.x, 1, 0.0), _later(past.logits, 1, -jnp.inf))
+        past = jax.tree.map(lambda x: x[:, :, None], past)
+        if ids is not None and end_ids is not None:
+            same = ids == _later(end_ids, 1, 0)[:, :, None]
+            past = past._replace(logits=jnp.where(same, past.logits, -jnp.inf))
+        pooled = merged(pooled, past)
+    return jax.tree.map(layout.joined, pooled)
+
+
+pool = jax.custom_vjp(_pool, nondiff_argnums=(0,))
+
+
+def _pool_forward(window, tokens, segments):
+    pooled = _pool(window, tokens, segments)
+    return pooled, (tokens, segments, pooled)
+
+
+def _pool_backward(window, saved, cotangents):
+    """The weight of a token in the average at t is exp(logit - log of t's total weight): what flows
+    back to a token is pooled as well, from the later ones, by logits of minus that log."""
+    tokens, segments, pooled = saved
+    d_total = cotangents.logits - jnp.sum(cotangents.x * pooled.x, -1)
+    flows = jnp.concatenate([cotangents.x, d_total[..., None]], -1)
+    empty = pooled.logits == -jnp.inf
+    readers = Tokens(flows, jnp.where(empty, -jnp.inf, -pooled.logits))
+    flipped = jax.tree.map(partial(jnp.flip, axis=1), (readers, segments))
+    flows, log_weight = jax.tree.map(partial(jnp.flip, axis=1), pool(window, *flipped))
+    flows = jnp.exp(tokens.logits + log_weight)[..., None] * flows
+    d_x = flows[..., :-1]
+    return Tokens(d_x, jnp.sum(d_x * tokens.x, -1) + flows[..., -1]), None
+
+
+pool.defvjp(_pool_forward, _pool_backward)
+
+
+class _Layout(NamedTuple):
+    """`length` tokens in blocks of `block`, each of `chunks` chunks of `size`."""
+
+    length: int
+    block: int
+    chunks: int
+    size: int
+
+    def cut(self, x: Array, fill: float | None) -> Array:
+        """`[X, T, ...]` -> `[X, chunks, C, ...]`, filled up at the end of a block, with the last
+        one if `fill` is None."""
+        blocks = math.ceil(self.length / self.block)
+        rest = self.length - (blocks - 1) * self.block
+        x = _filled(x, 1, blocks * self.block, fill)
+        x = x.reshape(len(x), blocks, self.block, *x.shape[2:])
+        x = _filled(x, 2, self.chunks * self.size, fill)
+        x = x.reshape(len(x), blocks * self.chunks, self.size, *x.shape[3:])
+        return x[:, : (blocks - 1) * self.chunks + math.ceil(rest / self.size)]
+
+    def joined(self, x: Array) -> Array:
+        """What `cut` has cut, without what was filled up."""
+        blocks = math.ceil(self.length / self.block)
+        x = _filled(x, 1, blocks * self.chunks, 0)
+        x = x.reshape(len(x), blocks, self.chunks * self.size, *x.shape[3:])[:, :, : self.block]
+        return x.reshape(len(x), blocks * self.block, *x.shape[3:])[:, : self.length]
+
+
+def _filled(x: Array, axis: int, length: int, fill: float | None) -> Array:
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, length - x.shape[axis])
+    if widths[axis][1] == 0:
+        return x
+    return jnp.pad(x, widths, "edge") if fill is None else jnp.pad(x, widths, constant_values=fill)
+
+
+def _later(x: Array, steps: int, fill: float) -> Array:
+    """x `[X, chunks, ...]` of the chunk `steps` before."""
+    nothing = jnp.full_like(x[:, :steps], fill)
+    return jnp.concatenate([nothing, x[:, : x.shape[1] - steps]], 1)
+
+
+def _products(chunks: Tokens, ids: Array | None, count: int, window: int) -> Tokens:
+    """Averages of what a window holds of its last chunk and of the one `count` before."""
+    x, logits = chunks
+    size = logits.shape[-1]
+    own = jnp.tri(size, dtype=bool)[None, None]
+    has_earlier = logits.shape[1] > count
+
+    def pairs(x: Array, fill: float) -> Array:
+        """x of the token that a row reads in a column."""
+        earlier = _later(x, count, fill) if has_earlier else jnp.full_like(x, fill)
+        return jnp.where(own, x[:, :, None], earlier[:, :, None])
+
+    scores = pairs(logits, -jnp.inf)
+    if window < size:
+        index = jnp.arange(size)
+        age = (index[:, None] - index[None]) % size
+        scores = jnp.where((age < window)[None, None], scores, -jnp.inf)
+    if ids is not None:
+        scores = jnp.where(pairs(ids, -1) == ids[..., None], scores, -jnp.inf)
+    largest = where_empty(jnp.max(scores, -1, keepdims=True), 0.0)
+    weights = jnp.exp(scores - largest)
+    total = jnp.sum(weights, -1, keepdims=True)
+    weights = weights * _inverse(total)  # before the products: x may be large
+    y = jnp.where(own, weights, 0.0) @ x
+    if has_earlier:
+        y = y + jnp.where(own, 0.0, weights) @ _later(x, count, 0.0)
+    return Tokens(y, (safe_log(total) + largest)[..., 0])
+
+
+def _inverse(x: Array) -> Array:
+    """1 / x, and 0 of 0."""
+    return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1.0, x))

@@ -1,0 +1,610 @@
+import itertools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen_jax.ops.additive import AdditiveState, additive_pooling, additive_weights
+
+INF = float("inf")
+OPTIONS = ("is_causal", "local_window_size", "return_state")
+
+pooling = jax.jit(additive_pooling, static_argnames=OPTIONS)
+weights_of = jax.jit(additive_weights, static_argnames=OPTIONS[:2])
+
+
+def visible(length, *, is_causal=True, window=None, segment_ids=None, present=None):
+    """[T, S] of one sequence, token by token."""
+    ids = np.zeros(length, int) if segment_ids is None else segment_ids
+    seen = np.zeros((length, length), bool)
+    for t, s in itertools.product(range(length), repeat=2):
+        between = ids[min(s, t) : max(s, t) + 1]
+        seen[t, s] = (between == between[0]).all() and (present is None or present[s])
+        if is_causal:
+            seen[t, s] &= s <= t and (window is None or t - s < window)
+    return seen
+
+
+def oracle(x, logits, seen):
+    """In float64, one average after the other: x [B, T, N, D], seen [B, T, S]."""
+    x, logits = np.asarray(x, np.float64), np.asarray(logits, np.float64)
+    g = np.zeros_like(x)
+    for b, t, n in np.ndindex(logits.shape):
+        own = logits[b, seen[b, t], n]
+        if own.size and own.max() > -INF:
+            weight = np.exp(own - own.max())
+            g[b, t, n] = weight @ x[b, seen[b, t], n] / weight.sum()
+    return g
+
+
+@jax.jit
+def definition_gradients(x, logits, seen, cotangent):
+    """Of the averages as one softmax, by automatic differentiation."""
+
+    def averages(x, logits):
+        scores = jnp.where(seen[..., None], logits[:, None], -INF)
+        nothing = (scores == -INF).all(2, keepdims=True)
+        weights = jax.nn.softmax(jnp.where(nothing, 0.0, scores), 2)
+        return jnp.einsum("btsn,bsnd->btnd", jnp.where(nothing, 0.0, weights), x)
+
+    return jax.vjp(averages, x, logits)[1](cotangent)
+
+
+@partial(jax.jit, static_argnames=OPTIONS)
+def differentiate(x, logits, cotangent, **options):
+    g, pullback = jax.vjp(lambda *arrays: additive_pooling(*arrays, **options), x, logits)
+    return g, *pullback(cotangent)
+
+
+def value_and_pullback(function, cotangent, *arguments):
+    value, pullback = jax.vjp(function, *arguments)
+    return value, *pullback(cotangent)
+
+
+def draw(length, batch=(2,), num_heads=2, depth=3, std=1.0, seed=0, dtype=np.float64):
+    """x, logits and a cotangent."""
+    rng = np.random.default_rng(seed)
+    shape = *batch, length, num_heads
+    x, cotangent = rng.standard_normal((2, *shape, depth)).astype(dtype)
+    return x, (std * rng.standard_normal(shape)).astype(dtype), cotangent
+
+
+def assert_as_defined(arrays, seen, atol=1e-12, **options):
+    """Values and gradients: x [B, T, N, D], seen [B, T, S]."""
+    g, d_x, d_logits = differentiate(*arrays, **options)
+    np.testing.assert_allclose(g, oracle(*arrays[:2], seen), atol=atol, rtol=0)
+    with jax.enable_x64(True):
+        in_float64 = (jnp.asarray(x, jnp.float64) for x in arrays[:2])
+        expected = definition_gradients(*in_float64, seen, jnp.asarray(arrays[2], jnp.float64))
+    np.testing.assert_allclose(d_x, expected[0], atol=atol, rtol=atol)
+    np.testing.assert_allclose(d_logits, expected[1], atol=atol, rtol=atol)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("length", "window"),
+    [
+        (1, None),
+        (2, 2),
+        (32, 5),
+        (33, 32),
+        (63, 33),
+        (64, 1),
+        (65, 64),
+        (100, 1000),
+        (101, None),
+        (131, 97),
+    ],
+)
+def test_definition(length, window):
+    seen = np.stack(2 * [visible(length, window=window)])
+    assert_as_defined(draw(length), seen, local_window_size=window)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("window", [1027])
+def test_chunks_of_chunks_of_chunks(window):
+    seen = np.tri(1153, dtype=bool) & ~np.tri(1153, k=-(window or 1153), dtype=bool)
+    seen = seen[None]
+    arrays = draw(1153, batch=(1,), num_heads=1, depth=1)
+    assert_as_defined(arrays, seen, local_window_size=window)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("length", [1, 37])
+def test_definition_if_not_causal(length):
+    seen = np.ones((2, length, length), bool)
+    assert_as_defined(draw(length), seen, is_causal=False)
+
+
+IDS = np.stack(
+    [np.repeat([4, 4, 1, 4], [40, 20, 1, 39]), np.repeat([0, 9, 8, 7, 6], [1, 1, 64, 31, 3])]
+)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("is_causal", "window"), [(True, None), (True, 5), (True, 40), (False, None)]
+)
+def test_segments(is_causal, window):
+    seen = [visible(100, is_causal=is_causal, window=window, segment_ids=ids) for ids in IDS]
+    options = {"is_causal": is_causal, "local_window_size": window}
+    assert_as_defined(draw(100), np.stack(seen), segment_ids=IDS, **options)
+
+
+@pytest.mark.usefixtures("x64")
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from([1.0, 30.0, 1000.0]))
+def test_any_segments_and_unseen_tokens(seed, part, std):
+    rng = np.random.default_rng(seed)
+    with jax.enable_x64(True):
+        x, logits, cotangent = draw(70, std=std, seed=seed)
+        logits[rng.uniform(size=logits.shape) < part] = -INF
+        ids = np.cumsum(rng.uniform(size=(2, 70)) < part / 4, 1)
+        seen = np.stack([visible(70, window=37, segment_ids=i) for i in ids])
+        options = {"local_window_size": 37, "segment_ids": ids}
+        assert_as_defined((x, logits, cotangent), seen, atol=1e-9, **options)
+
+
+@pytest.mark.parametrize("window", [None, 8, 50])
+@pytest.mark.parametrize("std", [1.0, 30.0, 1000.0])
+def test_float32_is_as_exact_as_its_exponents(std, window):
+    seen = np.stack(2 * [visible(300, window=window)])
+    arrays = draw(300, std=std, dtype=np.float32)
+    assert_as_defined(arrays, seen, atol=2e-6 * (3 + std), local_window_size=window)
+
+
+@pytest.mark.parametrize("window", [None, 8, 50])
+@pytest.mark.parametrize("offset", [-3e4, 3e4])
+def test_weights_do_not_depend_on_the_size_of_logits(offset, window):
+    """Chosen so that adding the offset rounds nothing; the rest is the error of one exponent."""
+    x, logits, cotangent = draw(300, dtype=np.float32)
+    logits = np.round(logits * 64) / 64
+    here, there = (
+        differentiate(x, logits + c, cotangent, local_window_size=window)
+        for c in np.float32([0, offset])
+    )
+    for a, b in zip(here, there, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("window", [None, 5, 70])
+@pytest.mark.parametrize("value", [0.0, 100.0, -1000.0])
+def test_equal_logits_give_running_means(window, value):
+    x, logits, cotangent = draw(100, dtype=np.float32)
+    logits = np.full_like(logits, value)
+    g, *_ = differentiate(x, logits, cotangent, local_window_size=window)
+    sums = np.concatenate([np.zeros_like(x[:, :1]), np.cumsum(x, 1, np.float64)], 1)
+    index = np.arange(1, 101)
+    start = np.maximum(index - (window or 100), 0)
+    expected = (sums[:, index] - sums[:, start]) / (index - start)[:, None, None]
+    np.testing.assert_allclose(g, expected, atol=1e-6 * (1 + abs(value) / 5))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"local_window_size": 5}, {"local_window_size": 70}, {"is_causal": False}],
+)
+def test_finite_at_the_ends_of_the_range(options):
+    x, logits, cotangent = draw(100, dtype=np.float32)
+    x, logits = np.float32(3e38) * np.sign(x), np.float32(3e38) * np.sign(logits)
+    g, *gradients = differentiate(x, logits, 1e-3 * cotangent, **options)
+    assert np.max(np.abs(g)) < 3.01e38
+    assert all(np.isfinite(x).all() for x in gradients)
+
+
+@pytest.mark.parametrize("options", [{}, {"local_window_size": 5}, {"is_causal": False}])
+def test_what_sees_nothing_is_zero(options):
+    x, logits, cotangent = draw(100, dtype=np.float32)
+    nothing = differentiate(x, np.full_like(logits, -INF), cotangent, **options)
+    for array in nothing:
+        np.testing.assert_array_equal(array, 0)
+    logits[:, 10:60] = -INF
+    g, d_x, d_logits = differentiate(x, logits, cotangent, **options)
+    assert np.isfinite(g).all()
+    if "local_window_size" in options:
+        np.testing.assert_array_equal((g == 0).all((0, 2, 3)).nonzero()[0], np.arange(14, 60))
+    np.testing.assert_array_equal(d_x[:, 10:60], 0)
+    np.testing.assert_array_equal(d_logits[:, 10:60], 0)
+    assert np.isfinite(d_x).all()
+    assert np.isfinite(d_logits).all()
+
+
+@pytest.mark.parametrize("window", [None, 5, 70])
+def test_no_gradient_to_the_future_nor_past_the_window(window):
+    x, logits, cotangent = draw(100, dtype=np.float32)
+    seen = np.arange(max(0, 91 - (window or 100)), 91)
+    cotangent[:, np.arange(100) != 90] = 0
+    _, d_x, d_logits = differentiate(x, logits, cotangent, local_window_size=window)
+    for gradient in (d_x, d_logits):
+        assert np.all(gradient[:, seen] != 0)
+        np.testing.assert_array_equal(np.delete(gradient, seen, 1), 0)
+
+
+@pytest.mark.usefixtures("x64")
+def test_second_derivatives():
+    x, logits, cotangent = map(jnp.asarray, draw(40, batch=(1,), num_heads=1, depth=2))
+    seen = jnp.tri(40, dtype=bool)[None] & ~jnp.tri(40, k=-35, dtype=bool)[None]
+
+    def tested(x, logits, cotangent):
+        return jax.vjp(partial(additive_pooling, local_window_size=35), x, logits)[1](cotangent)
+
+    def defined(x, logits, cotangent):
+        return definition_gradients(x, logits, seen, cotangent)
+
+    direction = jnp.asarray(draw(40, batch=(1,), num_heads=1, depth=2, seed=1)[0]), logits
+    for have, want in zip(
+        *(
+            jax.jit(lambda *a, f=f: jax.vjp(f, *a)[1](direction))(x, logits, cotangent)
+            for f in (tested, defined)
+        ),
+        strict=True,
+    ):
+        np.testing.assert_allclose(have, want, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("window", "sizes"),
+    [
+        (None, [37, 63]),
+        (1, [50, 0, 50]),
+        (2, [1, 2, 96, 1]),
+        (41, [1, 2, 96, 1]),
+        (41, [30, 50, 20]),
+    ],
+)
+def test_in_pieces_with_their_states(window, sizes):
+    x, logits, cotangent = draw(100)
+    weights = jax.tree.map(
+        lambda s: np.asarray(draw(s.size, (), 1)[1]).reshape(s.shape),
+        AdditiveState.empty((2,), 2, 3, window),
+    )
+
+    def loss(arrays, sizes):
+        state, pieces, start = None, [], 0
+        for size in sizes:
+            part = (a[:, start : start + size] for a in arrays)
+            g, state = additive_pooling(
+                *part, local_window_size=window, initial_state=state, return_state=True
+            )
+            pieces.append(g)
+            start += size
+        g = jnp.concatenate(pieces, 1)
+        of_state = sum(
+            jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (weights, state)), strict=True)
+        )
+        return jnp.vdot(g, cotangent) + of_state, (g, state)
+
+    run = jax.jit(jax.grad(loss, has_aux=True), static_argnums=1)
+    whole, parts = (run((jnp.asarray(x), jnp.asarray(logits)), tuple(s)) for s in ([100], sizes))
+    for have, want in zip(*map(jax.tree.leaves, (parts, whole)), strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [(None, np.float32), (1, np.float32), (2, np.float32), (41, np.float32), (5, jnp.bfloat16)],
+)
+def test_token_by_token_in_a_scan(window, dtype):
+    x, logits, _ = (jnp.asarray(a, dtype) for a in draw(60))
+
+    @jax.jit
+    def stream(x, logits):
+        def step(state, token):
+            x, logits = (a[:, None] for a in token)
+            g, state = additive_pooling(
+                x, logits, local_window_size=window, initial_state=state, return_state=True
+            )
+            return state, g[:, 0]
+
+        empty = AdditiveState.empty((2,), 2, 3, window, dtype)
+        state, g = jax.lax.scan(step, empty, (jnp.moveaxis(x, 1, 0), jnp.moveaxis(logits, 1, 0)))
+        return jnp.moveaxis(g, 0, 1), state
+
+    have = stream(x, logits)
+    want = pooling(x, logits, local_window_size=window, return_state=True)
+    for a, b in zip(*map(jax.tree.leaves, (have, want)), strict=True):
+        assert a.dtype == b.dtype
+        tolerance = 1e-2 if a.dtype == jnp.bfloat16 else 2e-6
+        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=tolerance)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("window", [None, 41])
+def test_segments_in_pieces(window):
+    """A state goes to the first segment of what follows; the one returned is of the last."""
+    x, logits, _ = draw(100)
+    ids = IDS
+    whole, end = pooling(x, logits, local_window_size=window, segment_ids=ids, return_state=True)
+    state, pieces = None, []
+    for part in (slice(0, 50), slice(50, 63), slice(63, 100)):
+        start = part.start
+        assert start == 0 or np.array_equal(ids[:, start], ids[:, start - 1])
+        g, state = pooling(
+            x[:, part],
+            logits[:, part],
+            local_window_size=window,
+            segment_ids=ids[:, part],
+            initial_state=state,
+            return_state=True,
+        )
+        pieces.append(g)
+    np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=1e-12)
+    np.testing.assert_allclose(state.logits, end.logits, atol=1e-12)
+    seen = np.isfinite(end.logits)[..., None]
+    np.testing.assert_allclose(state.x * seen, end.x * seen, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_state_for_averages_of_all():
+    x, logits, _ = draw(30)
+    _, state = pooling(x[:, :20], logits[:, :20], return_state=True)
+    options = {"is_causal": False, "initial_state": state, "return_state": True}
+    g, end = pooling(x[:, 20:], logits[:, 20:], **options)
+    expected, expected_end = pooling(x, logits, is_causal=False, return_state=True)
+    np.testing.assert_allclose(g, expected[:, 20:], atol=1e-12)
+    np.testing.assert_allclose(end.logits, expected_end.logits, atol=1e-12)
+    ids = np.repeat([[0, 1]], [4, 6], 1).repeat(2, 0)
+    g, _ = pooling(x[:, 20:], logits[:, 20:], segment_ids=ids, **options)
+    first, _ = pooling(x[:, 20:24], logits[:, 20:24], **options)
+    np.testing.assert_allclose(g[:, :4], first, atol=1e-12)
+    second = pooling(x[:, 24:], logits[:, 24:], is_causal=False)
+    np.testing.assert_allclose(g[:, 4:], second, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"local_window_size": 5}, {"local_window_size": 50}, {"is_causal": False}],
+)
+def test_padding_changes_nothing(options):
+    """NaN beyond the second sequence's end: its outputs, gradients and state are as without."""
+    x, logits, cotangent = draw(60, dtype=np.float32)
+    ends = np.asarray([60, 37])
+    past = np.arange(60)[None] >= ends[:, None]
+    cotangent[past] = 0
+    x[past], logits[past] = np.nan, np.nan
+
+    def run(x, logits, cotangent, ends):
+        def call(x, logits):
+            return additive_pooling(
+                x, logits, key_value_seq_lengths=ends, return_state=True, **options
+            )
+
+        (g, state), pullback = jax.vjp(call, x, logits)
+        return g, *pullback((cotangent, jax.tree.map(jnp.ones_like, state))), state
+
+    *padded, state = jax.jit(run)(x, logits, cotangent, ends)
+    for gradient in padded[1:]:
+        np.testing.assert_array_equal(np.asarray(gradient)[past], 0)
+    *alone, alone_state = jax.jit(run)(*(a[1:, :37] for a in (x, logits, cotangent)), None)
+    for have, want in zip(padded, alone, strict=True):
+        np.testing.assert_allclose(have[1:, :37], want, atol=2e-6)
+    for have, want in zip(*map(jax.tree.leaves, (state, alone_state)), strict=True):
+        np.testing.assert_allclose(have[1:], want, atol=2e-6)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("window", [None, 20])
+def test_padding_on_both_sides_beside_segments(window):
+    x, logits, cotangent = draw(60)
+    bounds = np.asarray([[0, 41], [13, 60]])
+    present = (np.arange(60) >= bounds[:, :1]) & (np.arange(60) < bounds[:, 1:])
+    ids = np.where(present, np.arange(60) // 30, 99)  # padding belongs to no segment of its own
+    filled = np.stack([np.where(present[0], ids[0], 1), np.where(present[1], ids[1], 0)])
+    seen = [
+        visible(60, window=window, segment_ids=i, present=p)
+        for i, p in zip(filled, present, strict=True)
+    ]
+    options = {"segment_ids": ids, "key_value_seq_lengths": bounds, "local_window_size": window}
+    assert_as_defined((x, logits, cotangent), np.stack(seen), **options)
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+def test_a_call_without_tokens(window):
+    x, logits, _ = draw(0, dtype=np.float32)
+    options = {"segment_ids": np.zeros((2, 0), int), "key_value_seq_lengths": np.zeros(2, int)}
+    g, state = pooling(x, logits, local_window_size=window, return_state=True, **options)
+    assert g.shape == (2, 0, 2, 3)
+    empty = AdditiveState.empty((2,), 2, 3, window)
+    jax.tree.map(np.testing.assert_array_equal, state, empty)
+
+
+def test_transformations():
+    """Without jit, mapped over a batch, and recomputed in the backward pass, all is the same."""
+    x, logits, cotangent = draw(70, dtype=np.float32)
+    expected = differentiate(x, logits, cotangent, local_window_size=40)
+    function = jax.checkpoint(partial(additive_pooling, local_window_size=40))
+    np.testing.assert_allclose(function(x, logits), expected[0], atol=2e-6)
+    have = jax.jit(jax.vmap(partial(value_and_pullback, function)))(cotangent, x, logits)
+    for a, b in zip(have, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6)
+
+
+def test_batch_axes_of_any_number():
+    x, logits, _ = draw(50, batch=(2, 3), dtype=np.float32)
+    g, state = pooling(x, logits, local_window_size=9, return_state=True)
+    assert state.x.shape == (2, 3, 8, 2, 3)
+    for index in np.ndindex(2, 3):
+        one, one_state = pooling(x[index], logits[index], local_window_size=9, return_state=True)
+        np.testing.assert_allclose(g[index], one, atol=1e-6)
+        np.testing.assert_array_equal(state.logits[index], one_state.logits)
+
+
+def test_half_precision_is_float32_inside():
+    arrays = [jnp.asarray(a, jnp.bfloat16) for a in draw(200)]
+    have = differentiate(*arrays, local_window_size=50)
+    want = differentiate(*(a.astype(jnp.float32) for a in arrays), local_window_size=50)
+    for a, b in zip(have, want, strict=True):
+        assert a.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(np.float32(a), np.float32(b.astype(jnp.bfloat16)))
+    mixed = pooling(arrays[0], arrays[1].astype(jnp.float32))
+    assert mixed.dtype == jnp.float32
+
+
+def compiled(length, window):
+    arrays = draw(length, batch=(1,), num_heads=1, depth=8, dtype=np.float32)
+    return differentiate.lower(*arrays, local_window_size=window).compile()
+
+
+def test_costs_are_linear_in_length_and_the_same_for_any_window():
+    short, long = (compiled(length, 512) for length in (1024, 4096))
+    memory = [c.memory_analysis().temp_size_in_bytes for c in (short, long)]
+    assert memory[1] < 5 * memory[0]
+    work = [c.cost_analysis()["flops"] for c in (compiled(4096, 4), long)]
+    assert work[1] < 1.2 * work[0]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"local_window_size": 5}, {"is_causal": False}, {"segment_ids": IDS[:, 20:70]}],
+)
+def test_weights_are_what_averages_are_made_of(options):
+    x, logits, _ = draw(50)
+    logits[:, :3] = -INF
+    lengths = np.asarray([50, 41])
+    options = options | {"key_value_seq_lengths": lengths}
+    weights = weights_of(logits, **options)
+    g = pooling(x, logits, **options)
+    np.testing.assert_allclose(np.einsum("btsn,bsnd->btnd", weights, x), g, atol=1e-12)
+    total = np.sum(weights, 2)
+    np.testing.assert_allclose(total, np.where(np.all(g == 0, -1), 0, 1), atol=1e-12)
+    np.testing.assert_array_equal(weights[1, :, 41:], 0)
+
+
+def test_weights_have_finite_gradients():
+    logits = draw(10, dtype=np.float32)[1]
+    logits[:, :3] = -INF
+    gradient = jax.grad(lambda logits: jnp.sum(additive_weights(logits)[:, :, 3] ** 2))(logits)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[:, :3], 0)
+
+
+def published_logits(x, w, num_heads=4):
+    """x `[B, T, N, D]` and w . x / sqrt(D), from the layout [B, T, N D]."""
+    x, w = (jnp.asarray(a).reshape(*a.shape[:-1], num_heads, -1) for a in (x, w))
+    return x, jnp.einsum("btnd,nd->btn", x, w) / np.sqrt(x.shape[-1])
+
+
+def published_pooling(x, w, window, lengths=None):
+    options = {"local_window_size": window, "key_value_seq_lengths": lengths}
+    return additive_pooling(*published_logits(x, w), **options).reshape(x.shape)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 12, 64])
+def test_published_pooling(golden, window):
+    case = golden("additive_pool")
+    function = jax.jit(partial(value_and_pullback, partial(published_pooling, window=window)))
+    results = function(case["cotangent"], case["x"], case["w"])
+    for name, have in zip(("g", "dx", "dw"), results, strict=True):
+        np.testing.assert_allclose(have, case[f"w{window}/{name}"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_published_states(golden):
+    case = golden("additive_pool")
+    x, logits = published_logits(case["x"], case["w"])
+    state = AdditiveState.empty((2,), 4, 4, dtype=x.dtype)
+    for t in range(12):
+        token = slice(t, t + 1)
+        _, state = pooling(x[:, token], logits[:, token], initial_state=state, return_state=True)
+        total = np.exp(state.logits)[..., None]
+        np.testing.assert_allclose(total[:, 0], case["rnn/z"][:, t], atol=1e-10)
+        np.testing.assert_allclose((total * state.x)[:, 0], case["rnn/s"][:, t], atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [20, 60, 200])
+@pytest.mark.parametrize(("name", "window"), [("w8", 8), ("global", None)])
+def test_large_logits(golden, size, name, window):
+    """Where the published code, which subtracts running sums, has NaN or noise."""
+    case = golden("additive_pool")
+    arrays = case[f"large{size}/x"], case[f"large{size}/w"]
+    expected = case[f"large{size}/{name}/g_ref"]
+    single = pooling(*map(np.float32, published_logits(*arrays)), local_window_size=window)
+    np.testing.assert_allclose(single.reshape(expected.shape), expected, rtol=0, atol=2e-6 * size)
+    with jax.enable_x64(True):
+        double = pooling(*published_logits(*arrays), local_window_size=window)
+    np.testing.assert_allclose(double.reshape(expected.shape), expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "window"), [("w1/none", 1), ("w4/none", 4), ("w64/none", 64), ("w64/rightpad", 64)]
+)
+def test_published_layer(golden, name, window):
+    case = golden("additive_attention_layer")
+    mask = case[f"{name}/mask"]
+    names = [k.removeprefix("param/") for k in case if k.startswith("param/")]
+
+    def norm(x, name, p):
+        x = x - x.mean(-1, keepdims=True)
+        x = x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+        return x * p[f"{name}.weight"][None, None] + p[f"{name}.bias"][None, None]
+
+    def layer(x, p):
+        def pooled(x, w):
+            return published_pooling(x, w, window, jnp.asarray(mask.sum(-1), int))
+
+        h = norm(x, "attn_norm", p)
+        query, key, value = (h @ p[f"W{n}.weight"].T for n in ("query", "keys", "values"))
+        mixed = (pooled(query, p["query_attn"]) @ p["attn_proj.weight"].T) * key
+        residual = h + mixed
+        return residual + pooled(norm(residual, "mid_norm", p), p["key_attn"]) * value
+
+    params = {k: case[f"param/{k}"] for k in names}
+    used = mask[..., None] > 0
+    cotangent = jnp.asarray(case["cotangent"]) * used
+    out, d_x, d_params = jax.jit(partial(value_and_pullback, layer))(cotangent, case["x"], params)
+    np.testing.assert_allclose(out * used, case[f"{name}/out"] * used, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(d_x, case[f"{name}/dx"], rtol=0, atol=1e-10)
+    for k in names:
+        np.testing.assert_allclose(d_params[k], case[f"{name}/grad/{k}"], rtol=0, atol=1e-10)
+
+
+X, LOGITS = jnp.zeros((2, 6, 3, 4)), jnp.zeros((2, 6, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": X[0]}, r"x must have shape \(2, 6, 3, 4\), has \(6, 3, 4\)"),
+        ({"x": X[0, 0]}, r"x must be \[\.\.\., tokens, heads, depth\]"),
+        ({"x": X.astype(int)}, "x must be of a kind of floating, is int32"),
+        ({"logits": LOGITS[0, 0]}, r"logits must be \[\.\.\., tokens, heads\]"),
+        ({"logits": LOGITS[:, :5]}, r"x must have shape \(2, 5, 3, 4\), has \(2, 6, 3, 4\)"),
+        ({"logits": LOGITS.astype(int)}, "logits must be floating point, is int32"),
+        ({"local_window_size": 0}, "local_window_size must be a whole number >= 1, is 0"),
+        ({"local_window_size": True}, "local_window_size must be a whole number >= 1, is True"),
+        ({"segment_ids": jnp.zeros((2, 5), int)}, r"segment_ids must have shape \(2, 6\)"),
+        ({"segment_ids": jnp.zeros((2, 6))}, "segment_ids must be of a kind of integer"),
+        ({"key_value_seq_lengths": jnp.zeros((3,), int)}, "key_value_seq_lengths must have shape"),
+        (
+            {"initial_state": AdditiveState.empty((2,), 3, 4, 4)},
+            r"initial_state\.x must have shape \(2, 1, 3, 4\), has \(2, 3, 3, 4\)",
+        ),
+        (
+            {"initial_state": AdditiveState.empty((2,), 3, 4), "local_window_size": 4},
+            r"initial_state\.x must have shape \(2, 3, 3, 4\), has \(2, 1, 3, 4\)",
+        ),
+        (
+            {"initial_state": AdditiveState(X[:, :1], LOGITS[:, :1, :2])},
+            r"initial_state\.logits must have shape \(2, 1, 3\), has \(2, 1, 2\)",
+        ),
+    ],
+)
+def test_refuses_what_does_not_fit(changes, message):
+    with pytest.raises(ValueError, match=message):
+        additive_pooling(**({"x": X, "logits": LOGITS} | changes))
+
+
+def test_refuses_a_window_that_is_not_causal():
+    with pytest.raises(NotImplementedError, match="local_window_size with is_causal=False"):
+        additive_pooling(X, LOGITS, is_causal=False, local_window_size=3)
+    with pytest.raises(NotImplementedError, match="local_window_size with is_causal=False"):
+        additive_weights(LOGITS, is_causal=False, local_window_size=3)

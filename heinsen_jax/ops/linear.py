@@ -1,0 +1,320 @@
+"""Linear attention: a map of queries and keys to features takes the place of the softmax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_heads,
+    check_same_length,
+    check_tokens,
+    is_there,
+)
+from heinsen_jax.ops.log_attention.tokens import chunked, each_head, unchunked, varying_like
+from heinsen_jax.typing import Array
+
+CHUNK = 64  # tokens whose weights are formed at once
+CHUNKS_IN_BLOCK = 8  # that are computed in parallel; backward keeps a state for each block
+
+FeatureMap = Literal["elu1", "relu", "identity"] | Callable[[Array], Array]
+
+
+def elu1(x: Array) -> Array:
+    """elu(x) + 1, as exp(x) below 0: the sum would round to 0 there."""
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
+
+
+FEATURE_MAPS = {"elu1": elu1, "relu": jax.nn.relu, "identity": lambda x: x}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LinearAttentionState:
+    """All that linear attention keeps of the tokens it has seen.
+
+        S = sum_s phi(k_s) v_s^T,    Z = sum_s phi(k_s)
+
+    States of disjoint sets of tokens add up.
+
+    Attributes:
+      s: S `[..., num_kv_heads, feature_depth, value_depth]`.
+      z: Z `[..., num_kv_heads, feature_depth]`.
+    """
+
+    s: Array
+    z: Array
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        num_kv_heads: int,
+        feature_depth: int,
+        value_depth: int,
+        dtype=jnp.float32,
+    ) -> LinearAttentionState:
+        """The state of no tokens: 0."""
+        shape = (*batch_shape, num_kv_heads, feature_depth)
+        return cls(jnp.zeros((*shape, value_depth), dtype), jnp.zeros(shape, dtype))
+
+
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    feature_map: FeatureMap = "elu1",
+    is_causal: bool = True,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    epsilon: float = 1e-6,
+    initial_state: LinearAttentionState | None = None,
+    return_state: bool = False,
+) -> Any:
+    r"""Attention with weights phi(q) . phi(k), at constant cost per token.
+
+        S = sum_s phi(k_s) v_s^T,    Z = sum_s phi(k_s)                 (10), (11)
+        Y_t = phi(q_t) S / (phi(q_t) . Z + epsilon)                     (12)
+
+    where s runs over the tokens up to and including t if causal, over all if not. There is no scale
+    1/sqrt(K). The sums are held in linear space, in float32 (or float64), and must fit its range.
+
+    Args:
+      query: `[*B, T, num_heads, key_depth]`.
+      key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
+        n // (num_heads // num_kv_heads).
+      value: `[*B, S, num_kv_heads, value_depth]`.
+      feature_map: phi, on the last axis: "elu1", elu(x) + 1, which is positive; "relu"; "identity",
+        of features that are formed already; or a function of an array. With features of both signs
+        weights need not be averages, and the sum that divides may come near 0. For exp, which
+        leaves the range of linear space, there is `heinsen_attention`.
+      is_causal: whether a token sees only itself and earlier ones; then S must equal T.
+      segment_ids: `[*B, S]`, whole numbers: tokens see only those of their own segment, a run of
+        equal numbers. The state given belongs to the first segment, the one returned to the last.
+        T must equal S.
+      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or
+        `[*B, 2]`, the first one and the one past the last. What lies at padding, NaN included,
+        changes nothing.
+      epsilon: what is added to the sum that divides: it draws Y to 0 where all features are small.
+      initial_state: what was seen before these tokens; nothing when None.
+      return_state: whether to return also the state after all S tokens.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LinearAttentionState`. A query
+      that sees nothing, or nothing but weights of 0, has 0, and gradients of 0.
+
+    Raises:
+      ValueError: shapes, dtypes, the feature map or the state do not fit; the message says which.
+      NotImplementedError: segments, but not as many queries as keys.
+
+    References:
+      Katharopoulos et al., 2020, Transformers are RNNs: Fast Autoregressive Transformers with
+      Linear Attention, arXiv:2006.16236.
+    """
+    _check(query, key, value, is_causal, segment_ids, key_value_seq_lengths)
+    *batch, sources, groups, value_depth = value.shape
+    output_dtype = jnp.result_type(query, key, value)
+    query, key, value = without_padding(query, key, value, key_value_seq_lengths)
+    dtype = jnp.promote_types(output_dtype, jnp.float32)
+    query, key = _features(feature_map, query.astype(dtype), key.astype(dtype))
+    there = None
+    if key_value_seq_lengths is not None:  # features of a zero need not be zeros
+        there = is_there(key_value_seq_lengths, tuple(batch), sources)
+        key = jnp.where(there[..., None, None], key, 0)
+
+    features = key.shape[-1]
+    if initial_state is None:
+        initial_state = LinearAttentionState.empty(batch, groups, features, value_depth, dtype)
+    shapes = (*batch, groups, features, value_depth), (*batch, groups, features)
+    check_array("initial_state.s", initial_state.s, shapes[:1], jnp.floating)
+    check_array("initial_state.z", initial_state.z, shapes[1:], jnp.floating)
+
+    # Y does not depend on the length of phi(q): near 1, its products stay in range.
+    largest = lax.stop_gradient(jnp.max(jnp.abs(query), -1, keepdims=True, initial=0))
+    largest = jnp.where(largest == 0, 1, largest)
+    *_, length, heads, _ = query.shape
+    size = math.prod(batch)
+    tokens = _Tokens(
+        (query / largest).reshape(size, length, groups, heads // groups, features),
+        key.reshape(size, sources, groups, features),
+        value.astype(dtype).reshape(size, sources, groups, value_depth),
+        _documents(key.shape[:-2], segment_ids, there),
+    )
+    state = LinearAttentionState(
+        initial_state.s.astype(dtype).reshape(size * groups, features, value_depth),
+        initial_state.z.astype(dtype).reshape(size * groups, features),
+    )
+    both_ways = _bidirectional if segment_ids is None else _within_documents
+    (numerator, total), after = (_causal if is_causal else both_ways)(tokens, state)
+    total = total.reshape(largest.shape) + epsilon / largest
+    y = _divided(numerator.reshape(*batch, length, heads, value_depth), total).astype(output_dtype)
+    if not return_state:
+        return y
+    return y, LinearAttentionState(after.s.reshape(shapes[0]), after.z.reshape(shapes[1]))
+
+
+def without_padding(
+    query: Array, key: Array, value: Array, key_value_seq_lengths: Array | None
+) -> tuple[Array, Array, Array]:
+    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN."""
+    if key_value_seq_lengths is None:
+        return query, key, value
+    there = is_there(key_value_seq_lengths, key.shape[:-3], key.shape[-3])[..., None, None]
+    if query.shape[-3] == key.shape[-3]:
+        query = jnp.where(there | jnp.isfinite(query), query, 0)
+    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
+
+
+def _check(query, key, value, is_causal, segment_ids, key_value_seq_lengths) -> None:
+    check_heads(query, key, value)
+    check_tokens(
+        key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
+    )
+    if is_causal:
+        check_same_length(query, key)
+    elif segment_ids is not None and query.shape[-3] != key.shape[-3]:
+        raise NotImplementedError(
+            "segment_ids with is_causal=False and fewer or more queries than keys: the segments of "
+            "the queries are not given"
+        )
+
+
+def _features(feature_map: FeatureMap, query: Array, key: Array) -> tuple[Array, Array]:
+    if isinstance(feature_map, str) and feature_map not in FEATURE_MAPS:
+        raise ValueError(
+            f"feature_map must be a function or one of {[*FEATURE_MAPS]}, is {feature_map!r}; for "
+            "exp use heinsen_attention"
+        )
+    phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
+    features = phi(query), phi(key)
+    for x, of_x in zip((query, key), features, strict=True):
+        if of_x.shape[:-1] != x.shape[:-1] or of_x.dtype != x.dtype:
+            raise ValueError(
+                f"feature_map must change the last axis only, and no dtype: it makes {of_x.dtype} "
+                f"{of_x.shape} of {x.dtype} {x.shape}"
+            )
+    return features
+
+
+def _documents(tokens: tuple[int, ...], segment_ids: Array | None, there: Array | None) -> Array:
+    """How many segments have begun up to each of `(*B, S)` tokens, after the first: `[B, S]`."""
+    if segment_ids is None:
+        return jnp.zeros((math.prod(tokens[:-1]), tokens[-1]), jnp.int32)
+    begins = segment_ids[..., 1:] != segment_ids[..., :-1]
+    if there is not None:  # padding belongs to the segment beside it
+        begins = begins & there[..., 1:] & there[..., :-1]
+    begins = begins.reshape(math.prod(tokens[:-1]), begins.shape[-1])
+    begins = jnp.pad(begins, [(0, 0), (1, 0)])[:, : tokens[-1]]
+    return jnp.cumsum(begins, -1, dtype=jnp.int32)
+
+
+def _divided(numerator: Array, total: Array) -> Array:
+    """Their quotient; 0, without gradient, where the total is too small to divide by."""
+    limits = jnp.finfo(total.dtype)
+    nothing = jnp.abs(total) <= limits.smallest_normal / limits.eps
+    return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, total))
+
+
+class _Tokens(NamedTuple):
+    """query `[B, T, G, R, F]`, key `[B, S, G, F]`, value `[B, S, G, V]`, documents `[B, S]`."""
+
+    query: Array
+    key: Array
+    value: Array
+    documents: Array
+
+
+def _bidirectional(tokens: _Tokens, state: LinearAttentionState):
+    """As `_causal`, every query seeing all tokens, of one document."""
+    query, key, value, _ = tokens
+    batch, _, groups, _ = key.shape
+    s = jnp.einsum("bsgf,bsgv->bgfv", key, value).reshape(state.s.shape) + state.s
+    z = jnp.sum(key, 1).reshape(state.z.shape) + state.z
+    numerator = jnp.einsum("btgrf,bgfv->btgrv", query, s.reshape(batch, groups, *s.shape[1:]))
+    total = jnp.einsum("btgrf,bgf->btgr", query, z.reshape(batch, groups, *z.shape[1:]))
+    return (numerator, total[..., None]), LinearAttentionState(s, z)
+
+
+def _within_documents(tokens: _Tokens, state: LinearAttentionState):
+    """As `_causal`, every query seeing all tokens of its document: those up to it, those after."""
+    sums, after = _causal(tokens, state)
+    backwards = _Tokens(*(jnp.flip(x, 1) for x in tokens))
+    later, _ = _causal(backwards, jax.tree.map(jnp.zeros_like, state), sees_itself=False)
+    return jax.tree.map(lambda x, y: x + jnp.flip(y, 1), sums, later), after
+
+
+def _causal(tokens: _Tokens, state: LinearAttentionState, *, sees_itself: bool = True):
+    """phi(q) S `[B, T, G, R, V]`, phi(q) . Z `[B, T, G, R, 1]`, and the state after all tokens.
+
+    Blocks of chunks follow one another; in a block, chunks are summed first, then each reads what
+    came before it and its own tokens. Backward keeps the states between blocks alone.
+    """
+    batch, length, _, heads, _ = tokens.query.shape
+    blocks = max(1, -(-length // (CHUNK * CHUNKS_IN_BLOCK)))
+    size = min(CHUNK, max(1, length))
+    chunks = _in_chunks(tokens, blocks, max(1, -(-length // (blocks * size))), size)
+    sees = jnp.tri(size, k=0 if sees_itself else -1, dtype=bool)[None, None]
+
+    def add_and_read(before, chunks: _Tokens):
+        query, key, value, documents = chunks
+        states, document = _states(before, chunks)
+        same = documents[..., :, None] == documents[..., None, :]
+        weights = jnp.einsum("jxcf,jxdf->jxcd", query, key)
+        weights = jnp.where(each_head(sees & same, heads), weights, 0)
+        sees_state = documents == document[:-1, :, None]
+        query = jnp.where(each_head(sees_state[..., None], heads), query, 0)
+        numerator = jnp.einsum("jxcd,jxdv->jxcv", weights, value)
+        numerator = numerator + jnp.einsum("jxcf,jxfv->jxcv", query, states.s[:-1])
+        total = jnp.sum(weights, -1) + jnp.einsum("jxcf,jxf->jxc", query, states.z[:-1])
+        return jax.tree.map(lambda x: x[-1], (states, document)), (numerator, total[..., None])
+
+    if blocks > 1:
+        add_and_read = jax.checkpoint(add_and_read, prevent_cse=False)
+    first = varying_like((state, jnp.zeros_like(chunks.documents[0, 0, :, 0])), tokens)
+    (after, _), sums = lax.scan(add_and_read, first, chunks)
+
+    def joined(x: Array) -> Array:
+        return unchunked(x.reshape(-1, *x.shape[2:]), batch, heads)[:, :length]
+
+    return jax.tree.map(joined, sums), after
+
+
+def _states(before, chunks: _Tokens):
+    """The state before the first chunk and after each `[J + 1, X, ...]`, of the tokens of the
+    document `[J + 1, X]` that is the last one there."""
+    state, document = before
+    last = chunks.documents[..., -1]
+    document = jnp.concatenate([document[None], last])
+    key = jnp.where((chunks.documents == last[..., None])[..., None], chunks.key, 0)
+    s = jnp.concatenate([state.s[None], jnp.einsum("jxcf,jxcv->jxfv", key, chunks.value)])
+    z = jnp.concatenate([state.z[None], jnp.sum(key, -2)])
+    counts = jnp.tri(len(document), dtype=bool)[..., None] & (document[:, None] == document[None])
+    counts = counts.astype(s.dtype)
+    # A sum that is carried on: it must not be rounded as products may be.
+    s = jnp.einsum("jix,ixfv->jxfv", counts, s, precision=lax.Precision.HIGHEST)
+    z = jnp.einsum("jix,ixf->jxf", counts, z, precision=lax.Precision.HIGHEST)
+    return LinearAttentionState(s, z), document
+
+
+def _in_chunks(tokens: _Tokens, blocks: int, count: int, size: int) -> _Tokens:
+    """query `[I, J, X, R C, F]`, key `[I, J, X, C, F]`, value `[I, J, X, C, V]` and documents
+    `[I, J, X, C]`, with tokens without features at the end, of the last document."""
+    batch, length, groups, _ = tokens.key.shape
+    missing = blocks * count * size - length
+
+    def cut(x: Array, mode: Any = "constant") -> Array:
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        x = chunked(x, size)
+        return x.reshape(blocks, count, *x.shape[1:])
+
+    documents = jnp.broadcast_to(tokens.documents[..., None, None], (batch, length, groups, 1))
+    documents = cut(documents, "edge" if length else "constant")[..., 0]
+    return _Tokens(cut(tokens.query), cut(tokens.key), cut(tokens.value), documents)

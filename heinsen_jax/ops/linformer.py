@@ -1,0 +1,79 @@
+"""Linformer: softmax attention over a fixed number of averages of the positions."""
+
+import jax.numpy as jnp
+
+from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens
+from heinsen_jax.ops.linear import without_padding
+from heinsen_jax.ops.softmax import dot_product_attention
+from heinsen_jax.typing import Array
+
+
+def linformer_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    key_projection: Array,
+    value_projection: Array,
+    *,
+    key_value_seq_lengths: Array | None = None,
+) -> Array:
+    r"""Softmax attention over P rows, into which keys and values of all positions are projected.
+
+        K' = E^T K,    V' = F^T V,    Y = softmax(Q K'^T / sqrt(key_depth)) V'     (7)
+
+    Every query sees every position: there is no causal form. Time and memory are linear in length.
+
+    Args:
+      query: `[*B, T, num_heads, key_depth]`.
+      key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
+        n // (num_heads // num_kv_heads).
+      value: `[*B, S, num_kv_heads, value_depth]`.
+      key_projection: E `[L, P]`, or `[num_kv_heads, L, P]` for one for each head. L is the greatest
+        length: fewer positions use the first S rows.
+      value_projection: F, likewise; it may be E itself.
+      key_value_seq_lengths: `[*B]`, how many keys there are, the rest being padding; or `[*B, 2]`,
+        the first one and the one past the last. Padding is 0 before it is projected; what lies
+        there, NaN included, changes nothing.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or S is above L; the message says which.
+
+    References:
+      Wang et al., 2020, Linformer: Self-Attention with Linear Complexity, arXiv:2006.04768.
+    """
+    check_heads(query, key, value)
+    check_tokens(key.shape[:-2], segment_ids=None, key_value_seq_lengths=key_value_seq_lengths)
+    query, key, value = without_padding(query, key, value, key_value_seq_lengths)
+    dtype = jnp.result_type(query, key, value)
+    key = _projected("key_projection", key_projection, key)
+    value = _projected("value_projection", value_projection, value)
+    if key.shape[-3] != value.shape[-3]:
+        raise ValueError(
+            "key_projection and value_projection must project to the same number of rows: "
+            f"{key_projection.shape}, {value_projection.shape}"
+        )
+    return dot_product_attention(query, key, value).astype(dtype)
+
+
+def _projected(name: str, projection: Array, x: Array) -> Array:
+    """`[*B, S, G, F]` -> `[*B, P, G, F]`, in float32 at least."""
+    sources, groups, _ = x.shape[-3:]
+    if projection.ndim not in (2, 3) or projection.shape[-1] < 1:
+        raise ValueError(
+            f"{name} must be [length, rows >= 1] or [num_kv_heads, length, rows >= 1], has shape "
+            f"{projection.shape}"
+        )
+    length, rows = projection.shape[-2:]
+    check_array(name, projection, ((length, rows), (groups, length, rows)), jnp.floating)
+    if sources > length:
+        raise ValueError(
+            f"{name} serves at most {length} positions, there are {sources}: shorten the input or "
+            "make a longer projection"
+        )
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    projection = projection[..., :sources, :].astype(dtype)
+    projection = jnp.broadcast_to(projection, (groups, sources, rows))
+    return jnp.einsum("...sgf,gsp->...pgf", x.astype(dtype), projection)

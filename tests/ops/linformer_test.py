@@ -1,0 +1,175 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen_jax.ops.linformer import linformer_attention
+
+jitted = jax.jit(linformer_attention)
+
+
+def draw(length, sources, *, batch=(), heads=2, groups=1, longest=None, rows=4, per_head=False):
+    """query, key, value, key_projection, value_projection"""
+    rng = np.random.default_rng(length)
+    longest = sources if longest is None else longest
+    shapes = (length, heads, 3), (sources, groups, 3), (sources, groups, 5)
+    arrays = [rng.standard_normal((*batch, *shape)) for shape in shapes]
+    shape = (groups, longest, rows) if per_head else (longest, rows)
+    return arrays + [rng.standard_normal(shape) for _ in range(2)]
+
+
+def single(arrays):
+    return [x.astype(np.float32) for x in arrays]
+
+
+def oracle(query, key, value, key_projection, value_projection):
+    """Of one batch entry, a query after the other."""
+    y = np.zeros((*query.shape[:-1], value.shape[-1]))
+    sources, groups = key.shape[:2]
+    for t, n in np.ndindex(*query.shape[:-1]):
+        g = n // (query.shape[1] // groups)
+        e, f = (x[g] if x.ndim == 3 else x for x in (key_projection, value_projection))
+        rows = [sum(e[s, p] * key[s, g] for s in range(sources)) for p in range(e.shape[1])]
+        values = [sum(f[s, p] * value[s, g] for s in range(sources)) for p in range(f.shape[1])]
+        weights = [np.exp(query[t, n] @ row / np.sqrt(query.shape[-1])) for row in rows]
+        y[t, n] = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    return y
+
+
+@pytest.mark.usefixtures("x64")
+def test_published_values_and_gradients(golden):
+    case = golden("linformer")
+    parameters = {k.removeprefix("param/"): x for k, x in case.items() if k.startswith("param/")}
+
+    @jax.jit
+    def layer(x, parameters):
+        def heads(name):
+            y = jnp.einsum("btd,ed->bte", x, parameters[f"{name}.weight"])
+            return y.reshape(*x.shape[:-1], 4, 4)
+
+        projections = parameters["proj_k"], parameters["proj_v"]
+        y = linformer_attention(heads("to_q"), heads("to_k"), heads("to_v"), *projections)
+        y = jnp.einsum("btd,ed->bte", y.reshape(x.shape), parameters["to_out.weight"])
+        return y + parameters["to_out.bias"][None, None]
+
+    out, pullback = jax.vjp(layer, jnp.asarray(case["x"]), parameters)
+    np.testing.assert_allclose(out, case["out"], rtol=0, atol=1e-10)
+    dx, gradients = pullback(jnp.asarray(case["cotangent"]))
+    np.testing.assert_allclose(dx, case["dx"], rtol=0, atol=1e-10)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, case[f"grad/{name}"], rtol=0, atol=1e-10)
+    shorter = layer(case["x"][:, :9], parameters)
+    np.testing.assert_allclose(shorter, case["out_len9"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize(
+    ("length", "sources", "longest", "rows"), [(1, 1, 1, 1), (63, 63, 100, 4), (5, 100, 100, 7)]
+)
+def test_values_by_the_definition(length, sources, longest, rows, per_head):
+    arrays = draw(length, sources, heads=4, groups=2, longest=longest, rows=rows, per_head=per_head)
+    arrays[3:] = [x / np.sqrt(sources) for x in arrays[3:]]
+    expected = oracle(*arrays)
+    np.testing.assert_allclose(jitted(*arrays), expected, rtol=0, atol=1e-11)
+    in_float32 = jitted(*single(arrays))
+    assert in_float32.dtype == jnp.float32
+    np.testing.assert_allclose(in_float32, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.usefixtures("x64")
+def test_gradients_are_finite_differences():
+    arrays = draw(3, 5, batch=(2,), longest=6)
+
+    @jax.jit
+    def total(arrays):
+        return jnp.sum(jnp.sin(linformer_attention(*arrays)))
+
+    gradients = jax.grad(total)(arrays)
+    rng = np.random.default_rng(0)
+    for index, gradient in enumerate(gradients):
+        step = 1e-5 * rng.standard_normal(arrays[index].shape)
+        moved = [
+            [*arrays[:index], arrays[index] + sign * step, *arrays[index + 1 :]] for sign in (1, -1)
+        ]
+        expected = (total(moved[0]) - total(moved[1])) / 2
+        np.testing.assert_allclose(np.sum(gradient * step), expected, rtol=1e-6, atol=1e-13)
+    for gradient in gradients[3:]:  # rows of positions that are not there
+        np.testing.assert_array_equal(gradient[5:], 0)
+
+
+@pytest.mark.parametrize("bounds", [(0, 4), (2, 6), (0, 0)])
+@pytest.mark.parametrize("sources", [7, 9])
+def test_padding_is_as_a_shorter_input(sources, bounds):
+    query, key, value, e, f = single(draw(7, sources, batch=(3,), longest=11))
+    whole = jitted(query, key, value, e, f)
+    first, end = bounds
+    there = np.s_[1:2, first:end]
+    queries = there if sources == 7 else np.s_[1:2]  # padded as well where there are as many
+    expected = jitted(query[queries], key[there], value[there], e[first:], f[first:])
+    for x in (query, key, value) if sources == 7 else (key, value):
+        x[1, :first], x[1, end:] = np.nan, np.nan
+
+    lengths = np.array([[0, sources], bounds, [0, sources]])
+    call = partial(jitted, key_value_seq_lengths=lengths)
+    y, pullback = jax.vjp(call, query, key, value, e, f)
+    np.testing.assert_allclose(y[queries], expected, atol=1e-5)
+    np.testing.assert_allclose(y[0], whole[0], atol=1e-6)
+    gradients = pullback(jnp.ones_like(y))
+    for gradient in gradients:
+        assert np.isfinite(gradient).all()
+    for gradient in gradients[1:3]:
+        np.testing.assert_array_equal(gradient[1, :first], 0)
+        np.testing.assert_array_equal(gradient[1, end:], 0)
+    if end == 0:
+        np.testing.assert_array_equal(y[1], 0)
+        np.testing.assert_array_equal(gradients[0][1], 0)
+
+
+def test_extreme_inputs_are_finite():
+    *arrays, e, f = single(draw(7, 7))
+    for scale in (0.0, 1000.0):
+        y, pullback = jax.vjp(jitted, *(scale * x for x in arrays), e, f)
+        for x in (y, *pullback(jnp.ones_like(y))):
+            assert np.isfinite(x).all()
+
+
+def test_transformations_and_half_precision():
+    arrays = single(draw(5, 9, batch=(3,)))
+    whole = jitted(*arrays)
+    np.testing.assert_allclose(linformer_attention(*arrays), whole, atol=1e-6)
+    mapped = jax.jit(jax.vmap(linformer_attention, (0, 0, 0, None, None)))
+    np.testing.assert_allclose(mapped(*arrays), whole, atol=1e-6)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
+    y = jitted(*half)
+    assert y.dtype == jnp.bfloat16
+    expected = jitted(*(x.astype(jnp.float32) for x in half))
+    np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(("length", "sources"), [(0, 0), (0, 4), (3, 0)])
+def test_no_tokens(length, sources):
+    y = jitted(*single(draw(length, sources, longest=4)))
+    np.testing.assert_array_equal(y, np.zeros((length, 2, 5)))
+
+
+X, E = np.ones((6, 2, 3), np.float32), np.ones((8, 4), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ((X, X, X, E[:5], E), "key_projection serves at most 5 positions, there are 6"),
+        ((X, X, X, E, E[:5]), "value_projection serves at most 5 positions, there are 6"),
+        ((X, X, X, E, E[:, :3]), "the same number of rows"),
+        ((X, X, X, E[0], E), "key_projection must be"),
+        ((X, X, X, E, np.ones((3, 8, 4), np.float32)), "value_projection must have shape"),
+        ((X, X, X, E.astype(int), E), "key_projection must be of a kind of floating"),
+        ((X, X[:5], X, E, E), "same tokens and heads"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        linformer_attention(*arrays)

@@ -1,0 +1,262 @@
+"""Conditional computation (CoLT5): a light branch for every token, a heavy one for a chosen few.
+
+A router scores tokens, `soft_top_k` turns scores into weights, `route` picks the tokens, and the
+two conditional layers run their heavy branch on these alone:
+
+    weights = soft_top_k(x @ router, 9 / 8 * num_routed)
+    y = conditional_feed_forward(x, light, heavy, route(weights, num_routed))
+
+Scores compete over the whole sequence: whether a token is chosen depends on later tokens, so none
+of this is causal, and there is no state to stream.
+
+References:
+  Ainslie et al., 2023, CoLT5: Faster Long-Range Transformers with Conditional Computation,
+    arXiv:2303.09752.
+  Lei et al., 2023, Conditional Adapters, arXiv:2304.04947 (epsilon falls from iteration to
+    iteration).
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.log_attention.tokens import varying_like
+from heinsen_jax.ops.numerics import where_empty
+from heinsen_jax.typing import Array
+
+
+def soft_top_k(
+    scores: Array,
+    k: float,
+    *,
+    num_iterations: int = 50,
+    epsilon: float = 1.0,
+    epsilon_init: float | None = None,
+    epsilon_decay: float = 0.7,
+    mask: Array | None = None,
+) -> Array:
+    r"""Weights in [0, 1] that sum to k, large where scores are: a differentiable choice of k.
+
+    The lambda that maximises `sum_i lambda_i s_i + epsilon entropy(lambda)` under these two
+    constraints, by coordinate descent on their multipliers a and b (CoLT5). From b = -s, in turn
+
+        a = epsilon (log k - LSE_i((s_i + b_i) / epsilon)),    b_i = -relu(s_i + a)
+
+    and at the end lambda_i = exp((s_i + a + b_i) / epsilon). Few iterations at a small epsilon do
+    not converge: the sum is then not k. With `epsilon_init`, epsilon is
+    `max(epsilon, epsilon_init * epsilon_decay**i)` in iteration i = 0, 1, ..., which takes fewer:
+    `num_iterations=20, epsilon=0.03, epsilon_init=4.0` is common.
+
+    Args:
+      scores: s `[*B, T]`.
+      k: what the weights sum to; need not be whole. CoLT5 takes 9/8 of the tokens to be routed.
+      num_iterations: updates of a and b. Gradients flow through all of them.
+      epsilon: how soft the choice is.
+      epsilon_init: the first epsilon, if larger.
+      epsilon_decay: the factor from one epsilon to the next, in (0, 1].
+      mask: `[*B, T]`, True for tokens; the rest is padding, of weight and gradient 0.
+
+    Returns:
+      lambda `[*B, T]`.
+
+    Raises:
+      ValueError: a shape, a dtype or a number does not fit; the message says which.
+    """
+    if scores.ndim < 1 or not jnp.issubdtype(scores.dtype, jnp.floating):
+        raise ValueError(
+            f"scores must be [..., tokens] and floating point, are {scores.shape} {scores.dtype}"
+        )
+    check_array("mask", mask, (scores.shape,), jnp.bool_)
+    if isinstance(k, int | float) and not k > 0:
+        raise ValueError(f"k must be positive, is {k}")
+    epsilons = _epsilons(num_iterations, epsilon, epsilon_init, epsilon_decay)
+
+    dtype = jnp.promote_types(scores.dtype, jnp.float32)
+    there = jnp.ones(scores.shape, bool) if mask is None else mask
+    s = jnp.where(there, scores, 0).astype(dtype)
+    log_k = jnp.log(jnp.asarray(k, dtype))
+
+    def multiplier(s_and_b: Array, epsilon) -> Array:
+        exponents = jnp.where(there, s_and_b, -jnp.inf)
+        largest = jnp.max(exponents, -1, keepdims=True, initial=-jnp.inf)
+        largest = lax.stop_gradient(where_empty(largest, 0.0))
+        total = jnp.sum(jnp.exp((exponents - largest) / epsilon), -1, keepdims=True)
+        return epsilon * (log_k - jnp.log(jnp.where(total == 0, 1, total))) - largest
+
+    @partial(jax.checkpoint, prevent_cse=False)  # keeps a number an iteration, not T of them
+    def iteration(a: Array, epsilon: Array) -> tuple[Array, None]:
+        return multiplier(jnp.where(s + a > 0, -a, s), epsilon), None  # s + b
+
+    a = varying_like(multiplier(jnp.zeros_like(s), epsilons[0]), s)
+    a, _ = lax.scan(iteration, a, jnp.asarray(epsilons[1:-1], dtype))
+    weights = jnp.exp(jnp.where(s + a > 0, 0.0, s + a) / epsilons[-1])
+    return jnp.where(there, weights, 0).astype(scores.dtype)
+
+
+def _epsilons(count: int, least: float, first: float | None, decay: float) -> list[float]:
+    """Of every iteration, and of the weights after them."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_iterations must be a whole number >= 1, is {count!r}")
+    if not least > 0:
+        raise ValueError(f"epsilon must be positive, is {least}")
+    if not 0 < decay <= 1:
+        raise ValueError(f"epsilon_decay must be in (0, 1], is {decay}")
+    first = least if first is None else first
+    return [max(least, first * decay**i) for i in range(count + 1)]
+
+
+class Routing(NamedTuple):
+    """Which tokens take the heavy branch. R is how many.
+
+    Attributes:
+      indices: `[*B, R]`, by falling weight.
+      weights: `[*B, R]`, 0 where the mask is False.
+      mask: `[*B, R]`, False where a sequence had fewer than R tokens to choose from; the index
+        there is the first one again.
+    """
+
+    indices: Array
+    weights: Array
+    mask: Array
+
+
+def route(weights: Array, num_routed: int, *, mask: Array | None = None) -> Routing:
+    """The tokens of largest weight: `num_routed` of them, all where there are fewer.
+
+    Soft weights saturate at 1, so ties are common: of equal weights the earliest tokens are taken.
+    Gradients flow into the weights of those taken. For a straight-through estimator, replace the
+    weights w of the result by `w + stop_gradient(1 - w)`.
+
+    Args:
+      weights: `[*B, T]`, as of `soft_top_k`.
+      num_routed: how many to take, at least 1.
+      mask: `[*B, T]`, True for tokens; the rest is padding, and never taken.
+
+    Raises:
+      ValueError: a shape, a dtype or a number does not fit; the message says which.
+    """
+    if weights.ndim < 1 or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"weights must be [..., tokens] and floating point, are {weights.shape} {weights.dtype}"
+        )
+    check_array("mask", mask, (weights.shape,), jnp.bool_)
+    if isinstance(num_routed, bool) or not isinstance(num_routed, int) or num_routed < 1:
+        raise ValueError(f"num_routed must be a whole number >= 1, is {num_routed!r}")
+    there = jnp.ones(weights.shape, bool) if mask is None else mask
+    order = lax.stop_gradient(jnp.where(there, weights, -jnp.inf))
+    _, indices = lax.top_k(order, min(num_routed, weights.shape[-1]))
+    taken = jnp.take_along_axis(there, indices, -1)
+    weights = jnp.where(taken, jnp.take_along_axis(weights, indices, -1), 0)
+    return Routing(jnp.where(taken, indices, indices[..., :1]), weights, taken)
+
+
+def conditional_feed_forward(
+    x: Array,
+    light: Callable[[Array], Array],
+    heavy: Callable[[Array], Array],
+    routing: Routing,
+    *,
+    residual: Array | None = None,
+) -> Array:
+    r"""A feed-forward layer with a heavy branch for routed tokens (CoLT5).
+
+        Y_i = X_i + Light(X_i) + lambda_i Heavy(X_i),    lambda_i = 0 where i is not routed
+
+    Args:
+      x: `[*B, T, D]`.
+      light: `[*B, T, D]` to the same shape; sees all tokens.
+      heavy: `[*B, R, D]` to the same shape; sees routed tokens only.
+      routing: from `route`.
+      residual: `[*B, T, D]`: what the branches are added to; x when None. For branches of a
+        normalised x.
+
+    Returns:
+      Y `[*B, T, D]`.
+
+    Raises:
+      ValueError: a shape does not fit, or that of what a branch returns; the message says which.
+    """
+    _check(x, residual, routing=routing)
+    return _sum(x, residual, light(x), heavy(_routed(x, routing)), routing)
+
+
+def conditional_attention(
+    x: Array,
+    light: Callable[[Array], Array],
+    heavy: Callable[[Array, Array, Array], Array],
+    query_routing: Routing,
+    key_value_routing: Routing,
+    *,
+    residual: Array | None = None,
+) -> Array:
+    r"""Local attention, and full attention among routed tokens (CoLT5).
+
+        Y_i = X_i + A_light(X)_i + lambda^q_i A_heavy(X_i, {lambda^kv_j X_j})
+
+    for j over the tokens routed as keys and values, by a router of their own. Queries that are not
+    routed have lambda^q = 0.
+
+    Args:
+      x: `[*B, T, D]`. Normalise it before, with `residual`: a norm inside `heavy` would undo
+        lambda^kv.
+      light: `[*B, T, D]` to the same shape: attention to nearby tokens.
+      heavy: of `(queries, sources, mask)` to the shape of the queries: attention from queries
+        `[*B, R, D]` to sources `[*B, S, D]`, which are already times lambda^kv, where the mask
+        `[*B, S]` is True. Tokens come by falling weight, not by position.
+      query_routing: from `route`; R tokens.
+      key_value_routing: from `route`; S tokens.
+      residual: `[*B, T, D]`: what the branches are added to; x when None.
+
+    Returns:
+      Y `[*B, T, D]`.
+
+    Raises:
+      ValueError: a shape does not fit, or that of what a branch returns; the message says which.
+    """
+    _check(x, residual, query_routing=query_routing, key_value_routing=key_value_routing)
+    sources = _routed(x, key_value_routing) * key_value_routing.weights[..., None]
+    read = heavy(_routed(x, query_routing), sources.astype(x.dtype), key_value_routing.mask)
+    return _sum(x, residual, light(x), read, query_routing)
+
+
+def _check(x: Array, residual: Array | None, **routings: Routing) -> None:
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x must be [..., tokens, features] and floating point, is {x.shape} {x.dtype}"
+        )
+    check_array("residual", residual, (x.shape,), jnp.floating)
+    for name, routing in routings.items():
+        check_array(f"{name}.indices", routing.indices, (routing.weights.shape,), jnp.integer)
+        if routing.indices.shape[:-1] != x.shape[:-2]:
+            raise ValueError(
+                f"{name} must have the batch axes of x {x.shape}, has {routing.indices.shape}"
+            )
+
+
+def _routed(x: Array, routing: Routing) -> Array:
+    return jnp.take_along_axis(x, routing.indices[..., None], -2, mode="clip")
+
+
+def _sum(x: Array, residual: Array | None, light: Array, heavy: Array, routing: Routing) -> Array:
+    """residual + light, plus heavy `[*B, R, D]` times its weights at the routed tokens."""
+    residual = x if residual is None else residual
+    *batch, length, width = x.shape
+    count = routing.indices.shape[-1]
+    check_array("what light returns", light, (x.shape,), jnp.floating)
+    check_array("what heavy returns", heavy, ((*batch, count, width),), jnp.floating)
+    dtype = jnp.promote_types(jnp.result_type(residual, x), jnp.float32)
+    added = routing.weights[..., None].astype(dtype) * heavy.astype(dtype)
+    added = jnp.where(routing.mask[..., None], added, 0)
+
+    rows = math.prod(batch)
+    y = (residual.astype(dtype) + light.astype(dtype)).reshape(rows, length, width)
+    places = np.arange(rows)[:, None], routing.indices.reshape(rows, count)
+    y = y.at[places].add(added.reshape(rows, count, width))
+    return y.reshape(x.shape).astype(jnp.result_type(residual, x))

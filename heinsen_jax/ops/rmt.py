@@ -1,0 +1,201 @@
+"""Recurrent memory (RMT): a layer run segment by segment, with memory vectors from one to the next.
+
+References:
+  Bulatov, Kuratov and Burtsev, 2022, Recurrent Memory Transformer, arXiv:2207.06881.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.log_attention.tokens import varying_like
+from heinsen_jax.typing import Array
+
+Layer = Callable[[Array], Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SegmentState:
+    """All that a recurrence over segments needs of the tokens before: of constant size.
+
+    Attributes:
+      memory: `[*B, M, D]`, after the last complete segment.
+      tokens: `[*B, segment_length, D]`, the inputs of the segment begun since, then zeros.
+      count: how many inputs these are, a whole number below segment_length.
+    """
+
+    memory: Array
+    tokens: Array
+    count: Array
+
+    @classmethod
+    def start(cls, memory: Array, segment_length: int) -> SegmentState:
+        """The state before the first token, for an initial memory `[*B, M, D]`."""
+        tokens = jnp.zeros((*memory.shape[:-2], segment_length, memory.shape[-1]), memory.dtype)
+        return cls(memory, tokens, jnp.zeros((), jnp.int32))
+
+    def close(self, layer: Layer) -> SegmentState:
+        """The state if the segment ended here: its memory is written after the tokens so far.
+
+        Without tokens since the last segment, nothing changes.
+        """
+        size, length = self.memory.shape[-2], self.tokens.shape[-2]
+        sequence = jnp.concatenate([self.memory, self.tokens, self.memory], -2)
+        place, end = jnp.arange(size + length + size), size + self.count
+        # The rest repeats a vector that the layer meets anyhow: zeros it might not bear.
+        rest = jnp.where(place < end + size, place + length - self.count, 0)
+        y = _apply(layer, jnp.take(sequence, jnp.where(place < end, place, rest), -2, mode="clip"))
+        written = lax.dynamic_slice_in_dim(y, end, size, -2)
+        memory = jnp.where(self.count > 0, written, self.memory)
+        return SegmentState(memory, jnp.zeros_like(self.tokens), jnp.zeros_like(self.count))
+
+
+def segment_recurrence(
+    layer: Layer,
+    x: Array,
+    memory: Array | None = None,
+    *,
+    segment_length: int,
+    initial_state: SegmentState | None = None,
+    return_state: bool = False,
+) -> Any:
+    r"""Runs a causal layer over segments of a sequence, with memory from each to the next.
+
+        [_, Y_s, m_{s+1}] = layer([m_s, X_s, m_s]),    s = 0, 1, ...
+
+    for segments X_s of `segment_length` tokens. The memory stands on both sides: every token can
+    read the copy before it, and the copy at the end, which sees all, is where the next memory is
+    written. With a stack of layers, pass the stack: RMT takes the memory from the last.
+
+    Tokens may come in pieces of any lengths, of one token too: with `return_state`, then
+    `initial_state`, the results are those of one pass. A piece runs the layer anew on all of the
+    segment that it continues, so a single token costs a segment. Gradients flow through every
+    memory, and through the state; what the layer keeps for them is computed again, so that
+    memory in use is that of one segment and of the inputs. `stop_gradient` on a state truncates.
+
+    Args:
+      layer: `[*B, L, D]` to the same shape, for L = M + segment_length + M. Must be causal, and a
+        pure function; positions, if it knows any, begin anew with each segment.
+      x: `[*B, T, D]`. The last segment may be shorter.
+      memory: the initial one, `[*B, M, D]`, or `[M, D]` for all.
+      segment_length: tokens in a segment.
+      initial_state: what an earlier call returned, instead of `memory`.
+      return_state: whether to return the state after the T tokens too.
+
+    Returns:
+      Y `[*B, T, D]`, or the pair (Y, `SegmentState`). The memory of the state is that after the
+      last complete segment; for one after all tokens, see `SegmentState.close`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit, or both or none of `memory` and `initial_state` are
+        given; the message says which.
+    """
+    state = _state(x, memory, segment_length, initial_state)
+    dtype = jnp.result_type(x, state.memory)
+    x, state = x.astype(dtype), _cast(state, dtype)
+    length = x.shape[-2]
+    if length == 0:
+        return (x, state) if return_state else x
+
+    # Where the count is known, so are the segments' borders. Otherwise there may be one segment
+    # more, and the last may be empty. What is padding repeats the last token.
+    if initial_state is None:
+        count, num_segments, may_be_empty = 0, -(-length // segment_length), False
+        padding = jnp.repeat(x[..., -1:, :], num_segments * segment_length - length, -2)
+        stream = jnp.concatenate([x, padding], -2)
+    else:
+        count, num_segments = state.count, -(-(length + segment_length - 1) // segment_length)
+        may_be_empty = length <= (num_segments - 1) * segment_length
+        place = jnp.arange(num_segments * segment_length)
+        place = jnp.where(place < count, place, place - count + segment_length)
+        stream = jnp.take(jnp.concatenate([state.tokens, x], -2), place, -2, mode="clip")
+
+    run = jax.checkpoint(partial(_segment, layer), prevent_cse=False)
+
+    def step(memory: Array, segment: tuple[Array, Array]) -> tuple[Array, Array]:
+        tokens, left = segment
+        if may_be_empty:
+            y, written = lax.cond(
+                left > 0, run, lambda memory, tokens: (tokens, memory), memory, tokens
+            )
+        else:
+            y, written = run(memory, tokens)
+        return jnp.where(left >= segment_length, written, memory), y
+
+    *batch, _, width = x.shape
+    segments = stream.reshape(*batch, num_segments, segment_length, width)
+    left = count + length - segment_length * jnp.arange(num_segments)
+    memory, y = lax.scan(step, varying_like(state.memory, x), (jnp.moveaxis(segments, -3, 0), left))
+    y = jnp.moveaxis(y, 0, -3).reshape(stream.shape)
+    y = lax.dynamic_slice_in_dim(y, count, length, -2)
+    if not return_state:
+        return y
+    return y, _after(stream, memory, jnp.asarray(count + length, jnp.int32), segment_length)
+
+
+def _segment(layer: Layer, memory: Array, tokens: Array) -> tuple[Array, Array]:
+    """Outputs of a segment, and the memory that it writes."""
+    y = _apply(layer, jnp.concatenate([memory, tokens, memory], -2))
+    size = memory.shape[-2]
+    end = size + tokens.shape[-2]
+    return y[..., size:end, :], y[..., end:, :]
+
+
+def _apply(layer: Layer, x: Array) -> Array:
+    y = layer(x)
+    check_array("what layer returns", y, (x.shape,), jnp.floating)
+    return y.astype(x.dtype)
+
+
+def _after(stream: Array, memory: Array, end: Array, segment_length: int) -> SegmentState:
+    """The state after the first `end` tokens of a stream of segments."""
+    count = end % segment_length
+    tokens = lax.dynamic_slice_in_dim(stream, end - count, segment_length, -2)
+    there = jnp.arange(segment_length).reshape([1] * (tokens.ndim - 2) + [-1, 1]) < count
+    return SegmentState(memory, jnp.where(there, tokens, 0), count)
+
+
+def _cast(state: SegmentState, dtype: Any) -> SegmentState:
+    return SegmentState(state.memory.astype(dtype), state.tokens.astype(dtype), state.count)
+
+
+def _state(
+    x: Array, memory: Array | None, segment_length: int, initial_state: SegmentState | None
+) -> SegmentState:
+    """The state to start from, its arguments checked."""
+    length = segment_length
+    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+        raise ValueError(f"segment_length must be a whole number >= 1, is {length!r}")
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"x must be [..., tokens, features] and floating point, is {x.shape} {x.dtype}"
+        )
+    if (memory is None) == (initial_state is None):
+        raise ValueError("give either memory, before the first token, or initial_state")
+    *batch, _, width = x.shape
+    if initial_state is not None:
+        size = initial_state.memory.shape[-2]
+        memories = ((*batch, size, width),)
+        check_array("initial_state.memory", initial_state.memory, memories, jnp.floating)
+        buffers = ((*batch, length, width),)
+        check_array("initial_state.tokens", initial_state.tokens, buffers, jnp.floating)
+        check_array("initial_state.count", initial_state.count, ((),), jnp.integer)
+        return initial_state
+    assert memory is not None
+    if memory.ndim < 2:
+        raise ValueError(f"memory must be [..., vectors, features], has shape {memory.shape}")
+    shape = (*batch, memory.shape[-2], width)
+    check_array("memory", memory, (shape, shape[-2:]), jnp.floating)
+    memory = jnp.broadcast_to(
+        memory.reshape((1,) * (len(shape) - memory.ndim) + memory.shape), shape
+    )
+    return SegmentState.start(memory, length)

@@ -1,0 +1,195 @@
+"""Multi-head latent attention (MLA): keys and values of all heads from one short vector a token.
+
+References:
+  DeepSeek-AI, 2024, DeepSeek-V2, arXiv:2405.04434.
+"""
+
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+
+from heinsen_jax.ops.arguments import check_array
+from heinsen_jax.ops.softmax import Implementation, dot_product_attention
+from heinsen_jax.typing import Array
+
+Form = Literal["expanded", "absorbed"]
+
+
+def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> Array:
+    """Turns each pair of adjacent features by an angle that grows with the position.
+
+        (x_2i, x_2i+1) -> (x_2i cos a - x_2i+1 sin a,  x_2i sin a + x_2i+1 cos a)
+        a = position base^(-2i / P)
+
+    A product of a query and a key so turned depends only on how far they are apart. (Elsewhere
+    features i and i + P/2 are often a pair instead.)
+
+    Args:
+      x: `[*B, T, N, P]`, P even.
+      positions: `[T]` or `[*B, T]`.
+      base: of the angles.
+
+    Returns:
+      The same shape and type; float32 at least inside.
+
+    References:
+      Su et al., 2021, RoFormer, arXiv:2104.09864, eq. (34).
+    """
+    if x.ndim < 3 or x.shape[-1] % 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            "x must be [..., tokens, heads, an even number of features] and floating point, is "
+            f"{x.dtype} {x.shape}"
+        )
+    positions = jnp.asarray(positions)
+    if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
+        raise ValueError(
+            f"positions must have shape {x.shape[-3:-2]} or {x.shape[:-2]}, has {positions.shape}"
+        )
+    depth, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
+    turns = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))
+    positions = positions.astype(dtype)[..., None, None]
+    angle = positions * turns.reshape((1,) * (positions.ndim - 1) + turns.shape)
+    angle = jnp.broadcast_to(angle, (*x.shape[:-1], depth // 2))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., ::2].astype(dtype), x[..., 1::2].astype(dtype)
+    turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], -1)
+    return turned.reshape(x.shape).astype(x.dtype)
+
+
+def mla_attention(
+    query: Array,
+    query_pe: Array,
+    latent: Array,
+    key_pe: Array,
+    key_up: Array,
+    value_up: Array,
+    *,
+    form: Form = "expanded",
+    is_causal: bool = False,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    query_offset: int | Array = 0,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    r"""Softmax attention with keys and values made of latents c, and one rotated key for all heads.
+
+        P_ts = softmax_s(scale (Q_t . (c_s W^K) + Q^pe_t . K^pe_s)),    Y_t = sum_s P_ts (c_s W^V)
+
+    for each head. All that has to be kept of a token is c and K^pe. Either form computes this:
+
+        expanded    makes keys c W^K and values c W^V of every head: fewest operations where there
+                    are many queries
+        absorbed    Q (W^K)^T reads c as it is, and W^V is applied to what was read: of a token
+                    nothing is read but c and K^pe, which is best for few queries, as in decoding
+
+    Args:
+      query: Q `[*B, T, num_heads, K]`, the part that is not rotated.
+      query_pe: Q^pe `[*B, T, num_heads, P]`, rotated.
+      latent: c `[*B, S, R]`, normalised.
+      key_pe: K^pe `[*B, S, P]`, rotated.
+      key_up: W^K `[num_heads, R, K]`.
+      value_up: W^V `[num_heads, R, V]`.
+      form: as above.
+      is_causal, segment_ids, key_value_seq_lengths, query_offset, implementation: as in
+        `dot_product_attention`.
+      scale: of the scores; 1 / sqrt(K + P) when None.
+
+    Returns:
+      Y `[*B, T, num_heads, V]`.
+
+    Raises:
+      ValueError, NotImplementedError: as `dot_product_attention`.
+    """
+    _check(query, query_pe, latent, key_pe)
+    heads, depth = query.shape[-2:]
+    rank = latent.shape[-1]
+    check_array("key_up", key_up, ((heads, rank, depth),), jnp.floating)
+    check_array("value_up", value_up, ((heads, rank, *value_up.shape[2:3]),), jnp.floating)
+    scale = 1 / math.sqrt(max(depth + query_pe.shape[-1], 1)) if scale is None else scale
+    options = {
+        "is_causal": is_causal,
+        "segment_ids": segment_ids,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "query_offset": query_offset,
+        "scale": scale,
+        "implementation": implementation,
+    }
+    dtype = jnp.result_type(query, query_pe, latent, key_pe)
+    if form == "absorbed":
+        folded = _product("...tnk,nrk->...tnr", query, key_up)
+        y = latent_attention(folded, query_pe, latent, key_pe, **options)
+        return _product("...tnr,nrv->...tnv", y, value_up).astype(dtype)
+    if form != "expanded":
+        raise ValueError(f'form must be "expanded" or "absorbed", is {form!r}')
+    key = _product("...sr,nrk->...snk", latent, key_up)
+    value = _product("...sr,nrv->...snv", latent, value_up)
+    shared = jnp.broadcast_to(key_pe[..., None, :], (*key.shape[:-1], key_pe.shape[-1]))
+    query, key = jnp.concatenate([query, query_pe], -1), jnp.concatenate([key, shared], -1)
+    return dot_product_attention(query, key, value, **options).astype(dtype)
+
+
+def latent_attention(
+    query: Array,
+    query_pe: Array,
+    latent: Array,
+    key_pe: Array,
+    *,
+    scale: float,
+    is_causal: bool = False,
+    segment_ids: Array | None = None,
+    key_value_seq_lengths: Array | None = None,
+    query_offset: int | Array = 0,
+    implementation: Implementation | None = None,
+) -> Array:
+    """The core of `mla_attention`'s absorbed form: latents are keys and values of all heads.
+
+        P_ts = softmax_s(scale (Q'_t . c_s + Q^pe_t . K^pe_s)),    O_t = sum_s P_ts c_s
+
+    Args:
+      query: Q' = Q (W^K)^T `[*B, T, num_heads, R]`.
+      query_pe, latent, key_pe: as in `mla_attention`.
+      scale: of the scores; there 1 / sqrt(K + P).
+      is_causal, segment_ids, key_value_seq_lengths, query_offset, implementation: as in
+        `dot_product_attention`.
+
+    Returns:
+      O `[*B, T, num_heads, R]`, to be multiplied by W^V.
+
+    Raises:
+      ValueError, NotImplementedError: as `dot_product_attention`.
+    """
+    _check(query, query_pe, latent, key_pe)
+    query = jnp.concatenate([query, query_pe], -1)
+    key = jnp.concatenate([latent, key_pe], -1)
+    return dot_product_attention(
+        query,
+        key[..., None, :],
+        latent[..., None, :],
+        is_causal=is_causal,
+        segment_ids=segment_ids,
+        key_value_seq_lengths=key_value_seq_lengths,
+        query_offset=query_offset,
+        scale=scale,
+        implementation=implementation,
+    )
+
+
+def _product(indices: str, x: Array, weights: Array) -> Array:
+    """In the type of x, as heads from any other projection are."""
+    return jnp.einsum(indices, x, weights.astype(x.dtype))
+
+
+def _check(query: Array, query_pe: Array, latent: Array, key_pe: Array) -> None:
+    for name, x in {"query": query, "query_pe": query_pe}.items():
+        if x.ndim < 3:
+            raise ValueError(f"{name} must be [..., T, num_heads, depth], has shape {x.shape}")
+    for name, x in {"latent": latent, "key_pe": key_pe}.items():
+        if x.ndim < 2:
+            raise ValueError(f"{name} must be [..., S, depth], has shape {x.shape}")
+    pe_depth = query_pe.shape[-1]
+    check_array("query", query, (query.shape,), jnp.floating)
+    check_array("query_pe", query_pe, ((*query.shape[:-1], pe_depth),), jnp.floating)
+    check_array("latent", latent, ((*query.shape[:-3], *latent.shape[-2:]),), jnp.floating)
+    check_array("key_pe", key_pe, ((*latent.shape[:-1], pe_depth),), jnp.floating)

@@ -1,0 +1,301 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen_jax.ops.mla import latent_attention, mla_attention, rotary
+
+STATIC = ("form", "is_causal", "implementation")
+FORMS = ("expanded", "absorbed")
+jitted = jax.jit(mla_attention, static_argnames=STATIC)
+
+
+def draw(length, sources, *, batch=(), heads=2, depth=3, pe_depth=4, rank=6, value_depth=5):
+    """query, query_pe, latent, key_pe, key_up, value_up"""
+    rng = np.random.default_rng(length)
+    shapes = [
+        (length, heads, depth),
+        (length, heads, pe_depth),
+        (sources, rank),
+        (sources, pe_depth),
+    ]
+    arrays = [rng.standard_normal((*batch, *shape)) for shape in shapes]
+    shapes = (heads, rank, depth), (heads, rank, value_depth)
+    return arrays + [rng.standard_normal(shape) for shape in shapes]
+
+
+def single(arrays):
+    return [x.astype(np.float32) for x in arrays]
+
+
+def oracle(query, query_pe, latent, key_pe, key_up, value_up, *, is_causal):
+    """Of one batch entry, a query after the other."""
+    y = np.zeros((*query.shape[:2], value_up.shape[-1]))
+    for t, n in np.ndindex(*query.shape[:2]):
+        scores, values = [], []
+        for s in range(t + 1 if is_causal else len(latent)):
+            score = query[t, n] @ (latent[s] @ key_up[n]) + query_pe[t, n] @ key_pe[s]
+            scores.append(score / np.sqrt(query.shape[-1] + query_pe.shape[-1]))
+            values.append(latent[s] @ value_up[n])
+        weights = np.exp(np.array(scores) - max(scores))
+        y[t, n] = weights @ np.array(values) / weights.sum()
+    return y
+
+
+def normalised(x, weight):
+    x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+    return x * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", FORMS)
+def test_published_values(golden, form):
+    """The published rotation is in float32."""
+    case = golden("mla")
+    _, heads, _, rank, depth, pe_depth, _ = (int(x) for x in case["config"])
+    parameters = {k.removeprefix("param/"): x for k, x in case.items() if k.startswith("param/")}
+    positions = np.arange(case["x"].shape[1])
+
+    def project(x, name):
+        return jnp.einsum("btd,ed->bte", x, parameters[f"{name}.weight"])
+
+    @jax.jit
+    def layer(x):
+        query = project(normalised(project(x, "wq_a"), parameters["q_norm.weight"]), "wq_b")
+        query = query.reshape(*x.shape[:-1], heads, depth + pe_depth)
+        both = project(x, "wkv_a")
+        latent = normalised(both[..., :rank], parameters["kv_norm.weight"])
+        key_pe = rotary(both[..., None, rank:], positions)[..., 0, :]
+        query_pe = rotary(query[..., depth:], positions)
+        up = parameters["wkv_b.weight"].reshape(heads, -1, rank)
+        up = jnp.swapaxes(up, 1, 2)
+        y = mla_attention(
+            query[..., :depth],
+            query_pe,
+            latent,
+            key_pe,
+            up[..., :depth],
+            up[..., depth:],
+            form=form,
+            is_causal=True,
+            scale=float(case["softmax_scale"]),
+        )
+        return project(y.reshape(*x.shape[:-1], -1), "wo"), latent, key_pe
+
+    out, latent, key_pe = layer(case["x"])
+    name = {"expanded": "out_naive", "absorbed": "out_absorb"}[form]
+    np.testing.assert_allclose(out, case[name], rtol=0, atol=1e-7)
+    np.testing.assert_allclose(latent, case["kv_cache"], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(key_pe, case["pe_cache"], rtol=0, atol=5e-7)
+
+
+@pytest.mark.usefixtures("x64")
+def test_published_angles(golden):
+    case = golden("mla")
+    ones = np.tile(np.array([1.0, 0.0], np.float32), (8, 1, 2))
+    turned = rotary(ones, np.arange(8))
+    assert turned.dtype == jnp.float32
+    np.testing.assert_allclose(turned[:, 0, ::2], case["freqs_cos"], rtol=0, atol=2e-7)
+    np.testing.assert_allclose(turned[:, 0, 1::2], case["freqs_sin"], rtol=0, atol=2e-7)
+
+
+@pytest.mark.usefixtures("x64")
+def test_rotary_by_the_definition():
+    x = np.random.default_rng(0).standard_normal((2, 5, 3, 6))
+    for positions in (np.arange(5), np.random.default_rng(1).integers(0, 1000, (2, 5))):
+        actual = rotary(x, positions, base=100.0)
+        for b, t, n, i in np.ndindex(2, 5, 3, 3):
+            position = np.broadcast_to(positions, (2, 5))[b, t]
+            turn = np.exp(1j * position * 100.0 ** (-2 * i / 6))
+            expected = (x[b, t, n, 2 * i] + 1j * x[b, t, n, 2 * i + 1]) * turn
+            have = actual[b, t, n, 2 * i] + 1j * actual[b, t, n, 2 * i + 1]
+            np.testing.assert_allclose(have, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_products_depend_on_the_distance_only():
+    query, key = np.random.default_rng(0).standard_normal((2, 1, 1, 8))
+
+    def product(t, s):
+        turned = rotary(query[None], np.array([t])), rotary(key[None], np.array([s]))
+        return np.sum(turned[0] * turned[1])
+
+    np.testing.assert_allclose(product(7, 3), product(1007, 1003), atol=1e-10)
+    assert abs(product(7, 3) - product(7, 4)) > 1e-3
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("length", "sources"), [(1, 1), (7, 19), (63, 63)])
+def test_both_forms_by_the_definition(length, sources, is_causal):
+    arrays = draw(length, length if is_causal else sources)
+    expected = oracle(*arrays, is_causal=is_causal)
+    outputs = [jitted(*arrays, form=form, is_causal=is_causal) for form in FORMS]
+    for y, form in zip(outputs, FORMS, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=0, atol=1e-11)
+        in_float32 = jitted(*single(arrays), form=form, is_causal=is_causal)
+        assert in_float32.dtype == jnp.float32
+        np.testing.assert_allclose(in_float32, expected, rtol=0, atol=5e-5)
+    np.testing.assert_allclose(*outputs, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_both_forms_have_the_gradients_of_finite_differences():
+    arrays = draw(5, 5, batch=(2,))
+
+    @jax.jit
+    def total(arrays):
+        return jnp.stack([jnp.sum(jnp.sin(mla_attention(*arrays, form=form))) for form in FORMS])
+
+    gradients = jax.jit(jax.jacrev(total))(arrays)
+    rng = np.random.default_rng(0)
+    for index, (expanded, absorbed) in enumerate(gradients):
+        np.testing.assert_allclose(expanded, absorbed, rtol=0, atol=1e-11)
+        step = 1e-5 * rng.standard_normal(arrays[index].shape)
+        moved = [
+            [*arrays[:index], arrays[index] + sign * step, *arrays[index + 1 :]] for sign in (1, -1)
+        ]
+        expected = (total(moved[0]) - total(moved[1]))[0] / 2
+        np.testing.assert_allclose(np.sum(expanded * step), expected, rtol=1e-6, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_comes_from_the_future(form):
+    arrays = single(draw(7, 7))
+
+    def fourth(latent, key_pe):
+        return jnp.sum(jnp.sin(jitted(*arrays[:2], latent, key_pe, *arrays[4:], form=form)[3]))
+
+    def causal(latent, key_pe):
+        inputs = (*arrays[:2], latent, key_pe, *arrays[4:])
+        return jnp.sum(jnp.sin(jitted(*inputs, form=form, is_causal=True)[3]))
+
+    for gradient in jax.grad(causal, (0, 1))(*arrays[2:4]):
+        np.testing.assert_array_equal(gradient[4:], 0)
+        assert np.any(gradient[:4] != 0, -1).all()
+    for gradient in jax.grad(fourth, (0, 1))(*arrays[2:4]):
+        assert np.any(gradient[4:] != 0, -1).all()
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", FORMS)
+def test_decoding_from_a_cache_of_latents(form):
+    arrays = draw(9, 9, batch=(2,))
+    query, query_pe, latent, key_pe, *up = arrays
+    whole = jitted(*arrays, is_causal=True)
+    there = np.arange(12)[None, :, None] < 9
+    cached = [np.where(there, np.pad(x, ((0, 0), (0, 3), (0, 0))), 7.0) for x in (latent, key_pe)]
+    for start, end in ((0, 4), (4, 5), (5, 9)):
+        tokens = np.s_[:, start:end]
+        y = jitted(
+            query[tokens], query_pe[tokens], *cached, *up,
+            form=form, is_causal=True, query_offset=start,
+        )  # fmt: skip
+        np.testing.assert_allclose(y, whole[tokens], rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_latents_read_by_hand():
+    query, query_pe, latent, key_pe, key_up, value_up = draw(5, 8)
+    folded = np.einsum("tnk,nrk->tnr", query, key_up)
+    read = latent_attention(folded, query_pe, latent, key_pe, scale=7**-0.5)
+    y = np.einsum("tnr,nrv->tnv", read, value_up)
+    arrays = query, query_pe, latent, key_pe, key_up, value_up
+    np.testing.assert_allclose(y, oracle(*arrays, is_causal=False), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_and_segments(form):
+    query, query_pe, latent, key_pe, *up = single(draw(7, 7, batch=(3,)))
+    bounds = np.array([[0, 7], [2, 5], [0, 0]])
+    for x in (latent, key_pe):
+        x[1, :2], x[1, 5:], x[2] = np.nan, np.nan, np.nan
+
+    def attend(query, latent, key_pe):
+        inputs = query, query_pe, latent, key_pe
+        return jitted(*inputs, *up, form=form, key_value_seq_lengths=bounds)
+
+    y, pullback = jax.vjp(attend, query, latent, key_pe)
+    alone = jitted(query[1], query_pe[1], latent[1, 2:5], key_pe[1, 2:5], *up, form=form)
+    np.testing.assert_allclose(y[1], alone, atol=2e-5)
+    np.testing.assert_array_equal(y[2], 0)
+    for gradient in pullback(jnp.ones_like(y)):
+        assert np.isfinite(gradient).all()
+
+    arrays = [x[0] for x in (query, query_pe, latent, key_pe)]
+    ids = np.array([0, 0, 0, 1, 1, 1, 1])
+    y = jitted(*arrays, *up, form=form, is_causal=True, segment_ids=ids)
+    second = jitted(*(x[3:] for x in arrays), *up, form=form, is_causal=True)
+    np.testing.assert_allclose(y[3:], second, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_inputs_are_finite(form):
+    arrays = single(draw(7, 7))
+    for scale in (0.0, 1000.0):
+        y, pullback = jax.vjp(
+            lambda *x: jitted(*x, form=form, is_causal=True), *(scale * x for x in arrays)
+        )
+        for x in (y, *pullback(jnp.ones_like(y))):
+            assert np.isfinite(x).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transformations_and_half_precision(form):
+    arrays = single(draw(5, 9, batch=(3,)))
+    whole = jitted(*arrays, form=form)
+    np.testing.assert_allclose(mla_attention(*arrays, form=form), whole, atol=1e-5)
+    mapped = jax.vmap(lambda *x: jitted(*x, form=form), (0,) * 4 + (None,) * 2)
+    np.testing.assert_allclose(mapped(*arrays), whole, atol=1e-5)
+    half = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
+    y = jitted(*half, form=form)
+    assert y.dtype == jnp.bfloat16
+    expected = np.asarray(jitted(*(x.astype(jnp.float32) for x in half), form=form))
+    assert np.max(np.abs(y.astype(jnp.float32) - expected)) < 0.05 * np.max(np.abs(expected))
+
+
+@pytest.mark.parametrize(("length", "sources"), [(0, 0), (0, 4), (3, 0)])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_tokens(length, sources, form):
+    y = jitted(*single(draw(length, sources)), form=form)
+    np.testing.assert_array_equal(y, np.zeros((length, 2, 5)))
+
+
+def without(index, x):
+    arrays = single(draw(4, 4))
+    arrays[index] = x
+    return arrays
+
+
+ZEROS = np.zeros((4, 2, 6, 7), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "message"),
+    [
+        (without(0, ZEROS[0, 0, 0]), {}, "query must be"),
+        (without(1, ZEROS[:, :, 0, :3]), {}, "key_pe must have shape"),
+        (without(1, ZEROS[:3, :, 0, :4]), {}, "query_pe must have shape"),
+        (without(3, ZEROS[:3, 0, 0, :4]), {}, "key_pe must have shape"),
+        (without(4, ZEROS[0, :, :5, :3]), {}, "key_up must have shape"),
+        (without(5, ZEROS[0, :, :5, :3]), {}, "value_up must have shape"),
+        (without(2, ZEROS[:, 0, 0, :6].astype(int)), {}, "floating"),
+        (single(draw(4, 4)), {"form": "folded"}, "form must be"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arrays, options, message):
+    with pytest.raises(ValueError, match=message):
+        mla_attention(*arrays, **options)
+
+
+@pytest.mark.parametrize(
+    ("x", "positions", "message"),
+    [
+        (ZEROS[0, 0, :, None], np.arange(6), "an even number of features"),
+        (ZEROS[0, 0, :, None, :4].astype(int), np.arange(6), "floating point"),
+        (ZEROS[0, 0, :, None, :4], np.arange(5), "positions must have shape"),
+    ],
+)
+def test_what_rotary_refuses(x, positions, message):
+    with pytest.raises(ValueError, match=message):
+        rotary(x, positions)

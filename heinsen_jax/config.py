@@ -130,7 +130,7 @@ def record(workdir: Path, config: ExperimentConfig, dataset: TokenDataset) -> No
 
 def as_json(config: ExperimentConfig) -> dict[str, Any]:
     """The configuration as nested dictionaries of plain values."""
-    return dataclasses.asdict(config)
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def _run_file(path: Path) -> Any:

@@ -23,6 +23,8 @@ from heinsen_jax.models.language_model import check_tokens
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.typing import Array
 
+MORE_TOKENS = 256  # that a stream makes room for, and at least as many as it has made
+
 
 def generate(
     model: LanguageModel,
@@ -66,6 +68,7 @@ def generate(
         raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
     graph, parameters = nnx.split(model)
     state = model.init_state(tokens.shape[:-1]) if state is None else state
+    state = model.with_room(state, tokens.shape[-1] + max(max_new_tokens - 1, 0))
     if max_new_tokens == 0:
         new = jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
     else:
@@ -90,8 +93,12 @@ def stream(
     num_tokens = _check(tokens, temperature, top_k, key, model.config.vocab_size, num_tokens)
     graph, parameters = nnx.split(model)
     key = jax.random.key(0) if key is None else key
-    state = model.init_state(())
+    state, room = model.init_state(()), 0
     for position in range(sys.maxsize):
+        if (needed := tokens.shape[-1]) > room:  # seldom: each other shape is compiled anew
+            room = needed + MORE_TOKENS + position
+            state = model.with_room(state, room)
+        room -= needed
         token, state = _next_token(
             graph, parameters, tokens, state, key, position, temperature, top_k, num_tokens
         )

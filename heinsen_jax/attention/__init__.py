@@ -1,8 +1,9 @@
 """Attention: the public ops, and every mechanism as a Flax module."""
 
-from heinsen_jax.attention.base import Attention, Capabilities
+from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities
+from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.log import LogAttention
-from heinsen_jax.attention.registry import build, names
+from heinsen_jax.attention.registry import build, configure, mechanism, names
 from heinsen_jax.ops.log_attention import (
     Chunked,
     LogAttentionState,
@@ -12,12 +13,16 @@ from heinsen_jax.ops.log_attention import (
 
 __all__ = [
     "Attention",
+    "AttentionConfig",
     "Capabilities",
     "Chunked",
+    "HeadsConfig",
     "LogAttention",
     "LogAttentionState",
     "build",
+    "configure",
     "heinsen_attention",
     "log_attention",
+    "mechanism",
     "names",
 ]

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
+import pydantic
 from flax import nnx
 
 from heinsen_jax.typing import Array
@@ -13,7 +15,15 @@ from heinsen_jax.typing import Array
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a mechanism can do; what it does not declare it refuses."""
+    """What a mechanism can do; what it does not declare it refuses.
+
+    Attributes:
+      causal: a token sees only itself and earlier ones.
+      bidirectional: a token sees all.
+      streaming: a state goes in and comes out, and a text may be fed in pieces of any lengths.
+      cross: tokens see those of another sequence.
+      segments: packed documents do not see each other.
+    """
 
     causal: bool = False
     bidirectional: bool = False
@@ -22,20 +32,125 @@ class Capabilities:
     segments: bool = False
 
 
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class AttentionConfig:
+    """What is chosen of a mechanism; each has fields of its own, all with defaults."""
+
+
 class Attention(nnx.Module):
     """A layer that mixes tokens: `[..., T, D] -> [..., T, D]`, with explicit state.
 
-    Subclasses set `capabilities` and, where they stream, implement `init_state`.
+    Subclasses declare `capabilities` and `Config`; they implement `mix`, and `init_state` if they
+    stream.
+
+    Args:
+      model_dim: width D of the input and output.
+      num_heads: number of heads.
+      config: of the mechanism; its defaults when None.
+      dtype: of activations and matrix products; what is summed over tokens is float32 at least.
+      param_dtype: of parameters.
+      rngs: the source of the initial weights.
     """
 
-    capabilities: ClassVar[Capabilities]
+    capabilities: Capabilities
+    Config: ClassVar[type[AttentionConfig]] = AttentionConfig
 
-    def __call__(self, x: Array, *, state: Any = None, return_state: bool = False) -> Any:
-        """Mixes tokens x `[..., T, D]`; with `return_state`, returns a pair (y, state after T)."""
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        config: Any = None,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.model_dim = model_dim
+        self.num_heads = num_heads
+        self.config: Any = self.Config() if config is None else config
+        self.dtype = dtype
+        self.param_dtype = jnp.dtype(param_dtype)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        source: Array | None = None,
+        is_causal: bool | None = None,
+        segment_ids: Array | None = None,
+        state: Any = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Mixes tokens.
+
+        Args:
+          x: `[..., T, D]`.
+          source: `[..., S, D]`, tokens to see in place of x.
+          is_causal: whether a token sees only itself and earlier ones; where the mechanism can,
+            when None, and not if there is a source.
+          segment_ids: `[..., T]`: tokens see only those of their own document, a run of equal
+            numbers.
+          state: what was seen before x; nothing when None.
+          return_state: whether to return also the state after x.
+
+        Returns:
+          y `[..., T, D]`, or a pair of it and the state.
+
+        Raises:
+          NotImplementedError: the mechanism does not declare what is asked of it.
+        """
+        if is_causal is None:
+            is_causal = self.capabilities.causal and source is None
+        streams = state is not None or return_state
+        needed = {
+            "causal": is_causal,
+            "bidirectional": not is_causal and source is None,
+            "cross": source is not None,
+            "segments": segment_ids is not None,
+            "streaming": streams,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and not getattr(self.capabilities, name):
+                raise NotImplementedError(
+                    f"{type(self).__name__} is not {name}; it is: {', '.join(self._can())}"
+                )
+        if is_causal and source is not None:
+            raise NotImplementedError("is_causal with source: which tokens are earlier is not said")
+        if streams and not is_causal:
+            raise NotImplementedError("a state with is_causal=False or source: give all tokens")
+        if streams and state is None:
+            state = self.init_state(x.shape[:-2])
+        y, state = self.mix(
+            x, source=source, is_causal=is_causal, segment_ids=segment_ids, state=state
+        )
+        return (y, state) if return_state else y
+
+    def _can(self) -> list[str]:
+        return [x.name for x in fields(Capabilities) if getattr(self.capabilities, x.name)]
+
+    def mix(
+        self,
+        x: Array,
+        *,
+        source: Array | None,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: Any,
+    ) -> tuple[Array, Any]:
+        """What `__call__` does once it is known to be declared: y, and the state after x if there
+        is one before it."""
         raise NotImplementedError
 
-    def init_state(self, batch_shape: Sequence[int]) -> Any:
-        """The state before the first token."""
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> Any:
+        """The state before the first token.
+
+        Args:
+          batch_shape: the leading axes.
+          capacity: how many tokens there will be at most, for states that hold them all: these then
+            have their final shape, as loops under `jit` ask for. They grow when None.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not stream: it has no state")
 
     def state_size(self, context_length: int) -> int:

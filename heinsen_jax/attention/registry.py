@@ -1,14 +1,50 @@
 """Every mechanism by name."""
 
-from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention
+from heinsen_jax.attention.additive import AdditiveAttention
+from heinsen_jax.attention.base import Attention, AttentionConfig
+from heinsen_jax.attention.block_sparse import BlockSparseAttention
+from heinsen_jax.attention.colt5 import ConditionalAttention
+from heinsen_jax.attention.dilated import DilatedAttention
+from heinsen_jax.attention.gqa import GroupedQueryAttention
+from heinsen_jax.attention.l1 import L1Attention
+from heinsen_jax.attention.l1_sparse import L1SparseAttention
+from heinsen_jax.attention.linear import LinearAttention
+from heinsen_jax.attention.linformer import LinformerAttention
 from heinsen_jax.attention.log import LogAttention
+from heinsen_jax.attention.longformer import LongformerAttention
+from heinsen_jax.attention.memory_compressed import MemoryCompressedAttention
+from heinsen_jax.attention.mla import LatentAttention
+from heinsen_jax.attention.performer import PerformerAttention
+from heinsen_jax.attention.rmt import RecurrentMemoryAttention
+from heinsen_jax.attention.sliding_window import SlidingWindowAttention
+from heinsen_jax.attention.softmax import SoftmaxAttention
+from heinsen_jax.attention.tglobal import TransientGlobalAttention
 
-_MECHANISMS: dict[str, Callable[..., Attention]] = {"log": LogAttention}
+_MECHANISMS: dict[str, type[Attention]] = {
+    "log": LogAttention,
+    "softmax": SoftmaxAttention,
+    "gqa": GroupedQueryAttention,
+    "mla": LatentAttention,
+    "sliding_window": SlidingWindowAttention,
+    "dilated": DilatedAttention,
+    "longformer": LongformerAttention,
+    "tglobal": TransientGlobalAttention,
+    "block_sparse": BlockSparseAttention,
+    "memory_compressed": MemoryCompressedAttention,
+    "linformer": LinformerAttention,
+    "linear": LinearAttention,
+    "performer": PerformerAttention,
+    "colt5": ConditionalAttention,
+    "rmt": RecurrentMemoryAttention,
+    "l1": L1Attention,
+    "l1_sparse": L1SparseAttention,
+    "additive": AdditiveAttention,
+}
 
 
 def names() -> tuple[str, ...]:
@@ -16,12 +52,47 @@ def names() -> tuple[str, ...]:
     return tuple(_MECHANISMS)
 
 
-def build(name: str, *, model_dim: int, num_heads: int, rngs: nnx.Rngs, **config: Any) -> Attention:
-    """A mechanism by name, with its own configuration as further keywords.
+def mechanism(name: str) -> type[Attention]:
+    """The class of a mechanism.
 
     Raises:
       ValueError: there is no mechanism of this name.
     """
     if name not in _MECHANISMS:
         raise ValueError(f"no attention mechanism {name!r}; there are: {', '.join(names())}")
-    return _MECHANISMS[name](model_dim, num_heads, rngs=rngs, **config)
+    return _MECHANISMS[name]
+
+
+def configure(name: str, **config: Any) -> AttentionConfig:
+    """A mechanism's configuration.
+
+    Raises:
+      ValueError: there is no mechanism of this name, or no such field, or a value is out of its
+        range (a `pydantic.ValidationError`, which names the field).
+    """
+    return mechanism(name).Config(**config)
+
+
+def build(
+    name: str,
+    *,
+    model_dim: int,
+    num_heads: int,
+    rngs: nnx.Rngs,
+    dtype: Any = None,
+    param_dtype: Any = jnp.float32,
+    **config: Any,
+) -> Attention:
+    """A mechanism by name, with fields of its configuration as further keywords.
+
+    Raises:
+      ValueError: as `configure`, or the sizes do not fit one another.
+    """
+    return mechanism(name)(
+        model_dim,
+        num_heads,
+        configure(name, **config),
+        dtype=dtype,
+        param_dtype=param_dtype,
+        rngs=rngs,
+    )

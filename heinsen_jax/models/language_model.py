@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -14,7 +14,8 @@ from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax import attention
-from heinsen_jax.attention.log import head_depth, uniform
+from heinsen_jax.attention.cache import TokenCache
+from heinsen_jax.attention.heads import head_depth, linear, uniform
 from heinsen_jax.models.position import PositionRecurrence
 from heinsen_jax.typing import Array
 
@@ -33,8 +34,15 @@ class LanguageModelConfig:
     """Width of the residual stream."""
     num_layers: pydantic.PositiveInt = 24
     """Residual blocks."""
-    attention: str = "log"
-    """The mechanism, by name."""
+    attention: str | tuple[str, ...] = "log"
+    """The mechanism, by name; several take turns, layer by layer."""
+    attention_options: tuple[tuple[str, int | float | bool | str], ...] = ()
+    """Fields of mechanisms' configurations, as pairs of a name and a value: `log.window_size` is of
+    all layers of that mechanism, `0.window_size` of the first in each turn."""
+    block: Literal["paper", "standard"] = "paper"
+    """The paper's: one residual branch, gated. Or attention, then a perceptron, both pre-norm."""
+    mlp_ratio: pydantic.PositiveInt = 4
+    """Width of a standard block's perceptron, in widths of the model."""
     num_heads: pydantic.PositiveInt = 24
     """Attention heads."""
     key_depth: pydantic.PositiveInt | None = None
@@ -50,13 +58,48 @@ class LanguageModelConfig:
     often faster, too, since large memory taken anew at every step is slow."""
 
     def __post_init__(self) -> None:
-        if self.attention not in attention.names():
+        if not self.turns:
+            raise ValueError("attention must name at least one mechanism")
+        if self.num_layers % len(self.turns):
             raise ValueError(
-                f"attention={self.attention!r} is no mechanism; "
-                f"there are: {', '.join(attention.names())}"
+                f"num_layers={self.num_layers} is not a multiple of the {len(self.turns)} "
+                "mechanisms that take turns"
             )
+        self.mechanisms()  # refuses what does not fit
         if self.key_depth is None or self.value_depth is None:
             head_depth(self.model_dim, self.num_heads)
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """The mechanisms of consecutive layers, which repeat."""
+        return (self.attention,) if isinstance(self.attention, str) else self.attention
+
+    def mechanisms(self) -> list[attention.AttentionConfig]:
+        """The configurations of `turns`."""
+        known = {*self.turns, *map(str, range(len(self.turns)))}
+        found = []
+        for turn, name in enumerate(self.turns):
+            fields: dict[str, Any] = {}
+            mechanism = attention.mechanism(name)
+            if not mechanism.capabilities.causal:
+                raise ValueError(
+                    f"attention={name!r} is not causal: it would see the tokens it is to predict"
+                )
+            if issubclass(mechanism.Config, attention.HeadsConfig):
+                fields["gated"] = self.block == "paper"
+                sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
+                fields |= {field: size for field, size in sizes.items() if size is not None}
+            for option, value in self.attention_options:
+                of, _, field = option.rpartition(".")
+                if of not in known:
+                    raise ValueError(
+                        f"attention_options: {option!r} must begin with a mechanism's name and a "
+                        f"dot, or a number of a turn: {', '.join(sorted(known))}"
+                    )
+                if of in (name, str(turn)):
+                    fields[field] = value
+            found.append(attention.configure(name, **fields))
+        return found
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +109,8 @@ class LanguageModelState:
 
     Attributes:
       position: the last h of the position recurrence `[*B, D]`.
-      blocks: the attention states of all blocks, stacked on a first axis.
+      blocks: the attention states of each mechanism that takes its turn, those of all its layers
+        stacked on a first axis.
     """
 
     position: Array
@@ -74,27 +118,47 @@ class LanguageModelState:
 
 
 class Block(nnx.Module):
-    """A residual block: x + attention(layer_norm(x))."""
+    """A residual block: x + attention(norm(x)), and if standard, then x + mlp(norm(x))."""
 
-    def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LanguageModelConfig, turn: int, *, rngs: nnx.Rngs):
         self.norm = layer_norm(config, rngs=rngs)
-        self.attention = attention.build(
-            config.attention,
-            model_dim=config.model_dim,
-            num_heads=config.num_heads,
-            key_depth=config.key_depth,
-            value_depth=config.value_depth,
+        self.attention = attention.mechanism(config.turns[turn])(
+            config.model_dim,
+            config.num_heads,
+            config.mechanisms()[turn],
             dtype=config.dtype,
             param_dtype=config.param_dtype,
             rngs=rngs,
         )
+        self.has_mlp = config.block == "standard"
+        if self.has_mlp:
+            self.mlp_norm = layer_norm(config, rngs=rngs)
+            self.mlp = Perceptron(config, rngs=rngs)
 
-    def __call__(self, x: Array, *, state: Any) -> tuple[Array, Any]:
+    def __call__(self, x: Array, *, state: Any, return_state: bool) -> tuple[Array, Any]:
         with jax.named_scope("norm"):
             normed = self.norm(x)
         with jax.named_scope("attention"):
-            y, state = self.attention(normed, state=state, return_state=True)
-        return x + y.astype(x.dtype), state
+            y = self.attention(normed, state=state, return_state=return_state)
+            y, state = y if return_state else (y, None)
+        x = x + y.astype(x.dtype)
+        if self.has_mlp:
+            with jax.named_scope("mlp"):
+                x = x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
+        return x, state
+
+
+class Perceptron(nnx.Module):
+    """GELU(x W1 + b1) W2 + b2."""
+
+    def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
+        wide = config.mlp_ratio * config.model_dim
+        options = {"dtype": config.dtype, "param_dtype": config.param_dtype, "rngs": rngs}
+        self.up = linear(config.model_dim, wide, ("embed", "mlp"), **options)
+        self.down = linear(wide, config.model_dim, ("mlp", "embed"), **options)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(jax.nn.gelu(self.up(x), approximate=False))
 
 
 class LanguageModel(nnx.Module):
@@ -125,12 +189,11 @@ class LanguageModel(nnx.Module):
             config.model_dim, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
         )
 
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap
-        def stack(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
+        def stack(turn: int) -> Block:
+            split = nnx.split_rngs(splits=config.num_layers // len(config.turns))
+            return split(nnx.vmap(lambda rngs: Block(config, turn, rngs=rngs)))(rngs)
 
-        self.blocks = stack(rngs)
+        self.blocks = nnx.List([stack(turn) for turn in range(len(config.turns))])
         self.norm = layer_norm(config, rngs=rngs)
 
     def __call__(
@@ -154,21 +217,27 @@ class LanguageModel(nnx.Module):
           ValueError: outside `jit`, where a token id is not in the vocabulary.
         """
         check_tokens(tokens, self.config.vocab_size)
-        if state is None:
-            state = self.init_state(tokens.shape[:-1])
+        batch_shape = tokens.shape[:-1]
+        if state is None and return_state:
+            state = self.init_state(batch_shape)
+        before = self._first_position(batch_shape) if state is None else state.position
         with jax.named_scope("position"):
-            x, position = self.position(self.embed(tokens), state=state.position)
+            x, position = self.position(self.embed(tokens), state=before)
 
-        graph, parameters = nnx.split(self.blocks)
+        graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
+        states = (None,) * len(graphs) if state is None else state.blocks
 
-        def apply_block(x: Array, layer: tuple[Any, Any]) -> tuple[Array, Any]:
-            parameters, block_state = layer
-            x, block_state = nnx.merge(graph, parameters)(x, state=block_state)
-            return x, block_state if return_state else None
+        def apply_turn(x: Array, turn: tuple[Any, Any]) -> tuple[Array, Any]:
+            after = []
+            for graph, parameters, state in zip(graphs, *turn, strict=True):
+                block = nnx.merge(graph, parameters)
+                x, state = block(x, state=state, return_state=return_state)
+                after.append(state)
+            return x, tuple(after)
 
         if self.config.remat:
-            apply_block = jax.checkpoint(apply_block, prevent_cse=False)
-        x, blocks = lax.scan(apply_block, x, (parameters, state.blocks))
+            apply_turn = jax.checkpoint(apply_turn, prevent_cse=False)
+        x, blocks = lax.scan(apply_turn, x, (parameters, states))
 
         with jax.named_scope("logits"):
             x = self.norm(x).astype(self.config.dtype)
@@ -176,19 +245,45 @@ class LanguageModel(nnx.Module):
                 "...d,vd->...v",
                 x,
                 self.embed.embedding[...].astype(x.dtype),
-                preferred_element_type=state.position.dtype,
+                preferred_element_type=position.dtype,
             )
         return (logits, LanguageModelState(position, blocks)) if return_state else logits
 
-    def init_state(self, batch_shape: Sequence[int]) -> LanguageModelState:
-        """The state at the start of a text."""
-        config = self.config
-        block = self.blocks.attention.init_state(batch_shape)
-        blocks = jax.tree.map(
-            lambda x: jnp.broadcast_to(x[None], (config.num_layers, *x.shape)), block
-        )
-        position = jnp.zeros((*batch_shape, config.model_dim), config.param_dtype)
-        return LanguageModelState(position, blocks)
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> LanguageModelState:
+        """The state at the start of a text.
+
+        Args:
+          batch_shape: the leading axes.
+          capacity: how many tokens there will be at most, for mechanisms whose state holds them
+            all: these states then have their final shape. They grow when None.
+        """
+        layers = self.config.num_layers // len(self.config.turns)
+
+        def stacked(block: Block) -> Any:
+            state = block.attention.init_state(batch_shape, capacity=capacity)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (layers, *x.shape)), state)
+
+        blocks = tuple(stacked(block) for block in self.blocks)
+        return LanguageModelState(self._first_position(batch_shape), blocks)
+
+    def _first_position(self, batch_shape: Sequence[int]) -> Array:
+        return jnp.zeros((*batch_shape, self.config.model_dim), self.config.param_dtype)
+
+    def with_room(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
+        """The state, with room for further tokens where mechanisms hold them all."""
+
+        def widen(node: Any) -> Any:
+            if not isinstance(node, TokenCache) or isinstance(node.length, Tracer):
+                return node
+            taken = node.capacity if node.length is None else int(jnp.max(node.length))
+            if node.length is not None and taken + num_tokens <= node.capacity:
+                return node
+            return jax.vmap(lambda cache: cache.widened(taken + num_tokens))(node)
+
+        is_cache = lambda node: isinstance(node, TokenCache)  # noqa: E731
+        return replace(state, blocks=jax.tree.map(widen, state.blocks, is_leaf=is_cache))
 
 
 def layer_norm(config: LanguageModelConfig, *, rngs: nnx.Rngs) -> nnx.LayerNorm:

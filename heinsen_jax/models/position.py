@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.log import linear
+from heinsen_jax.attention.heads import linear
 from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
 from heinsen_jax.typing import Array
 

@@ -120,8 +120,9 @@ class CompressedCache:
         tokens = lax.dynamic_update_slice_in_dim(tokens, new.astype(tokens.dtype), count, axis)
         whole = lax.slice_in_dim(tokens, 0, touched * factor, axis=axis)
         compressed = compress(whole, compression.kernel, compression.bias).astype(groups.dtype)
-        # A group not yet complete is seen by nobody, and written again later.
         places = self.length // factor + jnp.arange(touched)
+        is_complete = places < (self.length + length) // factor
+        places = jnp.where(is_complete, places, groups.shape[AXIS])  # the others are dropped
         groups = groups.at[..., places, :, :].set(compressed, mode="drop")
         begun = (count + length) // factor * factor
         return groups, lax.dynamic_slice_in_dim(tokens, begun, factor, axis)

@@ -91,7 +91,7 @@ def test_streamed_logits_and_states_equal_the_originals(original, case, size):
     position = case["stream/state/embed_pos"].reshape(state.position.shape)
     np.testing.assert_allclose(state.position, position, atol=1e-10, rtol=0)
     for layer in range(int(case["config"][2])):
-        for ours, theirs in ((state.blocks.log_s, "H_S"), (state.blocks.log_z, "H_Z")):
+        for ours, theirs in ((state.blocks[0].log_s, "H_S"), (state.blocks[0].log_z, "H_Z")):
             expected = case[f"stream/state/layer{layer}/{theirs}"].reshape(ours[layer].shape)
             np.testing.assert_allclose(ours[layer], expected, atol=1e-10, rtol=0)
 
@@ -141,7 +141,7 @@ def test_logits_do_not_depend_on_later_tokens():
 def test_initial_weights_are_those_of_torch_layers():
     config = LanguageModelConfig(vocab_size=300, model_dim=64, num_layers=4, num_heads=4)
     model = LanguageModel(config, rngs=nnx.Rngs(1))
-    attention = model.blocks.attention
+    attention = model.blocks[0].attention
     for layer, fan_in in (
         (attention.project, 64),
         (attention.gate, 64),

@@ -1,0 +1,61 @@
+"""The patterns of sparse transformers, as a layer."""
+
+from typing import Literal
+
+import pydantic
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.ops.local import block_rule, block_sparse_attention
+from heinsen_jax.ops.masks import Mask
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class BlockSparseConfig(HeadsConfig):
+    """Of block-sparse attention."""
+
+    pattern: Literal["local", "strided", "fixed"] = "fixed"
+    """The last tokens; every block_size-th token; or the own block, and the ends of all others."""
+    block_size: pydantic.PositiveInt = 64
+    """About the square root of the length."""
+    num_summaries: pydantic.NonNegativeInt = 8
+    """Tokens at the end of each block that all later ones see, in the fixed pattern."""
+
+    def __post_init__(self) -> None:
+        block_rule(self.pattern, self.block_size, self.num_summaries)
+
+
+class BlockSparseAttention(MaskedAttention):
+    """Block-sparse attention: the state holds all keys and values, or those of the local pattern.
+
+    To alternate with dense layers, mix mechanisms: `attention=("block_sparse", "softmax")`.
+
+    References:
+      Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509.
+    """
+
+    Config = BlockSparseConfig
+    capabilities = Capabilities(causal=True, streaming=True, segments=True)
+
+    def rule(self) -> Mask:
+        return block_rule(self.config.pattern, self.config.block_size, self.config.num_summaries)
+
+    def reach(self) -> int | None:
+        return self.config.block_size - 1 if self.config.pattern == "local" else None
+
+    def over_all(
+        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
+    ) -> Array:
+        return block_sparse_attention(
+            query,
+            key,
+            value,
+            pattern=self.config.pattern,
+            block_size=self.config.block_size,
+            num_summaries=self.config.num_summaries,
+            segment_ids=segment_ids,
+        )

@@ -1,0 +1,125 @@
+"""States that hold tokens: all of them, or those of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
+
+from heinsen_jax.typing import Array
+
+AXIS = -3  # of tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenCache:
+    """What is kept of every token so far, such as keys and values.
+
+    Without a `length` every slot is taken, and the cache grows with each call: right for any number
+    of tokens, but of another shape each time. With one, the capacity is fixed, as loops under `jit`
+    ask for; with more tokens than that, results are NaN (outside `jit`, an error).
+
+    Attributes:
+      arrays: `[*B, capacity, heads, depth]`.
+      length: how many slots are taken, a scalar.
+    """
+
+    arrays: tuple[Array, ...]
+    length: Array | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        shapes: Sequence[tuple[int, int]],
+        dtype: Any,
+        capacity: int | None,
+    ) -> TokenCache:
+        """For arrays of `shapes` = (heads, depth) a token."""
+        arrays = tuple(jnp.zeros((*batch_shape, capacity or 0, *shape), dtype) for shape in shapes)
+        return cls(arrays, None if capacity is None else jnp.zeros((), jnp.int32))
+
+    @property
+    def capacity(self) -> int:
+        return self.arrays[0].shape[AXIS]
+
+    def append(self, *new: Array) -> tuple[TokenCache, int | Array]:
+        """The cache with further tokens `[*B, T, ...]`, and the position of the first of them."""
+        new = tuple(x.astype(old.dtype) for x, old in zip(new, self.arrays, strict=True))
+        if self.length is None:
+            pairs = zip(self.arrays, new, strict=True)
+            return TokenCache(tuple(jnp.concatenate(p, AXIS) for p in pairs)), self.capacity
+        start, after = self.length, self.length + new[0].shape[AXIS]
+        if not isinstance(after, Tracer) and int(after) > self.capacity:
+            raise ValueError(
+                f"the state has room for {self.capacity} tokens, and this is token {int(after)}: "
+                "begin with init_state(batch_shape, capacity=...) of more, or with none"
+            )
+        arrays = tuple(
+            lax.dynamic_update_slice_in_dim(old, x, start, old.ndim + AXIS)
+            for old, x in zip(self.arrays, new, strict=True)
+        )
+        return TokenCache(arrays, after), start
+
+    def or_nan(self, y: Array) -> Array:
+        """y, or NaN where there have been more tokens than the capacity."""
+        return y if self.length is None else jnp.where(self.length > self.capacity, jnp.nan, y)
+
+    def widened(self, capacity: int) -> TokenCache:
+        """The same tokens, with room for more."""
+        padding = [(0, 0)] * self.arrays[0].ndim
+        padding[AXIS] = (0, capacity - self.capacity)
+        length = jnp.asarray(self.capacity, jnp.int32) if self.length is None else self.length
+        return TokenCache(tuple(jnp.pad(x, padding) for x in self.arrays), length)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class WindowCache:
+    """What is kept of the last tokens: of one shape, however many there have been.
+
+    Attributes:
+      arrays: `[*B, size, heads, depth]`, the latest token last.
+      seen: how many tokens there have been, a scalar: the first slots may be of none.
+    """
+
+    arrays: tuple[Array, ...]
+    seen: Array
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        shapes: Sequence[tuple[int, int]],
+        dtype: Any,
+        size: int,
+    ) -> WindowCache:
+        arrays = tuple(jnp.zeros((*batch_shape, size, *shape), dtype) for shape in shapes)
+        return cls(arrays, jnp.zeros((), jnp.int32))
+
+    @property
+    def size(self) -> int:
+        return self.arrays[0].shape[AXIS]
+
+    @property
+    def first(self) -> Array:
+        """The first slot that holds a token."""
+        return jnp.maximum(self.size - self.seen, 0)
+
+    def append(self, *new: Array) -> tuple[tuple[Array, ...], WindowCache]:
+        """All tokens in the window and the new ones, `[*B, size + T, ...]`, and the cache after."""
+        together = tuple(
+            jnp.concatenate([old, x.astype(old.dtype)], AXIS)
+            for old, x in zip(self.arrays, new, strict=True)
+        )
+        length = new[0].shape[AXIS]
+        kept = tuple(
+            lax.slice_in_dim(x, length, length + self.size, axis=x.ndim + AXIS) for x in together
+        )
+        return together, WindowCache(kept, self.seen + length)

@@ -1,0 +1,52 @@
+"""Softmax attention over every n-th of the nearest tokens, as a layer."""
+
+import pydantic
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.ops.local import dilated_attention
+from heinsen_jax.ops.masks import Mask, Strided, Window
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class DilatedConfig(HeadsConfig):
+    """Of dilated attention."""
+
+    window_size: pydantic.PositiveInt = 64
+    """Tokens a query sees, itself included; on each side, if not causal."""
+    dilation: pydantic.PositiveInt = 4
+    """Positions from one of them to the next; 1 leaves no gaps."""
+
+
+class DilatedAttention(MaskedAttention):
+    """Dilated sliding windows: the state holds the keys and values of all tokens one reaches over.
+
+    References:
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150, section 3.1.
+    """
+
+    Config = DilatedConfig
+    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
+
+    def rule(self) -> Mask:
+        return Window(self.reach()) & Strided(self.config.dilation)
+
+    def reach(self) -> int:
+        return (self.config.window_size - 1) * self.config.dilation
+
+    def over_all(
+        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
+    ) -> Array:
+        return dilated_attention(
+            query,
+            key,
+            value,
+            local_window_size=self.config.window_size,
+            dilation=self.config.dilation,
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+        )

@@ -1,0 +1,201 @@
+"""What mechanisms with queries, keys and values have in common: projections to heads, and back."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from heinsen_jax.attention.base import Attention, AttentionConfig
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class HeadsConfig(AttentionConfig):
+    """Sizes of the heads, and what comes after them."""
+
+    num_kv_heads: pydantic.PositiveInt | None = None
+    """Key/value heads, which queries share; num_heads by default."""
+    key_depth: pydantic.PositiveInt | None = None
+    """Features of a query or key head; model_dim / num_heads by default."""
+    value_depth: pydantic.PositiveInt | None = None
+    """Features of a value head; model_dim / num_heads by default."""
+    gated: bool = False
+    """Whether a gated linear unit comes before the output's projection, as in Heinsen's block."""
+
+
+class HeadedAttention(Attention):
+    """Queries, keys and values of each head, `attend` between them, and a projection back.
+
+        q | k | v = x W1 + b1          of each key/value head, next to one another
+        y = attend(q, k, v) W3 + b3    or, gated: GLU(attend(q, k, v) W2 + b2) W3
+
+    with GLU(a, b) = a sigmoid(b). Weights and biases are uniform in +-1/sqrt(fan_in) at first.
+
+    Raises:
+      ValueError: model_dim is not a multiple of num_heads and a depth is None, or num_heads not of
+        num_kv_heads.
+    """
+
+    Config = HeadsConfig
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        config: HeadsConfig | None = None,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        super().__init__(model_dim, num_heads, config, **options)
+        chosen = self.config
+        self.num_kv_heads = self.default_kv_heads()
+        if num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={num_heads}"
+            )
+        self.key_depth = chosen.key_depth or head_depth(model_dim, num_heads)
+        self.value_depth = chosen.value_depth or head_depth(model_dim, num_heads)
+        inner = num_heads * self.key_depth
+        inner += self.num_kv_heads * (self.key_depth + self.value_depth)
+        mixed = num_heads * self.value_depth
+        self.project = HeadProjection(model_dim, inner, ("embed", "heads"), **options)
+        if chosen.gated:
+            self.gate = linear(mixed, 2 * model_dim, ("heads", "mlp"), **options)
+            self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
+        else:
+            self.output = linear(mixed, model_dim, ("heads", "embed"), **options)
+
+    def default_kv_heads(self) -> int:
+        return self.config.num_kv_heads or self.num_heads
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: Any,
+    ) -> tuple[Array, Any]:
+        """The mechanism: `[..., T, N, V]`, and the state after it if there is one before."""
+        raise NotImplementedError
+
+    def mix(
+        self,
+        x: Array,
+        *,
+        source: Array | None,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: Any,
+    ) -> tuple[Array, Any]:
+        query, key, value = self.heads(x, source)
+        with jax.named_scope("mechanism"):
+            y, state = self.attend(
+                query, key, value, is_causal=is_causal, segment_ids=segment_ids, state=state
+            )
+        return self.back(y), state
+
+    def heads(self, x: Array, source: Array | None = None) -> tuple[Array, Array, Array]:
+        """Queries `[..., T, N, K]` of x; keys `[..., S, G, K]` and values of x, or of a source."""
+        sizes = self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
+        return self.project.heads(x, source, *sizes)
+
+    def back(self, y: Array) -> Array:
+        """`[..., T, N, V]` -> `[..., T, D]`"""
+        y = y.reshape(*y.shape[:-2], self.num_heads * self.value_depth)
+        if self.config.gated:
+            y = jax.nn.glu(self.gate(y))
+        return self.output(y)
+
+
+class HeadProjection(nnx.Linear):
+    """One matrix product for the queries, keys and values of all heads."""
+
+    def __init__(
+        self, inputs: int, outputs: int, logical_axes: tuple[str, str], **options: Any
+    ) -> None:
+        super().__init__(inputs, outputs, **_initialised(inputs, logical_axes), **options)
+
+    def heads(
+        self,
+        x: Array,
+        source: Array | None,
+        num_heads: int,
+        num_kv_heads: int,
+        key_depth: int,
+        value_depth: int,
+    ) -> tuple[Array, Array, Array]:
+        """Queries `[..., T, N, K]` of x, keys `[..., S, G, K]` and values of x or of a source."""
+        of_queries = num_heads // num_kv_heads * key_depth
+
+        def apart(x: Array) -> Array:
+            return x.reshape(*x.shape[:-1], num_kv_heads, x.shape[-1] // num_kv_heads)
+
+        if source is None:
+            parts = apart(self(x))
+            query, rest = parts[..., :of_queries], parts[..., of_queries:]
+        else:
+            query = self._part(x, apart, slice(None, of_queries))
+            rest = self._part(source, apart, slice(of_queries, None))
+        query = query.reshape(*query.shape[:-2], num_heads, key_depth)
+        return query, rest[..., :key_depth], rest[..., key_depth:]
+
+    def _part(self, x: Array, apart: Any, part: slice) -> Array:
+        """The product with a part of the columns of each key/value head."""
+        assert self.bias is not None
+        kernel, bias = apart(self.kernel[...])[..., part], apart(self.bias[...])[..., part]
+        x, kernel, bias = (a.astype(self.dtype or x.dtype) for a in (x, kernel, bias))
+        y = jnp.einsum("...d,dgf->...gf", x, kernel)
+        return y + jnp.broadcast_to(bias, y.shape)
+
+
+def head_depth(model_dim: int, num_heads: int) -> int:
+    """model_dim / num_heads, which must be whole."""
+    if num_heads < 1 or model_dim % num_heads:
+        raise ValueError(
+            f"num_heads={num_heads} does not divide model_dim={model_dim}: change one of them, or "
+            "give key_depth and value_depth"
+        )
+    return model_dim // num_heads
+
+
+def linear(
+    inputs: int,
+    outputs: int,
+    logical_axes: tuple[str, str],
+    *,
+    use_bias: bool = True,
+    **options: Any,
+) -> nnx.Linear:
+    """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and named axes (see `sharding`)."""
+    return nnx.Linear(
+        inputs, outputs, use_bias=use_bias, **_initialised(inputs, logical_axes), **options
+    )
+
+
+def _initialised(inputs: int, logical_axes: tuple[str, str]) -> dict[str, Any]:
+    return {
+        "kernel_init": uniform(inputs**-0.5),
+        "bias_init": uniform(inputs**-0.5),
+        "kernel_metadata": {"logical_axes": logical_axes},
+        "bias_metadata": {"logical_axes": logical_axes[1:]},
+    }
+
+
+def uniform(bound: float) -> nnx.Initializer:
+    """An initialiser of values uniform in +-bound."""
+
+    def init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> Array:
+        return jax.random.uniform(key, tuple(shape), dtype, -bound, bound)
+
+    return init

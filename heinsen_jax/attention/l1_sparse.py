@@ -1,0 +1,68 @@
+"""Attention by L1 distances along the edges of a graph, as a layer."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.ops.l1_sparse import l1_sparse_attention
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class L1SparseConfig(HeadsConfig):
+    """Of sparse L1 attention."""
+
+    denominator_bias: pydantic.NonNegativeFloat = 0.0
+    """1 adds a key at distance 0, of value 0: what is far from all keys attends to nothing."""
+    window_size: pydantic.PositiveInt = 16
+    """Tokens a query sees next to itself, itself included; on each side, if not causal."""
+    far: bool = True
+    """Whether it also sees those 2, 4, 8, ... windows away: about log2 T more."""
+
+
+class L1SparseAttention(MaskedAttention):
+    """L1 attention along edges: to the nearest tokens, and to some ever farther away.
+
+    `l1_sparse_attention` takes any graph; this one serves texts. The state holds all keys and
+    values.
+    """
+
+    Config = L1SparseConfig
+    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
+
+    def distances(self, length: int) -> np.ndarray:
+        """How far behind a query the tokens lie that it sees, below `length`."""
+        near = self.config.window_size
+        far = near * 2 ** np.arange(1, 64) if self.config.far and near < length else []
+        distances = [*range(min(near, length)), *(int(d) for d in far if 0 < d < length)]
+        return np.array(distances, np.int32)
+
+    def between(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        is_causal, query_offset = options["is_causal"], options.get("query_offset", 0)
+        length, sources = query.shape[-3], key.shape[-3]
+        distances = self.distances(sources)
+        if not is_causal:
+            distances = np.concatenate([distances, -distances[1:]])
+        namespace: Any = np if isinstance(query_offset, int) else jnp
+        at = namespace.arange(length)[:, None]
+        source = query_offset + at - distances[None]
+        destination = namespace.broadcast_to(at, source.shape)
+        there = (source >= 0) & (source < sources)
+        if isinstance(query_offset, int):
+            edges = np.stack([destination[there], source[there]], -1)
+        else:  # a number of edges that is not known: the others go to one query more
+            padding = [(0, 0)] * query.ndim
+            padding[-3] = (0, 1)
+            query = jnp.pad(query, padding)
+            ends = jnp.where(there, destination, length), jnp.where(there, source, 0)
+            edges = jnp.stack([x.reshape(-1) for x in ends], -1)
+        bias = self.config.denominator_bias
+        y = l1_sparse_attention(query, key, value, edges, denominator_bias=bias)
+        return y[..., :length, :, :]

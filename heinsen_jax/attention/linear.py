@@ -1,0 +1,65 @@
+"""Linear attention with feature maps, as a layer."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import pydantic
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class LinearConfig(HeadsConfig):
+    """Of linear attention."""
+
+    feature_map: Literal["elu1", "relu", "identity"] = "elu1"
+    """Of queries and keys; elu1 is elu(x) + 1."""
+
+
+class LinearAttention(HeadedAttention):
+    """Linear attention: the state is a matrix and a vector for each head.
+
+    References:
+      Katharopoulos et al., 2020, Transformers are RNNs, arXiv:2006.16236.
+    """
+
+    Config = LinearConfig
+    capabilities = Capabilities(
+        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+    )
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: Any,
+    ) -> tuple[Array, Any]:
+        result = linear_attention(
+            query,
+            key,
+            value,
+            feature_map=self.config.feature_map,
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+            initial_state=state,
+            return_state=state is not None,
+        )
+        return (result, None) if state is None else result
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> LinearAttentionState:
+        del capacity  # the same for any number of tokens
+        sizes = self.num_kv_heads, self.key_depth, self.value_depth
+        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
+        return LinearAttentionState.empty(batch_shape, *sizes, dtype)

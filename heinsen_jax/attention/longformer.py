@@ -1,0 +1,141 @@
+"""Sliding windows with global tokens, as a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.cache import WindowCache
+from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
+from heinsen_jax.ops.local import longformer_attention
+from heinsen_jax.ops.softmax import dot_product_attention
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class LongformerConfig(HeadsConfig):
+    """Of Longformer attention."""
+
+    window_size: pydantic.PositiveInt = 256
+    """Tokens a query sees, itself included; on each side, if not causal."""
+    num_global_tokens: pydantic.PositiveInt = 1
+    """The first tokens of a text, which all see, and which see all, by projections of their own."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LongformerState:
+    """The last tokens, and the global ones.
+
+    Attributes:
+      window: keys and values of the last tokens.
+      first: keys and values of the global tokens, as all see them, and as they see each other:
+        `[*B, num_global_tokens, heads, depth]`.
+    """
+
+    window: WindowCache
+    first: tuple[Array, ...]
+
+
+class LongformerAttention(HeadedAttention):
+    """Sliding windows, and a few global tokens with query, key and value projections of their own.
+
+    References:
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
+    """
+
+    Config = LongformerConfig
+    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        config: LongformerConfig | None = None,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        super().__init__(model_dim, num_heads, config, **options)
+        inner = self.project.out_features
+        self.project_global = HeadProjection(model_dim, inner, ("embed", "heads"), **options)
+
+    def mix(
+        self,
+        x: Array,
+        *,
+        source: Array | None,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: LongformerState | None,
+    ) -> tuple[Array, Any]:
+        del source, segment_ids  # not declared
+        sizes = self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
+        heads, own = self.heads(x), self.project_global.heads(x, None, *sizes)
+        if state is not None:
+            y, state = self._stream(heads, own, state)
+            return self.back(y), state
+        positions = range(min(self.config.num_global_tokens, x.shape[-2]))
+        y = longformer_attention(
+            *heads,
+            local_window_size=self.config.window_size,
+            global_positions=positions,
+            global_heads=own,
+            is_causal=is_causal,
+        )
+        return self.back(y), None
+
+    def _stream(self, heads: Any, own: Any, state: LongformerState) -> tuple[Array, Any]:
+        query, key, value = heads
+        own_query, own_key, own_value = own
+        length, count = query.shape[-3], self.config.num_global_tokens
+        seen = state.window.seen
+        new = key, value, own_key, own_value
+        first = tuple(_kept(old, x, seen) for old, x in zip(state.first, new, strict=True))
+        (keys, values), window = state.window.append(key, value)
+        keys, values = (
+            jnp.concatenate(pair, -3) for pair in ((first[0], keys), (first[1], values))
+        )
+        at = seen + jnp.arange(length)
+        slot = seen - state.window.size + jnp.arange(state.window.size + length)
+        near = (slot >= count)[None] & (at[:, None] - slot[None] < self.config.window_size)
+        near = near & (slot[None] <= at[:, None])  # a global token is seen once, as such
+        earlier = jnp.arange(count)[None] <= at[:, None]
+        y = dot_product_attention(query, keys, values, mask=jnp.concatenate([earlier, near], 1))
+        of_global = dot_product_attention(own_query, *first[2:], mask=earlier)
+        y = jnp.where((at < count)[:, None, None], of_global, y)
+        return y, LongformerState(window, first)
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> LongformerState:
+        del capacity  # the same for any number of tokens
+        shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
+        dtype = jnp.dtype(self.dtype or self.param_dtype)
+        window = WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)
+        first = [
+            jnp.zeros((*batch_shape, self.config.num_global_tokens, *shape), dtype)
+            for shape in shapes
+        ]
+        return LongformerState(window, (*first, *first))
+
+
+def _kept(old: Array, new: Array, seen: Array) -> Array:
+    """The first tokens `[*B, count, G, F]`, of which `new` may hold some more."""
+    if new.shape[-3] == 0:
+        return old
+    place = jnp.arange(old.shape[-3]) - seen
+    found = jnp.take(new, jnp.clip(place, 0, new.shape[-3] - 1), -3)
+    is_new = (place >= 0) & (place < new.shape[-3])
+    return jnp.where(is_new[:, None, None], found.astype(old.dtype), old)

@@ -1,0 +1,75 @@
+"""What all forms of softmax attention have in common as layers."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from heinsen_jax.attention.cache import TokenCache, WindowCache
+from heinsen_jax.attention.heads import HeadedAttention
+from heinsen_jax.ops.masks import Mask
+from heinsen_jax.ops.softmax import dot_product_attention
+from heinsen_jax.typing import Array
+
+
+class MaskedAttention(HeadedAttention):
+    """Softmax attention that sees what a rule says; the state holds keys and values it needs."""
+
+    def rule(self) -> Mask | None:
+        """Which of the keys up to its own a query sees; all when None. Of differences of positions
+        alone, if it reaches back over a limited number of tokens."""
+        return None
+
+    def reach(self) -> int | None:
+        """How many tokens before itself a query may see; any number when None."""
+        return None
+
+    def over_all(
+        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
+    ) -> Array:
+        """The mechanism over a whole text."""
+        return self.between(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
+
+    def between(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+        """The mechanism between any queries and keys, with keywords of `dot_product_attention`."""
+        return dot_product_attention(query, key, value, mask=self.rule(), **options)
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: Any,
+    ) -> tuple[Array, Any]:
+        if state is None:
+            y = self.over_all(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
+            return y, None
+        if segment_ids is not None:
+            raise NotImplementedError(f"{type(self).__name__}: segment_ids together with a state")
+        if isinstance(state, TokenCache):
+            state, offset = state.append(key, value)
+            y = self.between(query, *state.arrays, is_causal=True, query_offset=offset)
+            return state.or_nan(y), state
+        arrays, after = state.append(key, value)
+        there = jnp.stack([state.first, jnp.asarray(arrays[0].shape[-3])])
+        there = jnp.broadcast_to(there, (*query.shape[:-3], 2))
+        options = {"query_offset": state.size, "key_value_seq_lengths": there}
+        return self.between(query, *arrays, is_causal=True, **options), after
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> TokenCache | WindowCache:
+        shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
+        dtype, reach = jnp.dtype(self.dtype or self.param_dtype), self.reach()
+        if reach is None:
+            return TokenCache.empty(batch_shape, shapes, dtype, capacity)
+        return WindowCache.empty(batch_shape, shapes, dtype, reach)
+
+    def state_size(self, context_length: int) -> int:
+        if self.reach() is not None:
+            return super().state_size(context_length)
+        token = self.num_kv_heads * (self.key_depth + self.value_depth)
+        return context_length * token * jnp.dtype(self.dtype or self.param_dtype).itemsize

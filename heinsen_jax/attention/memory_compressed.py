@@ -1,0 +1,110 @@
+"""Attention over compressed keys and values, as a layer."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig, uniform
+from heinsen_jax.ops.memory_compressed import (
+    CompressedCache,
+    Compression,
+    memory_compressed_attention,
+)
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class MemoryCompressedConfig(HeadsConfig):
+    """Of memory-compressed attention."""
+
+    factor: pydantic.PositiveInt = 3
+    """Tokens that one compressed key or value is made of."""
+    capacity: pydantic.PositiveInt = 4096
+    """Tokens that a state has room for if it is not said otherwise."""
+
+
+class MemoryCompressedAttention(HeadedAttention):
+    """Softmax attention over keys and values that a strided convolution has compressed.
+
+    A query sees a learned null key, and the groups that are complete at its position if causal: the
+    incomplete one, at the end, is seen by nobody then. The state holds the groups.
+
+    References:
+      Liu et al., 2018, Generating Wikipedia by Summarizing Long Sequences, arXiv:1801.10198.
+    """
+
+    Config = MemoryCompressedConfig
+    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, cross=True)
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_heads: int,
+        config: MemoryCompressedConfig | None = None,
+        *,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
+        super().__init__(model_dim, num_heads, config, **options)
+        groups, factor = self.num_kv_heads, self.config.factor
+
+        def parameters(depth: int) -> nnx.Dict:
+            init = uniform((factor * depth) ** -0.5)
+            shapes = {
+                "kernel": (groups, factor, depth, depth),
+                "bias": (groups, depth),
+                "null": (groups, depth),
+            }
+            return nnx.Dict(
+                {
+                    name: nnx.Param(init(rngs.params(), shape, self.param_dtype))
+                    for name, shape in shapes.items()
+                }
+            )
+
+        self.of_keys, self.of_values = parameters(self.key_depth), parameters(self.value_depth)
+
+    def _compressions(self, dtype: Any) -> list[Compression]:
+        return [
+            Compression(*(of[name][...].astype(dtype) for name in ("kernel", "bias", "null")))
+            for of in (self.of_keys, self.of_values)
+        ]
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: CompressedCache | None,
+    ) -> tuple[Array, Any]:
+        del segment_ids  # not declared
+        result = memory_compressed_attention(
+            query,
+            key,
+            value,
+            *self._compressions(query.dtype),
+            is_causal=is_causal,
+            pad="right",
+            initial_state=state,
+            return_state=state is not None,
+        )
+        return (result, None) if state is None else result
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> CompressedCache:
+        dtype = jnp.dtype(self.dtype or self.param_dtype)
+        room: int = self.config.capacity if capacity is None else capacity
+        of_keys, of_values = self._compressions(dtype)
+        return CompressedCache.empty(batch_shape, of_keys, of_values, capacity=room, dtype=dtype)

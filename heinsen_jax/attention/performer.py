@@ -1,0 +1,76 @@
+"""Attention by random features, as a layer."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pydantic
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.ops.log_attention import LogAttentionState
+from heinsen_jax.ops.performer import orthogonal_features, performer_attention
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class PerformerConfig(HeadsConfig):
+    """Of the performer."""
+
+    num_features: pydantic.PositiveInt | None = None
+    """Random features of a head; key_depth * log(key_depth) by default."""
+    seed: int = 0
+    """Of the random features, which are not trained."""
+
+
+class PerformerAttention(HeadedAttention):
+    """FAVOR+: an estimate of softmax attention at constant cost per token.
+
+    References:
+      Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794.
+    """
+
+    Config = PerformerConfig
+    capabilities = Capabilities(
+        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+    )
+
+    @property
+    def num_features(self) -> int:
+        default = math.ceil(self.key_depth * math.log(max(self.key_depth, 3)))
+        return self.config.num_features or default
+
+    def attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        is_causal: bool,
+        segment_ids: Array | None,
+        state: Any,
+    ) -> tuple[Array, Any]:
+        seed = jax.random.key(self.config.seed)
+        result = performer_attention(
+            query,
+            key,
+            value,
+            orthogonal_features(seed, self.num_features, self.key_depth),
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+            initial_state=state,
+            return_state=state is not None,
+        )
+        return (result, None) if state is None else result
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> LogAttentionState:
+        del capacity  # the same for any number of tokens
+        sizes = self.num_kv_heads, self.num_features, self.value_depth
+        dtype = jnp.promote_types(self.param_dtype, jnp.complex64)
+        return LogAttentionState.empty(batch_shape, *sizes, dtype)

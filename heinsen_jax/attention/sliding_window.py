@@ -1,0 +1,49 @@
+"""Softmax attention over the nearest tokens, as a layer."""
+
+import pydantic
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.ops.local import sliding_window_attention
+from heinsen_jax.ops.masks import Window
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class SlidingWindowConfig(HeadsConfig):
+    """Of sliding-window attention."""
+
+    window_size: pydantic.PositiveInt = 256
+    """Tokens a query sees, itself included; on each side, if not causal."""
+
+
+class SlidingWindowAttention(MaskedAttention):
+    """Sliding-window attention: the state holds the keys and values of one window.
+
+    References:
+      Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150, section 3.1.
+    """
+
+    Config = SlidingWindowConfig
+    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
+
+    def rule(self) -> Window:
+        return Window(self.reach())
+
+    def reach(self) -> int:
+        return self.config.window_size - 1
+
+    def over_all(
+        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
+    ) -> Array:
+        return sliding_window_attention(
+            query,
+            key,
+            value,
+            local_window_size=self.config.window_size,
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+        )

@@ -1,0 +1,46 @@
+"""Multi-head softmax attention as a layer."""
+
+from typing import Literal
+
+import pydantic
+
+from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.ops.softmax import dot_product_attention
+from heinsen_jax.typing import Array
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class SoftmaxConfig(HeadsConfig):
+    """Of softmax attention."""
+
+    implementation: Literal["xla", "tiled", "cudnn"] | None = None
+    """Of `dot_product_attention`, over a whole text; None chooses."""
+
+
+class SoftmaxAttention(MaskedAttention):
+    """Multi-head softmax attention: the state holds all keys and values.
+
+    References:
+      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762.
+    """
+
+    Config = SoftmaxConfig
+    capabilities = Capabilities(
+        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+    )
+
+    def over_all(
+        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
+    ) -> Array:
+        return dot_product_attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            segment_ids=segment_ids,
+            implementation=self.config.implementation,
+        )

@@ -1,0 +1,154 @@
+"""The language model with every causal mechanism: it learns, streams and generates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pydantic
+import pytest
+from flax import nnx
+
+from heinsen_jax import attention
+from heinsen_jax.generate import generate, stream
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+
+CAUSAL = [name for name in attention.names() if attention.mechanism(name).capabilities.causal]
+SMALL_SIZES = (
+    ("sliding_window.window_size", 5),
+    ("dilated.window_size", 3),
+    ("longformer.window_size", 5),
+    ("tglobal.radius", 4),
+    ("tglobal.block_size", 4),
+    ("block_sparse.block_size", 8),
+    ("memory_compressed.capacity", 64),
+    ("l1_sparse.window_size", 3),
+    ("rmt.segment_length", 7),
+    ("rmt.num_memories", 2),
+)
+
+
+def configured(*turns: str, **fields: Any) -> LanguageModelConfig:
+    options = tuple(pair for pair in SMALL_SIZES if pair[0].partition(".")[0] in turns)
+    sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2 * len(turns)}
+    return LanguageModelConfig(attention=turns, attention_options=options, **sizes | fields)
+
+
+def build(*turns: str, **fields: Any) -> LanguageModel:
+    return LanguageModel(configured(*turns, **fields), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_it_learns(name):
+    """To repeat with a period of 6: 30 updates halve the loss of a guess, log 17."""
+    graph, parameters = nnx.split(build(name, block="standard"))
+    pattern = jnp.asarray([3, 1, 4, 1, 5, 9])
+    tokens = jnp.stack([jnp.tile(jnp.roll(pattern, i), 6)[:33] for i in range(4)])
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def update(parameters, state):
+        def loss(parameters):
+            logits = nnx.merge(graph, parameters)(tokens[:, :-1])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+            return jnp.mean(losses)
+
+        value, gradients = jax.value_and_grad(loss)(parameters)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(parameters, updates), state, value
+
+    state = optimizer.init(parameters)
+    losses = []
+    for _ in range(30):
+        parameters, state, value = update(parameters, state)
+        losses.append(float(value))
+    assert losses[0] == pytest.approx(np.log(17), abs=0.7)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_greedy_equals_recomputing_everything(name):
+    model = build(name)
+    tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    new = generate(model, tokens, 9, top_k=1)
+    whole = jnp.concatenate([tokens, new], 1)
+    graph, parameters = nnx.split(model)
+    logits = jax.jit(lambda p, tokens: nnx.merge(graph, p)(tokens))(parameters, whole)
+    following = jnp.argmax(logits, -1)
+    np.testing.assert_array_equal(new, following[:, 4:-1])
+
+
+def test_a_stream_makes_room_as_it_goes(monkeypatch):
+    monkeypatch.setattr("heinsen_jax.generate.MORE_TOKENS", 3)
+    model = build("softmax")
+    prompt = jnp.array([3, 1, 4])
+    expected = generate(model, prompt, 20, top_k=1)
+    streamed = [token for token, _ in zip(stream(model, prompt, top_k=1), range(20), strict=False)]
+    np.testing.assert_array_equal(streamed, expected)
+
+
+def test_going_on_from_a_state_that_holds_all_tokens():
+    model = build("softmax")
+    prompt = jnp.array([3, 1, 4])
+    whole = generate(model, prompt, 10, top_k=1)
+    first, state = generate(model, prompt, 4, top_k=1, return_state=True)
+    second = generate(model, first[-1:], 6, top_k=1, state=state)
+    np.testing.assert_array_equal(jnp.concatenate([first, second]), whole)
+    _, grown = model(prompt, return_state=True)
+    _, grown = model(first[:3], state=grown, return_state=True)
+    second = generate(model, first[-1:], 6, top_k=1, state=grown)
+    np.testing.assert_array_equal(second, whole[4:])
+
+
+@pytest.mark.parametrize("block", ["paper", "standard"])
+@pytest.mark.parametrize("remat", [False, True])
+def test_mechanisms_take_turns(block, remat):
+    """Layer by layer, as when each is applied by hand."""
+    turns = ("log", "sliding_window", "softmax")
+    model = build(*turns, block=block, remat=remat)
+    tokens = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
+    x, _ = model.position(model.embed(tokens), state=jnp.zeros((1, 12)))
+    for layer in range(6):
+        graph, parameters = nnx.split(model.blocks[layer % 3])
+        block_ = nnx.merge(graph, jax.tree.map(lambda x, n=layer // 3: x[n], parameters))
+        assert type(block_.attention) is attention.mechanism(turns[layer % 3])
+        assert hasattr(block_.attention, "gate") == (block == "paper")
+        x, _ = block_(x, state=None, return_state=False)
+    expected = model.norm(x) @ model.embed.embedding[...].T
+    np.testing.assert_allclose(model(tokens), expected, atol=2e-5)
+    parts, state = [], None
+    for piece in np.split(tokens, [3, 4], axis=1):
+        logits, state = model(piece, state=state, return_state=True)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)
+
+
+def test_options_of_a_mechanism_and_of_a_turn():
+    config = LanguageModelConfig(
+        num_layers=4,
+        attention=("sliding_window", "sliding_window", "softmax", "log"),
+        attention_options=(("sliding_window.window_size", 8), ("1.window_size", 16)),
+    )
+    sizes = [getattr(x, "window_size", None) for x in config.mechanisms()]
+    assert sizes == [8, 16, None, None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention": "nope"}, "no attention mechanism 'nope'; there are: log, softmax"),
+        ({"attention": ()}, "must name at least one mechanism"),
+        ({"attention": "linformer"}, "'linformer' is not causal"),
+        ({"attention": ("log", "softmax"), "num_layers": 3}, "num_layers=3 is not a multiple of"),
+        ({"attention_options": (("window_size", 3),)}, "'window_size' must begin with"),
+        ({"attention_options": (("softmax.window_size", 3),)}, "must begin with a mechanism's"),
+        ({"attention_options": (("log.window_sise", 3),)}, "window_sise"),
+        ({"attention_options": (("log.window_size", 0),)}, "window_size"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        LanguageModelConfig(**{"num_layers": 2} | fields)

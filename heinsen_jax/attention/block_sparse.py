@@ -1,6 +1,6 @@
 """The patterns of sparse transformers, as a layer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 
@@ -39,7 +39,12 @@ class BlockSparseAttention(MaskedAttention):
     """
 
     Config = BlockSparseConfig
-    capabilities = Capabilities(causal=True, streaming=True, segments=True)
+    capabilities = Capabilities(causal=True, streaming=True)
+
+    def __init__(self, model_dim: int, num_heads: int, *args: Any, **options: Any):
+        super().__init__(model_dim, num_heads, *args, **options)
+        if self.config.pattern != "fixed":  # whose blocks begin with the text, not a document
+            self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
     def rule(self) -> Mask:
         return block_rule(self.config.pattern, self.config.block_size, self.config.num_summaries)

@@ -55,10 +55,11 @@ class TokenCache:
         if self.length is None:
             pairs = zip(self.arrays, new, strict=True)
             return TokenCache(tuple(jnp.concatenate(p, AXIS) for p in pairs)), self.capacity
-        start, after = self.length, self.length + new[0].shape[AXIS]
-        if not isinstance(after, Tracer) and int(after) > self.capacity:
+        count = new[0].shape[AXIS]
+        start, after = self.length, self.length + count
+        if (least := count if isinstance(after, Tracer) else int(after)) > self.capacity:
             raise ValueError(
-                f"the state has room for {self.capacity} tokens, and this is token {int(after)}: "
+                f"the state has room for {self.capacity} tokens, and this is token {least}: "
                 "begin with init_state(batch_shape, capacity=...) of more, or with none"
             )
         arrays = tuple(

@@ -259,11 +259,15 @@ class LanguageModel(nnx.Module):
           capacity: how many tokens there will be at most, for mechanisms whose state holds them
             all: these states then have their final shape. They grow when None.
         """
-        layers = self.config.num_layers // len(self.config.turns)
 
-        def stacked(block: Block) -> Any:
-            state = block.attention.init_state(batch_shape, capacity=capacity)
-            return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (layers, *x.shape)), state)
+        def stacked(blocks: Block) -> Any:
+            graph, parameters = nnx.split(blocks)
+
+            def one(parameters: Any) -> Any:
+                layer = nnx.merge(graph, parameters).attention
+                return layer.init_state(batch_shape, capacity=capacity)
+
+            return jax.vmap(one)(parameters)
 
         blocks = tuple(stacked(block) for block in self.blocks)
         return LanguageModelState(self._first_position(batch_shape), blocks)

@@ -7,6 +7,8 @@ import pytest
 
 from heinsen_jax.ops.linformer import linformer_attention
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+
 jitted = jax.jit(linformer_attention)
 
 

@@ -5,6 +5,8 @@ import pytest
 
 from heinsen_jax.ops.mla import latent_attention, mla_attention, rotary
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+
 STATIC = ("form", "is_causal", "implementation")
 FORMS = ("expanded", "absorbed")
 jitted = jax.jit(mla_attention, static_argnames=STATIC)

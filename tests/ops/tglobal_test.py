@@ -8,6 +8,8 @@ import pytest
 
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+
 STATIC = ("radius", "block_size", "max_distance", "is_causal")
 jitted = jax.jit(tglobal_attention, static_argnames=STATIC)
 summed = jax.jit(block_sums, static_argnames=("block_size", "is_causal"))

@@ -9,6 +9,8 @@ from heinsen_jax.ops import l1_sparse
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.ops.l1_sparse import edge_counts, l1_sparse_attention
 
+pytestmark = pytest.mark.slow
+
 MODES = {
     "noop": {"denominator_bias": 1.0},
     "plain": {"denominator_bias": 0.0},

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from heinsen_jax.ops import l1
 from heinsen_jax.ops.l1 import l1_attention
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def small_tiles(monkeypatch):

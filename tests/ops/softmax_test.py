@@ -11,6 +11,8 @@ import pytest
 from heinsen_jax.ops import local, masks
 from heinsen_jax.ops.softmax import dot_product_attention
 
+pytestmark = pytest.mark.slow
+
 IMPLEMENTATIONS = ("xla", "tiled")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 

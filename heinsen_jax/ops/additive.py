@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.arguments import check_array, check_tokens, is_there
+from heinsen_jax.ops.arguments import check_array, check_tokens, document_starts, is_there
 from heinsen_jax.ops.numerics import log_sum_exp, share
 from heinsen_jax.ops.pooling import Tokens, average, merged, pool
 from heinsen_jax.typing import Array
@@ -222,11 +222,7 @@ def _unfolded(tokens: Tokens, batch: Sequence[int]) -> Tokens:
 
 def _runs(segment_ids: Array, there: Array | None) -> Array:
     """Runs of equal numbers, counted from 0. Padding belongs to the run beside it."""
-    starts = segment_ids[..., 1:] != segment_ids[..., :-1]
-    if there is not None:
-        starts &= there[..., 1:] & there[..., :-1]
-    first = jnp.zeros_like(segment_ids[..., :1], jnp.int32)
-    return jnp.concatenate([first, jnp.cumsum(starts, -1, jnp.int32)], -1)
+    return jnp.cumsum(document_starts(segment_ids, there), -1, jnp.int32)
 
 
 def _end(there: Array) -> Array:

@@ -29,13 +29,24 @@ def check_heads(query: Array, key: Array, value: Array, value_name: str = "value
         )
 
 
-def check_same_length(query: Array, key: Array) -> None:
-    """Raises ValueError unless there are as many queries as keys, as causal attention needs."""
+def check_same_length(
+    query: Array,
+    key: Array,
+    what: str = "causal attention",
+    mend: str = "for others pass is_causal=False",
+) -> None:
+    """Raises ValueError unless there are as many queries as keys, as `what` needs."""
     if query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            "causal attention needs as many queries as keys; for others pass is_causal=False: "
-            f"query {query.shape}, key {key.shape}"
+            f"{what} needs as many queries as keys; {mend}: query {query.shape}, key {key.shape}"
         )
+
+
+def check_segments(segment_ids: Array | None, query: Array, key: Array) -> None:
+    """Raises ValueError where segments are given, of keys, and there are not as many queries."""
+    if segment_ids is not None:
+        mend = "those of the queries are not given: call it for each segment"
+        check_same_length(query, key, "segment_ids", mend)
 
 
 def check_tokens(
@@ -67,3 +78,30 @@ def is_there(key_value_seq_lengths: Array, batch: tuple[int, ...], length: int) 
     index = jnp.arange(length).reshape((1,) * len(batch) + (length,))
     inside = index < bounds[..., -1:]
     return inside & (index >= bounds[..., :1]) if bounds.shape[-1] == 2 else inside
+
+
+def without_padding(
+    query: Array, key: Array, value: Array, key_value_seq_lengths: Array | None
+) -> tuple[Array, Array, Array]:
+    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN.
+
+    Of queries `[*B, T, N, K]`, too, where there are as many as keys `[*B, S, G, K]`.
+    """
+    if key_value_seq_lengths is None:
+        return query, key, value
+    there = is_there(key_value_seq_lengths, key.shape[:-3], key.shape[-3])[..., None, None]
+    if query.shape[-3] == key.shape[-3]:
+        query = jnp.where(there | jnp.isfinite(query), query, 0)
+    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
+
+
+def document_starts(segment_ids: Array, there: Array | None) -> Array:
+    """Which tokens begin a document, a run of equal numbers, after the first: bool `[*B, S]`.
+
+    Padding, where `there` `[*B, S]` is False, belongs to the document beside it.
+    """
+    starts = segment_ids[..., 1:] != segment_ids[..., :-1]
+    if there is not None:
+        starts = starts & there[..., 1:] & there[..., :-1]
+    padding = [(0, 0)] * (starts.ndim - 1) + [(1, 0)]
+    return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]

@@ -20,7 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, is_there
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_heads,
+    check_segments,
+    check_tokens,
+    is_there,
+    without_padding,
+)
 from heinsen_jax.ops.numerics import share
 from heinsen_jax.ops.softmax import folded, unfolded
 from heinsen_jax.typing import Array
@@ -78,20 +85,16 @@ def l1_attention(
     check_bias(denominator_bias)
     offset = jnp.asarray(query_offset)
     check_array("query_offset", offset, ((),), jnp.integer)
-    if segment_ids is not None and query.shape[-3] != key.shape[-3]:
-        raise ValueError(
-            "segment_ids are of queries and keys, and need as many of the one as of the other: "
-            f"query {query.shape}, key {key.shape}"
-        )
+    check_segments(segment_ids, query, key)
     *batch, length, heads, _ = query.shape
     dtype = jnp.result_type(query, key, value)
     if 0 in (*batch, length, heads, key.shape[-3], value.shape[-1]):
         return jnp.zeros((*batch, length, heads, value.shape[-1]), dtype)
     query, key, value = (x.astype(jnp.promote_types(dtype, "float32")) for x in (query, key, value))
+    query, key, value = without_padding(query, key, value, key_value_seq_lengths)
     there = jnp.ones(key.shape[:-2], bool)
     if key_value_seq_lengths is not None:
         there = is_there(key_value_seq_lengths, tuple(batch), key.shape[-3])
-        query, key, value = _without_padding(query, key, value, there)
     scale = 1 / math.sqrt(max(query.shape[-1], 1))
     problem = _Problem(scale, denominator_bias, is_causal, *_sizes(query, key))
     tiles = _tiled(problem, query, key, value, there, segment_ids, offset)
@@ -105,14 +108,6 @@ def check_bias(denominator_bias: float) -> None:
     """Raises ValueError unless the bias is a finite number >= 0."""
     if not 0 <= denominator_bias < math.inf:
         raise ValueError(f"denominator_bias must be at least 0 and finite, is {denominator_bias}")
-
-
-def _without_padding(query: Array, key: Array, value: Array, there: Array) -> tuple:
-    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN."""
-    there = there[..., None, None]
-    if query.shape[-3] == key.shape[-3]:
-        query = jnp.where(there | jnp.isfinite(query), query, 0)
-    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
 
 
 @dataclass(frozen=True)

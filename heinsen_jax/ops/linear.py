@@ -16,7 +16,9 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_same_length,
     check_tokens,
+    document_starts,
     is_there,
+    without_padding,
 )
 from heinsen_jax.ops.log_attention.tokens import chunked, each_head, unchunked, varying_like
 from heinsen_jax.typing import Array
@@ -161,18 +163,6 @@ def linear_attention(
     return y, LinearAttentionState(after.s.reshape(shapes[0]), after.z.reshape(shapes[1]))
 
 
-def without_padding(
-    query: Array, key: Array, value: Array, key_value_seq_lengths: Array | None
-) -> tuple[Array, Array, Array]:
-    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN."""
-    if key_value_seq_lengths is None:
-        return query, key, value
-    there = is_there(key_value_seq_lengths, key.shape[:-3], key.shape[-3])[..., None, None]
-    if query.shape[-3] == key.shape[-3]:
-        query = jnp.where(there | jnp.isfinite(query), query, 0)
-    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
-
-
 def _check(query, key, value, is_causal, segment_ids, key_value_seq_lengths) -> None:
     check_heads(query, key, value)
     check_tokens(
@@ -208,11 +198,7 @@ def _documents(tokens: tuple[int, ...], segment_ids: Array | None, there: Array 
     """How many segments have begun up to each of `(*B, S)` tokens, after the first: `[B, S]`."""
     if segment_ids is None:
         return jnp.zeros((math.prod(tokens[:-1]), tokens[-1]), jnp.int32)
-    begins = segment_ids[..., 1:] != segment_ids[..., :-1]
-    if there is not None:  # padding belongs to the segment beside it
-        begins = begins & there[..., 1:] & there[..., :-1]
-    begins = begins.reshape(math.prod(tokens[:-1]), begins.shape[-1])
-    begins = jnp.pad(begins, [(0, 0), (1, 0)])[:, : tokens[-1]]
+    begins = document_starts(segment_ids, there).reshape(math.prod(tokens[:-1]), tokens[-1])
     return jnp.cumsum(begins, -1, dtype=jnp.int32)
 
 

@@ -2,8 +2,7 @@
 
 import jax.numpy as jnp
 
-from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens
-from heinsen_jax.ops.linear import without_padding
+from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, without_padding
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array
 

@@ -16,8 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, check_tokens
-from heinsen_jax.ops.linear import without_padding
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_heads,
+    check_same_length,
+    check_tokens,
+    without_padding,
+)
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
 from heinsen_jax.typing import Array

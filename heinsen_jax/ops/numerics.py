@@ -172,3 +172,8 @@ def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:
     largest = jnp.where(equal, 0.0, jnp.maximum(x, y))
     gap = jnp.where(equal, -1.0, jnp.minimum(x, y) - largest)
     return jnp.where(equal, -jnp.inf, largest + jnp.log(-jnp.expm1(gap))), y > x
+
+
+def reciprocal(x: Array) -> Array:
+    """1 / x, and 0 of 0."""
+    return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1, x))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens
-from heinsen_jax.ops.linear import LinearAttentionState, linear_attention, without_padding
+from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, without_padding
+from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
 from heinsen_jax.ops.log_attention import LogAttentionState, heinsen_attention
 from heinsen_jax.ops.numerics import log_add_exp
 from heinsen_jax.typing import Array

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.numerics import safe_log, where_empty
+from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
 from heinsen_jax.typing import Array
 
 CHUNK = 32  # tokens in a chunk, at most
@@ -41,7 +41,7 @@ def average(tokens: Tokens) -> Tokens:
     largest = where_empty(lax.stop_gradient(largest), 0.0)
     weights = jnp.exp(tokens.logits - largest)
     total = jnp.sum(weights, 1, keepdims=True)
-    x = (weights * _inverse(total))[:, None] @ tokens.x
+    x = (weights * reciprocal(total))[:, None] @ tokens.x
     return Tokens(x, safe_log(total) + largest)
 
 
@@ -50,7 +50,7 @@ def merged(a: Tokens, b: Tokens) -> Tokens:
     largest = where_empty(lax.stop_gradient(jnp.maximum(a.logits, b.logits)), 0.0)
     of_a, of_b = jnp.exp(a.logits - largest), jnp.exp(b.logits - largest)
     total = of_a + of_b
-    inverse = _inverse(total)
+    inverse = reciprocal(total)
     x = (of_a * inverse)[..., None] * a.x + (of_b * inverse)[..., None] * b.x
     return Tokens(x, safe_log(total) + largest)
 
@@ -170,13 +170,8 @@ def _products(chunks: Tokens, ids: Array | None, count: int, window: int) -> Tok
     largest = where_empty(jnp.max(scores, -1, keepdims=True), 0.0)
     weights = jnp.exp(scores - largest)
     total = jnp.sum(weights, -1, keepdims=True)
-    weights = weights * _inverse(total)  # before the products: x may be large
+    weights = weights * reciprocal(total)  # before the products: x may be large
     y = jnp.where(own, weights, 0.0) @ x
     if has_earlier:
         y = y + jnp.where(own, 0.0, weights) @ _later(x, count, 0.0)
     return Tokens(y, (safe_log(total) + largest)[..., 0])
-
-
-def _inverse(x: Array) -> Array:
-    """1 / x, and 0 of 0."""
-    return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1.0, x))

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from heinsen_jax.ops import masks, tiled
-from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens, is_there
+from heinsen_jax.ops.arguments import (
+    check_heads,
+    check_segments,
+    check_tokens,
+    is_there,
+    without_padding,
+)
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array
@@ -74,10 +80,8 @@ def dot_product_attention(
     check_tokens(
         key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
     )
-    if segment_ids is not None:
-        check_same_length(query, key)
-    if key_value_seq_lengths is not None:
-        query, key, value = _without_padding(query, key, value, key_value_seq_lengths)
+    check_segments(segment_ids, query, key)
+    query, key, value = without_padding(query, key, value, key_value_seq_lengths)
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     if 0 in (query.shape[-3], key.shape[-3]):
         y = jnp.zeros((*query.shape[:-1], value.shape[-1]))
@@ -139,14 +143,6 @@ def _refuse(implementation: str, given: dict[str, bool]) -> None:
         )
 
 
-def _without_padding(query: Array, key: Array, value: Array, lengths: Array) -> tuple:
-    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN."""
-    there = is_there(lengths, key.shape[:-3], key.shape[-3])[..., None, None]
-    if query.shape[-3] == key.shape[-3]:
-        query = jnp.where(there | jnp.isfinite(query), query, 0)
-    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
-
-
 def _ids(
     query: Array, key: Array, segment_ids: Array | None, key_value_seq_lengths: Array | None
 ) -> tuple[Array | None, Array | None]:
@@ -167,9 +163,11 @@ def _ids(
 def folded(x: Array, groups: int) -> Array:
     """`[*B, T, N, F]` -> `[X, R, T, F]` in float32 at least, X = B G, R = N / G."""
     *batch, length, heads, features = x.shape
+    shared = heads // groups
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    x = x.reshape(math.prod(batch), length, groups, heads // groups, features)
-    return jnp.transpose(x, (0, 2, 3, 1, 4)).reshape(-1, heads // groups, length, features)
+    x = x.reshape(math.prod(batch), length, groups, shared, features)
+    x = jnp.transpose(x, (0, 2, 3, 1, 4))
+    return x.reshape(math.prod(batch) * groups, shared, length, features)
 
 
 def unfolded(y: Array, query: Array, value: Array) -> Array:

@@ -4,7 +4,6 @@ References:
   Guo et al., 2021, LongT5, arXiv:2112.07916.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 
 from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, is_there
 from heinsen_jax.ops.numerics import where_empty
-from heinsen_jax.ops.softmax import unfolded
+from heinsen_jax.ops.softmax import folded, unfolded
 from heinsen_jax.typing import Array
 
 
@@ -224,10 +223,8 @@ def _blocks(lengths: Array, length: int, size: int, is_causal: bool) -> _Blocks:
 
 def _folded(x: Array, groups: int) -> Array:
     """`[*B, T, N, F]` -> `[B, G, R, T, F]` in float32 at least."""
-    *batch, length, heads, features = x.shape
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    x = x.reshape(math.prod(batch), length, groups, heads // groups, features)
-    return jnp.transpose(x, (0, 2, 3, 1, 4))
+    x = folded(x, groups)
+    return x.reshape(x.shape[0] // groups, groups, *x.shape[1:])
 
 
 def _rows(x: Array, size: int) -> Array:

@@ -156,7 +156,7 @@ def _values(arrays: Arrays, seen: Array) -> Array:
 
 
 def _forward(problem: Problem, arrays: Arrays):
-    def one(tile):
+    def one(nothing, tile):
         row, seen = tile
         scores = _scores(problem, arrays, row, seen)
         largest = where_empty(jnp.max(scores, -1, keepdims=True), 0.0)
@@ -164,23 +164,26 @@ def _forward(problem: Problem, arrays: Arrays):
         total = jnp.sum(weights, -1, keepdims=True)
         total = jnp.where(total == 0, 1.0, total)
         y = jnp.einsum("xrl,xlv->xrv", weights, _values(arrays, seen)) / total
-        return y, largest + jnp.log(total)
+        return nothing, (y, largest + jnp.log(total))
 
-    y, log_z = _by_groups(problem, one)
+    _, (y, log_z) = _over_groups(problem, one, None)
     return y, (arrays, y, log_z)
 
 
-def _by_groups(problem: Problem, one):
-    """The results of `one((row, seen tiles))` for all tiles of queries, in their order."""
+def _over_groups(problem: Problem, one, sums):
+    """`lax.scan` of `one(sums, (row, seen tiles))` over all tiles of queries: the sums, and results
+    in the order of the tiles."""
     groups = _groups(problem)
-    results = [lax.map(one, (jnp.asarray(rows), jnp.asarray(seen))) for rows, seen in groups]
+    results = []
+    for rows, seen in groups:
+        sums, result = lax.scan(one, sums, (jnp.asarray(rows), jnp.asarray(seen)))
+        results.append(result)
     order = np.argsort(np.concatenate([rows for rows, _ in groups]))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *results)
+    return sums, jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *results)
 
 
 def _backward(problem: Problem, saved, d_y: Array):
     arrays, y, log_z = saved
-    size = SIZE
 
     def one(sums, tile):
         row, seen = tile
@@ -190,7 +193,7 @@ def _backward(problem: Problem, saved, d_y: Array):
         d_weights = jnp.einsum("xrv,xlv->xrl", d_row, _values(arrays, seen))
         dot = jnp.einsum("xrv,xrv->xr", d_row, y[row])
         d_scores = problem.scale * weights * (d_weights - dot[..., None])
-        by_tile = d_scores.reshape(*d_scores.shape[:2], -1, size)
+        by_tile = d_scores.reshape(*d_scores.shape[:2], -1, SIZE)
         d_query = jnp.einsum("xrlc,lxck->xrk", by_tile, arrays.key[seen])
         d_key = jnp.einsum("xrlc,xrk->lxck", by_tile, query)
         d_value = jnp.einsum("xrlc,xrv->lxcv", weights.reshape(by_tile.shape), d_row)
@@ -204,14 +207,9 @@ def _backward(problem: Problem, saved, d_y: Array):
 
         return lax.fori_loop(0, len(seen), add, sums), d_query
 
-    groups = _groups(problem)
     sums = jnp.zeros_like(arrays.key), jnp.zeros_like(arrays.value)
-    d_queries = []
-    for rows, seen in groups:
-        sums, d_query = lax.scan(one, sums, (jnp.asarray(rows), jnp.asarray(seen)))
-        d_queries.append(d_query)
-    order = np.argsort(np.concatenate([rows for rows, _ in groups]))
-    return (Arrays(jnp.concatenate(d_queries)[order], *sums, None, None),)
+    sums, d_query = _over_groups(problem, one, sums)
+    return (Arrays(d_query, *sums, None, None),)
 
 
 _attention.defvjp(_forward, _backward)

@@ -35,7 +35,7 @@ def main() -> None:
     abstract = abstract_state(init, make_mesh(mesh))
     with Checkpoints(workdir) as checkpoints:
         state = checkpoints.restore(config.training.steps, abstract)
-    kernel = state.optimizer[1][0].mu["blocks"]["attention"]["project"]["kernel"][...]
+    kernel = state.optimizer[1][0].mu["blocks"][0]["attention"]["project"]["kernel"][...]
     print(
         json.dumps(
             {

@@ -13,6 +13,7 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_same_length,
     check_tokens,
+    document_starts,
     is_there,
 )
 from heinsen_jax.ops.log_attention import passes, reference
@@ -190,11 +191,8 @@ def _masked(tokens: Tokens, there: Array | None, segment_ids: Array | None) -> T
             log_decay=None if log_decay is None else jnp.where(each, log_decay, 0),
         )
     if segment_ids is not None:
-        starts = segment_ids[:, 1:] != segment_ids[:, :-1]
-        if there is not None:  # padding belongs to the segment beside it
-            starts &= there[:, 1:] & there[:, :-1]
-        starts = jnp.concatenate([jnp.zeros_like(starts, shape=(len(starts), 1)), starts], 1)
-        tokens = dataclasses.replace(tokens, starts=starts[:, : tokens.length])
+        starts = document_starts(segment_ids, there)
+        tokens = dataclasses.replace(tokens, starts=starts)
     return tokens
 
 

@@ -33,7 +33,7 @@ from heinsen_jax.ops.log_attention.tokens import (
     unchunked,
     unfold,
 )
-from heinsen_jax.ops.numerics import safe_log, share, where_empty
+from heinsen_jax.ops.numerics import reciprocal, safe_log, share, where_empty
 from heinsen_jax.typing import Array
 
 
@@ -165,7 +165,7 @@ def _products_forward(query, key, value, decay, documents, state, scales):
     y = jnp.einsum("jxcd,jxdv->jxcv", weights, value)
     y = y + jnp.einsum("jxck,jxkv->jxcv", reading, s)
     total = jnp.sum(weights, -1) + jnp.einsum("jxck,jxk->jxc", reading, z)
-    inverse, inverse_end = _inverse(total), _inverse(z_end)
+    inverse, inverse_end = reciprocal(total), reciprocal(z_end)
     y = y * inverse[..., None]
     mean = s_end * inverse_end[..., None]
     log_z_end = safe_log(z_end) + where_empty(scales.after[-1], 0.0)
@@ -238,8 +238,3 @@ def _of_state(rows: Array, documents: Array | None) -> Array:
         return rows
     sees = each_head((documents == 0)[..., None], rows.shape[-2] // documents.shape[-1])
     return jnp.where(sees, rows, 0.0)
-
-
-def _inverse(x: Array) -> Array:
-    """1 / x, and 0 of 0."""
-    return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1, x))

@@ -3,9 +3,9 @@
     python benchmarks/l1.py [--output benchmarks/results/l1.json]
 
 Forward and backward, float32, one sequence, 4 heads of depth 32; nothing is timed before the
-results are right. The form with all differences, `[T, S, N, K]`, is compiled as one function and
-takes some 5 GB at 2048 tokens. Along edges, the time of each. On 2 cores of an AMD EPYC, some 2
-minutes. Writes a JSON record.
+results are right. The forms take turns, each time in a process of its own. The form with all
+differences, `[T, S, N, K]`, is compiled as one function and takes some 5 GB at 2048 tokens. Along
+edges, the time of each. On 2 cores of an AMD EPYC, some 4 minutes. Writes a JSON record.
 """
 
 import json
@@ -31,7 +31,7 @@ from heinsen_jax.ops.l1_sparse import l1_sparse_attention
 
 HEADS = 4
 LENGTH = 2048
-CALLS = 3
+ROUNDS = 3
 EDGES = (2048, 8192, 32_768)
 REQUIREMENTS = {
     "memory": "less than an eighth of that of all differences at once",
@@ -109,21 +109,31 @@ def worst_error(length: int = 300) -> float:
 
 
 def measure(form: str) -> dict[str, float]:
-    """Bytes that a call adds to this process, and the median seconds of a call."""
+    """Bytes that a call adds to this process, and its seconds."""
     call = partial(forward_backward, *inputs(LENGTH), form)
     jax.block_until_ready(call())  # compiled
-    peak, times = added_memory(call), []
-    for _ in range(CALLS):
-        start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
-    return {"peak_bytes": peak, "seconds": statistics.median(times)}
+    peak = added_memory(call)
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return {"peak_bytes": peak, "seconds": time.perf_counter() - start}
 
 
-def measure_apart(form: str) -> dict[str, float]:
-    command = [sys.executable, __file__, MEASURE, form]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(result.stdout)
+def measure_apart() -> dict[str, dict[str, float]]:
+    """The median of some rounds, in which the forms take turns."""
+    rounds = []
+    for _ in range(ROUNDS):
+        rounds.append({})
+        for form in FORMS:
+            command = [sys.executable, __file__, MEASURE, form]
+            result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            rounds[-1][form] = json.loads(result.stdout)
+    return {
+        form: {
+            unit: statistics.median(of_all[form][unit] for of_all in rounds)
+            for unit in rounds[0][form]
+        }
+        for form in FORMS
+    }
 
 
 def edge_calls() -> dict[str, Callable[[], Any]]:
@@ -137,7 +147,7 @@ def edge_calls() -> dict[str, Callable[[], Any]]:
 def main(options: Options) -> int:
     error = worst_error()
     assert error < 1e-5, error
-    forms = {form: measure_apart(form) for form in FORMS}
+    forms = measure_apart()
     of_edges = interleaved_medians(edge_calls(), options.turns)
     for_each = {count: of_edges[count] / int(count) for count in of_edges}
     first, *_, last = for_each.values()

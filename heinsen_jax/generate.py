@@ -4,6 +4,7 @@ python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
 """
 
 import codecs
+import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -62,13 +63,18 @@ def generate(
       ValueError: an argument is out of its range; the message names it.
     """
     tokens = jnp.asarray(tokens)
-    vocab_size = model.config.vocab_size
-    num_tokens = _check(tokens, temperature, top_k, key, vocab_size, num_tokens)
+    num_tokens = _check(model, tokens, temperature, top_k, key, num_tokens)
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
     graph, parameters = nnx.split(model)
     state = model.init_state(tokens.shape[:-1]) if state is None else state
-    state = model.with_room(state, tokens.shape[-1] + max(max_new_tokens - 1, 0))
+    fed = tokens.shape[-1] + max(max_new_tokens - 1, 0)
+    if fed > (left := _most_tokens(model, state)):
+        raise UserError(
+            f"max_new_tokens={max_new_tokens}: the model has positions for {left} more "
+            f"tokens, and {fed} would be fed to it"
+        )
+    state = model.with_room(state, fed)
     if max_new_tokens == 0:
         new = jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
     else:
@@ -90,15 +96,18 @@ def stream(
 ) -> Iterator[int]:
     """`generate` for one prompt `[T]`, without end, a token at a time. The same tokens."""
     tokens = jnp.asarray(tokens)
-    num_tokens = _check(tokens, temperature, top_k, key, model.config.vocab_size, num_tokens)
+    num_tokens = _check(model, tokens, temperature, top_k, key, num_tokens)
     graph, parameters = nnx.split(model)
     key = jax.random.key(0) if key is None else key
     state, room = model.init_state(()), 0
+    left = _most_tokens(model, state)
     for position in range(sys.maxsize):
         if (needed := tokens.shape[-1]) > room:  # seldom: each other shape is compiled anew
             room = needed + MORE_TOKENS + position
             state = model.with_room(state, room)
         room -= needed
+        if (left := left - needed) < 0:
+            raise UserError("the text is as long as the model has positions for: it ends here")
         token, state = _next_token(
             graph, parameters, tokens, state, key, position, temperature, top_k, num_tokens
         )
@@ -113,6 +122,12 @@ def filter_logits(logits: Array, temperature: float | Array, top_k: int | None) 
         return logits
     kth = lax.top_k(logits, top_k)[0][..., -1:]
     return jnp.where(logits < kth, -jnp.inf, logits)
+
+
+def _most_tokens(model: LanguageModel, state: LanguageModelState) -> float:
+    """How many further tokens can be fed."""
+    left = model.remaining(state)
+    return math.inf if left is None else left
 
 
 def _sample(logits, key, position, temperature, top_k, num_tokens) -> Array:
@@ -159,13 +174,16 @@ def _generate(
 
 
 def _check(
+    model: LanguageModel,
     tokens: Array,
     temperature: float,
     top_k: int | None,
     key: Array | None,
-    vocab_size: int,
     num_tokens: int | None,
 ) -> int:
+    if not model.config.is_causal:
+        raise UserError("the model is not causal: it fills in masked tokens, and cannot write")
+    vocab_size = model.config.vocab_size
     num_tokens = vocab_size if num_tokens is None else num_tokens
     if tokens.ndim == 0 or tokens.shape[-1] == 0:
         raise UserError("the prompt has no tokens: give at least one, for example end of text")

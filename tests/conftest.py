@@ -1,5 +1,11 @@
-"""What every test runs under: no implicit rank promotion; float64 and golden cases on request."""
+"""What every test runs under: no implicit rank promotion; float64 and golden cases on request.
 
+Nearly all the time of tests is compilation. So what is compiled is kept, also for further runs, in
+`.pytest_cache/jax` (`rm -r .pytest_cache` forgets it), and it is compiled with few optimisations,
+but for modules that use `as_users_compile`.
+"""
+
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -8,9 +14,20 @@ import jax
 import numpy as np
 import pytest
 
-GOLDEN_FOLDER = Path(__file__).resolve().parents[2] / "shared" / "golden"
+ROOT = Path(__file__).resolve().parents[1]
+GOLDEN_FOLDER = ROOT.parent / "shared" / "golden"
 
 MOST_MEMORY_MAPS = 20_000  # Linux allows 65,530
+
+SETTINGS = {
+    "jax_compilation_cache_dir": str(ROOT / ".pytest_cache" / "jax"),
+    "jax_persistent_cache_min_compile_time_secs": 0.2,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_disable_most_optimizations": True,
+}
+for setting, chosen in SETTINGS.items():
+    jax.config.update(setting, chosen)
+    os.environ[setting.upper()] = str(chosen)  # of processes that tests start
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -34,12 +51,11 @@ def forget_compiled_functions_of_a_module() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def quick_compilation() -> Iterator[None]:
-    """For modules whose time is nearly all compilation; other tests run what optimisation makes."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+def as_users_compile() -> Iterator[None]:
+    """For modules about numbers, which optimisations may change."""
+    jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 def memory_maps() -> int:

@@ -23,7 +23,7 @@ def test_examples_run(name, capsys):
 
 
 def test_there_are_examples():
-    assert {"layer", "state", "keywords"} <= set(EXAMPLES)
+    assert {"layer", "state", "keywords", "mechanism"} <= set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])

@@ -1,18 +1,18 @@
 """Additive attention (Fastformer), made causal, as a layer."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities
-from heinsen_jax.attention.heads import head_depth, linear
+from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
+from heinsen_jax.attention.heads import head_depth
+from heinsen_jax.attention.layers import layer_norm, linear, parameter
 from heinsen_jax.ops.additive import AdditiveState, additive_pooling, additive_weights
 from heinsen_jax.typing import Array
-
-LAYER_NORM_EPSILON = 1e-5
 
 
 @pydantic.dataclasses.dataclass(
@@ -41,54 +41,33 @@ class AdditiveAttention(Attention):
     Config = AdditiveConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: AdditiveConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
-        head_depth(model_dim, num_heads)
-
-        def square(axes: tuple[str, str]) -> nnx.Linear:
-            return linear(model_dim, model_dim, axes, use_bias=False, **options)
-
+    def create(self, **options: Any) -> None:
+        super().create(**options)
+        if self.config.window_size is not None:
+            self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
+        width = self.model_dim
+        head_depth(width, self.num_heads)
+        square = partial(linear, width, width, use_bias=False, **options)
         self.query, self.key, self.value = (square(("embed", "heads")) for _ in range(3))
         self.project = square(("heads", "embed"))
-        self.norm = nnx.LayerNorm(
-            model_dim, epsilon=LAYER_NORM_EPSILON, param_dtype=self.param_dtype, rngs=rngs
-        )
-        self.query_weights = nnx.Param(jnp.zeros(model_dim, self.param_dtype))
-        self.key_weights = nnx.Param(jnp.zeros(model_dim, self.param_dtype))
+        self.norm = layer_norm(width, **options)
+        self.query_weights = parameter(nnx.initializers.zeros, width, **options)
+        self.key_weights = parameter(nnx.initializers.zeros, width, **options)
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        del source  # not declared
-        options = {"is_causal": is_causal, "segment_ids": segment_ids}
-        first, second = (None, None) if state is None else state
-        pooled, first = self._pool(self.query(x), self.query_weights, first, **options)
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+        first, second = (None, None) if call.state is None else call.state
+        pooled, first = self._pool(self.query(x), self.query_weights, call._replace(state=first))
         mixed = self.project(pooled) * self.key(x)
-        pooled, second = self._pool(self.norm(x + mixed), self.key_weights, second, **options)
+        between = self.norm(x + mixed)
+        pooled, second = self._pool(between, self.key_weights, call._replace(state=second))
         y = mixed + pooled.astype(mixed.dtype) * self.value(x)
-        return y, None if state is None else (first, second)
+        return y, None if call.state is None else (first, second)
 
     def importance(self, x: Array) -> tuple[Array, Array]:
         """The weights of the two averages, `[..., T, S, num_heads]`: how much of each token s is in
         that of token t. For explanation; of quadratic size."""
         query, window = self.query(x), self.config.window_size
-        pooled, _ = self._pool(query, self.query_weights, None, is_causal=True, segment_ids=None)
+        pooled, _ = self._pool(query, self.query_weights, Call())
         between = self.norm(x + self.project(pooled) * self.key(x))
         logits = self._logits(query, self.query_weights), self._logits(between, self.key_weights)
         first, second = (additive_weights(x, local_window_size=window) for x in logits)
@@ -101,18 +80,10 @@ class AdditiveAttention(Attention):
         heads, weight = self._heads(x), self._heads(weights[...]).astype(x.dtype)
         return jnp.einsum("...nd,nd->...n", heads, weight) / heads.shape[-1] ** 0.5
 
-    def _pool(
-        self, x: Array, weights: nnx.Param, state: AdditiveState | None, **options: Any
-    ) -> tuple[Array, AdditiveState | None]:
-        result = additive_pooling(
-            self._heads(x),
-            self._logits(x, weights),
-            local_window_size=self.config.window_size if options["is_causal"] else None,
-            initial_state=state,
-            return_state=state is not None,
-            **options,
-        )
-        pooled, state = (result, None) if state is None else result
+    def _pool(self, x: Array, weights: nnx.Param, call: Call) -> tuple[Array, AdditiveState | None]:
+        options = {"local_window_size": self.config.window_size} | call.keywords
+        arrays = self._heads(x), self._logits(x, weights)
+        pooled, state = call.recur(additive_pooling, *arrays, **options)
         return pooled.reshape(x.shape), state
 
     def init_state(

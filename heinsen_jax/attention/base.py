@@ -1,9 +1,9 @@
 """What every attention mechanism promises."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,32 @@ class AttentionConfig:
     """What is chosen of a mechanism; each has fields of its own, all with defaults."""
 
 
+class Call(NamedTuple):
+    """What is asked of a mechanism, once it is known to be declared: `Attention.__call__` has the
+    meanings. There is a state before, or none is wanted."""
+
+    source: Array | None = None
+    is_causal: bool = True
+    segment_ids: Array | None = None
+    state: Any = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Of an op over a whole text."""
+        return {"is_causal": self.is_causal, "segment_ids": self.segment_ids}
+
+    def recur(self, op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Array, Any]:
+        """The result of an op that takes `initial_state`, and the state after, if there is one."""
+        if self.state is None:
+            return op(*arguments, **options), None
+        return op(*arguments, initial_state=self.state, return_state=True, **options)
+
+
 class Attention(nnx.Module):
     """A layer that mixes tokens: `[..., T, D] -> [..., T, D]`, with explicit state.
 
-    Subclasses declare `capabilities` and `Config`; they implement `mix`, and `init_state` if they
-    stream.
+    Subclasses declare `capabilities` and `Config`; they implement `create`, `mix`, and `init_state`
+    if they stream.
 
     Args:
       model_dim: width D of the input and output.
@@ -72,6 +93,10 @@ class Attention(nnx.Module):
         self.config: Any = self.Config() if config is None else config
         self.dtype = dtype
         self.param_dtype = jnp.dtype(param_dtype)
+        self.create(dtype=dtype, param_dtype=self.param_dtype, rngs=rngs)
+
+    def create(self, **options: Any) -> None:
+        """Makes the parameters; the options are those of `layers`."""
 
     def __call__(
         self,
@@ -122,25 +147,14 @@ class Attention(nnx.Module):
             raise NotImplementedError("a state with is_causal=False or source: give all tokens")
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
-        y, state = self.mix(
-            x, source=source, is_causal=is_causal, segment_ids=segment_ids, state=state
-        )
+        y, state = self.mix(x, Call(source, is_causal, segment_ids, state))
         return (y, state) if return_state else y
 
     def _can(self) -> list[str]:
         return [x.name for x in fields(Capabilities) if getattr(self.capabilities, x.name)]
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        """What `__call__` does once it is known to be declared: y, and the state after x if there
-        is one before it."""
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+        """The mechanism: y, and the state after x if there is one before it."""
         raise NotImplementedError
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> Any:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pydantic
 
-from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.local import block_rule, block_sparse_attention
@@ -41,8 +41,8 @@ class BlockSparseAttention(MaskedAttention):
     Config = BlockSparseConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
-    def __init__(self, model_dim: int, num_heads: int, *args: Any, **options: Any):
-        super().__init__(model_dim, num_heads, *args, **options)
+    def create(self, **options: Any) -> None:
+        super().create(**options)
         if self.config.pattern != "fixed":  # whose blocks begin with the text, not a document
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
@@ -52,9 +52,7 @@ class BlockSparseAttention(MaskedAttention):
     def reach(self) -> int | None:
         return self.config.block_size - 1 if self.config.pattern == "local" else None
 
-    def over_all(
-        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
-    ) -> Array:
+    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
         return block_sparse_attention(
             query,
             key,
@@ -62,5 +60,5 @@ class BlockSparseAttention(MaskedAttention):
             pattern=self.config.pattern,
             block_size=self.config.block_size,
             num_summaries=self.config.num_summaries,
-            segment_ids=segment_ids,
+            segment_ids=call.segment_ids,
         )

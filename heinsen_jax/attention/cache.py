@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,23 @@ from jax.core import Tracer
 from heinsen_jax.typing import Array
 
 AXIS = -3  # of tokens
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """A state that holds all tokens, and has room for a number of them."""
+
+    @property
+    def capacity(self) -> int: ...
+
+    @property
+    def length(self) -> Array | None:
+        """How many there have been; as many as there is room for when None."""
+        ...
+
+    def widened(self, capacity: int) -> Any:
+        """The same tokens, with room for more."""
+        ...
 
 
 @jax.tree_util.register_dataclass

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities
-from heinsen_jax.attention.heads import uniform
+from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
+from heinsen_jax.attention.layers import parameter, uniform
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention, SlidingWindowConfig
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.colt5 import Routing, conditional_attention, route, soft_top_k
@@ -44,24 +44,15 @@ class ConditionalAttention(Attention):
     Config = ConditionalConfig
     capabilities = Capabilities(bidirectional=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: ConditionalConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
+    def create(self, **options: Any) -> None:
+        super().create(**options)
         window = SlidingWindowConfig(window_size=self.config.window_size)
-        self.light = SlidingWindowAttention(model_dim, num_heads, window, **options)
-        self.heavy = SoftmaxAttention(model_dim, num_heads, **options)
-        init = uniform(model_dim**-0.5)
-        self.query_router = nnx.Param(init(rngs.params(), (model_dim,), self.param_dtype))
-        self.source_router = nnx.Param(init(rngs.params(), (model_dim,), self.param_dtype))
+        sizes = self.model_dim, self.num_heads
+        self.light = SlidingWindowAttention(*sizes, window, **options)
+        self.heavy = SoftmaxAttention(*sizes, **options)
+        init = uniform(self.model_dim**-0.5)
+        self.query_router = parameter(init, self.model_dim, **options)
+        self.source_router = parameter(init, self.model_dim, **options)
 
     def _route(self, x: Array, router: nnx.Param, most: int) -> Routing:
         count = min(most, x.shape[-2])
@@ -69,16 +60,7 @@ class ConditionalAttention(Attention):
         scores = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
         return route(soft_top_k(scores, min(SPREAD * count, x.shape[-2])), count)
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        del source, is_causal, segment_ids, state  # not declared
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
         y = conditional_attention(
             x,
             lambda x: self.light(x, is_causal=False).astype(x.dtype),

@@ -2,7 +2,7 @@
 
 import pydantic
 
-from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.local import dilated_attention
@@ -38,15 +38,12 @@ class DilatedAttention(MaskedAttention):
     def reach(self) -> int:
         return (self.config.window_size - 1) * self.config.dilation
 
-    def over_all(
-        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
-    ) -> Array:
+    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
         return dilated_attention(
             query,
             key,
             value,
             local_window_size=self.config.window_size,
             dilation=self.config.dilation,
-            is_causal=is_causal,
-            segment_ids=segment_ids,
+            **call.keywords,
         )

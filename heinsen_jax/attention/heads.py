@@ -1,6 +1,5 @@
 """What mechanisms with queries, keys and values have in common: projections to heads, and back."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -8,7 +7,8 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig
+from heinsen_jax.attention.base import Attention, AttentionConfig, Call
+from heinsen_jax.attention.layers import dense_options, linear
 from heinsen_jax.typing import Array
 
 
@@ -43,19 +43,8 @@ class HeadedAttention(Attention):
 
     Config = HeadsConfig
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: HeadsConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
-        chosen = self.config
+    def create(self, **options: Any) -> None:
+        chosen, model_dim, num_heads = self.config, self.model_dim, self.num_heads
         self.num_kv_heads = self.default_kv_heads()
         if num_heads % self.num_kv_heads:
             raise ValueError(
@@ -76,33 +65,14 @@ class HeadedAttention(Attention):
     def default_kv_heads(self) -> int:
         return self.config.num_kv_heads or self.num_heads
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
+    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
         """The mechanism: `[..., T, N, V]`, and the state after it if there is one before."""
         raise NotImplementedError
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        query, key, value = self.heads(x, source)
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+        query, key, value = self.heads(x, call.source)
         with jax.named_scope("mechanism"):
-            y, state = self.attend(
-                query, key, value, is_causal=is_causal, segment_ids=segment_ids, state=state
-            )
+            y, state = self.attend(query, key, value, call)
         return self.back(y), state
 
     def heads(self, x: Array, source: Array | None = None) -> tuple[Array, Array, Array]:
@@ -124,7 +94,7 @@ class HeadProjection(nnx.Linear):
     def __init__(
         self, inputs: int, outputs: int, logical_axes: tuple[str, str], **options: Any
     ) -> None:
-        super().__init__(inputs, outputs, **_initialised(inputs, logical_axes), **options)
+        super().__init__(inputs, outputs, **dense_options(inputs, logical_axes), **options)
 
     def heads(
         self,
@@ -167,35 +137,3 @@ def head_depth(model_dim: int, num_heads: int) -> int:
             "give key_depth and value_depth"
         )
     return model_dim // num_heads
-
-
-def linear(
-    inputs: int,
-    outputs: int,
-    logical_axes: tuple[str, str],
-    *,
-    use_bias: bool = True,
-    **options: Any,
-) -> nnx.Linear:
-    """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and named axes (see `sharding`)."""
-    return nnx.Linear(
-        inputs, outputs, use_bias=use_bias, **_initialised(inputs, logical_axes), **options
-    )
-
-
-def _initialised(inputs: int, logical_axes: tuple[str, str]) -> dict[str, Any]:
-    return {
-        "kernel_init": uniform(inputs**-0.5),
-        "bias_init": uniform(inputs**-0.5),
-        "kernel_metadata": {"logical_axes": logical_axes},
-        "bias_metadata": {"logical_axes": logical_axes[1:]},
-    }
-
-
-def uniform(bound: float) -> nnx.Initializer:
-    """An initialiser of values uniform in +-bound."""
-
-    def init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> Array:
-        return jax.random.uniform(key, tuple(shape), dtype, -bound, bound)
-
-    return init

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import pydantic
 
-from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
 from heinsen_jax.typing import Array
@@ -34,27 +34,9 @@ class LinearAttention(HeadedAttention):
         causal=True, bidirectional=True, streaming=True, cross=True, segments=True
     )
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        result = linear_attention(
-            query,
-            key,
-            value,
-            feature_map=self.config.feature_map,
-            is_causal=is_causal,
-            segment_ids=segment_ids,
-            initial_state=state,
-            return_state=state is not None,
-        )
-        return (result, None) if state is None else result
+    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+        options = {"feature_map": self.config.feature_map} | call.keywords
+        return call.recur(linear_attention, query, key, value, **options)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

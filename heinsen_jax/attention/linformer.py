@@ -2,12 +2,11 @@
 
 from typing import Any
 
-import jax.numpy as jnp
 import pydantic
-from flax import nnx
 
-from heinsen_jax.attention.base import Capabilities
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig, uniform
+from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.layers import parameter, uniform
 from heinsen_jax.ops.linformer import linformer_attention
 from heinsen_jax.typing import Array
 
@@ -34,33 +33,13 @@ class LinformerAttention(HeadedAttention):
     Config = LinformerConfig
     capabilities = Capabilities(bidirectional=True, cross=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: LinformerConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
+    def create(self, **options: Any) -> None:
+        super().create(**options)
         shape = self.config.max_length, self.config.rank
         init = uniform(self.config.max_length**-0.5)
-        self.of_keys = nnx.Param(init(rngs.params(), shape, self.param_dtype))
-        self.of_values = nnx.Param(init(rngs.params(), shape, self.param_dtype))
+        self.of_keys = parameter(init, *shape, **options)
+        self.of_values = parameter(init, *shape, **options)
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        del is_causal, segment_ids, state  # not declared
+    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
         of_keys, of_values = self.of_keys[...], self.of_values[...]
         return linformer_attention(query, key, value, of_keys, of_values), None

@@ -6,11 +6,11 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import pydantic
-from flax import nnx
 
-from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.cache import WindowCache
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig, linear
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.layers import linear
 from heinsen_jax.ops.log_attention import Chunked, LogAttentionState, log_attention
 from heinsen_jax.typing import Array
 
@@ -52,24 +52,14 @@ class LogAttention(HeadedAttention):
         causal=True, bidirectional=True, streaming=True, cross=True, segments=True
     )
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: LogConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
+    def create(self, **options: Any) -> None:
+        super().create(**options)
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         if self.config.decay is not None:
             rates = self.num_kv_heads * self._rates_of_a_head
-            self.fade = linear(model_dim, rates, ("embed", "heads"), **options)
-            memories = jnp.geomspace(1.0, LONGEST_MEMORY, rates, dtype=param_dtype)
+            self.fade = linear(self.model_dim, rates, ("embed", "heads"), **options)
+            memories = jnp.geomspace(1.0, LONGEST_MEMORY, rates, dtype=self.param_dtype)
             assert self.fade.bias is not None
             self.fade.bias[...] = jnp.log(memories)  # log sigmoid(b) is about -exp(-b)
 
@@ -77,67 +67,54 @@ class LogAttention(HeadedAttention):
     def _rates_of_a_head(self) -> int:
         return {None: 0, "head": 1, "feature": self.key_depth}[self.config.decay]
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        query, key, log_value = self.heads(x, source)
-        log_decay = None
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+        query, *seen = self.heads(x, call.source)
         if self.config.decay is not None:
-            log_decay = jax.nn.log_sigmoid(self.fade(x if source is None else source))
-            log_decay = log_decay.reshape(*key.shape[:-1], self._rates_of_a_head)
-        attend = self._over_window if isinstance(state, WindowCache) else self._over_all
-        options = {"is_causal": is_causal, "segment_ids": segment_ids, "state": state}
+            rates = self.fade(x if call.source is None else call.source)
+            rates = rates.reshape(*seen[0].shape[:-1], self._rates_of_a_head)
+            seen.append(jax.nn.log_sigmoid(rates))
         with jax.named_scope("log_attention"):
-            log_y, state = attend(query, key, log_value, log_decay, **options)
+            if isinstance(call.state, WindowCache):
+                log_y, state = self._over_window(query, seen, call)
+            else:
+                log_y, state = call.recur(self._attend, query, *seen, **call.keywords)
         return self.back(log_y), state
 
-    def _over_all(self, query, key, log_value, log_decay, *, is_causal, segment_ids, state):
+    def _attend(
+        self,
+        query: Array,
+        key: Array,
+        log_value: Array,
+        log_decay: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """`log_attention`, as configured."""
         if log_decay is not None and self.config.decay == "head":
             log_decay = log_decay[..., 0]
-        result = log_attention(
+        return log_attention(
             query,
             key,
             log_value,
-            is_causal=is_causal,
-            segment_ids=segment_ids,
-            local_window_size=self.config.window_size,
             log_decay=log_decay,
-            initial_state=state,
-            return_state=state is not None,
+            local_window_size=self.config.window_size,
             implementation=self.config.implementation,
+            **options,
         )
-        return result if state is not None else (result, None)
 
-    def _over_window(self, query, key, log_value, log_decay, *, is_causal, segment_ids, state):
+    def _over_window(self, query: Array, new: list[Array], call: Call) -> tuple[Array, WindowCache]:
         """Over the tokens of the window before these, too."""
-        del is_causal
-        if segment_ids is not None:
+        if call.segment_ids is not None:
             raise NotImplementedError(
                 "LogAttention: a window and segment_ids together with a state"
             )
-        new = (key, log_value) if log_decay is None else (key, log_value, log_decay)
-        arrays, after = state.append(*new)
+        arrays, after = call.state.append(*new)
+        size = call.state.size
         padding = [(0, 0)] * query.ndim
-        padding[-3] = (state.size, 0)
-        there = jnp.stack([state.first, jnp.asarray(arrays[0].shape[-3])])
-        log_decay = arrays[2] if log_decay is not None else None
-        if log_decay is not None and self.config.decay == "head":
-            log_decay = log_decay[..., 0]
-        log_y = log_attention(
-            jnp.pad(query, padding),
-            *arrays[:2],
-            key_value_seq_lengths=jnp.broadcast_to(there, (*query.shape[:-3], 2)),
-            local_window_size=self.config.window_size,
-            log_decay=log_decay,
-            implementation=self.config.implementation,
-        )
-        return log_y[..., state.size :, :, :], after
+        padding[-3] = (size, 0)
+        there = jnp.stack([call.state.first, jnp.asarray(arrays[0].shape[-3])])
+        there = jnp.broadcast_to(there, (*query.shape[:-3], 2))
+        log_y = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=there)
+        return log_y[..., size:, :, :], after
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

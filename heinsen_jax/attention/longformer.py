@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pydantic
-from flax import nnx
 
-from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
 from heinsen_jax.ops.local import longformer_attention
@@ -56,35 +55,16 @@ class LongformerAttention(HeadedAttention):
     Config = LongformerConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: LongformerConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
-        inner = self.project.out_features
-        self.project_global = HeadProjection(model_dim, inner, ("embed", "heads"), **options)
+    def create(self, **options: Any) -> None:
+        super().create(**options)
+        sizes = self.project.in_features, self.project.out_features
+        self.project_global = HeadProjection(*sizes, ("embed", "heads"), **options)
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: LongformerState | None,
-    ) -> tuple[Array, Any]:
-        del source, segment_ids  # not declared
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
         sizes = self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
         heads, own = self.heads(x), self.project_global.heads(x, None, *sizes)
-        if state is not None:
-            y, state = self._stream(heads, own, state)
+        if call.state is not None:
+            y, state = self._stream(heads, own, call.state)
             return self.back(y), state
         positions = range(min(self.config.num_global_tokens, x.shape[-2]))
         y = longformer_attention(
@@ -92,7 +72,7 @@ class LongformerAttention(HeadedAttention):
             local_window_size=self.config.window_size,
             global_positions=positions,
             global_heads=own,
-            is_causal=is_causal,
+            is_causal=call.is_causal,
         )
         return self.back(y), None
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from heinsen_jax.attention.base import Call
 from heinsen_jax.attention.cache import TokenCache, WindowCache
 from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.ops.masks import Mask
@@ -24,30 +25,19 @@ class MaskedAttention(HeadedAttention):
         """How many tokens before itself a query may see; any number when None."""
         return None
 
-    def over_all(
-        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
-    ) -> Array:
+    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
         """The mechanism over a whole text."""
-        return self.between(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
+        return self.between(query, key, value, **call.keywords)
 
     def between(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
         """The mechanism between any queries and keys, with keywords of `dot_product_attention`."""
         return dot_product_attention(query, key, value, mask=self.rule(), **options)
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
+    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+        state = call.state
         if state is None:
-            y = self.over_all(query, key, value, is_causal=is_causal, segment_ids=segment_ids)
-            return y, None
-        if segment_ids is not None:
+            return self.over_all(query, key, value, call), None
+        if call.segment_ids is not None:
             raise NotImplementedError(f"{type(self).__name__}: segment_ids together with a state")
         if isinstance(state, TokenCache):
             state, offset = state.append(key, value)

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Capabilities
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig, uniform
+from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.layers import parameter, uniform
 from heinsen_jax.ops.memory_compressed import (
     CompressedCache,
     Compression,
@@ -42,32 +43,16 @@ class MemoryCompressedAttention(HeadedAttention):
     Config = MemoryCompressedConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, cross=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: MemoryCompressedConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
+    def create(self, **options: Any) -> None:
+        super().create(**options)
         groups, factor = self.num_kv_heads, self.config.factor
 
         def parameters(depth: int) -> nnx.Dict:
             init = uniform((factor * depth) ** -0.5)
-            shapes = {
-                "kernel": (groups, factor, depth, depth),
-                "bias": (groups, depth),
-                "null": (groups, depth),
-            }
             return nnx.Dict(
-                {
-                    name: nnx.Param(init(rngs.params(), shape, self.param_dtype))
-                    for name, shape in shapes.items()
-                }
+                kernel=parameter(init, groups, factor, depth, depth, **options),
+                bias=parameter(init, groups, depth, **options),
+                null=parameter(init, groups, depth, **options),
             )
 
         self.of_keys, self.of_values = parameters(self.key_depth), parameters(self.value_depth)
@@ -78,28 +63,10 @@ class MemoryCompressedAttention(HeadedAttention):
             for of in (self.of_keys, self.of_values)
         ]
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: CompressedCache | None,
-    ) -> tuple[Array, Any]:
-        del segment_ids  # not declared
-        result = memory_compressed_attention(
-            query,
-            key,
-            value,
-            *self._compressions(query.dtype),
-            is_causal=is_causal,
-            pad="right",
-            initial_state=state,
-            return_state=state is not None,
-        )
-        return (result, None) if state is None else result
+    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+        arrays = query, key, value, *self._compressions(query.dtype)
+        options = {"is_causal": call.is_causal, "pad": "right"}
+        return call.recur(memory_compressed_attention, *arrays, **options)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

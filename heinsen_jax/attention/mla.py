@@ -1,19 +1,18 @@
 """Multi-head latent attention, as a layer."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import pydantic
-from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities
+from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
 from heinsen_jax.attention.cache import TokenCache
-from heinsen_jax.attention.heads import head_depth, linear, uniform
+from heinsen_jax.attention.heads import head_depth
+from heinsen_jax.attention.layers import linear, parameter, rms_norm, uniform
 from heinsen_jax.ops.mla import mla_attention, rotary
 from heinsen_jax.typing import Array
-
-RMS_EPSILON = 1e-6
 
 
 @pydantic.dataclasses.dataclass(
@@ -49,59 +48,28 @@ class LatentAttention(Attention):
     Config = LatentConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: LatentConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
-        chosen = self.config
+    def create(self, **options: Any) -> None:
+        super().create(**options)
+        chosen, model_dim, num_heads = self.config, self.model_dim, self.num_heads
         self.key_depth = chosen.key_depth or head_depth(model_dim, num_heads)
         self.value_depth = chosen.value_depth or head_depth(model_dim, num_heads)
         self.rotary_depth = chosen.rotary_depth or max(self.key_depth // 4 * 2, 2)
         self.rank = chosen.rank or max(model_dim // 4, 1)
-        bias = {"use_bias": False}
         inner = num_heads * (self.key_depth + self.rotary_depth)
+        dense = partial(linear, use_bias=False, **options)
         if chosen.query_rank is not None:
-            self.query_down = linear(
-                model_dim, chosen.query_rank, ("embed", "mlp"), **bias, **options
-            )
-            self.query_norm = self._norm(chosen.query_rank, rngs)
-        self.query = linear(
-            chosen.query_rank or model_dim, inner, ("embed", "heads"), **bias, **options
-        )
-        self.down = linear(
-            model_dim, self.rank + self.rotary_depth, ("embed", "mlp"), **bias, **options
-        )
-        self.norm = self._norm(self.rank, rngs)
+            self.query_down = dense(model_dim, chosen.query_rank, ("embed", "mlp"))
+            self.query_norm = rms_norm(chosen.query_rank, **options)
+        self.query = dense(chosen.query_rank or model_dim, inner, ("embed", "heads"))
+        self.down = dense(model_dim, self.rank + self.rotary_depth, ("embed", "mlp"))
+        self.norm = rms_norm(self.rank, **options)
         init = uniform(self.rank**-0.5)
-        shape = num_heads, self.rank, self.key_depth
-        self.key_up = nnx.Param(init(rngs.params(), shape, self.param_dtype))
-        shape = num_heads, self.rank, self.value_depth
-        self.value_up = nnx.Param(init(rngs.params(), shape, self.param_dtype))
-        self.output = linear(
-            num_heads * self.value_depth, model_dim, ("heads", "embed"), **bias, **options
-        )
+        self.key_up = parameter(init, num_heads, self.rank, self.key_depth, **options)
+        self.value_up = parameter(init, num_heads, self.rank, self.value_depth, **options)
+        self.output = dense(num_heads * self.value_depth, model_dim, ("heads", "embed"))
 
-    def _norm(self, size: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-        return nnx.RMSNorm(size, epsilon=RMS_EPSILON, param_dtype=self.param_dtype, rngs=rngs)
-
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: TokenCache | None,
-    ) -> tuple[Array, Any]:
-        del source  # not declared
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+        state = call.state
         query = x if self.config.query_rank is None else self.query_norm(self.query_down(x))
         depth = self.key_depth + self.rotary_depth
         query = self.query(query).reshape(*x.shape[:-1], self.num_heads, depth)
@@ -115,7 +83,7 @@ class LatentAttention(Attention):
         query_pe = rotary(query_pe, positions)
         key_pe = rotary(key_pe[..., None, :], positions)
         if state is not None:
-            if segment_ids is not None:
+            if call.segment_ids is not None:
                 raise NotImplementedError("LatentAttention: segment_ids together with a state")
             state, start = state.append(latent[..., None, :], key_pe)
             latent, key_pe = (x[..., 0, :] for x in state.arrays)
@@ -130,9 +98,8 @@ class LatentAttention(Attention):
             self.key_up[...].astype(x.dtype),
             self.value_up[...].astype(x.dtype),
             form="absorbed" if state is not None and few else "expanded",
-            is_causal=is_causal,
-            segment_ids=segment_ids,
             query_offset=start,
+            **call.keywords,
         )
         y = y if state is None else state.or_nan(y)
         y = y.reshape(*x.shape[:-1], self.num_heads * self.value_depth)

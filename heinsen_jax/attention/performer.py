@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pydantic
 
-from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.log_attention import LogAttentionState
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
@@ -44,28 +44,10 @@ class PerformerAttention(HeadedAttention):
         default = math.ceil(self.key_depth * math.log(max(self.key_depth, 3)))
         return self.config.num_features or default
 
-    def attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
+    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
         seed = jax.random.key(self.config.seed)
-        result = performer_attention(
-            query,
-            key,
-            value,
-            orthogonal_features(seed, self.num_features, self.key_depth),
-            is_causal=is_causal,
-            segment_ids=segment_ids,
-            initial_state=state,
-            return_state=state is not None,
-        )
-        return (result, None) if state is None else result
+        features = orthogonal_features(seed, self.num_features, self.key_depth)
+        return call.recur(performer_attention, query, key, value, features, **call.keywords)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

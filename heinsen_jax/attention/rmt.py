@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities
+from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
+from heinsen_jax.attention.layers import layer_norm, parameter
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
 from heinsen_jax.typing import Array
-
-LAYER_NORM_EPSILON = 1e-5
 
 
 @pydantic.dataclasses.dataclass(
@@ -42,45 +41,21 @@ class RecurrentMemoryAttention(Attention):
     Config = RecurrentMemoryConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: RecurrentMemoryConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
-        self.attention = SoftmaxAttention(model_dim, num_heads, **options)
-        self.norm = nnx.LayerNorm(
-            model_dim, epsilon=LAYER_NORM_EPSILON, param_dtype=self.param_dtype, rngs=rngs
-        )
-        init = nnx.initializers.normal(1.0)
-        shape = self.config.num_memories, model_dim
-        self.memory = nnx.Param(init(rngs.params(), shape, self.param_dtype))
+    def create(self, **options: Any) -> None:
+        super().create(**options)
+        self.attention = SoftmaxAttention(self.model_dim, self.num_heads, **options)
+        self.norm = layer_norm(self.model_dim, **options)
+        shape = self.config.num_memories, self.model_dim
+        self.memory = parameter(nnx.initializers.normal(1.0), *shape, **options)
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        del source, is_causal, segment_ids  # not declared
-        result = segment_recurrence(
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+        y, state = call.recur(
+            segment_recurrence,
             lambda s: s + self.attention(self.norm(s)).astype(s.dtype),
             x,
-            self.memory[...] if state is None else None,
+            self.memory[...] if call.state is None else None,
             segment_length=self.config.segment_length,
-            initial_state=state,
-            return_state=state is not None,
         )
-        y, state = (result, None) if state is None else result
         return (y - x).astype(x.dtype), state
 
     def init_state(

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pydantic
 
-from heinsen_jax.attention.base import Capabilities
+from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.softmax import dot_product_attention
@@ -33,14 +33,11 @@ class SoftmaxAttention(MaskedAttention):
         causal=True, bidirectional=True, streaming=True, cross=True, segments=True
     )
 
-    def over_all(
-        self, query: Array, key: Array, value: Array, *, is_causal: bool, segment_ids: Array | None
-    ) -> Array:
+    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
         return dot_product_attention(
             query,
             key,
             value,
-            is_causal=is_causal,
-            segment_ids=segment_ids,
+            **call.keywords,
             implementation=self.config.implementation,
         )

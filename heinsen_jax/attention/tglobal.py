@@ -1,20 +1,25 @@
 """Transient-global attention (LongT5), as a layer."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax import lax
+from jax.core import Tracer
 
-from heinsen_jax.attention.base import Capabilities
-from heinsen_jax.attention.cache import TokenCache
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig, uniform
-from heinsen_jax.ops.tglobal import block_sums, tglobal_attention
+from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.cache import WindowCache
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.layers import parameter, rms_norm, uniform
+from heinsen_jax.ops.softmax import dot_product_attention
+from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
 from heinsen_jax.typing import Array
-
-RMS_EPSILON = 1e-6
 
 
 @pydantic.dataclasses.dataclass(
@@ -31,14 +36,61 @@ class TransientGlobalConfig(HeadsConfig):
     """Of relative positions, with a learned bias each."""
     max_distance: pydantic.PositiveInt = 128
     """From where on relative positions share a bucket."""
+    capacity: pydantic.PositiveInt = 4096
+    """Tokens that a state has room for if it is not said otherwise."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TransientGlobalState:
+    """The last tokens, and summaries of all blocks so far.
+
+    There is room for a number of tokens; with more, results are NaN (outside `jit`, an error).
+
+    Attributes:
+      window: keys and values of the last `radius` tokens.
+      key, value: of summaries, `[*B, blocks, num_kv_heads, depth]`.
+      begun: `[*B, D]`, the sum of the inputs of the block that is not complete.
+      block_size: tokens that a summary is made of.
+    """
+
+    window: WindowCache
+    key: Array
+    value: Array
+    begun: Array
+    block_size: int = field(metadata={"static": True})
+
+    @property
+    def capacity(self) -> int:
+        return self.key.shape[-3] * self.block_size
+
+    @property
+    def length(self) -> Array:
+        return self.window.seen
+
+    def widened(self, capacity: int) -> TransientGlobalState:
+        """The same tokens, with room for so many at least."""
+        padding = [(0, 0)] * self.key.ndim
+        padding[-3] = (0, max(-(-capacity // self.block_size) - self.key.shape[-3], 0))
+        key, value = (jnp.pad(x, padding) for x in (self.key, self.value))
+        return replace(self, key=key, value=value)
+
+    def check_room(self, count: int) -> None:
+        """Refuses further tokens that there is no room for, where their number is known."""
+        after = self.length + count
+        if not isinstance(after, Tracer) and int(after) > self.capacity:
+            raise ValueError(
+                f"the state has room for {self.capacity} tokens, and this is token {int(after)}: "
+                "begin with init_state(batch_shape, capacity=...) of more"
+            )
 
 
 class TransientGlobalAttention(HeadedAttention):
     """LongT5's attention: the nearest tokens, and summaries of all blocks, in one softmax.
 
     Summaries are normalised sums of a block's inputs, with the projections of the tokens. Queries
-    are divided by sqrt(key_depth) in place of T5's smaller initial weights. The state holds all
-    inputs, and each call with one computes anew over all of them.
+    are divided by sqrt(key_depth) in place of T5's smaller initial weights. The state holds the
+    nearest tokens, and the summaries.
 
     References:
       Guo et al., 2021, LongT5, arXiv:2112.07916.
@@ -47,41 +99,78 @@ class TransientGlobalAttention(HeadedAttention):
     Config = TransientGlobalConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
-    def __init__(
-        self,
-        model_dim: int,
-        num_heads: int,
-        config: TransientGlobalConfig | None = None,
-        *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        rngs: nnx.Rngs,
-    ):
-        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        super().__init__(model_dim, num_heads, config, **options)
-        self.global_norm = nnx.RMSNorm(
-            model_dim, epsilon=RMS_EPSILON, param_dtype=self.param_dtype, rngs=rngs
-        )
-        init, shape = uniform(0.02), (self.config.num_buckets, num_heads)
-        self.local_bias = nnx.Param(init(rngs.params(), shape, self.param_dtype))
-        self.global_bias = nnx.Param(init(rngs.params(), shape, self.param_dtype))
+    def create(self, **options: Any) -> None:
+        super().create(**options)
+        self.global_norm = rms_norm(self.model_dim, **options)
+        init, shape = uniform(0.02), (self.config.num_buckets, self.num_heads)
+        self.local_bias = parameter(init, *shape, **options)
+        self.global_bias = parameter(init, *shape, **options)
 
-    def mix(
-        self,
-        x: Array,
-        *,
-        source: Array | None,
-        is_causal: bool,
-        segment_ids: Array | None,
-        state: Any,
-    ) -> tuple[Array, Any]:
-        del source, segment_ids  # not declared
-        if state is None:
-            return self._over_all(x, is_causal), None
-        state, start = state.append(x[..., None, :])
-        y = self._over_all(state.arrays[0][..., 0, :].astype(x.dtype), is_causal)
-        y = lax.dynamic_slice_in_dim(y, start, x.shape[-2], y.ndim - 2)
-        return state.or_nan(y), state
+    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+        if call.state is None:
+            return self._over_all(x, call.is_causal), None
+        call.state.check_room(x.shape[-2])
+        y, state = self._stream(x, call.state)
+        return jnp.where(state.length > state.capacity, jnp.nan, y), state
+
+    def _stream(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
+        """In pieces about as long as what a token sees: memory is linear in their number."""
+        size = self.config.radius + self.config.block_size
+        pieces = x.shape[-2] // size
+        if pieces < 2:
+            return self._piece(x, state)
+        whole, rest = jnp.split(x, [pieces * size], -2)
+        whole = whole.reshape(*x.shape[:-2], pieces, size, x.shape[-1])
+        step = jax.checkpoint(lambda state, x: self._piece(x, state)[::-1])
+        state, y = lax.scan(step, state, jnp.moveaxis(whole, -3, 0))
+        y = jnp.moveaxis(y, 0, -3).reshape(*x.shape[:-2], pieces * size, x.shape[-1])
+        last, state = self._piece(rest, state)
+        return jnp.concatenate([y, last], -2), state
+
+    def _piece(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
+        query, key, value = self.heads(x)
+        at = state.length + jnp.arange(x.shape[-2])
+        near, window = state.window.append(key, value)
+        slot = state.length - state.window.size + jnp.arange(near[0].shape[-3])
+        far, begun = self._summaries(x, state)
+        block = jnp.arange(far[0].shape[-3])
+
+        near_offset = slot[None] - at[:, None]
+        near_seen = (near_offset <= 0) & (near_offset >= -self.config.radius) & (slot >= 0)[None]
+        far_offset = block[None] - (at // self.config.block_size)[:, None]
+        bias = self._bias(self.local_bias, near_offset), self._bias(self.global_bias, far_offset)
+        y = dot_product_attention(
+            query,
+            *(jnp.concatenate(pair, -3) for pair in zip(near, far, strict=True)),
+            bias=jnp.concatenate(bias, -1),
+            mask=jnp.concatenate([near_seen, far_offset < 0], -1),
+            scale=self.key_depth**-0.5,
+        )
+        return self.back(y), replace(state, window=window, key=far[0], value=far[1], begun=begun)
+
+    def _summaries(self, x: Array, state: TransientGlobalState) -> tuple[list[Array], Array]:
+        """Of all blocks after x, that of the block begun included; and the sum of its inputs."""
+        size, length = state.block_size, x.shape[-2]
+        count = -(-length // size) + 1  # blocks that hold some of x, at most
+        first, place = state.length // size, state.length % size
+        sums = jnp.zeros((*x.shape[:-2], count * size, x.shape[-1]), state.begun.dtype)
+        sums = lax.dynamic_update_slice_in_dim(sums, x.astype(sums.dtype), place, x.ndim - 2)
+        sums = sums.reshape(*x.shape[:-2], count, size, x.shape[-1]).sum(-2)
+        sums = sums.at[..., 0, :].add(state.begun)
+        begun = jnp.take(sums, (place + length) // size, -2)
+        _, *new = self.heads(self.global_norm(sums).astype(x.dtype))
+        index = first + jnp.arange(count)
+        far = [
+            old.at[..., index, :, :].set(x.astype(old.dtype), mode="drop")
+            for old, x in zip((state.key, state.value), new, strict=True)
+        ]
+        return far, begun
+
+    def _bias(self, table: nnx.Param, offset: Array) -> Array:
+        """`[num_heads, T, S]`, by the buckets of relative positions `[T, S]`."""
+        options = {"num_buckets": self.config.num_buckets, "max_distance": self.config.max_distance}
+        bucket = relative_position_bucket(offset, is_bidirectional=False, **options)
+        return jnp.moveaxis(table[...][bucket], -1, 0)
 
     def _over_all(self, x: Array, is_causal: bool) -> Array:
         query, key, value = self.heads(x)
@@ -103,10 +192,15 @@ class TransientGlobalAttention(HeadedAttention):
         )
         return self.back(y)
 
-    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenCache:
-        dtype = jnp.dtype(self.dtype or self.param_dtype)
-        return TokenCache.empty(batch_shape, [(1, self.model_dim)], dtype, capacity)
-
-    def state_size(self, context_length: int) -> int:
-        itemsize = jnp.dtype(self.dtype or self.param_dtype).itemsize
-        return context_length * self.model_dim * itemsize
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> TransientGlobalState:
+        dtype, size = jnp.dtype(self.dtype or self.param_dtype), self.config.block_size
+        shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
+        room: int = self.config.capacity if capacity is None else capacity
+        key, value = (
+            jnp.zeros((*batch_shape, -(-room // size), *shape), dtype) for shape in shapes
+        )
+        begun = jnp.zeros((*batch_shape, self.model_dim), jnp.promote_types(dtype, jnp.float32))
+        window = WindowCache.empty(batch_shape, shapes, dtype, self.config.radius)
+        return TransientGlobalState(window, key, value, begun, block_size=size)

@@ -1,12 +1,14 @@
-"""Positions as a recurrence: what comes before a token, decayed, in log space."""
+"""What tells a model where in a text a token stands."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
-from heinsen_jax.attention.heads import linear
+from heinsen_jax.attention.layers import layer_norm, linear, parameter, uniform
 from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
 from heinsen_jax.typing import Array
 
@@ -19,18 +21,48 @@ class PositionRecurrence(nnx.Module):
     The state is the last h `[..., D]`, in float32 at least.
     """
 
-    def __init__(self, model_dim: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs):
-        self.dense = linear(
-            model_dim,
-            2 * model_dim,
-            ("embed", "mlp"),
-            dtype=dtype,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+    def __init__(self, model_dim: int, **options: Any):
+        self.dense = linear(model_dim, 2 * model_dim, ("embed", "mlp"), **options)
 
     def __call__(self, x: Array, *, state: Array) -> tuple[Array, Array]:
         logits, log_inputs = jnp.split(self.dense(x).astype(state.dtype), 2, -1)
         h = log_linear_recurrence(jax.nn.log_sigmoid(logits), log_inputs, initial=state)
         last = h[..., -1, :] if x.shape[-2] else state
         return x + h.astype(x.dtype), last
+
+    def init_state(self, batch_shape: Sequence[int]) -> Array:
+        return jnp.zeros((*batch_shape, self.dense.in_features), self.dense.param_dtype)
+
+    def remaining(self, state: Array) -> None:
+        """How many further tokens there may be: any number."""
+        del state
+
+
+class LearnedPositions(nnx.Module):
+    """norm(x + P_t), with a learned vector P_t for each position (Fastformer's language model).
+
+    The state is the number of tokens before. Beyond max_length tokens results are NaN; outside
+    `jit`, an error.
+    """
+
+    def __init__(self, max_length: int, model_dim: int, **options: Any):
+        self.embedding = parameter(uniform(model_dim**-0.5), max_length, model_dim, **options)
+        self.norm = layer_norm(model_dim, **options)
+
+    def __call__(self, x: Array, *, state: Array) -> tuple[Array, Array]:
+        length, after = x.shape[-2], state + x.shape[-2]
+        known = length if isinstance(after, Tracer) else int(after)
+        if known > (most := self.embedding.shape[0]):
+            raise ValueError(f"a text of {known} tokens, but max_length={most}: there is no room")
+        embedding = self.embedding[...]
+        positions = embedding.at[state + jnp.arange(length)].get(mode="fill", fill_value=jnp.nan)
+        x = x + jnp.broadcast_to(positions, x.shape).astype(x.dtype)
+        return self.norm(x), after
+
+    def init_state(self, batch_shape: Sequence[int]) -> Array:
+        del batch_shape  # all texts are equally long
+        return jnp.zeros((), jnp.int32)
+
+    def remaining(self, state: Array) -> int:
+        """How many further tokens there may be."""
+        return self.embedding.shape[0] - int(state)

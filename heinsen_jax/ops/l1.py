@@ -97,8 +97,7 @@ def l1_attention(
         there = is_there(key_value_seq_lengths, tuple(batch), key.shape[-3])
     scale = 1 / math.sqrt(max(query.shape[-1], 1))
     problem = _Problem(scale, denominator_bias, is_causal, *_sizes(query, key))
-    tiles = _tiled(problem, query, key, value, there, segment_ids, offset)
-    y: Any = _attention(problem, *tiles)
+    y = _compiled(problem, query, key, value, there, segment_ids, offset)
     y = jnp.moveaxis(y, 0, 2)
     y = y.reshape(*y.shape[:2], -1, y.shape[-1])[:, :, :length]
     return unfolded(y, query, value).astype(dtype)
@@ -151,6 +150,11 @@ def _sizes(query: Array, key: Array) -> tuple[int, int]:
 def _even(length: int, size: int) -> int:
     """The largest part, at most `size`, of a length that is cut into equal ones."""
     return -(-length // -(-length // size))
+
+
+@partial(jax.jit, static_argnums=0, inline=True)  # outside another `jit`, compiled once
+def _compiled(problem: _Problem, *arrays: Any) -> Array:
+    return _attention(problem, *_tiled(problem, *arrays))
 
 
 def _tiled(

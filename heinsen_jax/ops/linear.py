@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -237,6 +238,7 @@ def _within_documents(tokens: _Tokens, state: LinearAttentionState):
     return jax.tree.map(lambda x, y: x + jnp.flip(y, 1), sums, later), after
 
 
+@partial(jax.jit, static_argnames="sees_itself", inline=True)  # compiled once, outside of others
 def _causal(tokens: _Tokens, state: LinearAttentionState, *, sees_itself: bool = True):
     """phi(q) S `[B, T, G, R, V]`, phi(q) . Z `[B, T, G, R, 1]`, and the state after all tokens.
 

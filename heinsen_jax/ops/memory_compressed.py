@@ -8,7 +8,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, cast
 
 import jax
@@ -101,6 +101,14 @@ class CompressedCache:
     def capacity(self) -> int:
         factor = self.recent_key.shape[AXIS]
         return self.key.shape[AXIS] * factor + factor - 1
+
+    def widened(self, capacity: int) -> CompressedCache:
+        """The same tokens, with room for so many at least."""
+        groups = -(-capacity // self.recent_key.shape[AXIS])
+        padding = [(0, 0)] * self.key.ndim
+        padding[AXIS] = (0, max(groups - self.key.shape[AXIS], 0))
+        key, value = (jnp.pad(x, padding) for x in (self.key, self.value))
+        return replace(self, key=key, value=value)
 
     def append(
         self, key: Array, value: Array, of_keys: Compression, of_values: Compression

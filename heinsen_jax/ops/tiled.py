@@ -60,6 +60,7 @@ class Arrays(NamedTuple):
     key_ids: Array | None
 
 
+@partial(jax.jit, static_argnums=0, inline=True)  # outside another `jit`, compiled once
 def attention(
     problem: Problem,
     query: Array,

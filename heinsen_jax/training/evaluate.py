@@ -5,10 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from heinsen_jax.data import DataConfig, TokenDataset, validation_batches
+from heinsen_jax.errors import UserError
 from heinsen_jax.sharding import shard_batch
 
 
@@ -20,11 +20,14 @@ def evaluate(
     mesh: Mesh,
     *,
     max_batches: int | None = None,
+    is_causal: bool = True,
 ) -> dict[str, float]:
-    """Each validation token predicted once, from up to sequence_length tokens before it.
+    """Each validation token predicted once, from up to sequence_length tokens before it. Or if the
+    model is not causal, some tokens of each such window, from the others.
 
     Returns:
-      `loss` in nats per token, `perplexity` = exp(loss), and `bits_per_byte` of the text.
+      `loss` in nats per token, `perplexity` = exp(loss), and of a causal model `bits_per_byte` of
+      the text.
     """
     total, count = 0.0, 0
     batches = validation_batches(
@@ -34,14 +37,16 @@ def evaluate(
         process_index=jax.process_index(),
         process_count=jax.process_count(),
     )
-    for batch in batches:
+    for index, batch in enumerate(batches):
         tokens, mask = shard_batch(batch.tokens, mesh), shard_batch(batch.mask, mesh)
-        total += float(step(parameters, tokens, mask))
-        count += int(np.sum(batch.mask)) if jax.process_count() == 1 else int(jax.numpy.sum(mask))
+        losses, counted = step(parameters, tokens, mask, index)
+        total += float(losses)
+        count += int(counted)
+    if not count:
+        raise UserError("validation text: none of its few tokens was masked; give more text")
     loss = total / count
-    split = dataset.manifest.splits["validation"]
-    return {
-        "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "bits_per_byte": loss / math.log(2) * split.tokens / split.bytes,
-    }
+    metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+    if is_causal:
+        split = dataset.manifest.splits["validation"]
+        metrics["bits_per_byte"] = loss / math.log(2) * split.tokens / split.bytes
+    return metrics

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.metrics import Reporter, model_flops_utilization, plot_losses
+from heinsen_jax.training.objective import MaskedTokens, Objective, next_token
 from heinsen_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
 from heinsen_jax.training.state import (
     TrainState,
@@ -58,6 +59,8 @@ class TrainingConfig:
     """What a sample begins with."""
     sample_tokens: pydantic.NonNegativeInt = 200
     """Tokens of a sample; 0 for none."""
+    masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
+    """How much of a text a model has to fill in, if it is not causal."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,13 @@ def check_settings(dataset: TokenDataset, experiment: Experiment) -> Mesh:
         )
     if training.sample_tokens and not dataset.tokenizer.encode_ordinary(training.sample_prompt):
         raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
+    if not model.is_causal:
+        _check_masked(model, training, vocabulary)
+    if model.max_length is not None and data.sequence_length > model.max_length:
+        raise UserError(
+            f"data.sequence_length={data.sequence_length} is more than "
+            f"model.max_length={model.max_length}: the model has no positions for it"
+        )
     learning_rate(experiment.optimizer, training.steps)
     mesh = make_mesh(experiment.mesh)
     if data.batch_size % (training.accumulation_steps * mesh.size):
@@ -129,6 +139,18 @@ def check_settings(dataset: TokenDataset, experiment: Experiment) -> Mesh:
             "device(s)"
         )
     return mesh
+
+
+def _check_masked(model: LanguageModelConfig, training: TrainingConfig, vocabulary: int) -> None:
+    if model.vocab_size == vocabulary:
+        raise UserError(
+            f"model.vocab_size={model.vocab_size} with model.is_causal=False: make it at least "
+            f"{vocabulary + 1}, for the mask is a token of its own"
+        )
+    if training.sample_tokens:
+        raise UserError(
+            "model.is_causal=False, and such a model cannot write: set training.sample_tokens=0"
+        )
 
 
 class _Run:
@@ -142,7 +164,11 @@ class _Run:
         self.schedule = learning_rate(experiment.optimizer, self.training.steps)
         self.transform = make_optimizer(experiment.optimizer, self.training.steps)
         self.graph = graph_of(self.model)
-        self.evaluation_step = make_evaluation_step(self.graph)
+        self.objective: Objective = next_token
+        if not self.model.is_causal:
+            vocabulary = dataset.tokenizer.n_vocab
+            self.objective = MaskedTokens(self.training.masked_fraction, vocabulary)
+        self.evaluation_step = make_evaluation_step(self.graph, self.objective)
 
     def __call__(self, caught: list[int]) -> Result:
         keep = self.training.keep_checkpoints
@@ -172,6 +198,8 @@ class _Run:
             self.transform,
             accumulation_steps=self.training.accumulation_steps,
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+            objective=self.objective,
+            seed=self.seed,
         )
         return start or 0, state, train_step
 
@@ -228,6 +256,7 @@ class _Run:
             self.data,
             self.mesh,
             max_batches=self.training.evaluation_batches,
+            is_causal=self.model.is_causal,
         )
         self.checkpoints.save(step, state, loss=metrics["loss"])
         self.reporter.validation(step, metrics)
@@ -275,8 +304,9 @@ class _Run:
         if sample.exists():
             line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
         line(f"loss plot: {plot_losses(self.workdir)}")
-        line("next, let it write:")
-        line(f'  python -m heinsen_jax.generate --workdir {self.workdir} --prompt "..."')
+        if self.model.is_causal:
+            line("next, let it write:")
+            line(f'  python -m heinsen_jax.generate --workdir {self.workdir} --prompt "..."')
 
 
 class _Clock:

@@ -8,7 +8,7 @@ import pydantic
 
 from heinsen_jax.errors import UserError
 
-DECAYED = ("kernel", "embedding")
+DECAYED = ("kernel", "embedding", "key_up", "value_up", "of_keys", "of_values")
 """Parameters with weight decay, by the last part of their name; biases and norms have none."""
 
 

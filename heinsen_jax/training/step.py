@@ -9,16 +9,11 @@ import optax
 from flax import nnx
 from jax import lax
 
+from heinsen_jax.training.objective import Objective, next_token
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import Array
 
 Metrics = dict[str, Array]
-
-
-def token_losses(graph: nnx.GraphDef, parameters: Any, tokens: Array) -> Array:
-    """Cross-entropy in nats of each next token: tokens `[B, T + 1]` -> `[B, T]`."""
-    logits = nnx.merge(graph, parameters)(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
 def make_train_step(
@@ -27,34 +22,41 @@ def make_train_step(
     *,
     accumulation_steps: int,
     out_shardings: TrainState,
+    objective: Objective = next_token,
+    seed: int = 0,
 ) -> Callable[[TrainState, Array], tuple[TrainState, Metrics]]:
-    """The compiled update. Its input state is donated.
+    """The compiled update. Its input state is donated. What the objective draws at random is a
+    function of the seed and the step.
 
     With accumulation the batch is cut into `accumulation_steps` parts, whose gradients are summed
     one after another: the update is that of the whole batch, in the memory of one part.
     """
 
-    def mean_loss(parameters: Any, tokens: Array) -> Array:
-        return jnp.mean(token_losses(graph, parameters, tokens))
+    @jax.value_and_grad
+    def of_part(parameters: Any, tokens: Array, key: Array) -> Array:
+        there = jnp.ones(tokens[:, 1:].shape, bool)
+        losses, counted = objective(nnx.merge(graph, parameters), tokens, there, key)
+        return jnp.sum(losses * counted) / jnp.sum(counted)
 
-    def gradient(parameters: Any, tokens: Array) -> tuple[Array, Any]:
+    def gradient(parameters: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
         if accumulation_steps == 1:
-            return jax.value_and_grad(mean_loss)(parameters, tokens)
+            return of_part(parameters, tokens, key)
         # Rows stay on their device: each part takes every accumulation_steps-th row.
         parts = tokens.reshape(-1, accumulation_steps, tokens.shape[-1]).swapaxes(0, 1)
 
-        def add(total: Any, part: Array) -> tuple[Any, None]:
-            return jax.tree.map(
-                jnp.add, total, jax.value_and_grad(mean_loss)(parameters, part)
-            ), None
+        keys = jax.random.split(key, accumulation_steps)
 
-        shapes = jax.eval_shape(jax.value_and_grad(mean_loss), parameters, parts[0])
+        def add(total: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, of_part(parameters, *part)), None
+
+        shapes = jax.eval_shape(of_part, parameters, parts[0], key)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total, _ = lax.scan(add, zeros, parts)
+        total, _ = lax.scan(add, zeros, (parts, keys))
         return jax.tree.map(lambda x: x / accumulation_steps, total)
 
     def train_step(state: TrainState, tokens: Array) -> tuple[TrainState, Metrics]:
-        loss, gradients = gradient(state.parameters, tokens)
+        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        loss, gradients = gradient(state.parameters, tokens, key)
         with jax.named_scope("optimizer"):
             updates, optimizer_state = optimizer.update(
                 gradients, state.optimizer, state.parameters
@@ -66,11 +68,18 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))
 
 
-def make_evaluation_step(graph: nnx.GraphDef) -> Callable[[Any, Array, Array], Array]:
-    """(parameters, tokens [B, T+1], mask [B, T]) -> sum of the masked tokens' losses, compiled."""
+def make_evaluation_step(
+    graph: nnx.GraphDef, objective: Objective = next_token
+) -> Callable[[Any, Array, Array, int], tuple[Array, Array]]:
+    """(parameters, tokens [B, T+1], those there [B, T], index of the batch) -> sum of losses, and
+    how many they are, compiled."""
 
     @jax.jit
-    def evaluation_step(parameters: Any, tokens: Array, mask: Array) -> Array:
-        return jnp.sum(token_losses(graph, parameters, tokens) * mask)
+    def evaluation_step(
+        parameters: Any, tokens: Array, there: Array, index: Array
+    ) -> tuple[Array, Array]:
+        key = jax.random.key(index)
+        losses, counted = objective(nnx.merge(graph, parameters), tokens, there, key)
+        return jnp.sum(losses * counted), jnp.sum(counted)
 
     return evaluation_step

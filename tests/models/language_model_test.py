@@ -97,13 +97,13 @@ def test_streamed_logits_and_states_equal_the_originals(original, case, size):
 
 
 @settings(max_examples=10)
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 2**31))
+@given(st.permutations([0, 1, 1, 3, 4]), st.integers(0, 2**31))
 def test_chunks_of_any_lengths_equal_one_pass(lengths, seed):
     model = LanguageModel(SMALL, rngs=nnx.Rngs(seed))
-    tokens = jax.random.randint(jax.random.key(seed), (2, sum(lengths) + 1), 0, 17)
+    tokens = jax.random.randint(jax.random.key(seed), (2, sum(lengths)), 0, 17)
     whole, end = model(tokens, return_state=True)
     state, parts, start = None, [], 0
-    for length in (*lengths, 1):
+    for length in lengths:
         part, state = model(tokens[:, start : start + length], state=state, return_state=True)
         parts.append(part)
         start += length

@@ -1,4 +1,4 @@
-"""The language model with every causal mechanism: it learns, streams and generates."""
+"""The language model with every mechanism: it learns, and if causal, streams and generates."""
 
 from typing import Any
 
@@ -13,18 +13,22 @@ from flax import nnx
 from heinsen_jax import attention
 from heinsen_jax.generate import generate, stream
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.training.objective import MaskedTokens
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
-CAUSAL = [name for name in attention.names() if attention.mechanism(name).capabilities.causal]
+CAPABILITIES = {name: attention.mechanism(name).capabilities for name in attention.names()}
+CAUSAL = [name for name, can in CAPABILITIES.items() if can.causal]
+BIDIRECTIONAL = [name for name, can in CAPABILITIES.items() if can.bidirectional]
 SMALL_SIZES = (
     ("sliding_window.window_size", 5),
     ("dilated.window_size", 3),
     ("longformer.window_size", 5),
     ("tglobal.radius", 4),
     ("tglobal.block_size", 4),
+    ("tglobal.capacity", 8),
     ("block_sparse.block_size", 8),
-    ("memory_compressed.capacity", 64),
+    ("memory_compressed.capacity", 8),
     ("l1_sparse.window_size", 3),
     ("rmt.segment_length", 7),
     ("rmt.num_memories", 2),
@@ -41,20 +45,22 @@ def build(*turns: str, **fields: Any) -> LanguageModel:
     return LanguageModel(configured(*turns, **fields), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-def test_it_learns(name):
-    """To repeat with a period of 6: 30 updates halve the loss of a guess, log 17."""
-    graph, parameters = nnx.split(build(name, block="standard"))
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_it_learns_to_fill_in_what_is_masked(name):
+    """What repeats with a period of 6: 60 updates bring the loss, log 18 at first, below 1.7. The
+    tokens' frequencies alone give 1.56."""
+    model = build(name, block="standard", is_causal=False, vocab_size=18)
+    graph, parameters = nnx.split(model)
     pattern = jnp.asarray([3, 1, 4, 1, 5, 9])
-    tokens = jnp.stack([jnp.tile(jnp.roll(pattern, i), 6)[:33] for i in range(4)])
+    tokens = jnp.stack([jnp.tile(jnp.roll(pattern, i % 6), 6)[:33] for i in range(24)])
+    there, objective = jnp.ones((24, 32), bool), MaskedTokens(fraction=0.15, num_tokens=17)
     optimizer = optax.adam(1e-2)
 
     @jax.jit
-    def update(parameters, state):
+    def update(parameters, state, key):
         def loss(parameters):
-            logits = nnx.merge(graph, parameters)(tokens[:, :-1])
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-            return jnp.mean(losses)
+            losses, counted = objective(nnx.merge(graph, parameters), tokens, there, key)
+            return jnp.sum(losses * counted) / jnp.sum(counted)
 
         value, gradients = jax.value_and_grad(loss)(parameters)
         updates, state = optimizer.update(gradients, state)
@@ -62,11 +68,11 @@ def test_it_learns(name):
 
     state = optimizer.init(parameters)
     losses = []
-    for _ in range(30):
-        parameters, state, value = update(parameters, state)
+    for key in jax.random.split(jax.random.key(0), 60):
+        parameters, state, value = update(parameters, state, key)
         losses.append(float(value))
-    assert losses[0] == pytest.approx(np.log(17), abs=0.7)
-    assert losses[-1] < 0.5 * losses[0]
+    assert losses[0] == pytest.approx(np.log(18), abs=0.7)
+    assert np.mean(losses[-5:]) < 1.7
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -141,7 +147,9 @@ def test_options_of_a_mechanism_and_of_a_turn():
     [
         ({"attention": "nope"}, "no attention mechanism 'nope'; there are: log, softmax"),
         ({"attention": ()}, "must name at least one mechanism"),
-        ({"attention": "linformer"}, "'linformer' is not causal"),
+        ({"attention": "linformer"}, "'linformer' is not causal.* is_causal=False a model learns"),
+        ({"attention": "rmt", "is_causal": False}, "'rmt' cannot see later tokens"),
+        ({"attention": "additive", "key_depth": 8}, "key_depth"),
         ({"attention": ("log", "softmax"), "num_layers": 3}, "num_layers=3 is not a multiple of"),
         ({"attention_options": (("window_size", 3),)}, "'window_size' must begin with"),
         ({"attention_options": (("softmax.window_size", 3),)}, "must begin with a mechanism's"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from heinsen_jax.ops.additive import AdditiveState, additive_pooling, additive_weights
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 INF = float("inf")
 OPTIONS = ("is_causal", "local_window_size", "return_state")

@@ -15,7 +15,7 @@ from heinsen_jax.ops.colt5 import (
     soft_top_k,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 SCALED = {"num_iterations": 20, "epsilon": 0.03, "epsilon_init": 4.0}
 SETTINGS = ({}, {"num_iterations": 1}, {"epsilon": 0.1}, SCALED, {**SCALED, "num_iterations": 3})

@@ -13,6 +13,8 @@ from heinsen_jax.ops.linear_recurrence import (
     log_linear_recurrence,
 )
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 INF = float("inf")
 
 linear = jax.jit(linear_recurrence)

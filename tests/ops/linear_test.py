@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from heinsen_jax.ops.linear import LinearAttentionState, elu1, linear_attention
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 jitted = jax.jit(
     linear_attention, static_argnames=("feature_map", "is_causal", "epsilon", "return_state")

@@ -7,7 +7,7 @@ import pytest
 
 from heinsen_jax.ops.linformer import linformer_attention
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 jitted = jax.jit(linformer_attention)
 

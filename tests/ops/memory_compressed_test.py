@@ -12,7 +12,7 @@ from heinsen_jax.ops.memory_compressed import (
     memory_compressed_attention,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 STATIC = ("is_causal", "pad", "return_state", "implementation")
 jitted = jax.jit(memory_compressed_attention, static_argnames=STATIC)

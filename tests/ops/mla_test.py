@@ -5,7 +5,7 @@ import pytest
 
 from heinsen_jax.ops.mla import latent_attention, mla_attention, rotary
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 STATIC = ("form", "is_causal", "implementation")
 FORMS = ("expanded", "absorbed")

@@ -9,7 +9,7 @@ from heinsen_jax.ops import LogAttentionState
 from heinsen_jax.ops.linear import LinearAttentionState
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 OPTIONS = ("kernel", "is_causal", "epsilon", "return_state", "implementation")
 jitted = jax.jit(performer_attention, static_argnames=OPTIONS)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 WIDTH, SIZE, SEGMENT = 4, 3, 5  # features, memory vectors, tokens in a segment
 

@@ -8,7 +8,7 @@ import pytest
 
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 STATIC = ("radius", "block_size", "max_distance", "is_causal")
 jitted = jax.jit(tglobal_attention, static_argnames=STATIC)

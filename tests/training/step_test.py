@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -10,7 +11,7 @@ from heinsen_jax.models import LanguageModel
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
-from heinsen_jax.training.step import make_evaluation_step, make_train_step, token_losses
+from heinsen_jax.training.step import make_evaluation_step, make_train_step
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,10 @@ def test_evaluation_counts_masked_tokens_only(parts):
     parameters = init().parameters
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
     mask = jnp.arange(8)[None] < jnp.array([[8], [3]])
-    losses = token_losses(graph, parameters, tokens)
-    total = make_evaluation_step(graph)(parameters, tokens, mask)
+    logits = nnx.merge(graph, parameters)(tokens[:, :-1])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+    total, count = make_evaluation_step(graph)(parameters, tokens, mask, 0)
+    assert int(count) == 8 + 3
     assert float(total) == pytest.approx(float(losses[0].sum() + losses[1, :3].sum()), rel=1e-5)
 
 

@@ -3,8 +3,10 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -27,6 +29,11 @@ from heinsen_jax.typing import Array
 NAMES = ("reference", "scan", "chunked", "gpu")
 
 
+ARRAYS = "query", "key", "value", "segment_ids", "key_value_seq_lengths", "log_decay", "state"
+CHOICES = "value_name", "is_causal", "local_window_size", "return_state", "implementation"
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=CHOICES)
 @dataclass(frozen=True)
 class Arguments:
     """As given to `log_attention` or `heinsen_attention`, which document them."""
@@ -56,9 +63,17 @@ class Arguments:
 
 def run(arguments: Arguments) -> Any:
     """The output, or a pair of it and the state after all tokens."""
-    is_signed = jnp.iscomplexobj(arguments.value) and not arguments.is_linear
-    output, state = _signed(arguments) if is_signed else _attend(arguments)
+    _check_arrays(arguments)
+    _check_combination(arguments)
+    _choose(arguments)
+    output, state = _compiled(arguments)
     return (output, state) if arguments.return_state else output
+
+
+@partial(jax.jit, inline=True)  # outside another `jit`, so that calls alike are compiled once
+def _compiled(arguments: Arguments) -> tuple[Array, LogAttentionState]:
+    is_signed = jnp.iscomplexobj(arguments.value) and not arguments.is_linear
+    return _signed(arguments) if is_signed else _attend(arguments)
 
 
 def _signed(arguments: Arguments) -> tuple[Array, LogAttentionState]:
@@ -83,8 +98,6 @@ def _signed(arguments: Arguments) -> tuple[Array, LogAttentionState]:
 
 
 def _attend(arguments: Arguments) -> tuple[Array, LogAttentionState]:
-    _check_arrays(arguments)
-    _check_combination(arguments)
     implementation = _choose(arguments)
     state = _state(arguments)
     tokens, there, segment_ids = _tokens(arguments)

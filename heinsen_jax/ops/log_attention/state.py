@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -215,6 +216,7 @@ def decay_to_end(log_decay: Array, axis: int) -> Array:
     return jnp.moveaxis(lax.cumsum(later, reverse=True), 0, axis)
 
 
+@partial(jax.jit, inline=True)
 def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttentionState:
     """`LogAttentionState.absorb` for key `[..., S, K]` and log_value `[..., S, V]`."""
     if key.shape[-2] == 0:
@@ -232,6 +234,7 @@ def absorb(state: LogAttentionState, key: Array, log_value: Array) -> LogAttenti
     return state
 
 
+@partial(jax.jit, inline=True)
 def attend(state: LogAttentionState, query: Array) -> Array:
     """`LogAttentionState.attend` for query `[..., T, K]`."""
     if query.shape[-2] == 0:

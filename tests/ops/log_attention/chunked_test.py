@@ -13,6 +13,8 @@ from heinsen_jax.ops.log_attention.chunked import _log_tiers, _mean_tiers
 from heinsen_jax.ops.log_attention.tokens import Tokens
 from tests.ops.log_attention.cases import assert_within
 
+pytestmark = pytest.mark.usefixtures("as_users_compile")
+
 DEFAULT = Chunked()
 ALWAYS_FIRST = Chunked(safe_range=math.inf)
 ALWAYS_LAST = Chunked(safe_range=-1.0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
 from tests.ops.log_attention.cases import FAST, IMPLEMENTATIONS, assert_within, in_float64
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = pytest.mark.slow
 
 BATCH, LENGTH, HEADS, GROUPS, KEY_DEPTH, VALUE_DEPTH = 2, 70, 2, 1, 3, 2
 SEEDS = st.integers(0, 2**32 - 1)

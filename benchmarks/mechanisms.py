@@ -1,0 +1,227 @@
+"""Every mechanism beside the others: time, memory and state against the length of a text.
+
+    python benchmarks/mechanisms.py [--names log softmax] [--lengths 256 1024] [--plot-only]
+
+One layer of each name with its defaults, width 128, 4 heads, one sequence, float32:
+
+- a training step's share, forward and backward: seconds, and what a call adds to the process's
+  memory at its peak, gradients included;
+- writing: seconds for a token after a context, in a compiled loop, and bytes of state.
+
+All names take turns at each length. What is not in the record, the mechanism cannot do, or a call
+would take longer than `longest` seconds, if time grew as the square of the length. On 2 cores of an
+AMD EPYC, some 40 minutes. Writes a JSON record, and draws it.
+"""
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import tyro
+from common import ROOT, added_memory, environment
+from flax import nnx
+from jax import lax
+
+from heinsen_jax import attention
+
+MODEL_DIM, NUM_HEADS = 128, 4
+DECODED = 16  # tokens in a loop
+CALLS = 5
+PANELS = {
+    "forward_backward_seconds": ("forward and backward", "seconds", "tokens"),
+    "peak_bytes": ("memory it adds, at its peak", "bytes", "tokens"),
+    "decode_seconds": ("writing a token", "seconds", "tokens of context"),
+    "state_bytes": ("state", "bytes", "tokens of context"),
+}
+Measured = dict[str, dict[int, float]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compare mechanisms.
+
+    Attributes:
+      names: of mechanisms; all by default.
+      lengths: of texts, and of contexts.
+      longest: seconds of a call beyond which longer texts are left out.
+      plot_only: draw what the record holds.
+      output: the JSON record; the picture lies beside it.
+    """
+
+    names: tuple[str, ...] = attention.names()
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192, 16384)
+    longest: float = 20.0
+    plot_only: bool = False
+    output: Path = ROOT / "benchmarks/results/mechanisms.json"
+
+
+def build(name: str, length: int) -> attention.Attention:
+    room = {"max_length": length} if name == "linformer" else {}
+    sizes = {"model_dim": MODEL_DIM, "num_heads": NUM_HEADS}
+    return attention.build(name, **sizes, rngs=nnx.Rngs(0), **room)
+
+
+def forward_backward(name: str, length: int) -> Callable[[], Any]:
+    graph, parameters = nnx.split(build(name, length))
+    x, cotangent = jax.random.normal(jax.random.key(0), (2, 1, length, MODEL_DIM))
+
+    @jax.jit
+    def step(parameters: Any, x: jax.Array, cotangent: jax.Array) -> Any:
+        y, pullback = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), parameters, x)
+        return y, pullback(cotangent)
+
+    return partial(step, parameters, x, cotangent)
+
+
+def decode(name: str, length: int) -> Callable[[], Any]:
+    """Some tokens after a context of `length`, one after the other; that context is read here."""
+    layer = build(name, length)
+    graph, parameters = nnx.split(layer)
+    x = jax.random.normal(jax.random.key(0), (1, length + DECODED, MODEL_DIM))
+
+    @jax.jit
+    def read(parameters: Any, x: jax.Array, state: Any) -> Any:
+        return nnx.merge(graph, parameters)(x, state=state, return_state=True)[1]
+
+    @jax.jit
+    def write(parameters: Any, tokens: jax.Array, state: Any) -> jax.Array:
+        def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
+            y, state = nnx.merge(graph, parameters)(token, state=state, return_state=True)
+            return state, y
+
+        return lax.scan(step, state, tokens)[1]
+
+    state = read(parameters, x[:, :length], layer.init_state((1,), capacity=length + DECODED))
+    tokens = jnp.moveaxis(x[:, length:, None], 1, 0)
+    return partial(write, parameters, tokens, jax.block_until_ready(state))
+
+
+def seconds_of(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Median seconds; those that take long are called once only."""
+    times = {name: [seconds_of(call)] for name, call in calls.items()}
+    for _ in range(CALLS - 1):
+        for name, call in calls.items():
+            if times[name][0] < 2:
+                seconds_of(call)  # after the others, which have taken the caches
+                times[name].append(seconds_of(call))
+    return {name: statistics.median(of_one) for name, of_one in times.items()}
+
+
+def measure(options: Options) -> dict[str, Measured]:
+    record: dict[str, Measured] = {name: {panel: {} for panel in PANELS} for name in options.names}
+
+    def feasible(panel: str, length: int) -> list[str]:
+        """Names whose last call was short enough."""
+        found = []
+        for name in options.names:
+            shorter, seconds = max(record[name][panel].items(), default=(length, 0.0))
+            if seconds * (length / shorter) ** 2 < options.longest:
+                found.append(name)
+        return found
+
+    for length in options.lengths:
+        calls = {}
+        for name in feasible("forward_backward_seconds", length):
+            calls[name] = forward_backward(name, length)
+            seconds_of(calls[name])  # compiled
+            record[name]["peak_bytes"][length] = added_memory(calls[name])
+        for name, seconds in in_turns(calls).items():
+            record[name]["forward_backward_seconds"][length] = seconds
+        jax.clear_caches()
+
+        calls = {}
+        for name in feasible("decode_seconds", length):
+            if build(name, length).capabilities.streaming:
+                calls[name] = decode(name, length)
+                seconds_of(calls[name])  # compiled
+                record[name]["state_bytes"][length] = build(name, length).state_size(length)
+        for name, seconds in in_turns(calls).items():
+            record[name]["decode_seconds"][length] = seconds / DECODED
+        jax.clear_caches()
+        print(f"{length} tokens: done", flush=True)
+    return record
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """The measured lines, each with its name at its end; log-attention stands out."""
+    figure = matplotlib.figure.Figure(figsize=(13, 11), layout="constrained")
+    for axes, (panel, (title, unit, across)) in zip(
+        figure.subplots(2, 2).flat, PANELS.items(), strict=True
+    ):
+        ends = []
+        for index, (name, of_one) in enumerate(record["mechanisms"].items()):
+            points = [(int(length), value) for length, value in of_one[panel].items()]
+            if not points:
+                continue
+            is_ours = name == "log"
+            style = ["-", "--", ":"][index % 3]
+            color = "black" if is_ours else f"C{index % 10}"
+            (line,) = axes.loglog(
+                *zip(*points, strict=True), style, color=color, linewidth=3 if is_ours else 1.3
+            )
+            ends.append((points[-1], name, line.get_color()))
+        label(axes, ends)
+        axes.set(title=title, xlabel=across, ylabel=unit)
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+    of = record["environment"]
+    figure.suptitle(
+        f"One layer, width {MODEL_DIM}, {NUM_HEADS} heads, float32; {of['cpu']}, "
+        f"{of['cpu_cores']} cores, JAX {of['jax']}"
+    )
+    figure.savefig(path, dpi=110)
+
+
+def label(axes: Any, ends: list[tuple[tuple[int, float], str, Any]]) -> None:
+    """Names at the right, in the order of the lines' ends and clear of one another."""
+    ends = sorted(ends, key=lambda end: end[0][1])
+    for place, ((length, value), name, color) in enumerate(ends):
+        axes.annotate(
+            name,
+            (length, value),
+            xytext=(1.02, (place + 0.5) / len(ends)),
+            textcoords="axes fraction",
+            color=color,
+            fontsize=9,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": color, "alpha": 0.3, "linewidth": 0.6},
+        )
+
+
+def main(options: Options) -> int:
+    if not options.plot_only:
+        record = {
+            "environment": environment(),
+            "setting": {
+                "batch": 1,
+                "model_dim": MODEL_DIM,
+                "heads": NUM_HEADS,
+                "dtype": "float32",
+                "longest_seconds": options.longest,
+            },
+            "mechanisms": measure(options),
+        }
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    picture = options.output.with_suffix(".png")
+    draw(json.loads(options.output.read_text()), picture)
+    print(f"written to {options.output} and {picture}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

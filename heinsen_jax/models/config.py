@@ -1,0 +1,118 @@
+"""The architecture of a language model."""
+
+import dataclasses
+from typing import Any, Literal
+
+import pydantic
+
+from heinsen_jax.attention import AttentionConfig, configure, mechanism
+from heinsen_jax.attention.heads import head_depth
+
+
+@pydantic.dataclasses.dataclass(
+    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+)
+class LanguageModelConfig:
+    """The architecture. The defaults are the paper's 125M model: 124,879,872 parameters."""
+
+    vocab_size: pydantic.PositiveInt = 50304
+    """Rows of the embedding; at least the tokenizer's vocabulary (gpt2: 50257)."""
+    model_dim: pydantic.PositiveInt = 768
+    """Width of the residual stream."""
+    num_layers: pydantic.PositiveInt = 24
+    """Residual blocks."""
+    attention: str | tuple[str, ...] = "log"
+    """The mechanism, by name; several take turns, layer by layer."""
+    attention_options: tuple[tuple[str, int | float | bool | str], ...] = ()
+    """Fields of mechanisms' configurations, as pairs of a name and a value: `log.window_size` is of
+    all layers of that mechanism, `0.window_size` of the first in each turn."""
+    block: Literal["paper", "standard", "fastformer"] = "paper"
+    """The paper's: one residual branch, gated. Or attention, then a perceptron, both pre-norm. Or
+    Fastformer's: the standard one without biases in the perceptron, whose residual stream goes on
+    from the normalised input of its attention."""
+    mlp_ratio: pydantic.PositiveInt = 4
+    """Width of the perceptron in the other blocks than the paper's, in widths of the model."""
+    ends: Literal["paper", "fastformer"] = "paper"
+    """What comes before the blocks, and after. The paper's: a recurrence over the tokens; a norm.
+    Fastformer's: learned positions, then a norm; a bias, and logits scaled by 1/sqrt(model_dim)."""
+    max_length: pydantic.PositiveInt | None = None
+    """Most tokens of a text, where positions are learned: with Fastformer's ends."""
+    is_causal: bool = True
+    """Whether a token sees only earlier ones, and the model learns to predict the next. If not, it
+    sees all, and the model learns to fill in masked ones."""
+    num_heads: pydantic.PositiveInt = 24
+    """Attention heads."""
+    key_depth: pydantic.PositiveInt | None = None
+    """Features of a query or key head; model_dim / num_heads by default."""
+    value_depth: pydantic.PositiveInt | None = None
+    """Features of a value head; model_dim / num_heads by default."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Type of activations in matrix products. Attention states are float32 at least."""
+    param_dtype: Literal["float32", "float64"] = "float32"
+    """Type of parameters."""
+    remat: bool = False
+    """Recompute each block in the backward pass: memory of one block instead of all. On CPUs it is
+    often faster, too, since large memory taken anew at every step is slow."""
+
+    def __post_init__(self) -> None:
+        if not self.turns:
+            raise ValueError("attention must name at least one mechanism")
+        if self.num_layers % len(self.turns):
+            raise ValueError(
+                f"num_layers={self.num_layers} is not a multiple of the {len(self.turns)} "
+                "mechanisms that take turns"
+            )
+        if (self.max_length is not None) != (self.ends == "fastformer"):
+            raise ValueError(
+                f"max_length={self.max_length} with ends={self.ends!r}: the fastformer's ends have "
+                "a learned vector for each of max_length positions, the paper's have none"
+            )
+        self.mechanisms()  # refuses what does not fit
+        if self.key_depth is None or self.value_depth is None:
+            head_depth(self.model_dim, self.num_heads)
+
+    @property
+    def turns(self) -> tuple[str, ...]:
+        """The mechanisms of consecutive layers, which repeat."""
+        return (self.attention,) if isinstance(self.attention, str) else self.attention
+
+    def mechanisms(self) -> list[AttentionConfig]:
+        """The configurations of `turns`."""
+        known = {*self.turns, *map(str, range(len(self.turns)))}
+        for option, _ in self.attention_options:
+            if option.rpartition(".")[0] not in known:
+                raise ValueError(
+                    f"attention_options: {option!r} must begin with a mechanism's name and a dot, "
+                    f"or a number of a turn: {', '.join(sorted(known))}"
+                )
+        return [self._mechanism(turn, name) for turn, name in enumerate(self.turns)]
+
+    def _mechanism(self, turn: int, name: str) -> AttentionConfig:
+        capabilities, config = mechanism(name).capabilities, mechanism(name).Config
+        if self.is_causal and not capabilities.causal:
+            raise ValueError(
+                f"attention={name!r} is not causal: it would see the tokens it is to predict. With "
+                "is_causal=False a model learns to fill in masked tokens"
+            )
+        if not self.is_causal and not capabilities.bidirectional:
+            raise ValueError(f"attention={name!r} cannot see later tokens: is_causal must be True")
+        fields: dict[str, Any] = {}
+        if "gated" in {field.name for field in dataclasses.fields(config)}:
+            fields["gated"] = self.block == "paper"
+        sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
+        fields |= {field: size for field, size in sizes.items() if size is not None}
+        for option, value in self.attention_options:
+            of, _, field = option.rpartition(".")
+            if of in (name, str(turn)):
+                fields[field] = value
+        return configure(name, **fields)
+
+
+def flops_per_token(config: LanguageModelConfig, parameters: int) -> float:
+    """Floating-point operations a token needs in forward and backward: 6 a parameter in a matrix
+    product, the tied embedding once, and 12 for each entry of a log-attention state, which is
+    written and read once. What other mechanisms do between tokens is not counted."""
+    key_depth = config.key_depth or config.model_dim // config.num_heads
+    value_depth = config.value_depth or config.model_dim // config.num_heads
+    log_layers = config.turns.count("log") * config.num_layers // len(config.turns)
+    return 6.0 * parameters + 12.0 * log_layers * config.num_heads * key_depth * value_depth

@@ -1,0 +1,70 @@
+"""What a model learns: to predict the next token, or to fill in masked ones.
+
+An objective maps a model, tokens `[B, T + 1]`, which of the last T are there `[B, T]`, and a
+`jax.random.key` to losses in nats `[B, T]`, and which of them count.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.typing import Array
+
+Objective = Callable[[LanguageModel, Array, Array, Array], tuple[Array, Array]]
+
+
+def next_token(
+    model: LanguageModel, tokens: Array, there: Array, key: Array
+) -> tuple[Array, Array]:
+    """Each token is predicted from those before it."""
+    del key
+    logits = model(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), there
+
+
+@dataclass(frozen=True)
+class MaskedTokens:
+    """Some of the last T tokens, drawn at random, are predicted from the others.
+
+    Of those drawn, 80% are replaced by the mask, 10% by any token, and 10% stay. What is not there
+    is masked, too, and does not count.
+
+    Attributes:
+      fraction: of the T tokens, how many are drawn; at least one.
+      num_tokens: how many ids there are. The next one is the mask.
+
+    References:
+      Devlin, Chang, Lee, Toutanova, 2019, BERT, arXiv:1810.04805, section 3.1.
+    """
+
+    fraction: float
+    num_tokens: int
+
+    def __call__(
+        self, model: LanguageModel, tokens: Array, there: Array, key: Array
+    ) -> tuple[Array, Array]:
+        text = tokens[:, 1:]
+        given, drawn = self.mask(text, key)
+        logits = model(jnp.where(there, given, self.num_tokens))
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, text)
+        return losses, drawn & there
+
+    def mask(self, text: Array, key: Array) -> tuple[Array, Array]:
+        """What the model is given of text `[B, T]`, and which tokens it has to fill in: as many
+        of each row."""
+        keys = jax.random.split(key, 3)
+        count = max(round(self.fraction * text.shape[-1]), 1)
+        drawn = jax.random.permutation(
+            keys[0],
+            jnp.broadcast_to(jnp.arange(text.shape[-1]) < count, text.shape),
+            axis=-1,
+            independent=True,
+        )
+        way = jax.random.uniform(keys[1], text.shape)
+        other = jax.random.randint(keys[2], text.shape, 0, self.num_tokens, text.dtype)
+        replaced = jnp.where(way < 0.8, self.num_tokens, jnp.where(way < 0.9, other, text))
+        return jnp.where(drawn, replaced, text), drawn

@@ -1,0 +1,164 @@
+"""Values and gradients of every mechanism's layer, against its definition in float64."""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax import attention
+from heinsen_jax.ops.performer import orthogonal_features
+from tests.attention.oracles import ORACLES
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+
+MODEL_DIM, NUM_HEADS, BATCH, LENGTH = 24, 4, 2, 13
+STEP = 1e-6  # of differences: errors are near 1e-11, and few kinks, as of |x|, are stepped over
+
+# Sizes at which windows, blocks and segments end within the tokens. Log-attention takes long to
+# compile as it is by default.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "log": ("log", {}),
+    "log, window": ("log", {"window_size": 5, "implementation": "scan"}),
+    "log, decay of heads": ("log", {"decay": "head", "implementation": "scan"}),
+    "log, decay of features": (
+        "log",
+        {"decay": "feature", "num_kv_heads": 2, "implementation": "reference"},
+    ),
+    "log, decay and window": ("log", {"decay": "feature", "window_size": 9}),
+    "log, not gated": ("log", {"gated": False, "value_depth": 5, "implementation": "scan"}),
+    "softmax": ("softmax", {}),
+    "softmax, gated": ("softmax", {"gated": True, "key_depth": 3, "value_depth": 5}),
+    "gqa": ("gqa", {}),
+    "gqa, two groups": ("gqa", {"num_kv_heads": 2}),
+    "mla": ("mla", {}),
+    "mla, queries of low rank": ("mla", {"query_rank": 5, "rotary_depth": 4, "value_depth": 3}),
+    "sliding_window": ("sliding_window", {"window_size": 5}),
+    "sliding_window, itself": ("sliding_window", {"window_size": 1}),
+    "dilated": ("dilated", {"window_size": 3, "dilation": 4}),
+    "dilated, short": ("dilated", {"window_size": 2, "dilation": 3}),
+    "longformer": ("longformer", {"window_size": 4, "num_global_tokens": 2}),
+    "tglobal": ("tglobal", {"radius": 4, "block_size": 4, "num_buckets": 6, "max_distance": 6}),
+    "block_sparse, local": ("block_sparse", {"pattern": "local", "block_size": 4}),
+    "block_sparse, strided": ("block_sparse", {"pattern": "strided", "block_size": 4}),
+    "block_sparse, fixed": ("block_sparse", {"block_size": 5, "num_summaries": 2}),
+    "memory_compressed": ("memory_compressed", {"num_kv_heads": 2, "value_depth": 5}),
+    "linformer": ("linformer", {"max_length": 16, "rank": 5, "num_kv_heads": 2}),
+    "linear": ("linear", {}),
+    "linear, relu": ("linear", {"feature_map": "relu", "num_kv_heads": 2}),
+    "performer": ("performer", {"num_features": 10}),
+    "colt5": ("colt5", {"window_size": 3, "num_queries": 4, "num_sources": 6}),
+    "rmt": ("rmt", {"segment_length": 5, "num_memories": 2}),
+    "l1": ("l1", {}),
+    "l1, one key more": ("l1", {"denominator_bias": 1.0, "num_kv_heads": 2}),
+    "l1_sparse": ("l1_sparse", {"window_size": 2}),
+    "l1_sparse, near": ("l1_sparse", {"window_size": 4, "far": False, "denominator_bias": 0.5}),
+    "additive": ("additive", {}),
+    "additive, window": ("additive", {"window_size": 4}),
+}
+
+
+def shapes_of(variant: str, **options: Any) -> attention.Attention:
+    """The layer, with shapes in place of parameters."""
+    name, config = VARIANTS[variant]
+    sizes = {"model_dim": MODEL_DIM, "num_heads": NUM_HEADS}
+    return nnx.eval_shape(
+        lambda: attention.build(name, **sizes, rngs=nnx.Rngs(0), **config, **options)
+    )
+
+
+def cases() -> list[tuple[str, bool]]:
+    """All variants, in the directions that they declare."""
+    can = {variant: shapes_of(variant).capabilities for variant in VARIANTS}
+    causal = [(variant, True) for variant in VARIANTS if can[variant].causal]
+    return causal + [(variant, False) for variant in VARIANTS if can[variant].bidirectional]
+
+
+each = pytest.mark.parametrize(
+    ("variant", "is_causal"),
+    [
+        pytest.param(*case, id=f"{case[0]}-{'causal' if case[1] else 'bidirectional'}")
+        for case in cases()
+    ],
+)
+
+
+class Run(NamedTuple):
+    """What a layer has made of `inputs`, which are x and its parameters by path."""
+
+    layer: attention.Attention
+    inputs: dict[str, np.ndarray]
+    y: np.ndarray
+    cotangent: np.ndarray
+    gradients: dict[str, np.ndarray]
+
+
+def path_of(keys: Any) -> str:
+    return ".".join(str(key.key) for key in keys[:-1])
+
+
+@cache
+def run(variant: str, is_causal: bool) -> Run:
+    layer = shapes_of(variant, dtype=jnp.float64, param_dtype=jnp.float64)
+    graph, shapes = nnx.split(layer)
+    rng = np.random.default_rng(0)
+    inputs = {"x": rng.standard_normal((BATCH, LENGTH, MODEL_DIM))}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        name = path_of(keys)
+        inputs[name] = name.endswith("scale") + 0.3 * rng.standard_normal(leaf.shape)
+
+    def call(inputs: dict[str, jax.Array]) -> jax.Array:
+        parameters = jax.tree.map_with_path(lambda keys, _: inputs[path_of(keys)], shapes)
+        return nnx.merge(graph, parameters)(inputs["x"], is_causal=is_causal)
+
+    @jax.jit
+    def value_and_gradients(inputs: Any, cotangent: Any) -> Any:
+        y, pullback = jax.vjp(call, inputs)
+        return y, pullback(cotangent)[0]
+
+    cotangent = rng.standard_normal((BATCH, LENGTH, MODEL_DIM))
+    y, gradients = jax.tree.map(np.asarray, value_and_gradients(inputs, cotangent))
+    return Run(layer, inputs, y, cotangent, gradients)
+
+
+def expected(variant: str, is_causal: bool, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+    name, _ = VARIANTS[variant]
+    layer: Any = run(variant, is_causal).layer
+    if name == "performer":  # drawn, not computed
+        seed = jax.random.key(layer.config.seed)
+        features = orthogonal_features(seed, layer.num_features, layer.key_depth)
+        inputs = {**inputs, "features": np.asarray(features, np.float64)}
+    return np.stack([ORACLES[name](layer, inputs, x, is_causal) for x in inputs["x"]])
+
+
+def test_every_mechanism_has_an_oracle():
+    assert set(attention.names()) == set(ORACLES) == {name for name, _ in VARIANTS.values()}
+
+
+@each
+def test_values(variant, is_causal):
+    have = run(variant, is_causal)
+    assert have.y.dtype == np.float64
+    want = expected(variant, is_causal, have.inputs)
+    np.testing.assert_allclose(have.y, want, rtol=0, atol=1e-10)
+
+
+@each
+def test_gradients(variant, is_causal):
+    """For x and each parameter, in one direction: against differences of the oracle."""
+    have = run(variant, is_causal)
+    rng = np.random.default_rng(1)
+    for name, gradient in have.gradients.items():
+        direction = rng.standard_normal(gradient.shape)
+        moved = (have.inputs | {name: have.inputs[name] + s * direction} for s in (STEP, -STEP))
+        after, before = (expected(variant, is_causal, inputs) for inputs in moved)
+        terms = have.cotangent * (after - before) / (2 * STEP)
+        size = np.sum(np.abs(terms))
+        assert size > 1e-3, f"nothing depends on {name}"
+        np.testing.assert_allclose(
+            np.sum(gradient * direction), np.sum(terms), rtol=0, atol=1e-8 * size, err_msg=name
+        )

@@ -1,0 +1,398 @@
+"""What every mechanism computes, a second time: as it is defined, one sequence and head at a time.
+
+In NumPy's float64, with nothing from the package. An oracle is called with a layer, of which it
+reads sizes and configuration, its parameters by path such as 'project.kernel', tokens `[T, D]`, and
+whether a token sees only itself and earlier ones.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+Layer = Any
+Parameters = Mapping[str, Array]
+Oracle = Callable[[Layer, Parameters, Array, bool], Array]
+
+
+def within(parameters: Parameters, name: str) -> Parameters:
+    """Those of a layer's part."""
+    start = f"{name}."
+    return {k.removeprefix(start): v for k, v in parameters.items() if k.startswith(start)}
+
+
+def places(length: int, is_causal: bool) -> tuple[Array, Array]:
+    """How far behind a query each key lies, `[T, T]`, and which keys are not in its future."""
+    behind = np.arange(length)[:, None] - np.arange(length)[None]
+    return behind, (behind >= 0) | (not is_causal)
+
+
+def heads(
+    layer: Layer, p: Parameters, x: Array, source: Array | None = None, name: str = "project"
+) -> Iterator[tuple[Array, Array, Array]]:
+    """Of each query head, its queries, and keys and values of the key/value head that it reads.
+
+    The columns of a key/value head: queries of all heads that read it, its keys, its values.
+    """
+    of_queries = x @ p[f"{name}.kernel"] + p[f"{name}.bias"]
+    of_source = of_queries if source is None else source @ p[f"{name}.kernel"] + p[f"{name}.bias"]
+    shared, depth = layer.num_heads // layer.num_kv_heads, layer.key_depth
+    width = shared * depth + depth + layer.value_depth
+    for head in range(layer.num_heads):
+        group, member = divmod(head, shared)
+        query = of_queries[:, group * width + member * depth :][:, :depth]
+        key = of_source[:, group * width + shared * depth :][:, :depth]
+        value = of_source[:, group * width + shared * depth + depth :][:, : layer.value_depth]
+        yield query, key, value
+
+
+def back(layer: Layer, p: Parameters, y: list[Array]) -> Array:
+    """(a * sigmoid(b)) W3 with a | b = y W2 + b2, if gated; or else y W3 + b3."""
+    joined = np.concatenate(y, 1)
+    if not layer.config.gated:
+        return joined @ p["output.kernel"] + p["output.bias"]
+    a, b = np.split(joined @ p["gate.kernel"] + p["gate.bias"], 2, axis=1)
+    return a / (1 + np.exp(-b)) @ p["output.kernel"]
+
+
+def average(weights: Array, seen: Array, value: Array, more: float = 0.0) -> Array:
+    """sum_s weights_ts value_s / (more + sum_s weights_ts), over what t sees."""
+    weights = np.where(seen, weights, 0.0)
+    return weights @ value / (more + weights.sum(1, keepdims=True))
+
+
+def similarity(query: Array, key: Array) -> Array:
+    """exp(q . k / sqrt(depth)), which a softmax divides by its sum: no score is large here."""
+    return np.exp(query @ key.T / math.sqrt(query.shape[1]))
+
+
+def nearness(query: Array, key: Array) -> Array:
+    """exp(-|q - k|_1 / sqrt(depth)), for L1 attention."""
+    distance = np.abs(query[:, None] - key[None]).sum(2)
+    return np.exp(-distance / math.sqrt(query.shape[1]))
+
+
+def layer_norm(p: Parameters, x: Array) -> Array:
+    centred = x - x.mean(1, keepdims=True)
+    variance = (centred**2).mean(1, keepdims=True)
+    return centred / np.sqrt(variance + 1e-5) * p["scale"] + p["bias"]
+
+
+def rms_norm(p: Parameters, x: Array) -> Array:
+    return x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-6) * p["scale"]
+
+
+# Attention to a part of the keys.
+
+
+def sees_all(config: Any, behind: Array) -> Array:
+    del config
+    return np.full(behind.shape, True)
+
+
+def sees_window(config: Any, behind: Array) -> Array:
+    return np.abs(behind) < config.window_size
+
+
+def sees_dilated_window(config: Any, behind: Array) -> Array:
+    steps, rest = np.divmod(np.abs(behind), config.dilation)
+    return (rest == 0) & (steps < config.window_size)
+
+
+def sees_blocks(config: Any, behind: Array) -> Array:
+    """Child et al. (2019), section 4.2."""
+    size = config.block_size
+    query, key = np.indices(behind.shape)
+    if config.pattern == "local":
+        return behind < size
+    if config.pattern == "strided":
+        return behind % size == 0
+    return (key // size == query // size) | (key % size >= size - config.num_summaries)
+
+
+def sees_ever_farther(config: Any, behind: Array) -> Array:
+    """The nearest, and those 2, 4, 8, ... windows away."""
+    farther = [config.window_size * 2**n for n in range(1, 30)] if config.far else []
+    return sees_window(config, behind) | np.isin(np.abs(behind), farther)
+
+
+def masked(
+    sees: Callable[[Any, Array], Array], weigh: Callable[[Array, Array], Array] = similarity
+) -> Oracle:
+    def oracle(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+        behind, seen = places(len(x), is_causal)
+        seen = seen & sees(layer.config, behind)
+        more = 0.0 if weigh is similarity else layer.config.denominator_bias
+        y = [average(weigh(q, k), seen, v, more) for q, k, v in heads(layer, p, x)]
+        return back(layer, p, y)
+
+    return oracle
+
+
+def longformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """A window and the first tokens; these see all, by queries, keys and values of their own."""
+    behind, seen = places(len(x), is_causal)
+    is_global = np.arange(len(x)) < layer.config.num_global_tokens
+    near = seen & (sees_window(layer.config, behind) | is_global[None])
+    y = []
+    both = zip(heads(layer, p, x), heads(layer, p, x, name="project_global"), strict=True)
+    for (query, key, value), (own_query, own_key, own_value) in both:
+        of_all = average(similarity(query, key), near, value)
+        of_global = average(similarity(own_query, own_key), seen, own_value)
+        y.append(np.where(is_global[:, None], of_global, of_all))
+    return back(layer, p, y)
+
+
+# Attention to what tokens have been made into.
+
+
+def latent(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """MLA: keys [c W^K | rotated k_pe] and values c W^V, where c | k_pe = x Wc and c is normalised.
+
+    Queries are [q | rotated q_pe], and scores divided by the root of the depth of both parts.
+    """
+    _, seen = places(len(x), is_causal)
+    low = x
+    if layer.config.query_rank is not None:
+        low = rms_norm(within(p, "query_norm"), x @ p["query_down.kernel"])
+    queries = low @ p["query.kernel"]
+    down = x @ p["down.kernel"]
+    compressed = rms_norm(within(p, "norm"), down[:, : layer.rank])
+    shared_key = rotated(down[:, layer.rank :])
+    y = []
+    for head, query in enumerate(np.split(queries, layer.num_heads, axis=1)):
+        plain, to_rotate = query[:, : layer.key_depth], query[:, layer.key_depth :]
+        query = np.concatenate([plain, rotated(to_rotate)], 1)
+        key = np.concatenate([compressed @ p["key_up"][head], shared_key], 1)
+        y.append(average(similarity(query, key), seen, compressed @ p["value_up"][head]))
+    return np.concatenate(y, 1) @ p["output.kernel"]
+
+
+def rotated(x: Array) -> Array:
+    """Adjacent features as complex numbers, turned by position * 10000^(-2i / depth)."""
+    length, depth = x.shape
+    speeds = 10000.0 ** (-2 * np.arange(depth // 2) / depth)
+    angles = np.arange(length)[:, None] * speeds[None]
+    turned = (x[:, ::2] + 1j * x[:, 1::2]) * np.exp(1j * angles)
+    return np.stack([turned.real, turned.imag], 2).reshape(length, depth)
+
+
+def transient_global(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """LongT5: one softmax over the nearest tokens and normalised sums of blocks, as more tokens.
+
+    Tokens after the last whole block belong to it; or, if causal, to none. A causal token sees the
+    blocks before its own.
+    """
+    config, length = layer.config, len(x)
+    behind, seen = places(length, is_causal)
+    count = length // config.block_size
+    block = np.arange(length) // config.block_size
+    block = block if is_causal else np.minimum(block, count - 1)
+    sums = np.stack([x[block == number].sum(0) for number in range(count)])
+    block_behind = block[:, None] - np.arange(count)[None]
+    seen = np.concatenate(
+        [seen & (np.abs(behind) <= config.radius), (block_behind > 0) | (not is_causal)], 1
+    )
+    near, far = (bucket(config, -distance, is_causal) for distance in (behind, block_behind))
+    summaries = rms_norm(within(p, "global_norm"), sums)
+    everything = np.concatenate([x, summaries])
+    y = []
+    for head, (query, key, value) in enumerate(heads(layer, p, x, everything)):
+        bias = np.concatenate([p["local_bias"][near, head], p["global_bias"][far, head]], 1)
+        y.append(average(similarity(query, key) * np.exp(bias), seen, value))
+    return back(layer, p, y)
+
+
+def bucket(config: Any, position: Array, is_causal: bool) -> Array:
+    """T5's buckets: half of them for each side, of these half for a distance each, and the others
+    for distances that grow by a factor."""
+    one_side = config.num_buckets if is_causal else config.num_buckets // 2
+    exact = one_side // 2
+    distance = np.abs(position)
+    growth = np.log(np.maximum(distance, 1) / exact) / math.log(config.max_distance / exact)
+    wide = exact + np.floor(growth * (one_side - exact)).astype(int)
+    found = np.where(distance < exact, distance, np.minimum(wide, one_side - 1))
+    return found if is_causal else found + one_side * (position > 0)
+
+
+def memory_compressed(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """A group of tokens becomes one key and one value, by products; zeros fill up the last group.
+
+    All see a null key, before them; a causal token also the groups that end at or before it.
+    """
+    factor, length = layer.config.factor, len(x)
+    ends = np.arange(factor - 1, length + factor - 1, factor)
+    complete = ends[None] <= np.arange(length)[:, None]
+    seen = np.concatenate([np.full((length, 1), True), complete | (not is_causal)], 1)
+
+    def compressed(part: Parameters, group: int, x: Array) -> Array:
+        groups = [part["null"][group]]
+        for end in ends:
+            tokens = x[end - factor + 1 : end + 1]
+            products = (token @ part["kernel"][group, i] for i, token in enumerate(tokens))
+            groups.append(sum(products, part["bias"][group]))
+        return np.stack(groups)
+
+    y = []
+    for head, (query, key, value) in enumerate(heads(layer, p, x)):
+        group = head // (layer.num_heads // layer.num_kv_heads)
+        key = compressed(within(p, "of_keys"), group, key)
+        value = compressed(within(p, "of_values"), group, value)
+        y.append(average(similarity(query, key), seen, value))
+    return back(layer, p, y)
+
+
+def linformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """softmax(Q (E^T K)^T / sqrt(depth)) F^T V, with the first rows of E and F."""
+    assert not is_causal
+    e, f = (p[name][: len(x)] for name in ("of_keys", "of_values"))
+    seen = np.full((len(x), e.shape[1]), True)
+    y = [average(similarity(q, e.T @ k), seen, f.T @ v) for q, k, v in heads(layer, p, x)]
+    return back(layer, p, y)
+
+
+# Attention whose weights are products of features.
+
+
+def linear(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """sum_s phi(q_t) . phi(k_s) v_s / (sum_s phi(q_t) . phi(k_s) + 1e-6)."""
+    maps = {
+        "elu1": lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0))),
+        "relu": lambda x: np.maximum(x, 0),
+        "identity": lambda x: x,
+    }
+    phi = maps[layer.config.feature_map]
+    _, seen = places(len(x), is_causal)
+    y = [average(phi(q) @ phi(k).T, seen, v, 1e-6) for q, k, v in heads(layer, p, x)]
+    return back(layer, p, y)
+
+
+def performer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """Weights phi(q) . phi(k), phi(x) = exp(W x' - |x'|^2 / 2) and x' = x / depth^1/4."""
+    _, seen = places(len(x), is_causal)
+
+    def phi(x: Array) -> Array:
+        x = x / x.shape[1] ** 0.25
+        return np.exp(x @ p["features"].T - (x**2).sum(1, keepdims=True) / 2)
+
+    y = [average(phi(q) @ phi(k).T, seen, v) for q, k, v in heads(layer, p, x)]
+    return back(layer, p, y)
+
+
+def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """log Y = log(weights V) - log(sum of weights), where weights_ts = sum_a exp(q_ta + k_sa).
+
+    With decay, what t sees of s has been multiplied by exp(log_decay_ra) at every token r after s,
+    up to t; or, if not causal, up to the last.
+    """
+    config, length = layer.config, len(x)
+    behind, seen = places(length, is_causal)
+    if config.window_size is not None:
+        seen = seen & (behind < config.window_size)
+    log_decay = np.zeros((layer.num_kv_heads, length, 1))
+    if config.decay is not None:
+        rates = x @ p["fade.kernel"] + p["fade.bias"]
+        log_decay = -np.log1p(np.exp(-np.stack(np.split(rates, layer.num_kv_heads, axis=1))))
+    y = []
+    for head, (query, key, log_value) in enumerate(heads(layer, p, x)):
+        decay = log_decay[head // (layer.num_heads // layer.num_kv_heads)]
+        weights = np.zeros((length, length))
+        for t, s in np.argwhere(seen):
+            faded = decay[s + 1 : t + 1 if is_causal else length].sum(0)
+            weights[t, s] = np.exp(query[t] + key[s] + faded).sum()
+        y.append(np.log(average(weights, seen, np.exp(log_value))))
+    return back(layer, p, y)
+
+
+# Layers of several parts.
+
+
+def additive(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """Fastformer: m = pool(x Wq; wq) Wp * (x Wk), y = m + pool(norm(x + m); wk) * (x Wv).
+
+    pool averages under weights softmax(w . x / sqrt(depth)) of each head.
+    """
+    behind, seen = places(len(x), is_causal)
+    if layer.config.window_size is not None:
+        seen = seen & (behind < layer.config.window_size)
+
+    def pool(x: Array, weights: Array) -> Array:
+        parts = []
+        for part in np.split(np.arange(x.shape[1]), layer.num_heads):
+            of_token = np.exp(x[:, part] @ weights[part] / math.sqrt(len(part)))
+            parts.append(average(of_token[None], seen, x[:, part]))
+        return np.concatenate(parts, 1)
+
+    pooled = pool(x @ p["query.kernel"], p["query_weights"])
+    mixed = pooled @ p["project.kernel"] * (x @ p["key.kernel"])
+    between = layer_norm(within(p, "norm"), x + mixed)
+    return mixed + pool(between, p["key_weights"]) * (x @ p["value.kernel"])
+
+
+def conditional(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """CoLT5: y_i = light(x)_i + lambda^q_i heavy(x_i, {lambda^kv_j x_j}) for i and j routed."""
+    assert not is_causal
+    config, heavy = layer.config, layer.heavy
+
+    def route(scores: Array, most: int) -> tuple[Array, Array]:
+        count = min(most, len(x))
+        weights = soft_top_k(scores, min(9 / 8 * count, len(x)))
+        chosen = np.argsort(-weights, kind="stable")[:count]
+        return chosen, weights[chosen, None]
+
+    queries, of_queries = route(x @ p["query_router"], config.num_queries)
+    sources, of_sources = route(x @ p["source_router"], config.num_sources)
+    y = ORACLES["sliding_window"](layer.light, within(p, "light"), x, False)
+    seen = np.full((len(queries), len(sources)), True)
+    part = within(p, "heavy")
+    routed = heads(heavy, part, x[queries], of_sources * x[sources])
+    read = [average(similarity(q, k), seen, v) for q, k, v in routed]
+    y[queries] += of_queries * back(heavy, part, read)
+    return y
+
+
+def soft_top_k(scores: Array, k: float) -> Array:
+    """By coordinate descent on the multipliers a and b, in 50 steps at a temperature of 1."""
+    a, b = 0.0, -scores
+    for _ in range(50):
+        a = math.log(k) - np.log(np.exp(scores + b).sum())
+        b = -np.maximum(scores + a, 0)
+    return np.exp(scores + a + b)
+
+
+def recurrent_memory(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """RMT: [_, x + y, m'] = s + attention(norm(s)), s = [m | x | m], segment after segment."""
+    assert is_causal
+    memory, y = p["memory"], []
+    for start in range(0, len(x), layer.config.segment_length):
+        segment = x[start : start + layer.config.segment_length]
+        s = np.concatenate([memory, segment, memory])
+        normal = layer_norm(within(p, "norm"), s)
+        s = s + ORACLES["softmax"](layer.attention, within(p, "attention"), normal, True)
+        _, tokens, memory = np.split(s, [len(memory), len(memory) + len(segment)])
+        y.append(tokens - segment)
+    return np.concatenate(y)
+
+
+ORACLES: dict[str, Oracle] = {
+    "log": log,
+    "softmax": masked(sees_all),
+    "gqa": masked(sees_all),
+    "mla": latent,
+    "sliding_window": masked(sees_window),
+    "dilated": masked(sees_dilated_window),
+    "longformer": longformer,
+    "tglobal": transient_global,
+    "block_sparse": masked(sees_blocks),
+    "memory_compressed": memory_compressed,
+    "linformer": linformer,
+    "linear": linear,
+    "performer": performer,
+    "colt5": conditional,
+    "rmt": recurrent_memory,
+    "l1": masked(sees_all, nearness),
+    "l1_sparse": masked(sees_ever_farther, nearness),
+    "additive": additive,
+}

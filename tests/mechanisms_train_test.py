@@ -1,0 +1,40 @@
+"""The quickstart with every mechanism: from the command line's words to a trained model."""
+
+from pathlib import Path
+
+import pytest
+
+from heinsen_jax import attention, data
+from heinsen_jax.config import load_config, override
+from heinsen_jax.training.loop import train
+from heinsen_jax.training.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[1]
+CAUSAL = [name for name in attention.names() if attention.mechanism(name).capabilities.causal]
+MARGIN = 1.5
+"""Nats that 30 updates must gain at least, of 5.6 at first."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "text.txt"
+    path.write_text("".join(file.read_text() for file in sorted(ROOT.glob("heinsen_jax/**/*.py"))))
+    return path
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_quickstart(name, corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(name)
+    words = f"""
+        --model.attention {name} --data.corpus {corpus} --data.cache {corpus.parent}
+        --data.batch_size 4 --training.steps 30 --training.report_every 1
+        --training.evaluation_batches 4 --training.sample_tokens 0 --optimizer.warmup_steps 5
+    """
+    config = override(load_config(ROOT / "configs/quickstart.py"), words.split())
+    result = train(folder, data.load(config.data), config)
+    rows = read_metrics(folder)
+    first = rows[0]["train/loss"]
+    assert 5 < first < 7
+    assert result.metrics["loss"] < first - MARGIN

@@ -1,0 +1,73 @@
+"""What is masked, and which tokens' losses are learned from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen_jax.training.objective import MaskedTokens, next_token
+
+OBJECTIVE = MaskedTokens(fraction=0.15, num_tokens=50)
+
+
+class Echo:
+    """A model that says what it was given: logits are high for that token."""
+
+    def __call__(self, tokens):
+        self.given = tokens
+        return 5.0 * jax.nn.one_hot(tokens, 51)
+
+
+def text(rows=400, length=101):
+    return jax.random.randint(jax.random.key(1), (rows, length), 0, 50)
+
+
+def test_as_many_tokens_of_each_row_are_masked():
+    tokens = text()
+    given, drawn = OBJECTIVE.mask(tokens, jax.random.key(0))
+    np.testing.assert_array_equal(drawn.sum(1), 15)
+    np.testing.assert_array_equal(given[~drawn], tokens[~drawn])
+    rates = drawn.mean(0)  # of each position: 15 / 101 within 5 standard deviations
+    assert np.all(np.abs(rates - 15 / 101) < 5 * np.sqrt(0.15 * 0.85 / 400))
+
+
+def test_of_those_most_are_replaced_by_the_mask():
+    tokens = text()
+    given, drawn = (np.asarray(x) for x in OBJECTIVE.mask(tokens, jax.random.key(0)))
+    chosen, truth = given[drawn], np.asarray(tokens)[drawn]
+    others = (chosen != 50) & (chosen != truth)
+    assert np.mean(chosen == 50) == pytest.approx(0.8, abs=0.03)
+    assert np.mean(chosen == truth) == pytest.approx(0.1 + 0.1 / 50, abs=0.02)
+    assert len(set(chosen[others])) == 50
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (3, 1), (10, 2), (20, 3)])
+def test_at_least_one_is_masked(length, count):
+    _, drawn = OBJECTIVE.mask(text(8, length), jax.random.key(0))
+    np.testing.assert_array_equal(drawn.sum(1), count)
+
+
+def test_another_key_masks_others():
+    one, same, other = (OBJECTIVE.mask(text(), jax.random.key(seed))[1] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(one, same)
+    assert np.any(one != other)
+
+
+def test_only_masked_tokens_that_are_there_count():
+    tokens, model = text(4, 33), Echo()
+    there = np.broadcast_to(np.arange(32) < 20, (4, 32))
+    losses, counted = OBJECTIVE(model, tokens, there, jax.random.key(0))
+    given, drawn = OBJECTIVE.mask(tokens[:, 1:], jax.random.key(0))
+    np.testing.assert_array_equal(counted, drawn & there)
+    np.testing.assert_array_equal(model.given, np.where(there, given, 50))
+    right = 5 * (np.asarray(model.given) == tokens[:, 1:])
+    np.testing.assert_allclose(losses, np.log(50 + np.exp(5)) - right, rtol=1e-5)
+
+
+def test_next_tokens_are_predicted_from_those_before():
+    tokens, model = text(4, 33), Echo()
+    losses, counted = next_token(model, tokens, jnp.ones((4, 32), bool), jax.random.key(0))
+    np.testing.assert_array_equal(model.given, tokens[:, :-1])
+    assert np.all(counted)
+    right = 5 * (np.asarray(tokens[:, :-1]) == tokens[:, 1:])
+    np.testing.assert_allclose(losses, np.log(50 + np.exp(5)) - right, rtol=1e-5)

@@ -1,7 +1,10 @@
 """Checkpoints of a run: asynchronous, atomic, the latest and the best kept."""
 
+import itertools
 import json
 import math
+import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 from heinsen_jax.data import load_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.training.seal import damage, seal, seal_the_last
 from heinsen_jax.training.state import TrainState
 
 CONFIG_FILE = "config.json"
@@ -26,12 +30,16 @@ class Checkpoints:
 
     A save returns once the arrays are copied and writes in the background; a step appears under its
     final name only when it is whole, so a killed process leaves the one before as the latest.
+    Every file is held against the hash it was written with before a step counts as one: damaged
+    steps, which `damaged` names, are renamed, and those before them are used.
     Opened with `read_only`, the folder is left as it is, also while another process writes to it.
     """
 
     def __init__(self, workdir: Path, *, keep: int = 2, read_only: bool = False):
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
         self._read_only = read_only
+        self._on_exit = ExitStack()
+        self.damaged = self._find_damaged()
         best = BestN(get_metric_fn=_goodness, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
@@ -39,10 +47,43 @@ class Checkpoints:
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
         )
         self._manager = ocp.CheckpointManager(
-            self.folder, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
+            self._without_damaged(), options=options, item_handlers=ocp.PyTreeCheckpointHandler()
         )
+
+    def _steps(self) -> list[Path]:
+        """The folders of finished steps."""
+        folders = self.folder.iterdir() if self.folder.is_dir() else ()
+        return [path for path in folders if path.name.isdecimal()]
+
+    def _find_damaged(self) -> dict[int, str]:
+        """What is wrong with which steps. For a writer, these get another name."""
+        found = {}
+        for folder in self._steps():
+            if not self._read_only:
+                seal_the_last(folder)
+            if reason := damage(folder):
+                found[int(folder.name)] = reason
+                if not self._read_only:
+                    folder.rename(_free(folder.with_name(f"damaged-{folder.name}")))
+        return found
+
+    def _without_damaged(self) -> Path:
+        """The folder; for a reader, who renames nothing, one with links to what is whole."""
+        if not (self._read_only and self.damaged):
+            return self.folder
+        links = Path(self._on_exit.enter_context(tempfile.TemporaryDirectory()))
+        for folder in self._steps():
+            if int(folder.name) not in self.damaged:
+                (links / folder.name).symlink_to(folder)
+        return links
+
+    def _seal(self) -> None:
+        """Called by Orbax when all files of a step are written, under a name not yet final."""
+        for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
+            seal(folder)
 
     def latest_step(self) -> int | None:
         """The newest whole checkpoint."""
@@ -102,6 +143,10 @@ class Checkpoints:
     def __exit__(self, *_: Any) -> None:
         """Waits until everything is written."""
         self._manager.close()
+        self._on_exit.close()
+        if not self._read_only:
+            for folder in self._steps():
+                seal_the_last(folder)
 
 
 def load_run(
@@ -152,6 +197,12 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
 
 def _no_checkpoint(workdir: Path) -> str:
     return f"{workdir} has no checkpoint yet: start its training again to go on"
+
+
+def _free(path: Path) -> Path:
+    """A name that is not taken, by a number at its end if need be."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], others) if not name.exists())
 
 
 def _goodness(metrics: dict[str, float]) -> float:

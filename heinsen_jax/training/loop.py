@@ -178,6 +178,9 @@ class _Run:
             self.flops_per_token = flops_per_token(self.model, count)
             steps = self.training.steps
             with Reporter(self.workdir, start_step=start, steps=steps) as self.reporter:
+                for damaged, reason in self.checkpoints.damaged.items():
+                    folder = self.checkpoints.folder / str(damaged)
+                    self.reporter.line(f"{folder} is damaged ({reason}): it is not used")
                 self._introduce(start, count)
                 result = self._steps(state, start, train_step, caught)
         self._conclude(result)

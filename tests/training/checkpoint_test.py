@@ -1,11 +1,14 @@
 """Checkpoints: what is kept, what comes back, and what a damaged one says."""
 
+import shutil
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
+from heinsen_jax.training.seal import WRITTEN_LAST, damage, seal
 from heinsen_jax.training.state import TrainState
 
 
@@ -54,15 +57,70 @@ def test_a_step_half_written_is_not_the_latest(tmp_path):
         assert checkpoints.latest_step() == 1
 
 
-def test_a_damaged_step_is_named(tmp_path):
-    for file in (saved(tmp_path, (1, None)) / "1").rglob("*"):
-        if file.is_file() and file.parent.name == "d":
-            file.write_bytes(file.read_bytes()[:10])
-    with (
-        Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(UserError, match=r"checkpoints/1 cannot be read \(.+\): move"),
-    ):
-        checkpoints.restore(1, state(0.0))
+def files(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+WAYS = {
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "emptied": lambda path: path.write_bytes(b""),
+    "deleted": lambda path: path.unlink(),
+    "flipped": flip,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_damage_to_any_file_is_found_and_the_step_before_is_used(tmp_path, way):
+    folder = saved(tmp_path / "original", (1, None), (2, None))
+    names = [path.relative_to(folder) for path in files(folder / "2")]
+    assert len(names) > 8
+    for i, name in enumerate(names):
+        workdir = tmp_path / str(i)
+        shutil.copytree(tmp_path / "original", workdir)
+        WAYS[way](workdir / "checkpoints" / name)
+        with Checkpoints(workdir, read_only=True) as reader:
+            assert reader.latest_step() == reader.best_step() == 1, name
+        with Checkpoints(workdir) as checkpoints:
+            assert list(checkpoints.damaged) == [2], name
+            assert checkpoints.latest_step() == 1
+            restored = checkpoints.restore(1, state(0.0))
+            checkpoints.save(2, state(2.0))
+        np.testing.assert_array_equal(restored.parameters["w"], jnp.full((4, 3), 1.0))
+        assert (workdir / "checkpoints/damaged-2").is_dir()
+        with Checkpoints(workdir) as checkpoints:
+            assert not checkpoints.damaged
+            assert checkpoints.latest_step() == 2
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    folder = saved(tmp_path, (1, None), (2, None), (3, None))
+    flip(folder / "2/default/manifest.ocdbt")
+    (folder / "3/more").touch()
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.damaged == {
+            2: "default/manifest.ocdbt is not as it was written",
+            3: "more does not belong there",
+        }
+
+
+def test_a_step_is_whole_though_the_process_was_killed_before_it_added_the_last_files(tmp_path):
+    folder = saved(tmp_path, (1, None)) / "1"
+    for name in WRITTEN_LAST:
+        (folder / name).rename(tmp_path / name)
+    seal(folder)
+    for name in WRITTEN_LAST:
+        (tmp_path / name).rename(folder / name)
+    assert damage(folder) is None
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+    flip(folder / "commit_success.txt")
+    assert damage(folder) == "commit_success.txt is not as it was written"
 
 
 def test_arrays_that_were_not_saved_are_refused(tmp_path):

@@ -1,0 +1,79 @@
+"""Seals on checkpoints: what every file must contain, so that a damaged one is never loaded.
+
+The seal is a file in a step's folder, written before the folder gets its final name: a step without
+one was not finished. Orbax then writes two small files about that, which are added to it later.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+SEAL_FILE = "sha256.json"
+WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}
+
+
+def seal(folder: Path) -> None:
+    """Records the SHA-256 of every file in the folder of a step that is being written."""
+    _write(folder, _hashes(folder, set(_files(folder)) - WRITTEN_LAST))
+
+
+def seal_the_last(folder: Path) -> None:
+    """Adds the files that were written last to the seal of a step."""
+    sealed = _read(folder)
+    if sealed is not None and WRITTEN_LAST.isdisjoint(sealed):
+        _write(folder, sealed | _hashes(folder, WRITTEN_LAST & set(_files(folder))))
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a step's folder; None if nothing is."""
+    sealed = _read(folder)
+    if sealed is None:
+        return f"{SEAL_FILE} is missing or damaged"
+    files = set(_files(folder))
+    if WRITTEN_LAST.isdisjoint(sealed):  # the process was killed before it could add them
+        files -= WRITTEN_LAST
+    for name in sorted(sealed.keys() | files):
+        if name not in files:
+            return f"{name} is missing"
+        if name not in sealed:
+            return f"{name} does not belong there"
+    for name, found in _hashes(folder, files).items():
+        if found != sealed[name]:
+            return f"{name} is not as it was written"
+    return None
+
+
+def _files(folder: Path) -> list[str]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if name != SEAL_FILE]
+
+
+def _hashes(folder: Path, names: set[str]) -> dict[str, str]:
+    found = {}
+    for name in sorted(names):
+        with (folder / name).open("rb") as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
+def _read(folder: Path) -> dict[str, str] | None:
+    """The hashes by file; None if there is no seal, or one that is not as it was written."""
+    try:
+        content = json.loads((folder / SEAL_FILE).read_text())
+        hashes = content["files"]
+        return hashes if content["sha256"] == _hash_of(hashes) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(folder: Path, hashes: dict[str, str]) -> None:
+    """All at once."""
+    path = folder / f"{SEAL_FILE}.tmp"
+    path.write_text(json.dumps({"files": hashes, "sha256": _hash_of(hashes)}, indent=1))
+    os.replace(path, folder / SEAL_FILE)
+
+
+def _hash_of(hashes: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()

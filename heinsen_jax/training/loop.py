@@ -10,7 +10,6 @@ from typing import Annotated, Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pydantic
 from flax import nnx
 from jax.sharding import Mesh
@@ -59,6 +58,11 @@ class TrainingConfig:
     """What a sample begins with."""
     sample_tokens: pydantic.NonNegativeInt = 200
     """Tokens of a sample; 0 for none."""
+    skip_above: pydantic.PositiveFloat | None = 20.0
+    """An update is skipped if its gradient's norm is more than so many times the usual one; None:
+    never. Updates that are not finite always are."""
+    most_skipped: pydantic.PositiveInt = 20
+    """Training ends when so many updates in a row were skipped."""
     masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     """How much of a text a model has to fill in, if it is not causal."""
 
@@ -203,6 +207,7 @@ class _Run:
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
             objective=self.objective,
             seed=self.seed,
+            skip_above=self.training.skip_above,
         )
         return start or 0, state, train_step
 
@@ -240,8 +245,18 @@ class _Run:
 
     def _report(self, step: int, measured: dict[str, Any], clock: "_Clock") -> None:
         values = {name: float(x) for name, x in measured.items()}
-        if not np.isfinite(values["loss"]):
-            self.reporter.line(f"warning: the loss of step {step} is {values['loss']}")
+        in_a_row = int(values.pop("skipped_in_a_row"))
+        if in_a_row:
+            self.reporter.line(
+                f"warning: the last {in_a_row} update(s) up to step {step} were skipped: loss "
+                f"{values['loss']:.4g}, gradient norm {values['gradient_norm']:.4g}"
+            )
+        if in_a_row >= self.training.most_skipped:
+            raise UserError(
+                f"training ends at step {step}: {in_a_row} updates in a row were skipped, for they "
+                "were not finite, or their gradients larger than training.skip_above allows. Try "
+                "a smaller optimizer.learning_rate, or look at the data near this step"
+            )
         tokens = self.data.batch_size * self.data.sequence_length
         values["learning_rate"] = float(jnp.asarray(self.schedule(step - 1)))
         values["tokens_per_second"] = rate = tokens * clock.steps_per_second(step)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.sharding import shardings
+from heinsen_jax.training.guard import Guard
 from heinsen_jax.typing import Array
 
 
@@ -20,14 +21,16 @@ class TrainState:
     """Everything that a checkpoint must hold: the data's place is the step.
 
     Attributes:
-      step: updates made so far.
+      step: updates so far, those that were skipped included.
       parameters: the model's `nnx.State` of parameters.
       optimizer: optax's state.
+      guard: what it knows of updates that were skipped.
     """
 
     step: Array
     parameters: Any
     optimizer: Any
+    guard: Guard
 
 
 def initializer(model: LanguageModelConfig, optimizer: optax.GradientTransformation, seed: int):
@@ -35,7 +38,8 @@ def initializer(model: LanguageModelConfig, optimizer: optax.GradientTransformat
 
     def init() -> TrainState:
         parameters = nnx.state(LanguageModel(model, rngs=nnx.Rngs(seed)), nnx.Param)
-        return TrainState(jnp.zeros((), jnp.int32), parameters, optimizer.init(parameters))
+        start = jnp.zeros((), jnp.int32)
+        return TrainState(start, parameters, optimizer.init(parameters), Guard.first())
 
     return init
 

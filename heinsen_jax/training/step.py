@@ -24,9 +24,11 @@ def make_train_step(
     out_shardings: TrainState,
     objective: Objective = next_token,
     seed: int = 0,
+    skip_above: float | None = None,
 ) -> Callable[[TrainState, Array], tuple[TrainState, Metrics]]:
     """The compiled update. Its input state is donated. What the objective draws at random is a
-    function of the seed and the step.
+    function of the seed and the step. An update that `Guard` refuses changes neither parameters nor
+    the optimizer's state.
 
     With accumulation the batch is cut into `accumulation_steps` parts, whose gradients are summed
     one after another: the update is that of the whole batch, in the memory of one part.
@@ -61,9 +63,16 @@ def make_train_step(
             updates, optimizer_state = optimizer.update(
                 gradients, state.optimizer, state.parameters
             )
-            parameters = optax.apply_updates(state.parameters, updates)
-            metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
-        return TrainState(state.step + 1, parameters, optimizer_state), metrics
+            is_good, guard = state.guard.judge(loss, gradients, updates, skip_above)
+            updated = optax.apply_updates(state.parameters, updates), optimizer_state
+            parameters, optimizer_state = jax.tree.map(
+                lambda new, old: jnp.where(is_good, new, old),
+                updated,
+                (state.parameters, state.optimizer),
+            )
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
+        metrics |= {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+        return TrainState(state.step + 1, parameters, optimizer_state, guard), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))
 

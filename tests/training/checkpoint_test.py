@@ -8,12 +8,14 @@ import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
+from heinsen_jax.training.guard import Guard
 from heinsen_jax.training.seal import WRITTEN_LAST, damage, seal
 from heinsen_jax.training.state import TrainState
 
 
 def state(value: float) -> TrainState:
-    return TrainState(jnp.array(1), {"w": jnp.full((4, 3), value)}, (jnp.full(3, -value),))
+    parameters = {"w": jnp.full((4, 3), value)}
+    return TrainState(jnp.array(1), parameters, (jnp.full(3, -value),), Guard.first())
 
 
 def saved(tmp_path, *steps: tuple[int, float | None]):
@@ -24,9 +26,8 @@ def saved(tmp_path, *steps: tuple[int, float | None]):
 
 
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
-    before = TrainState(
-        jnp.array(7), {"w": jnp.array([1.1, jnp.nan, -0.0, 1e-45, jnp.inf])}, (jnp.ones(5),)
-    )
+    parameters = {"w": jnp.array([1.1, jnp.nan, -0.0, 1e-45, jnp.inf])}
+    before = TrainState(jnp.array(7), parameters, (jnp.ones(5),), Guard.first())
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(7, before)
     with Checkpoints(tmp_path) as checkpoints:

@@ -62,6 +62,15 @@ def test_a_run_leaves_what_people_look_for(uninterrupted):
     assert steps == [30, 60]
 
 
+def test_a_run_whose_updates_are_all_skipped_ends_and_says_why(small, tmp_path, capsys):
+    words = "--optimizer.learning_rate 1e38 --optimizer.clip_norm 1e38 --training.most_skipped 8"
+    with pytest.raises(UserError, match=r"\d+ updates in a row were skipped.*learning_rate"):
+        run(tmp_path / "run", override(small, words.split()))
+    assert "update(s) up to step 5 were skipped" in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "run")
+    assert rows[-1]["train/skipped"] >= 3
+
+
 @pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
     stop, small, uninterrupted, tmp_path, monkeypatch

@@ -9,6 +9,7 @@ from flax import nnx
 
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.sharding import MeshConfig, make_mesh
+from heinsen_jax.training.objective import next_token
 from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
 from heinsen_jax.training.step import make_evaluation_step, make_train_step
@@ -63,6 +64,43 @@ def test_evaluation_counts_masked_tokens_only(parts):
     total, count = make_evaluation_step(graph)(parameters, tokens, mask, 0)
     assert int(count) == 8 + 3
     assert float(total) == pytest.approx(float(losses[0].sum() + losses[1, :3].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("factor", [jnp.nan, jnp.inf, 1e6])
+def test_a_harmful_update_changes_nothing_and_is_counted(small, factor):
+    """Batches that begin with token 1 give losses, and so gradients, times the factor."""
+
+    def objective(model, tokens, there, key):
+        losses, counted = next_token(model, tokens, there, key)
+        return losses * jnp.where(tokens[0, 0] == 1, factor, 1.0), counted
+
+    optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+    init = initializer(small.model, optimizer, seed=0)
+    abstract = abstract_state(init, make_mesh(MeshConfig()))
+    step = make_train_step(
+        graph_of(small.model),
+        optimizer,
+        accumulation_steps=1,
+        out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+        objective=objective,
+        skip_above=20.0,
+    )
+    good = jax.random.randint(jax.random.key(0), (8, 17), 2, 256)
+    harmful = good.at[0, 0].set(1)
+
+    def leaves(state):
+        return [x.tobytes() for x in jax.tree.leaves((state.parameters, state.optimizer))]
+
+    state = init_sharded(init, abstract)
+    counts = []
+    for tokens in (good, harmful, harmful, good):
+        before, usual = leaves(state), float(state.guard.usual_norm)
+        state, metrics = step(state, tokens)
+        assert (leaves(state) == before) == (tokens is harmful)
+        assert (float(state.guard.usual_norm) == usual) == (tokens is harmful)
+        counts.append((int(metrics["skipped"]), int(metrics["skipped_in_a_row"])))
+    assert counts == [(0, 0), (1, 1), (2, 2), (2, 0)]
+    assert int(state.step) == 4
 
 
 def test_initial_weights_follow_from_the_seed(small):

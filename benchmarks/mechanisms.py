@@ -4,8 +4,8 @@
 
 One layer of each name with its defaults, width 128, 4 heads, one sequence, float32:
 
-- a training step's share, forward and backward: seconds, and what a call adds to the process's
-  memory at its peak, gradients included;
+- a training step's share, forward and backward: seconds, and memory beside the inputs, gradients
+  included, as the compiler lays it out;
 - writing: seconds for a token after a context, in a compiled loop, and bytes of state.
 
 All names take turns at each length. What is not in the record, the mechanism cannot do, or a call
@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.figure
 import tyro
-from common import ROOT, added_memory, environment
+from common import ROOT, environment
 from flax import nnx
 from jax import lax
 
@@ -38,7 +38,7 @@ DECODED = 16  # tokens in a loop
 CALLS = 3
 PANELS = {
     "forward_backward_seconds": ("forward and backward", "seconds", "tokens"),
-    "peak_bytes": ("memory it adds, at its peak", "bytes", "tokens"),
+    "peak_bytes": ("memory of forward and backward", "bytes", "tokens"),
     "decode_seconds": ("writing a token", "seconds", "tokens of context"),
     "state_bytes": ("state", "bytes", "tokens of context"),
 }
@@ -59,7 +59,7 @@ class Options:
 
     names: tuple[str, ...] = attention.names()
     lengths: tuple[int, ...] = (256, 1024, 4096, 16384)
-    longest: float = 20.0
+    longest: float = 8.0
     plot_only: bool = False
     output: Path = ROOT / "benchmarks/results/mechanisms.json"
 
@@ -70,7 +70,8 @@ def build(name: str, length: int) -> attention.Attention:
     return attention.build(name, **sizes, rngs=nnx.Rngs(0), **room)
 
 
-def forward_backward(name: str, length: int) -> Callable[[], Any]:
+def forward_backward(name: str, length: int) -> tuple[Callable[[], Any], int]:
+    """A call, and the bytes it needs."""
     graph, parameters = nnx.split(build(name, length))
     x, cotangent = jax.random.normal(jax.random.key(0), (2, 1, length, MODEL_DIM))
 
@@ -79,7 +80,10 @@ def forward_backward(name: str, length: int) -> Callable[[], Any]:
         y, pullback = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), parameters, x)
         return y, pullback(cotangent)
 
-    return partial(step, parameters, x, cotangent)
+    compiled = step.lower(parameters, x, cotangent).compile()
+    memory = compiled.memory_analysis()
+    size = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    return partial(compiled, parameters, x, cotangent), size
 
 
 def decode(name: str, length: int) -> Callable[[], Any]:
@@ -122,7 +126,8 @@ def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
     return {name: statistics.median(of_one) for name, of_one in times.items()}
 
 
-def measure(options: Options) -> dict[str, Measured]:
+def measure(options: Options) -> Iterator[dict[str, Measured]]:
+    """What is known after each length."""
     record: dict[str, Measured] = {name: {panel: {} for panel in PANELS} for name in options.names}
 
     def feasible(panel: str, length: int) -> list[str]:
@@ -137,9 +142,7 @@ def measure(options: Options) -> dict[str, Measured]:
     for length in options.lengths:
         calls = {}
         for name in feasible("forward_backward_seconds", length):
-            calls[name] = forward_backward(name, length)
-            seconds_of(calls[name])  # compiled
-            record[name]["peak_bytes"][length] = added_memory(calls[name])
+            calls[name], record[name]["peak_bytes"][length] = forward_backward(name, length)
         for name, seconds in in_turns(calls).items():
             record[name]["forward_backward_seconds"][length] = seconds
         jax.clear_caches()
@@ -154,7 +157,7 @@ def measure(options: Options) -> dict[str, Measured]:
             record[name]["decode_seconds"][length] = seconds / DECODED
         jax.clear_caches()
         print(f"{length} tokens: done", flush=True)
-    return record
+        yield record
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -204,18 +207,13 @@ def label(axes: Any, ends: list[tuple[tuple[int, float], str, Any]]) -> None:
 
 
 def main(options: Options) -> int:
-    if not options.plot_only:
-        record = {
-            "environment": environment(),
-            "setting": {
-                "batch": 1,
-                "model_dim": MODEL_DIM,
-                "heads": NUM_HEADS,
-                "dtype": "float32",
-                "longest_seconds": options.longest,
-            },
-            "mechanisms": measure(options),
-        }
+    setting = {"batch": 1, "model_dim": MODEL_DIM, "heads": NUM_HEADS, "dtype": "float32"}
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "setting": setting | {"longest_seconds": options.longest},
+    }
+    for measured in () if options.plot_only else measure(options):
+        record["mechanisms"] = measured
         options.output.write_text(json.dumps(record, indent=1) + "\n")
     picture = options.output.with_suffix(".png")
     draw(json.loads(options.output.read_text()), picture)

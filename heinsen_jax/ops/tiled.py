@@ -117,7 +117,7 @@ def _groups(problem: Problem) -> tuple[_Group, ...]:
             (row, np.pad(seen, (0, width - len(seen)), "constant", constant_values=tiles))
         )
     return tuple(
-        _Group(np.array([row for row, _ in group]), np.array([seen for _, seen in group]))
+        _Group(*(np.array(x, np.int32) for x in zip(*group, strict=True)))
         for _, group in sorted(found.items())
     )
 

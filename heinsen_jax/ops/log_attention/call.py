@@ -65,7 +65,7 @@ def run(arguments: Arguments) -> Any:
     """The output, or a pair of it and the state after all tokens."""
     _check_arrays(arguments)
     _check_combination(arguments)
-    _choose(arguments)
+    _choose(arguments)  # which refuses what it does not know
     output, state = _compiled(arguments)
     return (output, state) if arguments.return_state else output
 
@@ -271,7 +271,8 @@ def _check_combination(arguments: Arguments) -> None:
 
 def _check_arrays(arguments: Arguments) -> None:
     query, key = arguments.query, arguments.key
-    check_heads(query, key, arguments.value, arguments.value_name)
+    value = arguments.value if arguments.is_linear else jnp.real(arguments.value)
+    check_heads(query, key, value, arguments.value_name)
     if arguments.is_causal:
         check_same_length(query, key)
     check_tokens(

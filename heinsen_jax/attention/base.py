@@ -169,6 +169,5 @@ class Attention(nnx.Module):
 
     def state_size(self, context_length: int) -> int:
         """Bytes of state that one sequence needs after context_length tokens."""
-        del context_length
-        state = jax.eval_shape(lambda: self.init_state(()))
+        state = jax.eval_shape(lambda: self.init_state((), capacity=context_length))
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -31,6 +31,16 @@ def test_losses_are_those_of_the_results(name):
     assert f"{result(name)['final']['loss']:.2f} | {result(name)['unigram_loss']:.2f}" in README
 
 
+def test_mechanisms_are_compared_with_the_results():
+    of = result("mechanisms")["mechanisms"]
+    seconds = {name: x["forward_backward_seconds"]["16384"] for name, x in of.items()}
+    states = {name: x["state_bytes"]["16384"] for name, x in of.items() if x["state_bytes"]}
+    assert f"needs {seconds['log']:.2f} s where softmax attention" in README
+    assert f"attention needs {seconds['softmax']:.1f} s" in README
+    assert f"{states['log'] / 1e3:.0f} kB of state" in README
+    assert f"needs {states['softmax'] / 1e6:.1f} MB" in README
+
+
 def test_speeds_are_those_of_the_results():
     measured = result("log_attention_cpu")
     seconds, ratios = measured["speed_seconds"], measured["ratios"]

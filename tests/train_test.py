@@ -48,8 +48,6 @@ def command(place: Path, *arguments: str) -> subprocess.Popen:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "PYTHONUNBUFFERED": "1",
-        "JAX_COMPILATION_CACHE_DIR": str(place / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.Popen(
         [sys.executable, *arguments],

@@ -36,8 +36,9 @@ VARIANTS |= {
 }
 
 
-# Log-attention takes long to compile, and tests/ops has each of its keywords.
+# Log-attention takes long to compile. `oracle_test` has all variants, tests/ops each keyword.
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
+SOME = [*LIGHT, "log, decay of heads", "log, decay and window"]
 
 
 @cache
@@ -115,7 +116,7 @@ def test_the_future_matters_where_both_sides_are_seen(variant):
     assert difference > 1e-5 or variant == "sliding_window, itself"
 
 
-@able("streaming")
+@able("streaming", among=SOME)
 def test_any_pieces_give_the_result_of_one_pass(variant):
     x = draw(43)
     call = jitted(variant)
@@ -131,7 +132,7 @@ def test_any_pieces_give_the_result_of_one_pass(variant):
             np.testing.assert_allclose(have, want, atol=2e-5, rtol=1e-4)
 
 
-@able("streaming")
+@able("streaming", among=SOME)
 @pytest.mark.parametrize("pad", [0, 7])
 def test_token_by_token_in_one_compiled_loop(variant, pad):
     x = draw(63)
@@ -185,7 +186,7 @@ def test_gradients_pass_through_the_state(variant):
     np.testing.assert_allclose(jax.jit(jax.grad(in_pieces))(x), expected, atol=5e-5)
 
 
-@able("segments")
+@able("segments", among=SOME)
 def test_packed_documents_equal_separate_ones(variant):
     x = draw(64)
     borders = [0, 21, 22, 43, 64]  # few lengths: each is compiled

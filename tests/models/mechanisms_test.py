@@ -109,8 +109,7 @@ def test_going_on_from_a_state_that_holds_all_tokens():
     np.testing.assert_array_equal(second, whole[4:])
 
 
-@pytest.mark.parametrize("block", ["paper", "standard"])
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("block", "remat"), [("paper", False), ("standard", True)])
 def test_mechanisms_take_turns(block, remat):
     """Layer by layer, as when each is applied by hand."""
     turns = ("log", "sliding_window", "softmax")

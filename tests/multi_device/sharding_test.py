@@ -40,22 +40,25 @@ def replicated(place) -> dict:
     return run(place, "replicated", {"data": 8, "fsdp": 1})
 
 
+@pytest.fixture(scope="module")
+def split(place) -> dict:
+    return run(place, "split", {"data": 1, "fsdp": 8})
+
+
 def losses(result: dict) -> list[float]:
     return [row[name] for row in result["rows"] for name in row if name.endswith("/loss")]
 
 
-@pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": -1}])
-def test_every_mesh_computes_the_same_losses_and_parameters(place, replicated, mesh):
-    result = run(place, f"fsdp{mesh['data']}", mesh)
-    assert len(losses(result)) == 12
-    np.testing.assert_allclose(losses(result), losses(replicated), rtol=2e-4)
-    np.testing.assert_allclose(result["norms"], replicated["norms"], rtol=2e-3)
+def test_every_mesh_computes_the_same_losses_and_parameters(place, replicated, split):
+    for result in (split, run(place, "both", {"data": 2, "fsdp": -1})):
+        assert len(losses(result)) == 12
+        np.testing.assert_allclose(losses(result), losses(replicated), rtol=2e-4)
+        np.testing.assert_allclose(result["norms"], replicated["norms"], rtol=2e-3)
 
 
-def test_fsdp_splits_the_optimizer_state_and_data_does_not(place, replicated):
+def test_fsdp_splits_the_optimizer_state_and_data_does_not(replicated, split):
     assert replicated["moment_shard_shape"] == replicated["moment_shape"] == [2, 16, 48]
-    result = run(place, "split", {"data": 1, "fsdp": 8})
-    assert result["moment_shard_shape"] == [2, 2, 48]
+    assert split["moment_shard_shape"] == [2, 2, 48]
 
 
 def test_a_run_goes_on_upon_another_mesh(place, replicated):

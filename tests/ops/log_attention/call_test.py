@@ -1,9 +1,11 @@
-"""What calls are refused, with which message."""
+"""What calls are refused, with which message; and that others are compiled once."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
+from heinsen_jax.ops.log_attention import call
 
 each_function = pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 
@@ -110,3 +112,14 @@ def test_segments_of_other_queries(function):
 def test_keywords_that_do_not_fit(function, keywords, message):
     with pytest.raises(ValueError, match=message):
         function(*arrays(), **keywords)
+
+
+def test_calls_alike_are_compiled_once():
+    """Outside `jit`, where everything else about a call takes a thousandth of its compilation."""
+    query, key, log_value = np.random.default_rng(0).standard_normal((3, 1, 11, 2, 3), np.float32)
+    log_attention(query, key, log_value)
+    compiled = call._compiled._cache_size()
+    log_attention(query + 1, key, log_value)
+    assert call._compiled._cache_size() == compiled
+    log_attention(query, key, log_value, is_causal=False)
+    assert call._compiled._cache_size() == compiled + 1

@@ -17,8 +17,6 @@ from tests.ops.log_attention.cases import (
     differentiate,
 )
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
-
 SCALES = (1, 10, 50, 200)
 each_scale = pytest.mark.parametrize("scale", SCALES)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

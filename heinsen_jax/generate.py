@@ -4,7 +4,6 @@ python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
 """
 
 import codecs
-import math
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -67,9 +66,9 @@ def generate(
     if max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
     graph, parameters = nnx.split(model)
-    state = model.init_state(tokens.shape[:-1]) if state is None else state
     fed = tokens.shape[-1] + max(max_new_tokens - 1, 0)
-    if fed > (left := _most_tokens(model, state)):
+    state = model.init_state(tokens.shape[:-1]) if state is None else state
+    if fed > (left := model.remaining(state)):
         raise UserError(
             f"max_new_tokens={max_new_tokens}: the model has positions for {left} more "
             f"tokens, and {fed} would be fed to it"
@@ -100,14 +99,16 @@ def stream(
     graph, parameters = nnx.split(model)
     key = jax.random.key(0) if key is None else key
     state, room = model.init_state(()), 0
-    left = _most_tokens(model, state)
+    left = model.remaining(state)
     for position in range(sys.maxsize):
         if (needed := tokens.shape[-1]) > room:  # seldom: each other shape is compiled anew
             room = needed + MORE_TOKENS + position
             state = model.with_room(state, room)
         room -= needed
         if (left := left - needed) < 0:
-            raise UserError("the text is as long as the model has positions for: it ends here")
+            raise UserError(
+                "the text is as long as the model has positions for, model.max_length: it ends here"
+            )
         token, state = _next_token(
             graph, parameters, tokens, state, key, position, temperature, top_k, num_tokens
         )
@@ -122,12 +123,6 @@ def filter_logits(logits: Array, temperature: float | Array, top_k: int | None) 
         return logits
     kth = lax.top_k(logits, top_k)[0][..., -1:]
     return jnp.where(logits < kth, -jnp.inf, logits)
-
-
-def _most_tokens(model: LanguageModel, state: LanguageModelState) -> float:
-    """How many further tokens can be fed."""
-    left = model.remaining(state)
-    return math.inf if left is None else left
 
 
 def _sample(logits, key, position, temperature, top_k, num_tokens) -> Array:

@@ -1,27 +1,37 @@
-"""One mesh, and where each parameter lies on it: logical axis -> mesh axis, as data."""
+"""One mesh, and where each array lies on it: logical axis -> mesh axes, as data.
 
+data      copies of the parameters, each with a part of every batch
+fsdp      parameters and optimizer state are split, and so is the batch
+tensor    attention heads, perceptrons and the vocabulary are split
+context   every text is split: devices hold consecutive tokens, and exchange attention states
+"""
+
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
 import numpy as np
 import pydantic
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array
 
-RULES: dict[str, str | None] = {
-    "embed": "fsdp",
-    "heads": None,
-    "mlp": None,
-    "vocab": None,
+RULES: dict[str, tuple[str, ...]] = {
+    # of parameters
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+    "vocab": ("tensor",),
+    # of activations, whose features are whole where they are not of heads, "mlp" or "vocab"
+    "batch": ("data", "fsdp"),
+    "tokens": ("context",),
 }
-"""Logical axis of a parameter -> mesh axis that splits it, or None."""
-
-BATCH_AXES = ("data", "fsdp")
-"""The mesh axes that split a batch."""
+"""Logical axis -> the mesh axes that split it."""
 
 AxisSize = Annotated[int, pydantic.Field(ge=-1)]
 
@@ -36,23 +46,67 @@ class MeshConfig:
     """Devices with copies of the parameters and batches of their own."""
     fsdp: AxisSize = 1
     """Devices that share parameters and optimizer state, with batches of their own."""
+    tensor: AxisSize = 1
+    """Devices that share the heads of attention, perceptrons and the vocabulary."""
+    context: AxisSize = 1
+    """Devices that share the tokens of a text."""
 
 
-def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh of all devices.
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh of these devices; of all, of all processes, when None.
 
     Raises:
       UserError: the sizes do not make up the number of devices.
     """
-    sizes, devices = [config.data, config.fsdp], jax.device_count()
+    axes, count = dataclasses.asdict(config), len(devices or jax.devices())
+    sizes = list(axes.values())
     if sizes.count(-1) == 1:
-        sizes[sizes.index(-1)] = devices // max(1, max(sizes))
-    if min(sizes) < 1 or math.prod(sizes) != devices:
+        sizes[sizes.index(-1)] = count // max(1, -math.prod(sizes))
+    if min(sizes) < 1 or math.prod(sizes) != count:
+        given = ", ".join(f"mesh.{name}={size}" for name, size in axes.items())
         raise UserError(
-            f"mesh.data={config.data}, mesh.fsdp={config.fsdp} do not make up the {devices} "
-            "device(s) there are: let one of them be -1, or make their product the device count"
+            f"{given} do not make up the {count} device(s) there are: let one of them be -1, or "
+            "make their product the device count"
         )
-    return jax.make_mesh(sizes, BATCH_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+    kinds = (AxisType.Auto,) * len(sizes)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=kinds, devices=devices)
+
+
+def current_mesh() -> AbstractMesh | None:
+    """The mesh that `jax.set_mesh` has set, if arrays may still be split over it: None if there is
+    none, or one device, or inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_free = mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return mesh if is_free else None
+
+
+def spec(
+    mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> PartitionSpec:
+    """How an activation with these logical axes is split, by `RULES`. Those which devices do not
+    divide stay whole, as do mesh axes that there are not."""
+
+    def names(size: int, axis: str | None) -> tuple[str, ...] | None:
+        found = tuple(x for x in RULES.get(axis or "", ()) if mesh.shape.get(x, 1) > 1)
+        return found if found and size % math.prod(mesh.shape[x] for x in found) == 0 else None
+
+    return PartitionSpec(*map(names, shape, axes))
+
+
+def splits_tokens(length: int) -> bool:
+    """Whether the mesh that is set splits texts of this length."""
+    mesh = current_mesh()
+    return mesh is not None and spec(mesh, (length,), ("tokens",))[0] is not None
+
+
+def constrain(x: Array, *axes: str | None) -> Array:
+    """x, laid out by `RULES` if a mesh is set; as it is if not. The last axes are named; of those
+    before, the first is "batch"."""
+    mesh, leading = current_mesh(), x.ndim - len(axes)
+    if mesh is None:
+        return x
+    names = ("batch", *[None] * (leading - 1)) if leading else ()
+    return lax.with_sharding_constraint(x, spec(mesh, x.shape, (*names, *axes)))
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -61,23 +115,57 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     def shard(node: Any) -> Any:
         axes = node.get_metadata().get("logical_axes", ()) if isinstance(node, nnx.Variable) else ()
-        names = [RULES[axis] for axis in axes]
 
         def one(leaf: Any) -> NamedSharding:
-            spec = [None] * (leaf.ndim - len(names)) + names
-            for size, name in zip(leaf.shape, spec, strict=True):
-                if name is not None and size % mesh.shape[name]:
-                    raise UserError(
-                        f"mesh.{name}={mesh.shape[name]} does not divide a parameter axis of {size}"
-                    )
-            return NamedSharding(mesh, PartitionSpec(*spec))
+            names = [RULES[axis] for axis in axes]
+            names = [()] * (leaf.ndim - len(names)) + names
+            for size, mesh_axes in zip(leaf.shape, names, strict=True):
+                for name in mesh_axes:
+                    if size % mesh.shape[name]:
+                        raise UserError(
+                            f"mesh.{name}={mesh.shape[name]} does not divide a parameter axis of "
+                            f"{size}: choose another mesh, or other sizes of the model"
+                        )
+            return NamedSharding(mesh, PartitionSpec(*(x or None for x in names)))
 
         return jax.tree.map(one, node)
 
     return jax.tree.map(shard, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
-def shard_batch(batch: np.ndarray, mesh: Mesh) -> Array:
-    """This process's rows of a global batch, as one array over the devices of all processes."""
-    sharding = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-    return jax.make_array_from_process_local_data(sharding, batch)
+def share_of_process(mesh: Mesh) -> tuple[int, int]:
+    """Which of equal parts of every batch this process's devices work on, and how many there are.
+    Processes that share texts, split over a tensor or context axis, have the same part.
+
+    Raises:
+      UserError: this process's devices hold rows that are not next to one another.
+    """
+    count = math.prod(mesh.shape[name] for name in RULES["batch"])
+    indices = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()
+    rows = sorted({index[0].indices(count)[0] for index in indices if index is not None})
+    if rows[-1] - rows[0] != len(rows) - 1 or rows[0] % len(rows):
+        raise UserError(
+            "mesh: the devices of a process hold parts of a batch that are not next to one "
+            "another: make mesh.tensor times mesh.context a divisor or a multiple of the number of "
+            f"devices of a process, {jax.local_device_count()}"
+        )
+    return rows[0] // len(rows), count // len(rows)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of the rows of a batch; the tokens of a row stay together until they are embedded."""
+    return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+
+def shard_batch(rows: np.ndarray, mesh: Mesh) -> Array:
+    """This process's share of a batch, as one array over the devices of all processes."""
+    index, count = share_of_process(mesh)
+    shape = len(rows) * count, *rows.shape[1:]
+
+    def part(place: Any) -> np.ndarray:
+        start, stop, _ = place[0].indices(shape[0])
+        return rows[start - index * len(rows) : stop - index * len(rows)]
+
+    return jax.make_array_from_callback(
+        (len(rows) * count, *rows.shape[1:]), batch_sharding(mesh), part
+    )

@@ -9,6 +9,7 @@ from heinsen_jax.ops.log_attention import (
     LogAttentionState,
     heinsen_attention,
     log_attention,
+    sharded_log_attention,
 )
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "log_attention",
     "mechanism",
     "names",
+    "sharded_log_attention",
 ]

@@ -8,10 +8,16 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
+from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.layers import layer_norm, linear, parameter
-from heinsen_jax.ops.additive import AdditiveState, additive_pooling, additive_weights
+from heinsen_jax.ops.additive import (
+    AdditiveState,
+    additive_pooling,
+    additive_summary,
+    additive_weights,
+)
 from heinsen_jax.typing import Array
 
 
@@ -39,7 +45,9 @@ class AdditiveAttention(Attention):
     """
 
     Config = AdditiveConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
+    capabilities = Capabilities(
+        causal=True, bidirectional=True, streaming=True, segments=True, mergeable=True
+    )
 
     def create(self, **options: Any) -> None:
         super().create(**options)
@@ -81,9 +89,19 @@ class AdditiveAttention(Attention):
         return jnp.einsum("...nd,nd->...n", heads, weight) / heads.shape[-1] ** 0.5
 
     def _pool(self, x: Array, weights: nnx.Param, call: Call) -> tuple[Array, AdditiveState | None]:
-        options = {"local_window_size": self.config.window_size} | call.keywords
-        arrays = self._heads(x), self._logits(x, weights)
-        pooled, state = call.recur(additive_pooling, *arrays, **options)
+        arrays, window = (self._heads(x), self._logits(x, weights)), self.config.window_size
+        if window is None:
+            pooled, state = devices.recur(
+                call,
+                additive_pooling,
+                *arrays,
+                empty=self.init_state(x.shape[:-2])[0],
+                summary=additive_summary,
+                state_axes=(None, "heads"),
+            )
+        else:
+            options = {"local_window_size": window} | call.keywords
+            pooled, state = call.recur(additive_pooling, *arrays, **options)
         return pooled.reshape(x.shape), state
 
     def init_state(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
+from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array
 
 
@@ -23,6 +24,7 @@ class Capabilities:
       streaming: a state goes in and comes out, and a text may be fed in pieces of any lengths.
       cross: tokens see those of another sequence.
       segments: packed documents do not see each other.
+      mergeable: states of consecutive texts make that of both: a text may be split over devices.
     """
 
     causal: bool = False
@@ -30,6 +32,7 @@ class Capabilities:
     streaming: bool = False
     cross: bool = False
     segments: bool = False
+    mergeable: bool = False
 
 
 @pydantic.dataclasses.dataclass(
@@ -135,6 +138,7 @@ class Attention(nnx.Module):
             "cross": source is not None,
             "segments": segment_ids is not None,
             "streaming": streams,
+            "mergeable": splits_tokens(x.shape[-2]),
         }
         for name, is_needed in needed.items():
             if is_needed and not getattr(self.capabilities, name):

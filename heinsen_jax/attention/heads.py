@@ -57,7 +57,7 @@ class HeadedAttention(Attention):
         mixed = num_heads * self.value_depth
         self.project = HeadProjection(model_dim, inner, ("embed", "heads"), **options)
         if chosen.gated:
-            self.gate = linear(mixed, 2 * model_dim, ("heads", "mlp"), **options)
+            self.gate = linear(mixed, 2 * model_dim, ("heads", "embed"), **options)
             self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
         else:
             self.output = linear(mixed, model_dim, ("heads", "embed"), **options)

@@ -1,11 +1,13 @@
 """Linear attention with feature maps, as a layer."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import pydantic
 
+from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
@@ -31,12 +33,18 @@ class LinearAttention(HeadedAttention):
 
     Config = LinearConfig
     capabilities = Capabilities(
-        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+        causal=True,
+        bidirectional=True,
+        streaming=True,
+        cross=True,
+        segments=True,
+        mergeable=True,
     )
 
     def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
-        options = {"feature_map": self.config.feature_map} | call.keywords
-        return call.recur(linear_attention, query, key, value, **options)
+        op = partial(linear_attention, feature_map=self.config.feature_map)
+        empty = self.init_state(query.shape[:-3])
+        return devices.recur(call, op, query, key, value, empty=empty)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

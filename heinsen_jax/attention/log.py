@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import pydantic
 
+from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import linear
 from heinsen_jax.ops.log_attention import Chunked, LogAttentionState, log_attention
+from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array
 
 LONGEST_MEMORY = 4096.0  # tokens, at first
@@ -49,7 +51,12 @@ class LogAttention(HeadedAttention):
 
     Config = LogConfig
     capabilities = Capabilities(
-        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+        causal=True,
+        bidirectional=True,
+        streaming=True,
+        cross=True,
+        segments=True,
+        mergeable=True,
     )
 
     def create(self, **options: Any) -> None:
@@ -76,9 +83,19 @@ class LogAttention(HeadedAttention):
         with jax.named_scope("log_attention"):
             if isinstance(call.state, WindowCache):
                 log_y, state = self._over_window(query, seen, call)
-            else:
+            elif self.config.window_size is not None or call.source is not None:
                 log_y, state = call.recur(self._attend, query, *seen, **call.keywords)
+            else:
+                self._check_order(call, x.shape[-2])
+                empty = self.init_state(x.shape[:-2])
+                log_y, state = devices.recur(call, self._attend, query, *seen, empty=empty)
         return self.back(log_y), state
+
+    def _check_order(self, call: Call, length: int) -> None:
+        if self.config.decay is not None and not call.is_causal and splits_tokens(length):
+            raise NotImplementedError(
+                "LogAttention: decay with is_causal=False, where texts are split over devices"
+            )
 
     def _attend(
         self,

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
+from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.log_attention import LogAttentionState
@@ -36,7 +38,12 @@ class PerformerAttention(HeadedAttention):
 
     Config = PerformerConfig
     capabilities = Capabilities(
-        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+        causal=True,
+        bidirectional=True,
+        streaming=True,
+        cross=True,
+        segments=True,
+        mergeable=True,
     )
 
     @property
@@ -47,7 +54,9 @@ class PerformerAttention(HeadedAttention):
     def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
         seed = jax.random.key(self.config.seed)
         features = orthogonal_features(seed, self.num_features, self.key_depth)
-        return call.recur(performer_attention, query, key, value, features, **call.keywords)
+        op = partial(performer_attention, projection=features)
+        empty = self.init_state(query.shape[:-3])
+        return devices.recur(call, op, query, key, value, empty=empty)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -8,15 +8,16 @@ from flax import nnx
 from heinsen_jax.attention import mechanism
 from heinsen_jax.attention.layers import layer_norm, linear
 from heinsen_jax.models.config import LanguageModelConfig
+from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array
 
 
 class Block(nnx.Module):
-    """A residual block, with h = norm(x):
+    """A residual block: that of the paper, a standard one, or Fastformer's.
 
-    paper:       x + attention(h)
-    standard:    x' + mlp(norm(x')),    x' = x + attention(h)
-    fastformer:  x' + mlp(norm(x')),    x' = h + attention(h)
+    paper         x + attention(h),                                        h = norm(x)
+    standard      x' + mlp(norm(x')),    x' = x + attention(h)
+    fastformer    x' + mlp(norm(x')),    x' = h + attention(h)
     """
 
     def __init__(self, config: LanguageModelConfig, turn: int, **options: Any):
@@ -42,11 +43,11 @@ class Block(nnx.Module):
         if self.kind != "paper":
             with jax.named_scope("mlp"):
                 x = x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
-        return x, state
+        return constrain(x, "tokens", None), state
 
 
 class Perceptron(nnx.Module):
-    """GELU(x W1 + b1) W2 + b2."""
+    """GELU(x W1 + b1) W2 + b2; without b1 and b2, if use_bias is False."""
 
     def __init__(self, narrow: int, wide: int, *, use_bias: bool = True, **options: Any):
         options["use_bias"] = use_bias
@@ -54,4 +55,5 @@ class Perceptron(nnx.Module):
         self.down = linear(wide, narrow, ("mlp", "embed"), **options)
 
     def __call__(self, x: Array) -> Array:
-        return self.down(jax.nn.gelu(self.up(x), approximate=False))
+        wide = constrain(self.up(x), "tokens", "mlp")
+        return self.down(jax.nn.gelu(wide, approximate=False))

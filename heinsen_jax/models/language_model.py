@@ -1,4 +1,4 @@
-"""The language model of Heinsen (2024): log-attention in place of softmax attention, tied ends."""
+"""The language model of Heinsen (2024), tied ends and all, with any attention mechanism."""
 
 from __future__ import annotations
 
@@ -19,13 +19,21 @@ from heinsen_jax.attention.layers import layer_norm, parameter, uniform
 from heinsen_jax.models.blocks import Block
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.position import LearnedPositions, PositionRecurrence
+from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array
+
+REMAT_POLICIES = {
+    "nothing": None,
+    "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What is kept for the backward pass, by `remat_keeps`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LanguageModelState:
-    """What the model keeps of the tokens before: of a size that does not depend on their number.
+    """What the model keeps of the tokens before. Its size does not depend on their number, if those
+    of its attention states do not.
 
     Attributes:
       position: the last h of the position recurrence `[*B, D]`, or with learned positions the
@@ -106,13 +114,15 @@ class LanguageModel(nnx.Module):
             state = self.init_state(batch_shape)
         before = self.position.init_state(batch_shape) if state is None else state.position
         with jax.named_scope("position"):
-            x, position = self.position(self.embed(tokens), state=before)
+            x = constrain(self.embed(tokens), "tokens", None)
+            x, position = self.position(x, state=before)
 
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
         states = (None,) * len(graphs) if state is None else state.blocks
-        x, blocks = _through(graphs, return_state, self.config.remat, x, parameters, states)
+        remat = self.config.remat_keeps if self.config.remat else None
+        x, blocks = _through(graphs, return_state, remat, x, parameters, states)
         with jax.named_scope("logits"):
-            logits = self._logits(x)
+            logits = constrain(self._logits(x), "tokens", "vocab")
         return (logits, LanguageModelState(position, blocks)) if return_state else logits
 
     def _logits(self, x: Array) -> Array:
@@ -152,8 +162,8 @@ class LanguageModel(nnx.Module):
         blocks = tuple(stacked(block) for block in self.blocks)
         return LanguageModelState(self.position.init_state(batch_shape), blocks)
 
-    def remaining(self, state: LanguageModelState) -> int | None:
-        """How many further tokens a text may have; None where there is no end."""
+    def remaining(self, state: LanguageModelState) -> float:
+        """How many further tokens a text may have; infinity where there is no end."""
         return self.position.remaining(state.position)
 
     def with_room(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
@@ -177,7 +187,7 @@ class LanguageModel(nnx.Module):
 def _through(
     graphs: tuple[nnx.GraphDef, ...],
     return_state: bool,
-    remat: bool,
+    remat: str | None,
     x: Array,
     parameters: tuple[Any, ...],
     states: tuple[Any, ...],
@@ -192,8 +202,8 @@ def _through(
             after.append(state)
         return x, tuple(after)
 
-    if remat:
-        apply_turn = jax.checkpoint(apply_turn, prevent_cse=False)
+    if remat is not None:
+        apply_turn = jax.checkpoint(apply_turn, prevent_cse=False, policy=REMAT_POLICIES[remat])
     return lax.scan(apply_turn, x, (parameters, states))
 
 

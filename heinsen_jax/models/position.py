@@ -1,5 +1,6 @@
 """What tells a model where in a text a token stands."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.core import Tracer
 
+from heinsen_jax.attention import devices
+from heinsen_jax.attention.base import Call
 from heinsen_jax.attention.layers import layer_norm, linear, parameter, uniform
-from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
+from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
 from heinsen_jax.typing import Array
 
 
@@ -26,16 +29,32 @@ class PositionRecurrence(nnx.Module):
 
     def __call__(self, x: Array, *, state: Array) -> tuple[Array, Array]:
         logits, log_inputs = jnp.split(self.dense(x).astype(state.dtype), 2, -1)
-        h = log_linear_recurrence(jax.nn.log_sigmoid(logits), log_inputs, initial=state)
-        last = h[..., -1, :] if x.shape[-2] else state
-        return x + h.astype(x.dtype), last
+        h, after = devices.recur(
+            Call(state=RecurrenceState.begun(state)),
+            _recurrence,
+            jax.nn.log_sigmoid(logits),
+            log_inputs,
+            empty=RecurrenceState.empty(state.shape, state.dtype),
+            summary=RecurrenceState.of,
+            tokens_axis=-2,
+        )
+        return x + h.astype(x.dtype), after.h
 
     def init_state(self, batch_shape: Sequence[int]) -> Array:
         return jnp.zeros((*batch_shape, self.dense.in_features), self.dense.param_dtype)
 
-    def remaining(self, state: Array) -> None:
+    def remaining(self, state: Array) -> float:
         """How many further tokens there may be: any number."""
         del state
+        return math.inf
+
+
+def _recurrence(
+    log_coefficients: Array, log_inputs: Array, *, initial_state: RecurrenceState, **_: Any
+) -> tuple[Array, RecurrenceState]:
+    h = log_linear_recurrence(log_coefficients, log_inputs, initial=initial_state.h)
+    last = h[..., -1, :] if h.shape[-2] else initial_state.h
+    return h, RecurrenceState(initial_state.log_decay + jnp.sum(log_coefficients, -2), last)
 
 
 class LearnedPositions(nnx.Module):
@@ -53,7 +72,10 @@ class LearnedPositions(nnx.Module):
         length, after = x.shape[-2], state + x.shape[-2]
         known = length if isinstance(after, Tracer) else int(after)
         if known > (most := self.embedding.shape[0]):
-            raise ValueError(f"a text of {known} tokens, but max_length={most}: there is no room")
+            raise ValueError(
+                f"a text of {known} tokens is longer than max_length={most}, for which the model "
+                "has positions: give a shorter one, or train a model with a larger max_length"
+            )
         embedding = self.embedding[...]
         positions = embedding.at[state + jnp.arange(length)].get(mode="fill", fill_value=jnp.nan)
         x = x + jnp.broadcast_to(positions, x.shape).astype(x.dtype)
@@ -63,6 +85,6 @@ class LearnedPositions(nnx.Module):
         del batch_shape  # all texts are equally long
         return jnp.zeros((), jnp.int32)
 
-    def remaining(self, state: Array) -> int:
+    def remaining(self, state: Array) -> float:
         """How many further tokens there may be."""
         return self.embedding.shape[0] - int(state)

@@ -8,6 +8,7 @@ from heinsen_jax.ops.colt5 import (
     route,
     soft_top_k,
 )
+from heinsen_jax.ops.context import over_context
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.ops.l1_sparse import edge_counts, l1_sparse_attention
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
@@ -24,6 +25,7 @@ from heinsen_jax.ops.log_attention import (
     LogAttentionState,
     heinsen_attention,
     log_attention,
+    sharded_log_attention,
 )
 from heinsen_jax.ops.memory_compressed import (
     CompressedCache,
@@ -66,11 +68,13 @@ __all__ = [
     "memory_compressed_attention",
     "mla_attention",
     "orthogonal_features",
+    "over_context",
     "performer_attention",
     "relative_position_bucket",
     "rotary",
     "route",
     "segment_recurrence",
+    "sharded_log_attention",
     "sliding_window_attention",
     "soft_top_k",
     "tglobal_attention",

@@ -50,6 +50,10 @@ class AdditiveState:
         dtype = jnp.promote_types(dtype, jnp.float32)
         return cls(jnp.zeros((*shape, depth), dtype), jnp.full(shape, -jnp.inf, dtype))
 
+    def merge(self, other: AdditiveState) -> AdditiveState:
+        """The state of both states' tokens, of averages without a window; `empty` is neutral."""
+        return AdditiveState(*merged(Tokens(self.x, self.logits), Tokens(other.x, other.logits)))
+
 
 def additive_pooling(
     x: Array,
@@ -126,6 +130,14 @@ def additive_pooling(
             after = _last_tokens(before, tokens, segments, end)
     y = _unfolded(pooled, batch).x.astype(jnp.result_type(x, logits))
     return (y, AdditiveState(*_unfolded(after, batch))) if return_state else y
+
+
+def additive_summary(
+    x: Array, logits: Array, *, key_value_seq_lengths: Array | None = None
+) -> AdditiveState:
+    """The state of these tokens, without a window: arguments as in `additive_pooling`."""
+    options = {"key_value_seq_lengths": key_value_seq_lengths, "return_state": True}
+    return additive_pooling(x, logits, is_causal=False, **options)[1]
 
 
 def additive_weights(

@@ -68,6 +68,10 @@ class LinearAttentionState:
         shape = (*batch_shape, num_kv_heads, feature_depth)
         return cls(jnp.zeros((*shape, value_depth), dtype), jnp.zeros(shape, dtype))
 
+    def merge(self, other: LinearAttentionState) -> LinearAttentionState:
+        """The state of both states' tokens."""
+        return jax.tree.map(jnp.add, self, other)
+
 
 def linear_attention(
     query: Array,

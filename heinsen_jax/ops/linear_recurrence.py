@@ -4,13 +4,18 @@ Written with cumulative sums of log coefficients (as in Heinsen, 2023, arXiv:231
 log-space recurrence cancels badly over long sequences; the associative forms never subtract.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.numerics import share
+from heinsen_jax.ops.numerics import log_add_exp, log_sum_exp, share
 from heinsen_jax.typing import Array
 
 
@@ -58,6 +63,44 @@ def log_linear_recurrence(
         del shape[axis]
         initial = jnp.full(shape, -jnp.inf, log_inputs.dtype)
     return _log_linear_recurrence(axis, log_coefficients, log_inputs, initial)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RecurrenceState:
+    """What a log-linear recurrence keeps of the tokens it has seen.
+
+    Attributes:
+      log_decay: the sum of their log coefficients `[..., D]`: what they multiply all before by.
+      h: what it is after them, from nothing `[..., D]`.
+    """
+
+    log_decay: Array
+    h: Array
+
+    @classmethod
+    def empty(cls, shape: Sequence[int], dtype: Any = jnp.float32) -> RecurrenceState:
+        """Of no tokens: h is log 0 = -inf."""
+        return cls(jnp.zeros(shape, dtype), jnp.full(shape, -jnp.inf, dtype))
+
+    @classmethod
+    def begun(cls, h: Array) -> RecurrenceState:
+        """The state before the first token, where h_0 is given."""
+        return cls(jnp.zeros_like(h), h)
+
+    @classmethod
+    def of(cls, log_coefficients: Array, log_inputs: Array) -> RecurrenceState:
+        """Of tokens alone, `[..., T, D]`."""
+        after = jnp.concatenate(
+            [log_coefficients[..., 1:, :], jnp.zeros_like(log_inputs[..., :1, :])], -2
+        )
+        kept = lax.cumsum(after, log_inputs.ndim - 2, reverse=True)
+        return cls(jnp.sum(log_coefficients, -2), log_sum_exp(log_inputs + kept, -2))
+
+    def merge(self, other: RecurrenceState) -> RecurrenceState:
+        """Of this state's tokens and then the other's."""
+        h = log_add_exp(self.h + other.log_decay, other.h)
+        return RecurrenceState(self.log_decay + other.log_decay, h)
 
 
 def cumulative_log_sum_exp(x: Array, *, axis: int = -2) -> Array:

@@ -111,9 +111,9 @@ def test_pieces_equal_the_whole_up_to_the_last_position():
         parts.append(logits)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
     assert model.remaining(state) == model.remaining(pieces) == 0
-    with pytest.raises(ValueError, match="a text of 33 tokens, but max_length=32"):
+    with pytest.raises(ValueError, match="a text of 33 tokens is longer than max_length=32"):
         model(tokens[:, :1], state=state)
-    with pytest.raises(ValueError, match="a text of 33 tokens, but max_length=32"):
+    with pytest.raises(ValueError, match="a text of 33 tokens is longer than max_length=32"):
         model(jnp.zeros((1, 33), int))
     graph, parameters = nnx.split(model)
     call = jax.jit(lambda parameters, *args, **kw: nnx.merge(graph, parameters)(*args, **kw))

@@ -1,25 +1,63 @@
-"""Runs a program of this folder in a process of its own, where it sets up eight virtual devices."""
+"""Runs programs in processes of their own, which have as many virtual devices as they ask for."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 
 
 def run_apart(program: str, *arguments: str, cwd: Path | None = None) -> dict:
-    """The JSON object that the program prints last; it must name 8 devices."""
-    process = subprocess.run(
-        [sys.executable, str(HERE / program), *arguments],
+    """The JSON object that a program of this folder prints last."""
+    process = start(str(HERE / program), *arguments, cwd=cwd)
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def start(*arguments: str, cwd: Path | None = None, **environment: Any) -> subprocess.Popen:
+    """A Python process that can import this project; keywords are variables of its environment."""
+    names = {name: str(value) for name, value in environment.items()}
+    return subprocess.Popen(
+        [sys.executable, *arguments],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
-        capture_output=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | names,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    assert process.returncode == 0, process.stderr
-    result = json.loads(process.stdout.splitlines()[-1])
-    assert result["devices"] == 8
-    return result
+
+
+def train(place: Path, *arguments: str, devices: int = 1, processes: int = 1) -> list:
+    """Processes that train together, on so many virtual devices each."""
+    command = str(ROOT / "train.py"), "--config", "tiny.py", *arguments
+    if processes > 1:
+        address = f"localhost:{free_port()}"
+        command = *command, "--coordinator", address, "--num-processes", str(processes)
+    return [
+        start(
+            *command,
+            *(("--process-id", str(index)) if processes > 1 else ()),
+            cwd=place,
+            JAX_PLATFORMS="cpu",
+            JAX_NUM_CPU_DEVICES=devices,
+        )
+        for index in range(processes)
+    ]
+
+
+def finish(processes: list, timeout: float = 300) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each."""
+    ends = [process.communicate(timeout=timeout) for process in processes]
+    return [(process.returncode, *end) for process, end in zip(processes, ends, strict=True)]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("localhost", 0))
+        return one.getsockname()[1]

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -13,57 +15,102 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import AxisType, PartitionSpec  # noqa: E402
 
-from heinsen_jax.ops import LogAttentionState, log_attention  # noqa: E402
+from heinsen_jax.ops import LogAttentionState, log_attention, sharded_log_attention  # noqa: E402
 
-BATCH, LENGTH, HEADS, DEPTH = 8, 8 * 40, 2, 4
-
-
-def by_batch(query, key, log_value, log_decay, implementation):
-    options = {"log_decay": log_decay, "implementation": implementation}
-    return log_attention(query, key, log_value, **options)
+BATCH, LENGTH, HEADS, DEPTH = 8, 8 * 24, 2, 4
+BY_ROWS, BY_TOKENS = PartitionSpec("devices"), PartitionSpec(None, "devices")
+WHOLE = PartitionSpec()
 
 
-def by_tokens(query, key, log_value, log_decay, implementation):
-    """Devices exchange states, of a size that does not grow with the sequence, and nothing else."""
-    empty = LogAttentionState.empty((BATCH,), HEADS, DEPTH, DEPTH)
-    states = jax.lax.all_gather(empty.absorb(key, log_value, log_decay), "devices")
-    before = empty
-    for device in range(jax.device_count()):
-        merged = before.merge(jax.tree.map(lambda x, device=device: x[device], states))
-        is_earlier = device < jax.lax.axis_index("devices")
-        merged = LogAttentionState(merged.log_s, merged.log_z)
-        before = jax.tree.map(partial(jnp.where, is_earlier), merged, before)
-    options = {"log_decay": log_decay, "implementation": implementation}
-    return log_attention(query, key, log_value, initial_state=before, **options)
+def inputs(rng: np.random.Generator, *, decay: bool, segments: bool, state: bool) -> dict[str, Any]:
+    """Arrays by keyword."""
+
+    def normal() -> np.ndarray:
+        return rng.standard_normal((BATCH, LENGTH, HEADS, DEPTH)).astype(np.float32)
+
+    arrays: dict[str, Any] = {"query": normal(), "key": normal(), "log_value": normal()}
+    if decay:
+        arrays["log_decay"] = -np.abs(0.1 * normal())
+    if segments:  # of 1 token to more than two devices hold, some of them end where a device ends
+        lengths = rng.choice([1, 7, 24, 48, 60], (BATCH, LENGTH))
+        ends = np.cumsum(lengths, 1)
+        arrays["segment_ids"] = (
+            np.stack(
+                [np.searchsorted(row, np.arange(LENGTH), side="right") for row in ends]
+            ).astype(np.int32)
+            * 70_000
+            % (1 << 30)
+        )
+    if state:
+        log_s = rng.standard_normal((BATCH, HEADS, DEPTH, DEPTH)).astype(np.float32)
+        log_z = rng.standard_normal((BATCH, HEADS, DEPTH)).astype(np.float32)
+        total = np.zeros_like(log_z) if decay else None
+        arrays["initial_state"] = LogAttentionState(log_s, log_z, total)
+    return arrays
+
+
+def errors(one: Callable, other: Callable, arrays: dict[str, Any]) -> list[float]:
+    """How far outputs and gradients of two functions are apart, relative to their largest."""
+    floats = {name: x for name, x in arrays.items() if name != "segment_ids"}
+    others = {name: x for name, x in arrays.items() if name == "segment_ids"}
+
+    @partial(jax.jit, static_argnums=0)
+    def differentiate(function: Callable, floats: Any) -> Any:
+        outputs, pullback = jax.vjp(lambda floats: function(**floats, **others), floats)
+        key = jax.random.key(0)
+        return outputs, pullback(jax.tree.map(lambda x: jax.random.normal(key, x.shape), outputs))
+
+    pairs = zip(
+        *(jax.tree.leaves(differentiate(function, floats)) for function in (one, other)),
+        strict=True,
+    )
+    return [float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs]
+
+
+def sharded(op: Callable, spec: PartitionSpec, arrays: dict[str, Any], returns: Any) -> Callable:
+    mesh = jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
+    specs = {name: WHOLE if name == "initial_state" else spec for name in arrays}
+
+    def function(**arrays: Any) -> Any:
+        call = lambda arrays: op(**arrays)  # noqa: E731
+        part = jax.shard_map(call, mesh=mesh, in_specs=(specs,), out_specs=returns)
+        return part(arrays)
+
+    return function
+
+
+def without_total(op: Callable, **options: Any) -> Callable:
+    """Without the total of decay in a state, which is not asked for."""
+
+    def function(**arrays: Any) -> Any:
+        result = op(**arrays, **options)
+        return (
+            (result[0], (result[1].log_s, result[1].log_z)) if options["return_state"] else result
+        )
+
+    return function
 
 
 def main() -> None:
-    rng = np.random.default_rng(0)
-    arrays = [
-        rng.standard_normal((BATCH, LENGTH, HEADS, DEPTH)).astype(np.float32) for _ in range(3)
-    ]
-    arrays.append(-rng.exponential(0.1, (BATCH, LENGTH, HEADS, DEPTH)).astype(np.float32))
-    cotangent = rng.standard_normal(arrays[0].shape).astype(np.float32)
-    mesh = jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
-    specs = {by_batch: PartitionSpec("devices"), by_tokens: PartitionSpec(None, "devices")}
-
-    def differentiate(function):
-        output, pullback = jax.vjp(function, *arrays)
-        return output, pullback(cotangent)
-
-    errors = {}
-    for implementation in sys.argv[1:]:
-        whole = partial(by_batch, implementation=implementation)
-        expected = jax.tree.leaves(jax.jit(differentiate, static_argnums=0)(whole))
-        for function, spec in specs.items():
-            part = partial(function, implementation=implementation)
-            sharded = jax.shard_map(part, mesh=mesh, in_specs=spec, out_specs=spec)
-            actual = jax.tree.leaves(jax.jit(differentiate, static_argnums=0)(sharded))
-            errors[f"{implementation} {function.__name__}"] = [
-                float(np.max(np.abs(have - want)) / np.max(np.abs(want)))
-                for have, want in zip(actual, expected, strict=True)
-            ]
-    print(json.dumps({"devices": jax.device_count(), "errors": errors}))
+    rng, found = np.random.default_rng(json.loads(sys.argv[1])), {}
+    arrays = inputs(rng, decay=True, segments=False, state=False)
+    found["by rows"] = errors(
+        sharded(log_attention, BY_ROWS, arrays, BY_ROWS), log_attention, arrays
+    )
+    cases = {
+        "segments": {"decay": False, "segments": True, "state": False},
+        "all, from a state to a state": {"decay": True, "segments": True, "state": True},
+        "both ways": {"decay": False, "segments": False, "state": True, "is_causal": False},
+    }
+    for name, case in cases.items():
+        options = {"is_causal": case.pop("is_causal", True), "return_state": case["state"]}
+        options["implementation"] = "chunked" if case["state"] else "scan"  # compiled in less time
+        arrays = inputs(rng, **case)
+        returns = (BY_TOKENS, WHOLE) if case["state"] else BY_TOKENS
+        part = without_total(sharded_log_attention, axis_name="devices", **options)
+        part = sharded(part, BY_TOKENS, arrays, returns)
+        found[name] = errors(part, without_total(log_attention, **options), arrays)
+    print(json.dumps({"devices": jax.device_count(), "errors": found}))
 
 
 if __name__ == "__main__":

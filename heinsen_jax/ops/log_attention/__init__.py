@@ -2,6 +2,13 @@
 
 from heinsen_jax.ops.log_attention.api import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention.chunked import Chunked
+from heinsen_jax.ops.log_attention.sharded import sharded_log_attention
 from heinsen_jax.ops.log_attention.state import LogAttentionState
 
-__all__ = ["Chunked", "LogAttentionState", "heinsen_attention", "log_attention"]
+__all__ = [
+    "Chunked",
+    "LogAttentionState",
+    "heinsen_attention",
+    "log_attention",
+    "sharded_log_attention",
+]

@@ -128,9 +128,9 @@ def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         log_y, log_z, state = exact.log_attention(tokens, state)
         return (log_y, log_z), state
 
-    others = (
-        Streamed(two, _piece(block_size, PIECES_OF_MEANS_OF_LOGS)),
-        Streamed(three, _piece(block_size, PIECES_OF_SUMS)),
+    others = (  # under `jit`, so as to be traced once: many transformations ask for their shapes
+        Streamed(jax.jit(two), _piece(block_size, PIECES_OF_MEANS_OF_LOGS)),
+        Streamed(jax.jit(three), _piece(block_size, PIECES_OF_SUMS)),
     )
     return Tiers(choose, one, others, block_size, recompute)
 
@@ -161,7 +161,11 @@ def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         return (y, log_z), state
 
     return Tiers(
-        choose, one, (Streamed(two, _piece(block_size, PIECES_OF_MEANS)),), block_size, recompute
+        choose,
+        one,
+        (Streamed(jax.jit(two), _piece(block_size, PIECES_OF_MEANS)),),
+        block_size,
+        recompute,
     )
 
 

@@ -1,0 +1,83 @@
+"""Mechanisms whose states merge, on the devices of a mesh."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from heinsen_jax.attention.base import Call
+from heinsen_jax.ops.context import over_context, summary_of
+from heinsen_jax.sharding import current_mesh, spec
+from heinsen_jax.typing import Array
+
+
+def recur(
+    call: Call,
+    op: Callable[..., Any],
+    *arrays: Array,
+    empty: Any,
+    summary: Callable[..., Any] | None = None,
+    state_axes: tuple[str | None, ...] = ("heads",),
+    tokens_axis: int = -3,
+) -> tuple[Array, Any]:
+    """`call.recur(op, *arrays)`; if a mesh is set, each device has its own texts, tokens and heads.
+
+    Devices then share nothing but states, where texts are split (see `ops.context`).
+
+    Args:
+      call: what is asked for.
+      op: takes the arrays, `is_causal`, `segment_ids`, `initial_state` and `return_state`.
+      arrays: `[*B, T, heads, ...]`. What is said of heads holds for any axis of which each place
+        is by itself.
+      empty: the state before the first token.
+      summary: makes the state of the arrays' tokens, `summary_of(op)` by default.
+      state_axes: the logical axes of states that follow those of the batch.
+      tokens_axis: T of the first array.
+
+    Raises:
+      ValueError: devices of the tensor axis do not divide the heads.
+    """
+    mesh = current_mesh()
+    if mesh is None or call.source is not None:
+        return call.recur(op, *arrays, **call.keywords)
+    batch = arrays[0].ndim + tokens_axis
+    rows = ("batch", *[None] * (batch - 1)) if batch else ()
+
+    def place(axes: tuple[str | None, ...], x: Array) -> Any:
+        axes = (*rows, *axes)
+        _check_heads(mesh.shape.get("tensor", 1), x.shape[axes.index("heads")])
+        return spec(mesh, x.shape, (*axes, *[None] * (x.ndim - len(axes))))
+
+    of_arrays = tuple(place(("tokens", "heads"), x) for x in arrays)
+    of_states = jax.tree.map(partial(place, state_axes), empty)
+    of_tokens_alone = jax.sharding.PartitionSpec(*of_arrays[0][: batch + 1])
+    wants_state = call.state is not None
+
+    def on_device(arrays: Any, segment_ids: Any, empty: Any, state: Any) -> tuple[Array, Any]:
+        here = call._replace(segment_ids=segment_ids, state=state)
+        if of_arrays[0][batch] is None:
+            return here.recur(op, *arrays, **here.keywords)
+        return over_context(
+            partial(op, return_state=True),
+            *arrays,
+            summary=summary or summary_of(op),
+            empty=empty,
+            initial_state=state,
+            return_state=wants_state,
+            **here.keywords,
+        )
+
+    return jax.shard_map(
+        on_device,
+        in_specs=(of_arrays, of_tokens_alone, of_states, of_states if wants_state else None),
+        out_specs=(of_arrays[0], of_states if wants_state else None),
+    )(arrays, call.segment_ids, empty, call.state)
+
+
+def _check_heads(devices: int, heads: int) -> None:
+    if heads % devices:
+        raise ValueError(
+            f"a mesh with tensor={devices} does not divide {heads} heads: choose another tensor, "
+            "or another num_heads or num_kv_heads"
+        )

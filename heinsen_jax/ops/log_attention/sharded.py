@@ -1,0 +1,75 @@
+"""Log-attention over a text whose tokens lie on several devices."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from heinsen_jax.ops.context import over_context, summary_of
+from heinsen_jax.ops.log_attention.api import Implementation, log_attention
+from heinsen_jax.ops.log_attention.state import LogAttentionState
+from heinsen_jax.typing import Array
+
+
+def sharded_log_attention(
+    query: Array,
+    key: Array,
+    log_value: Array,
+    *,
+    axis_name: str = "context",
+    is_causal: bool = True,
+    segment_ids: Array | None = None,
+    log_decay: Array | None = None,
+    initial_state: LogAttentionState | None = None,
+    return_state: bool = False,
+    implementation: Implementation | None = None,
+) -> Any:
+    """`log_attention` inside `jax.shard_map`, each device holding a part of the tokens, in order.
+
+    Output, state and gradients are those of the whole text. Devices exchange their states,
+    `[*B, num_kv_heads, key_depth, value_depth]`, in one all-gather, and nothing else.
+
+    Args:
+      query, key, log_value, segment_ids, log_decay: as in `log_attention`, this device's tokens, as
+        many on each device.
+      axis_name: the mesh axis that the tokens are split over.
+      is_causal: as in `log_attention`. If not, without segments and decay.
+      initial_state: what was seen before the whole text, the same on all devices.
+      return_state: whether to return also the state after the whole text, the same on all devices.
+      implementation: as in `log_attention`.
+
+    Returns:
+      log Y of this device's tokens, or a pair of it and the state.
+
+    Raises:
+      ValueError, NotImplementedError: as `log_attention`, or decay or segments are not causal.
+
+    References:
+      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843, eq. (6).
+    """
+    if log_decay is not None and not is_causal:
+        raise NotImplementedError("log_decay with is_causal=False over several devices")
+    dtype = jnp.promote_types(jnp.result_type(query, key, log_value), jnp.float32)
+    *batch, _, groups, key_depth = key.shape
+    empty = LogAttentionState.empty(batch, groups, key_depth, log_value.shape[-1], dtype)
+    if log_decay is not None:
+        empty = replace(empty, log_decay=jnp.zeros_like(empty.log_z))
+
+    def op(query: Array, key: Array, log_value: Array, *log_decay: Array, **options: Any) -> Any:
+        decay = log_decay[0] if log_decay else None
+        options["implementation"] = implementation
+        return log_attention(query, key, log_value, log_decay=decay, **options)
+
+    y, state = over_context(
+        partial(op, return_state=True),
+        *(x for x in (query, key, log_value, log_decay) if x is not None),
+        summary=summary_of(op),
+        empty=empty,
+        axis_name=axis_name,
+        is_causal=is_causal,
+        segment_ids=segment_ids,
+        initial_state=initial_state,
+        return_state=return_state,
+    )
+    return (y, state) if return_state else y

@@ -1,0 +1,82 @@
+"""Runs in a process of its own with 8 virtual devices: a model on one mesh after another.
+
+Prints how far loss and gradients are from those of one device, and the collective operations of the
+compiled loss and of the compiled gradient.
+"""
+
+import collections
+import json
+import math
+import re
+import sys
+from typing import Any
+
+import jax
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from heinsen_jax.models import LanguageModel, LanguageModelConfig  # noqa: E402
+from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch, shardings  # noqa: E402
+from heinsen_jax.training.objective import next_token  # noqa: E402
+from heinsen_jax.training.state import graph_of  # noqa: E402
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (8, 65)).astype(np.int32)
+COLLECTIVES = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+
+
+def run(config: LanguageModelConfig, sizes: dict[str, int]) -> tuple[list[np.ndarray], dict]:
+    """Loss and gradients as arrays of the whole; collective operations by function and name."""
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh, graph = make_mesh(MeshConfig(**{"data": 1, **sizes}), devices), graph_of(config)
+
+    def init() -> Any:
+        return nnx.state(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
+
+    def loss(parameters: Any, tokens: jax.Array) -> jax.Array:
+        there = jnp.ones(tokens[:, 1:].shape, bool)
+        model = nnx.merge(graph, parameters)
+        return jnp.mean(next_token(model, tokens, there, jax.random.key(0))[0])
+
+    with jax.set_mesh(mesh):
+        places = shardings(jax.eval_shape(init), mesh)
+        parameters = jax.jit(init, out_shardings=places)()
+        tokens = shard_batch(TOKENS, mesh)
+        gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))
+        compiled = {
+            "loss": jax.jit(loss).lower(parameters, tokens).compile(),
+            "gradient": gradient.lower(parameters, tokens).compile(),
+        }
+        leaves = jax.tree.leaves(compiled["gradient"](parameters, tokens))
+    return [np.asarray(x) for x in leaves], {
+        name: collections.Counter(re.findall(COLLECTIVES, function.as_text()))
+        for name, function in compiled.items()
+    }
+
+
+def main() -> None:
+    name, options, *meshes = map(json.loads, sys.argv[1:])
+    config = LanguageModelConfig(
+        vocab_size=64,
+        model_dim=16,
+        num_layers=2,
+        num_heads=4,
+        attention=name,
+        attention_options=tuple(map(tuple, options)),
+    )
+    expected, _ = run(config, {})
+    found = []
+    for sizes in meshes:
+        actual, collectives = run(config, sizes)
+        pairs = zip(actual, expected, strict=True)
+        worst = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
+        found.append({"error": worst, "collectives": collectives})
+    print(json.dumps({"devices": jax.device_count(), "meshes": found}))
+
+
+if __name__ == "__main__":
+    main()

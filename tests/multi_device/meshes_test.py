@@ -1,0 +1,47 @@
+"""Every mesh of eight virtual devices computes what one does, and sends no more than it must."""
+
+import json
+
+import pytest
+
+from tests.multi_device.apart import run_apart
+
+SCAN = [["log.implementation", "scan"]]  # compiled in less time, and split in the same way
+
+
+def run(name: str, options: list, *meshes: dict[str, int]) -> list[dict]:
+    arguments = json.dumps(name), json.dumps(options), *map(json.dumps, meshes)
+    return run_apart("meshes_run.py", *arguments)["meshes"]
+
+
+def test_every_axis_and_products_of_them():
+    meshes = [
+        *({axis: 2} for axis in ("data", "fsdp", "tensor", "context")),
+        *({axis: 4} for axis in ("fsdp", "tensor")),
+        *({axis: 8} for axis in ("data", "context")),
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"data": 2, "tensor": 2, "context": 2},
+        {"fsdp": 4, "context": 2},
+        {"tensor": 2, "context": 4},
+    ]
+    for sizes, found in zip(meshes, run("log", SCAN, *meshes), strict=True):
+        assert found["error"] < 1e-5, (sizes, found)
+
+
+def test_devices_exchange_as_little_as_can_be():
+    """Layers are one loop, in whose body a collective operation stands once."""
+    data, context = run("log", [], {"data": 4}, {"context": 4})
+    assert data["collectives"]["loss"] == {"all-reduce": 1}, "of the mean"
+    assert data["collectives"]["gradient"] == {"all-reduce": 2}, "of layers, of the rest"
+    forward, backward = context["collectives"]["loss"], context["collectives"]["gradient"]
+    assert forward["all-gather"] == 2, "one of the position recurrence, one of a layer"
+    assert forward.get("all-to-all", 0) == forward.get("reduce-scatter", 0) == 0
+    assert backward["all-gather"] == 2
+    assert context["error"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["linear", "performer", "additive"])
+def test_other_mechanisms_whose_states_merge(name):
+    for found in run(name, [], {"context": 4}, {"tensor": 2, "context": 2}):
+        assert found["error"] < 1e-5, found
+        assert found["collectives"]["loss"]["all-gather"] >= 2

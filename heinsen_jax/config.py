@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, read_config
-from heinsen_jax.training.loop import TrainingConfig
 from heinsen_jax.training.optimizer import OptimizerConfig
+from heinsen_jax.training.settings import TrainingConfig
+
+NOT_ARCHITECTURE = {"dtype", "remat", "remat_keeps"}
+"""Fields of a model that a run may go on with other values of."""
 
 
 @pydantic.dataclasses.dataclass(
@@ -87,9 +91,7 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        probe = workdir / ".writable"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=workdir).close()
     except OSError as error:
         raise UserError(
             f"--workdir {workdir} cannot be written ({error.strerror}): choose another folder"
@@ -99,7 +101,7 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     ours, theirs = as_json(config)["model"], recorded.get("model", {})
     if differing := [
         f"model.{name} is {ours.get(name)!r} here, {theirs.get(name)!r} there"
-        for name in sorted(ours.keys() | theirs.keys())
+        for name in sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
         if ours.get(name) != theirs.get(name)
     ]:
         raise UserError(

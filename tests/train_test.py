@@ -15,6 +15,8 @@ from flax import nnx
 
 from heinsen_jax.training.checkpoint import load_run
 
+pytestmark = pytest.mark.xdist_group("train")  # one worker makes what tests share
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """
 from heinsen_jax.config import *

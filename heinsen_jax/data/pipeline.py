@@ -18,6 +18,8 @@ from heinsen_jax.data.prepare import prepare
 from heinsen_jax.data.tokenizers import fingerprint, load_tokenizer, tokenizer_name
 from heinsen_jax.errors import UserError
 
+ENDLESS = 1 << 60  # sequences
+
 
 @pydantic.dataclasses.dataclass(
     config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
@@ -128,9 +130,9 @@ def train_batches(
         config: The sequence length and the batch size over all processes.
         seed: With the step it decides the batch; where iteration starts does not matter.
         start_step: The step of the first batch.
-        process_index: Which process this is. Over the processes a step has the same sequences
-            however many they are.
-        process_count: How many processes share a batch.
+        process_index: Which of equal parts of every batch to read, in order. Put together, a step
+            has the same sequences in the same rows however many parts there are.
+        process_count: How many parts there are.
     """
     local_batch = _local_batch(config, process_count)
     source, length = dataset.split("train"), config.sequence_length
@@ -141,14 +143,13 @@ def train_batches(
         last = source.lengths[shard] - (length + 1)
         return source.read(shard, min(start + int(rng.integers(length)), last), length + 1)
 
-    batches = (
-        grain.MapDataset.source(starts)
-        .seed(seed)
-        .shuffle()
-        .repeat()
-        .random_map(read)[process_index::process_count]
-        .batch(local_batch)
-    )
+    sequences = grain.MapDataset.source(starts).seed(seed).shuffle().repeat().random_map(read)
+
+    def sequence(index: int) -> np.ndarray | None:
+        step, row = divmod(index, local_batch)
+        return sequences[step * config.batch_size + process_index * local_batch + row]
+
+    batches = grain.MapDataset.range(ENDLESS).map(sequence).batch(local_batch)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(batches[start_step:].to_iter_dataset(options))
 
@@ -173,8 +174,8 @@ def validation_batches(
         raise UserError("validation text: there is nothing to predict in it; give more text")
     count = math.ceil(len(windows) / config.batch_size)
     for step in range(count if max_batches is None else min(count, max_batches)):
-        first = step * config.batch_size + process_index
-        rows = range(first, first + local_batch * process_count, process_count)
+        first = step * config.batch_size + process_index * local_batch
+        rows = range(first, first + local_batch)
         yield _validation_batch(
             source, [windows[i] for i in rows if i < len(windows)], local_batch, length
         )

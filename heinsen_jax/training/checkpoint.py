@@ -16,6 +16,7 @@ from flax import nnx
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from heinsen_jax.data import load_tokenizer
+from heinsen_jax.distributed import process_0_first
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.seal import damage, seal, seal_the_last
@@ -39,7 +40,8 @@ class Checkpoints:
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
         self._read_only = read_only
         self._on_exit = ExitStack()
-        self.damaged = self._find_damaged()
+        with process_0_first("checkpoints are checked") as is_first:
+            self.damaged = self._find_damaged() if is_first or read_only else {}
         best = BestN(get_metric_fn=_goodness, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
@@ -82,8 +84,9 @@ class Checkpoints:
 
     def _seal(self) -> None:
         """Called by Orbax when all files of a step are written, under a name not yet final."""
-        for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
-            seal(folder)
+        if jax.process_index() == 0:
+            for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
+                seal(folder)
 
     def latest_step(self) -> int | None:
         """The newest whole checkpoint."""
@@ -100,12 +103,36 @@ class Checkpoints:
             raise RuntimeError(f"{self.folder} is open for reading only: step {step} is not saved")
         if step in self._manager.all_steps():
             return
-        self._manager.save(
-            step,
-            args=ocp.args.PyTreeSave(_named(state)),
-            metrics={"loss": math.inf if loss is None else loss},
-            force=True,
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.PyTreeSave(_named(state)),
+                metrics={"loss": math.inf if loss is None else loss},
+                force=True,
+            )
+        except jax.errors.JaxRuntimeError:  # of the devices, or of another process
+            raise
+        except Exception as error:
+            raise self._not_written(error) from error
+
+    def _not_written(self, error: Exception) -> UserError:
+        return UserError(
+            f"a checkpoint cannot be written into {self.folder} ({_reason(error)}): make room, or "
+            "make it writable, and give the same command again; the checkpoints before it are kept"
         )
+
+    def wait(self) -> None:
+        """Returns when all that was saved is written.
+
+        Raises:
+          UserError: it could not be; the checkpoints before it are still there.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except jax.errors.JaxRuntimeError:  # of the devices, or of another process
+            raise
+        except Exception as error:
+            raise self._not_written(error) from error
 
     def restore(self, step: int, abstract: Any) -> Any:
         """A pytree like `abstract` (shapes, dtypes, shardings), of any part of what was saved.
@@ -127,13 +154,9 @@ class Checkpoints:
                 ),
             )
         except Exception as error:
-            cause = error.__cause__ or error
-            reason = (
-                str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-            )
             raise UserError(
-                f"{self.folder / str(step)} cannot be read ({reason}): move that folder away to "
-                "go on from the step before"
+                f"{self.folder / str(step)} cannot be read ({_reason(error)}): move that folder "
+                "away to go on from the step before"
             ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 
@@ -144,7 +167,7 @@ class Checkpoints:
         """Waits until everything is written."""
         self._manager.close()
         self._on_exit.close()
-        if not self._read_only:
+        if not self._read_only and jax.process_index() == 0:
             for folder in self._steps():
                 seal_the_last(folder)
 
@@ -197,6 +220,12 @@ def read_config(workdir: Path) -> dict[str, Any] | None:
 
 def _no_checkpoint(workdir: Path) -> str:
     return f"{workdir} has no checkpoint yet: start its training again to go on"
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error is about."""
+    cause = error.__cause__ or error
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
 def _free(path: Path) -> Path:

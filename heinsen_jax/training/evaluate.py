@@ -4,12 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from heinsen_jax.data import DataConfig, TokenDataset, validation_batches
 from heinsen_jax.errors import UserError
-from heinsen_jax.sharding import shard_batch
+from heinsen_jax.sharding import shard_batch, share_of_process
 
 
 def evaluate(
@@ -30,12 +29,13 @@ def evaluate(
       the text.
     """
     total, count = 0.0, 0
+    process_index, process_count = share_of_process(mesh)
     batches = validation_batches(
         dataset,
         config,
         max_batches=max_batches,
-        process_index=jax.process_index(),
-        process_count=jax.process_count(),
+        process_index=process_index,
+        process_count=process_count,
     )
     for index, batch in enumerate(batches):
         tokens, mask = shard_batch(batch.tokens, mesh), shard_batch(batch.mask, mesh)

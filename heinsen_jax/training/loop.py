@@ -3,27 +3,31 @@
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pydantic
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from heinsen_jax.data import DataConfig, TokenDataset, end_of_text_id, train_batches
+from heinsen_jax.data import TokenDataset, end_of_text_id, train_batches
+from heinsen_jax.distributed import Agreement
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
-from heinsen_jax.models import LanguageModelConfig, flops_per_token
-from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch
+from heinsen_jax.models import flops_per_token
+from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.metrics import Reporter, model_flops_utilization, plot_losses
 from heinsen_jax.training.objective import MaskedTokens, Objective, next_token
-from heinsen_jax.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from heinsen_jax.training.optimizer import learning_rate, make_optimizer
+from heinsen_jax.training.patience import punctual
+from heinsen_jax.training.preflight import describe, rehearse
+from heinsen_jax.training.settings import Experiment, check_settings
+from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.state import (
     TrainState,
     abstract_state,
@@ -32,39 +36,6 @@ from heinsen_jax.training.state import (
     initializer,
 )
 from heinsen_jax.training.step import make_evaluation_step, make_train_step
-
-
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
-class TrainingConfig:
-    """How long to train, and how often to look."""
-
-    steps: pydantic.PositiveInt = 1000
-    """Updates in all."""
-    accumulation_steps: pydantic.PositiveInt = 1
-    """Parts of a batch whose gradients are summed before an update."""
-    report_every: pydantic.PositiveInt = 10
-    """Steps between two rows of training metrics."""
-    evaluate_every: pydantic.PositiveInt = 250
-    """Steps between two evaluations, each with a checkpoint and a sample; the last step has one."""
-    evaluation_batches: pydantic.PositiveInt | None = None
-    """Batches of an evaluation; the whole validation text when None."""
-    checkpoint_every: pydantic.PositiveInt | None = None
-    """Steps between two checkpoints besides those of evaluations."""
-    keep_checkpoints: pydantic.PositiveInt = 2
-    """How many of the latest checkpoints stay, besides the best."""
-    sample_prompt: str = "\n"
-    """What a sample begins with."""
-    sample_tokens: pydantic.NonNegativeInt = 200
-    """Tokens of a sample; 0 for none."""
-    skip_above: pydantic.PositiveFloat | None = 20.0
-    """An update is skipped if its gradient's norm is more than so many times the usual one; None:
-    never. Updates that are not finite always are."""
-    most_skipped: pydantic.PositiveInt = 20
-    """Training ends when so many updates in a row were skipped."""
-    masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
-    """How much of a text a model has to fill in, if it is not causal."""
 
 
 @dataclass(frozen=True)
@@ -82,89 +53,54 @@ class Result:
     signal: int | None = None
 
 
-class Experiment(Protocol):
-    """What `train` needs of an experiment's configuration."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def model(self) -> LanguageModelConfig: ...
-    @property
-    def data(self) -> DataConfig: ...
-    @property
-    def optimizer(self) -> OptimizerConfig: ...
-    @property
-    def training(self) -> TrainingConfig: ...
-    @property
-    def mesh(self) -> MeshConfig: ...
-
-
-def train(workdir: Path, dataset: TokenDataset, experiment: Experiment) -> Result:
+def train(
+    workdir: Path,
+    dataset: TokenDataset,
+    experiment: Experiment,
+    *,
+    dry_run: bool = False,
+    profile: bool = False,
+) -> Result:
     """Trains from the latest checkpoint in `workdir`, or from the start, to the last step.
 
-    SIGTERM and SIGINT save a checkpoint after the step in progress and end training early.
+    SIGTERM and SIGINT, to any of the processes, save a checkpoint after the step in progress and
+    end training early.
+
+    Args:
+      workdir: the run's folder, which all processes see.
+      dataset: what is learned.
+      experiment: how.
+      dry_run: whether to do everything but train: compile, rehearse a few updates, and say what
+        the run will take.
+      profile: whether to write a trace of a few updates into the run's folder.
 
     Raises:
       UserError: as `check_settings`, or a checkpoint cannot be read.
     """
     mesh = check_settings(dataset, experiment)
-    with jax.set_mesh(mesh), _caught_signals() as caught:
-        return _Run(workdir, dataset, experiment, mesh)(caught)
-
-
-def check_settings(dataset: TokenDataset, experiment: Experiment) -> Mesh:
-    """Makes sure that the parts of an experiment fit one another, and returns its mesh.
-
-    Raises:
-      UserError: they do not; the message names the fields and the mend.
-    """
-    model, data, training = experiment.model, experiment.data, experiment.training
-    vocabulary = dataset.tokenizer.n_vocab
-    if model.vocab_size < vocabulary:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
-            f"data.tokenizer={data.tokenizer}: make it at least {vocabulary}"
-        )
-    if training.sample_tokens and not dataset.tokenizer.encode_ordinary(training.sample_prompt):
-        raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
-    if not model.is_causal:
-        _check_masked(model, training, vocabulary)
-    if model.max_length is not None and data.sequence_length > model.max_length:
-        raise UserError(
-            f"data.sequence_length={data.sequence_length} is more than "
-            f"model.max_length={model.max_length}: the model has no positions for it"
-        )
-    learning_rate(experiment.optimizer, training.steps)
-    mesh = make_mesh(experiment.mesh)
-    if data.batch_size % (training.accumulation_steps * mesh.size):
-        raise UserError(
-            f"data.batch_size={data.batch_size} must be a multiple of "
-            f"training.accumulation_steps={training.accumulation_steps} times {mesh.size} "
-            "device(s)"
-        )
-    return mesh
-
-
-def _check_masked(model: LanguageModelConfig, training: TrainingConfig, vocabulary: int) -> None:
-    if model.vocab_size == vocabulary:
-        raise UserError(
-            f"model.vocab_size={model.vocab_size} with model.is_causal=False: make it at least "
-            f"{vocabulary + 1}, for the mask is a token of its own"
-        )
-    if training.sample_tokens:
-        raise UserError(
-            "model.is_causal=False, and such a model cannot write: set training.sample_tokens=0"
-        )
+    if experiment.training.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", experiment.training.compilation_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    with jax.set_mesh(mesh):
+        run = _Run(workdir, dataset, experiment, mesh, profile)
+        return run.rehearse() if dry_run else run()
 
 
 class _Run:
     """One call of `train`: what its steps share."""
 
-    def __init__(self, workdir: Path, dataset: TokenDataset, experiment: Experiment, mesh: Mesh):
+    def __init__(
+        self,
+        workdir: Path,
+        dataset: TokenDataset,
+        experiment: Experiment,
+        mesh: Mesh,
+        profile: bool,
+    ):
         self.workdir, self.dataset, self.mesh = workdir, dataset, mesh
         self.seed = experiment.seed
         self.model, self.data = experiment.model, experiment.data
-        self.training = experiment.training
+        self.training, self.profile = experiment.training, profile
         self.schedule = learning_rate(experiment.optimizer, self.training.steps)
         self.transform = make_optimizer(experiment.optimizer, self.training.steps)
         self.graph = graph_of(self.model)
@@ -173,70 +109,103 @@ class _Run:
             vocabulary = dataset.tokenizer.n_vocab
             self.objective = MaskedTokens(self.training.masked_fraction, vocabulary)
         self.evaluation_step = make_evaluation_step(self.graph, self.objective)
+        self.init = initializer(self.model, self.transform, self.seed)
+        self.abstract = abstract_state(self.init, mesh)
+        self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
+        self.flops_per_token = flops_per_token(self.model, self.count)
 
-    def __call__(self, caught: list[int]) -> Result:
-        keep = self.training.keep_checkpoints
+    def __call__(self) -> Result:
+        keep, steps = self.training.keep_checkpoints, self.training.steps
         with Checkpoints(self.workdir, keep=keep) as self.checkpoints:
-            start, state, train_step = self._begin()
-            count = sum(x.size for x in jax.tree.leaves(state.parameters))
-            self.flops_per_token = flops_per_token(self.model, count)
-            steps = self.training.steps
-            with Reporter(self.workdir, start_step=start, steps=steps) as self.reporter:
+            start = self.checkpoints.latest_step()
+            with (
+                Signals(self.training.stop_within) as self.signals,
+                Reporter(self.workdir, start_step=start or 0, steps=steps) as self.reporter,
+            ):
                 for damaged, reason in self.checkpoints.damaged.items():
                     folder = self.checkpoints.folder / str(damaged)
                     self.reporter.line(f"{folder} is damaged ({reason}): it is not used")
-                self._introduce(start, count)
-                result = self._steps(state, start, train_step, caught)
+                update = self._compiled()
+                for line in self._described(update):
+                    self.reporter.line(line)
+                if start is None:
+                    start, state = 0, init_sharded(self.init, self.abstract)
+                else:
+                    self.reporter.line(f"continuing {self.workdir} from step {start}")
+                    state = self.checkpoints.restore(start, self.abstract)
+                result = self._steps(state, start, update)
+                self.checkpoints.wait()
         self._conclude(result)
         return result
 
-    def _begin(self) -> tuple[int, TrainState, Any]:
-        """The step to go on from, the state there, and the compiled update."""
-        init = initializer(self.model, self.transform, self.seed)
-        abstract = abstract_state(init, self.mesh)
-        start = self.checkpoints.latest_step()
-        state = (
-            init_sharded(init, abstract)
-            if start is None
-            else self.checkpoints.restore(start, abstract)
-        )
-        train_step = make_train_step(
+    def rehearse(self) -> Result:
+        """Everything but training."""
+        update = self._compiled()
+        state = init_sharded(self.init, self.abstract)
+        batch = shard_batch(next(self._batches(0)), self.mesh)
+        said = [*self._described(update), rehearse(update, state, batch, self.training.steps)]
+        if jax.process_index() == 0:
+            print("\n".join(said))
+        return Result(0, {})
+
+    def _compiled(self) -> Any:
+        """The update, compiled once for all steps: what does not fit it is refused."""
+        step = make_train_step(
             self.graph,
             self.transform,
             accumulation_steps=self.training.accumulation_steps,
-            out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
             objective=self.objective,
             seed=self.seed,
             skip_above=self.training.skip_above,
         )
-        return start or 0, state, train_step
+        shape = self.data.batch_size, self.data.sequence_length + 1
+        batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
+        return step.lower(self.abstract, batch).compile()
 
-    def _steps(self, state: TrainState, start: int, train_step: Any, caught: list[int]) -> Result:
-        batches = train_batches(
+    def _described(self, update: Any) -> list[str]:
+        what = self.mesh, self.data, self.training, self.dataset
+        return describe(*what, self.count, update)
+
+    def _batches(self, start: int) -> Iterator[np.ndarray]:
+        process_index, process_count = share_of_process(self.mesh)
+        return train_batches(
             self.dataset,
             self.data,
             seed=self.seed,
             start_step=start,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=process_index,
+            process_count=process_count,
         )
+
+    def _steps(self, state: TrainState, start: int, update: Any) -> Result:
         training, clock, metrics = self.training, _Clock(start), {}
+        batches = punctual(
+            self._batches(start),
+            self.dataset.folder,
+            timeout=training.data_timeout,
+            warn=self.reporter.line,
+        )
+        agreement, tracer = Agreement(self.mesh), _Tracer(self.workdir, start, self.profile)
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
-            state, measured = train_step(state, shard_batch(next(batches), self.mesh))
-            last = step == training.steps
+            tracer(step)
+            state, measured = update(state, shard_batch(next(batches), self.mesh))
+            last, stopped_by = step == training.steps, agreement(self.signals.first)
             if pending is not None:
                 self._report(*pending, clock)
                 pending = None
             if step % training.report_every == 0 or last:
                 pending = step, measured
-            if step % training.evaluate_every == 0 or last or caught:
+            if step % training.evaluate_every == 0 or last or stopped_by:
                 if pending is not None:
                     self._report(*pending, clock)
                     pending = None
-                if caught and not last:
+                if stopped_by or last:
+                    tracer(step, last=True)
+                if stopped_by and not last:
                     self.checkpoints.save(step, state)
-                    return Result(step, metrics, caught[0])
+                    return Result(step, metrics, stopped_by)
                 metrics = self._look(step, state)
                 clock.restart(step)
             elif training.checkpoint_every and step % training.checkpoint_every == 0:
@@ -302,13 +271,6 @@ class _Run:
         tokens = tokens[: tokens.index(end)] if end in tokens else tokens
         return tokenizer.decode(prompt + tokens)
 
-    def _introduce(self, start: int, count: int) -> None:
-        split = self.dataset.manifest.splits["train"]
-        devices = f"{jax.device_count()} {jax.devices()[0].device_kind} device(s)"
-        self.reporter.line(f"{count:,} parameters on {devices}; {split.tokens:,} training tokens")
-        if start:
-            self.reporter.line(f"continuing {self.workdir} from step {start}")
-
     def _conclude(self, result: Result) -> None:
         line = self.reporter.line
         if not self.reporter.active:
@@ -327,6 +289,25 @@ class _Run:
             line(f'  python -m heinsen_jax.generate --workdir {self.workdir} --prompt "..."')
 
 
+class _Tracer:
+    """Writes what the devices do in a few steps, once the first ones are over."""
+
+    STEPS = range(5, 10)
+
+    def __init__(self, workdir: Path, start: int, is_wanted: bool):
+        self._folder, self._start = workdir / "profile", start
+        self._is_wanted, self._is_on = is_wanted, False
+
+    def __call__(self, step: int, last: bool = False) -> None:
+        """Before each step, and after the last."""
+        is_on = self._is_wanted and step - self._start in self.STEPS and not last
+        if is_on and not self._is_on:
+            jax.profiler.start_trace(self._folder)
+        if self._is_on and not is_on:
+            jax.profiler.stop_trace()
+        self._is_on = is_on
+
+
 class _Clock:
     """Steps a second since the last look."""
 
@@ -341,21 +322,3 @@ class _Clock:
         rate = (step - self._step) / max(now - self._time, 1e-9)
         self._step, self._time = step, now
         return rate
-
-
-@contextmanager
-def _caught_signals() -> Iterator[list[int]]:
-    """SIGTERM and SIGINT, collected instead of obeyed; a second SIGINT interrupts at once."""
-    caught: list[int] = []
-
-    def catch(number: int, _: Any) -> None:
-        if caught and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    previous = {s: signal.signal(s, catch) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield caught
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 SEAL_FILE = "sha256.json"
+PARTIAL = f"{SEAL_FILE}.partial"
 WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
@@ -47,7 +48,7 @@ def damage(folder: Path) -> str | None:
 def _files(folder: Path) -> list[str]:
     paths = (path for path in folder.rglob("*") if path.is_file())
     names = (path.relative_to(folder).as_posix() for path in paths)
-    return [name for name in names if name != SEAL_FILE]
+    return [name for name in names if name not in (SEAL_FILE, PARTIAL)]
 
 
 def _hashes(folder: Path, names: set[str]) -> dict[str, str]:
@@ -70,7 +71,7 @@ def _read(folder: Path) -> dict[str, str] | None:
 
 def _write(folder: Path, hashes: dict[str, str]) -> None:
     """All at once."""
-    path = folder / f"{SEAL_FILE}.tmp"
+    path = folder / PARTIAL
     path.write_text(json.dumps({"files": hashes, "sha256": _hash_of(hashes)}, indent=1))
     os.replace(path, folder / SEAL_FILE)
 

@@ -21,14 +21,15 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     *,
     accumulation_steps: int,
-    out_shardings: TrainState,
+    out_shardings: TrainState | None,
     objective: Objective = next_token,
     seed: int = 0,
     skip_above: float | None = None,
-) -> Callable[[TrainState, Array], tuple[TrainState, Metrics]]:
-    """The compiled update. Its input state is donated. What the objective draws at random is a
-    function of the seed and the step. An update that `Guard` refuses changes neither parameters nor
-    the optimizer's state.
+) -> Any:
+    """The update under `jax.jit`, (state, tokens) -> (state, metrics). Its input state is donated.
+
+    What the objective draws at random is a function of the seed and the step. An update that
+    `Guard` refuses changes neither parameters nor the optimizer's state.
 
     With accumulation the batch is cut into `accumulation_steps` parts, whose gradients are summed
     one after another: the update is that of the whole batch, in the memory of one part.

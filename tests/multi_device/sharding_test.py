@@ -8,12 +8,17 @@ import pytest
 
 from tests.multi_device.apart import run_apart
 
+pytestmark = pytest.mark.xdist_group("sharding")  # one worker makes what tests share
+
 CONFIG = """
 from heinsen_jax.config import *
 
 def get_config():
     return ExperimentConfig(
-        model=LanguageModelConfig(vocab_size=264, model_dim=16, num_layers=2, num_heads=2),
+        model=LanguageModelConfig(
+            vocab_size=264, model_dim=16, num_layers=2, num_heads=2,
+            attention_options=(("log.implementation", "scan"),),
+        ),
         data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=16),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
         training=TrainingConfig(

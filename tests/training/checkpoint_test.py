@@ -1,6 +1,8 @@
 """Checkpoints: what is kept, what comes back, and what a damaged one says."""
 
 import shutil
+import subprocess
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -50,6 +52,37 @@ def test_a_part_of_the_state_can_be_restored(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         restored = checkpoints.restore(2, part)
     np.testing.assert_array_equal(restored["parameters"]["w"], jnp.full((4, 3), 2.0))
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+import jax.numpy as jnp
+from heinsen_jax.errors import UserError
+from heinsen_jax.training.checkpoint import Checkpoints
+
+state = {"w": jnp.arange(100_000.0)}
+with Checkpoints(Path(sys.argv[1]), keep=1) as checkpoints:
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_where_a_file_cannot_be_written_the_step_before_stays(tmp_path):
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    assert f"cannot be written into {tmp_path / 'checkpoints'}" in said
+    assert "File too large" in said
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 1
+        restored = checkpoints.restore(1, {"w": jnp.zeros(100_000)})
+    np.testing.assert_array_equal(restored["w"], np.arange(100_000.0))
 
 
 def test_a_step_half_written_is_not_the_latest(tmp_path):

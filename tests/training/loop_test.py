@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 
 import jax
@@ -17,10 +18,12 @@ from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, initializer
 
+pytestmark = pytest.mark.xdist_group("loop")  # one worker makes what tests share
 
-def run(workdir, config) -> Result:
+
+def run(workdir, config, **options) -> Result:
     workdir.mkdir(exist_ok=True)
-    return train(workdir, data.load(config.data), config)
+    return train(workdir, data.load(config.data), config, **options)
 
 
 def final_bytes(workdir, config) -> list[bytes]:
@@ -60,6 +63,22 @@ def test_a_run_leaves_what_people_look_for(uninterrupted):
     assert len(list((workdir / "samples").iterdir())) == 2
     steps = [row["step"] for row in read_metrics(workdir) if "validation/loss" in row]
     assert steps == [30, 60]
+
+
+def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing(small, tmp_path, capsys):
+    assert run(tmp_path / "run", small, dry_run=True).step == 0
+    said = capsys.readouterr().out
+    assert "1 cpu device(s) in 1 process(es): data 1 x fsdp 1 x tensor 1 x context 1" in said
+    assert re.search(r"[\d.]+ [kM]B \([\d.]+ [kM]B state, [\d.]+ [kM]B to work in\)", said)
+    assert "8 x 32 = 256 tokens an update, 15,360 in all" in said
+    assert re.search(r"an update takes [\d.e-]+ s: [\d.e-]+ days for 60 updates", said)
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_profile_is_a_trace_of_a_few_steps(small, tmp_path):
+    short = override(small, ["--training.steps", "12", "--training.sample_tokens", "0"])
+    run(tmp_path / "run", short, profile=True)
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
 def test_a_run_whose_updates_are_all_skipped_ends_and_says_why(small, tmp_path, capsys):

@@ -1,0 +1,59 @@
+"""Waiting for data, not for ever."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from heinsen_jax.errors import UserError
+
+
+def punctual(
+    batches: Iterator[np.ndarray], source: Path, *, timeout: float, warn: Callable[[str], None]
+) -> Iterator[np.ndarray]:
+    """The same batches; a source that is slow is named, and one that is dead ends the run.
+
+    Args:
+      batches: to take one after another.
+      source: where they come from.
+      timeout: seconds to wait for one. After a tenth of them there is a warning.
+      warn: called with a line of text.
+
+    Raises:
+      UserError: no batch came in time.
+    """
+
+    def take(into: "queue.Queue[Any]") -> None:
+        try:
+            into.put((next(batches), None))
+        except BaseException as error:  # whatever it is belongs to who waits
+            into.put((None, error))
+
+    while True:
+        into: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=take, args=(into,), daemon=True).start()
+        batch, error = _wait(into, source, timeout, warn)
+        if isinstance(error, StopIteration):
+            return
+        if error is not None:
+            raise error
+        yield batch
+
+
+def _wait(
+    into: "queue.Queue[Any]", source: Path, timeout: float, warn: Callable[[str], None]
+) -> Any:
+    try:
+        return into.get(timeout=timeout / 10)
+    except queue.Empty:
+        warn(f"warning: no batch came from {source} in {timeout / 10:g} s: still waiting")
+    try:
+        return into.get(timeout=timeout * 9 / 10)
+    except queue.Empty:
+        raise UserError(
+            f"data: no batch came from {source} in {timeout:g} s: see whether its disk or network "
+            "is there; training.data_timeout says how long to wait"
+        ) from None

@@ -1,0 +1,72 @@
+"""What a run will take, said before it begins."""
+
+import time
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from heinsen_jax.data import DataConfig, TokenDataset
+from heinsen_jax.training.settings import TrainingConfig
+
+TIMED = 3  # updates of a rehearsal, of which the first does not count
+
+
+def describe(
+    mesh: Mesh,
+    data: DataConfig,
+    training: TrainingConfig,
+    dataset: TokenDataset,
+    parameters: int,
+    compiled: Any,
+) -> list[str]:
+    """Lines that say what runs where, what it takes of a device's memory, and how much is learned.
+
+    Args:
+      mesh, data, training, dataset: of the run.
+      parameters: how many the model has.
+      compiled: the update, `jax.stages.Compiled`.
+    """
+    device = jax.devices()[0].device_kind
+    axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    update, text = tokens_per_update(data), dataset.manifest.splits["train"].tokens
+    total = training.steps * update
+    return [
+        f"{parameters:,} parameters on {mesh.size} {device} device(s) in {jax.process_count()} "
+        f"process(es): {axes}",
+        f"{memory(compiled)} of each device's memory",
+        f"{data.batch_size:,} x {data.sequence_length:,} = {update:,} tokens an update, {total:,} "
+        f"in all: {total / text:.3g} times the {text:,} tokens to learn from",
+    ]
+
+
+def tokens_per_update(data: DataConfig) -> int:
+    return data.batch_size * data.sequence_length
+
+
+def memory(compiled: Any) -> str:
+    """What a compiled function takes of a device, as its compiler lays it out."""
+    found = compiled.memory_analysis()
+    arguments, work = found.argument_size_in_bytes, found.temp_size_in_bytes
+    work += max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
+    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} to work in)"
+
+
+def rehearse(update: Any, state: Any, batch: Any, steps: int) -> str:
+    """Runs a few updates, of which nothing is kept, and says how long all will take."""
+    seconds = 0.0
+    for turn in range(TIMED):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(update(state, batch))
+        if turn:
+            seconds += (time.perf_counter() - start) / (TIMED - 1)
+    days = steps * seconds / 86400
+    return f"an update takes {seconds:.3g} s: {days:.3g} days for {steps:,} updates"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"

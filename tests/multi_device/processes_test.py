@@ -1,0 +1,153 @@
+"""Runs of several processes, and runs that go on upon other devices than before."""
+
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.metrics import read_metrics
+from tests.multi_device.apart import finish, train
+
+pytestmark = pytest.mark.xdist_group("processes")  # one worker makes what tests share
+
+STEPS = 30
+CONFIG = f"""
+from heinsen_jax.config import *
+
+def get_config():
+    return ExperimentConfig(
+        model=LanguageModelConfig(
+            vocab_size=264, model_dim=16, num_layers=2, num_heads=2,
+            attention_options=(("log.implementation", "scan"),),
+        ),
+        data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=8),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
+        training=TrainingConfig(
+            steps={STEPS}, report_every=1, evaluate_every=10, evaluation_batches=2, sample_tokens=5,
+            keep_checkpoints=9, checkpoint_every=5,
+        ),
+    )
+"""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "words.txt").write_text("attention at constant cost per token " * 500)
+    (folder / "tiny.py").write_text(CONFIG)
+    return folder
+
+
+def run(place: Path, workdir: str, *arguments: str, **sizes: int) -> list[str]:
+    """What each of the processes printed."""
+    ends = finish(train(place, "--workdir", workdir, *arguments, **sizes))
+    for code, _, err in ends:
+        assert code == 0, err
+    return [out for _, out, _ in ends]
+
+
+def losses(workdir: Path) -> list[float]:
+    return [row[name] for row in read_metrics(workdir) for name in row if name.endswith("/loss")]
+
+
+def parameters(workdir: Path) -> list[np.ndarray]:
+    model, _, step = load_run(workdir, best=False)
+    assert step == STEPS
+    return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            "--mesh.context 2 --model.attention softmax log",
+            "mesh.context=2 with model.attention='softmax'",
+        ),
+        ("--mesh.context 4 --data.sequence_length 18", "does not divide data.sequence_length=18"),
+        ("--mesh.tensor 4", "mesh.tensor=4 does not divide model.num_heads=2"),
+        ("--mesh.fsdp 2 --data.batch_size 2", "data.batch_size=2 must be a multiple"),
+        ("--coordinator here", "--coordinator, --num-processes and --process-id go together"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_once(place, arguments, words):
+    processes = train(place, "--workdir", "refused", *arguments.split(), devices=4)
+    ((code, _, err),) = finish(processes)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert words in err
+    assert not (place / "refused" / "config.json").exists()
+
+
+@pytest.fixture(scope="module")
+def alone(place) -> Path:
+    """A run of one process with four devices."""
+    run(place, "alone", "--mesh.data", "2", "--mesh.fsdp", "2", devices=4)
+    return place / "alone"
+
+
+def test_two_processes_of_two_devices_equal_one_of_four(place, alone):
+    said = run(place, "both", "--mesh.data", "2", "--mesh.fsdp", "2", devices=2, processes=2)
+    assert "4 cpu device(s) in 2 process(es): data 2 x fsdp 2" in said[0]
+    assert "step" not in said[1], "process 0 alone speaks"
+    np.testing.assert_allclose(losses(place / "both"), losses(alone), rtol=1e-6)
+    for ours, theirs in zip(parameters(place / "both"), parameters(alone), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_texts_may_lie_on_two_processes(place, alone):
+    run(place, "split", "--mesh.data", "1", "--mesh.context", "2", devices=1, processes=2)
+    np.testing.assert_allclose(losses(place / "split"), losses(alone), rtol=1e-4)
+
+
+def test_sigterm_to_one_of_two_stops_both_at_the_same_saved_step(place):
+    long = "--training.steps", "100000"
+    options = "--workdir", "stopped", *long, "--mesh.fsdp", "2"
+    processes = train(place, *options, devices=2, processes=2)
+    deadline = time.monotonic() + 200
+    while not (place / "stopped/checkpoints/5").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    processes[1].send_signal(signal.SIGTERM)
+    ends = finish(processes)
+    assert [code for code, _, _ in ends] == [143, 143], ends
+    said = int(ends[0][1].split("after step ")[1].split(",")[0])
+    steps = [int(path.name) for path in (place / "stopped/checkpoints").iterdir()]
+    assert max(steps) == said == load_run(place / "stopped", best=False)[2]
+
+
+def as_of(place: Path, workdir: str, step: int) -> str:
+    """The name of a copy of a run's folder, as it was after a step."""
+    copy = place / f"{workdir} at {step}"
+    shutil.copytree(place / workdir, copy)
+    for path in (copy / "checkpoints").iterdir():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    return copy.name
+
+
+def test_a_run_goes_on_upon_other_devices_and_processes(place, alone):
+    """From 8 devices to 2 processes of 2, to one: same batches, and losses within rounding."""
+    eight = "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.context", "2"
+    run(place, "eight", *eight, devices=8)
+    four = as_of(place, "eight", 10)
+    run(place, four, "--mesh.data", "2", "--mesh.tensor", "2", devices=2, processes=2)
+    one = as_of(place, four, 20)
+    run(place, one, devices=1)
+    assert losses(place / one)[:10] == losses(place / "eight")[:10]
+    np.testing.assert_allclose(losses(place / one), losses(alone), rtol=1e-3)
+
+
+def test_a_killed_process_ends_the_others(place):
+    options = "--workdir", "killed", "--training.steps", "100000", "--heartbeat-timeout", "10"
+    processes = train(place, *options, devices=1, processes=2)
+    while not (place / "killed/checkpoints/5").is_dir():
+        assert processes[0].poll() is None
+        time.sleep(0.05)
+    processes[1].kill()
+    (code, _, err), _ = finish(processes)
+    assert code not in (0, 2), f"as of something that a restart mends: {err}"

@@ -1,0 +1,50 @@
+"""A run that is asked to stop has a while for it, and no more."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from heinsen_jax.training.signals import TOO_LATE, Signals
+
+HANGS = """
+import os, signal, sys, time
+from heinsen_jax.training.signals import Signals
+
+with Signals(deadline=float(sys.argv[1])):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(float(sys.argv[2]))
+time.sleep(0.5)
+"""
+
+
+def run(deadline: float, busy: float) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", HANGS, str(deadline), str(busy)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_process_that_hangs_is_ended_and_says_so():
+    ended = run(0.3, 60)
+    assert ended.returncode == TOO_LATE
+    assert "stopped by SIGTERM, and nothing could be saved in the 0.3 s" in ended.stderr
+
+
+def test_one_that_is_in_time_is_left_alone():
+    assert run(0.4, 0.1).returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_is_kept_and_a_second_interrupt_interrupts(number):
+    before = signal.getsignal(number)
+    with Signals(deadline=60) as signals:
+        assert signals.first == 0
+        os.kill(os.getpid(), number)
+        time.sleep(0.01)
+        assert signals.first == number
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert signals.first == number
+    assert signal.getsignal(number) is before

@@ -23,7 +23,10 @@ from heinsen_jax.config import *
 
 def get_config():
     return ExperimentConfig(
-        model=LanguageModelConfig(vocab_size=264, model_dim=16, num_layers=2, num_heads=2),
+        model=LanguageModelConfig(
+            vocab_size=264, model_dim=16, num_layers=2, num_heads=2,
+            attention_options=(("log.implementation", "scan"),),  # compiled in less time
+        ),
         data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
         training=TrainingConfig(

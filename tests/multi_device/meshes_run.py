@@ -19,20 +19,34 @@ jax.config.update("jax_num_cpu_devices", 8)
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig  # noqa: E402
 from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch, shardings  # noqa: E402
 from heinsen_jax.training.objective import next_token  # noqa: E402
-from heinsen_jax.training.state import graph_of  # noqa: E402
+from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer  # noqa: E402
+from heinsen_jax.training.state import abstract_state, graph_of, initializer  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 65)).astype(np.int32)
 COLLECTIVES = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 
-def run(config: LanguageModelConfig, sizes: dict[str, int]) -> tuple[list[np.ndarray], dict]:
-    """Loss and gradients as arrays of the whole; collective operations by function and name."""
+def mesh_of(sizes: dict[str, int]) -> Mesh:
     devices = jax.devices()[: math.prod(sizes.values())]
-    mesh, graph = make_mesh(MeshConfig(**{"data": 1, **sizes}), devices), graph_of(config)
+    return make_mesh(MeshConfig(**{"data": 1, **sizes}), devices)
+
+
+def part_of_moment(config: LanguageModelConfig, mesh: Mesh) -> tuple[int, ...]:
+    """The shape of what a device holds of the optimizer's state for one parameter."""
+    init = initializer(config, make_optimizer(OptimizerConfig(warmup_steps=1), 10), 0)
+    moments = abstract_state(init, mesh).optimizer[1][0].mu
+    (kernel,) = jax.tree.leaves(moments["blocks"][0]["attention"]["project"]["kernel"])
+    return kernel.sharding.shard_shape(kernel.shape)
+
+
+def run(config: LanguageModelConfig, mesh: Mesh) -> tuple[list[np.ndarray], dict]:
+    """Loss and gradients as arrays of the whole; collective operations by function and name."""
+    graph = graph_of(config)
 
     def init() -> Any:
         return nnx.state(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
@@ -68,13 +82,15 @@ def main() -> None:
         attention=name,
         attention_options=tuple(map(tuple, options)),
     )
-    expected, _ = run(config, {})
+    expected, _ = run(config, mesh_of({}))
     found = []
     for sizes in meshes:
-        actual, collectives = run(config, sizes)
+        mesh = mesh_of(sizes)
+        actual, collectives = run(config, mesh)
         pairs = zip(actual, expected, strict=True)
         worst = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
-        found.append({"error": worst, "collectives": collectives})
+        part = part_of_moment(config, mesh)
+        found.append({"error": worst, "collectives": collectives, "part": part})
     print(json.dumps({"devices": jax.device_count(), "meshes": found}))
 
 

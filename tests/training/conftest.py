@@ -41,7 +41,13 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def small(corpus, tmp_path_factory) -> ExperimentConfig:
     return ExperimentConfig(
-        model=LanguageModelConfig(vocab_size=264, model_dim=32, num_layers=2, num_heads=2),
+        model=LanguageModelConfig(
+            vocab_size=264,
+            model_dim=32,
+            num_layers=2,
+            num_heads=2,
+            attention_options=(("log.implementation", "scan"),),  # compiled in less time
+        ),
         data=DataConfig(
             corpus=str(corpus),
             cache=str(tmp_path_factory.mktemp("data")),

@@ -35,8 +35,11 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 each_fast = pytest.mark.parametrize("implementation", FAST)
 
 
-@each_fast
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"T{case.length}")
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [*((case, "chunked") for case in CASES), *((case, "scan") for case in CASES[::3])],
+    ids=lambda x: x if isinstance(x, str) else f"T{x.length}",
+)
 @settings(max_examples=8)
 @given(seed=SEEDS, std=STDS)
 def test_agrees_with_the_definition(case, implementation, seed, std):

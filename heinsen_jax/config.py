@@ -18,14 +18,13 @@ from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, read_config
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
+from heinsen_jax.typing import config_dataclass
 
 NOT_ARCHITECTURE = {"dtype", "remat", "remat_keeps"}
 """Fields of a model that a run may go on with other values of."""
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class ExperimentConfig:
     """Everything that decides a run."""
 

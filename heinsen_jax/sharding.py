@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 RULES: dict[str, tuple[str, ...]] = {
     # of parameters
@@ -36,9 +36,7 @@ RULES: dict[str, tuple[str, ...]] = {
 AxisSize = Annotated[int, pydantic.Field(ge=-1)]
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class MeshConfig:
     """How many devices each axis has; at most one -1 takes the rest."""
 

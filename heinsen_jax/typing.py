@@ -1,4 +1,4 @@
-"""The legend of shape letters, and the decorator that checks them.
+"""The legend of shape letters, and decorators: one checks them, one makes configurations.
 
 Public arrays are laid out as in `jax.nn.dot_product_attention`, with any leading axes:
 
@@ -20,16 +20,37 @@ next to their features, so that every contraction is one batched matrix product:
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
+import pydantic
 from beartype import beartype
 from jaxtyping import Array, Bool, Complex, Float, Inexact, Int, Integer, jaxtyped
 
-__all__ = ["Array", "Bool", "Complex", "Float", "Inexact", "Int", "Integer", "typed"]
+__all__ = [
+    "Array",
+    "Bool",
+    "Complex",
+    "Float",
+    "Inexact",
+    "Int",
+    "Integer",
+    "config_dataclass",
+    "typed",
+]
 
 F = TypeVar("F", bound=Callable)
+T = TypeVar("T")
 
 
 def typed(function: F) -> F:
     """Checks a function's array shapes and types when it is called (under `jit`: when traced)."""
     return jaxtyped(typechecker=beartype)(function)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def config_dataclass(cls: type[T]) -> type[T]:
+    """A configuration: fields by keyword, their types and ranges checked, others refused."""
+    decorate: Any = pydantic.dataclasses.dataclass(
+        config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
+    )
+    return decorate(cls)

@@ -19,6 +19,7 @@ ALLOWED = {
     "interop": LOWEST | {"models"},
     "training": LOWEST | {"attention", "models", "sharding", "distributed", "data", "generate"},
     "generate": LOWEST | {"models", "data", "training"},
+    "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
 }
 

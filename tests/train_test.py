@@ -154,6 +154,21 @@ def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(place, train
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_evaluate_measures_what_training_did(place, trained):
+    last = validation_rows(place / "whole")[-1]
+    arguments = "-m", "heinsen_jax.evaluate", "--workdir", "whole", "--latest", "--max-batches", "2"
+    code, out, err = finish(place, *arguments)
+    assert code == 0, err
+    assert "whole, step 300, on words.txt" in out
+    for name in ("loss", "perplexity", "bits_per_byte"):
+        said = float(out.split(f"{name.replace('_', ' ')}: ")[1].split()[0])
+        assert said == pytest.approx(last[f"validation/{name}"], abs=1e-4)
+    (place / "other.txt").write_text("abc de f " * 100)
+    code, out, err = finish(place, *arguments, "--data", "other.txt")
+    assert code == 0, err
+    assert "on other.txt" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

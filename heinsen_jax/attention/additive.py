@@ -18,12 +18,10 @@ from heinsen_jax.ops.additive import (
     additive_summary,
     additive_weights,
 )
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class AdditiveConfig(AttentionConfig):
     """Of additive attention."""
 

@@ -7,11 +7,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import pydantic
 from flax import nnx
 
 from heinsen_jax.sharding import splits_tokens
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,7 @@ class Capabilities:
     mergeable: bool = False
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class AttentionConfig:
     """What is chosen of a mechanism; each has fields of its own, all with defaults."""
 

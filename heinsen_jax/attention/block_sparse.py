@@ -9,12 +9,10 @@ from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.local import block_rule, block_sparse_attention
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class BlockSparseConfig(HeadsConfig):
     """Of block-sparse attention."""
 

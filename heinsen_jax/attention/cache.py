@@ -33,6 +33,16 @@ class Cache(Protocol):
         ...
 
 
+def check_room(capacity: int, before: Array, count: int) -> None:
+    """Raises ValueError where a state has no room for `count` tokens more, as far as is known."""
+    least = count if isinstance(before, Tracer) else int(before) + count
+    if least > capacity:
+        raise ValueError(
+            f"the state has room for {capacity} tokens, and this is token {least}: "
+            "begin with init_state(batch_shape, capacity=...) of more"
+        )
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TokenCache:
@@ -72,18 +82,13 @@ class TokenCache:
         if self.length is None:
             pairs = zip(self.arrays, new, strict=True)
             return TokenCache(tuple(jnp.concatenate(p, AXIS) for p in pairs)), self.capacity
-        count = new[0].shape[AXIS]
-        start, after = self.length, self.length + count
-        if (least := count if isinstance(after, Tracer) else int(after)) > self.capacity:
-            raise ValueError(
-                f"the state has room for {self.capacity} tokens, and this is token {least}: "
-                "begin with init_state(batch_shape, capacity=...) of more, or with none"
-            )
+        start, count = self.length, new[0].shape[AXIS]
+        check_room(self.capacity, start, count)
         arrays = tuple(
             lax.dynamic_update_slice_in_dim(old, x, start, old.ndim + AXIS)
             for old, x in zip(self.arrays, new, strict=True)
         )
-        return TokenCache(arrays, after), start
+        return TokenCache(arrays, start + count), start
 
     def or_nan(self, y: Array) -> Array:
         """y, or NaN where there have been more tokens than the capacity."""
@@ -129,6 +134,12 @@ class WindowCache:
     def first(self) -> Array:
         """The first slot that holds a token."""
         return jnp.maximum(self.size - self.seen, 0)
+
+    def bounds(self, count: int, batch_shape: Sequence[int]) -> Array:
+        """`[*B, 2]`: of all slots and `count` new tokens, the first that holds a token, and the
+        end."""
+        there = jnp.stack([self.first, jnp.asarray(self.size + count, self.first.dtype)])
+        return jnp.broadcast_to(there, (*batch_shape, 2))
 
     def append(self, *new: Array) -> tuple[tuple[Array, ...], WindowCache]:
         """All tokens in the window and the new ones, `[*B, size + T, ...]`, and the cache after."""

@@ -11,14 +11,12 @@ from heinsen_jax.attention.layers import parameter, uniform
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention, SlidingWindowConfig
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.colt5 import Routing, conditional_attention, route, soft_top_k
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 SPREAD = 9 / 8  # of the soft selection over the hard one
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class ConditionalConfig(AttentionConfig):
     """Of conditional attention."""
 

@@ -7,12 +7,10 @@ from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.local import dilated_attention
 from heinsen_jax.ops.masks import Mask, Strided, Window
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class DilatedConfig(HeadsConfig):
     """Of dilated attention."""
 

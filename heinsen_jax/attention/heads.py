@@ -9,12 +9,10 @@ from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, Call
 from heinsen_jax.attention.layers import dense_options, linear
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class HeadsConfig(AttentionConfig):
     """Sizes of the heads, and what comes after them."""
 

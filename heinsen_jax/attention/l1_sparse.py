@@ -10,12 +10,10 @@ from heinsen_jax.attention.base import Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.l1_sparse import l1_sparse_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class L1SparseConfig(HeadsConfig):
     """Of sparse L1 attention."""
 

@@ -5,18 +5,15 @@ from functools import partial
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import pydantic
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class LinearConfig(HeadsConfig):
     """Of linear attention."""
 

@@ -8,12 +8,10 @@ from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import parameter, uniform
 from heinsen_jax.ops.linformer import linformer_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class LinformerConfig(HeadsConfig):
     """Of the Linformer."""
 

@@ -14,14 +14,12 @@ from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import linear
 from heinsen_jax.ops.log_attention import Chunked, LogAttentionState, log_attention
 from heinsen_jax.sharding import splits_tokens
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 LONGEST_MEMORY = 4096.0  # tokens, at first
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class LogConfig(HeadsConfig):
     """Of log-attention."""
 
@@ -128,8 +126,7 @@ class LogAttention(HeadedAttention):
         size = call.state.size
         padding = [(0, 0)] * query.ndim
         padding[-3] = (size, 0)
-        there = jnp.stack([call.state.first, jnp.asarray(arrays[0].shape[-3])])
-        there = jnp.broadcast_to(there, (*query.shape[:-3], 2))
+        there = call.state.bounds(query.shape[-3], query.shape[:-3])
         log_y = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=there)
         return log_y[..., size:, :, :], after
 

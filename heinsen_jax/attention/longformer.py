@@ -15,12 +15,10 @@ from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
 from heinsen_jax.ops.local import longformer_attention
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class LongformerConfig(HeadsConfig):
     """Of Longformer attention."""
 

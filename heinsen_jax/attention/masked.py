@@ -44,8 +44,7 @@ class MaskedAttention(HeadedAttention):
             y = self.between(query, *state.arrays, is_causal=True, query_offset=offset)
             return state.or_nan(y), state
         arrays, after = state.append(key, value)
-        there = jnp.stack([state.first, jnp.asarray(arrays[0].shape[-3])])
-        there = jnp.broadcast_to(there, (*query.shape[:-3], 2))
+        there = state.bounds(query.shape[-3], query.shape[:-3])
         options = {"query_offset": state.size, "key_value_seq_lengths": there}
         return self.between(query, *arrays, is_causal=True, **options), after
 

@@ -15,12 +15,10 @@ from heinsen_jax.ops.memory_compressed import (
     Compression,
     memory_compressed_attention,
 )
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class MemoryCompressedConfig(HeadsConfig):
     """Of memory-compressed attention."""
 

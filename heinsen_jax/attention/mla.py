@@ -12,12 +12,10 @@ from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.layers import linear, parameter, rms_norm, uniform
 from heinsen_jax.ops.mla import mla_attention, rotary
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class LatentConfig(AttentionConfig):
     """Of multi-head latent attention."""
 

@@ -14,12 +14,10 @@ from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.log_attention import LogAttentionState
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class PerformerConfig(HeadsConfig):
     """Of the performer."""
 

@@ -11,12 +11,10 @@ from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabil
 from heinsen_jax.attention.layers import layer_norm, parameter
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class RecurrentMemoryConfig(AttentionConfig):
     """Of the recurrent memory."""
 

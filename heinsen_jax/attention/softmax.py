@@ -2,18 +2,14 @@
 
 from typing import Literal
 
-import pydantic
-
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class SoftmaxConfig(HeadsConfig):
     """Of softmax attention."""
 

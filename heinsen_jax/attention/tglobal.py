@@ -11,20 +11,17 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax import lax
-from jax.core import Tracer
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.cache import WindowCache
+from heinsen_jax.attention.cache import WindowCache, check_room
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import parameter, rms_norm, uniform
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class TransientGlobalConfig(HeadsConfig):
     """Of transient-global attention."""
 
@@ -75,15 +72,6 @@ class TransientGlobalState:
         key, value = (jnp.pad(x, padding) for x in (self.key, self.value))
         return replace(self, key=key, value=value)
 
-    def check_room(self, count: int) -> None:
-        """Refuses further tokens that there is no room for, where their number is known."""
-        after = self.length + count
-        if not isinstance(after, Tracer) and int(after) > self.capacity:
-            raise ValueError(
-                f"the state has room for {self.capacity} tokens, and this is token {int(after)}: "
-                "begin with init_state(batch_shape, capacity=...) of more"
-            )
-
 
 class TransientGlobalAttention(HeadedAttention):
     """LongT5's attention: the nearest tokens, and summaries of all blocks, in one softmax.
@@ -109,7 +97,7 @@ class TransientGlobalAttention(HeadedAttention):
     def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
         if call.state is None:
             return self._over_all(x, call.is_causal), None
-        call.state.check_room(x.shape[-2])
+        check_room(call.state.capacity, call.state.length, x.shape[-2])
         y, state = self._stream(x, call.state)
         return jnp.where(state.length > state.capacity, jnp.nan, y), state
 

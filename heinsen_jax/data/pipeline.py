@@ -17,13 +17,12 @@ from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.prepare import prepare
 from heinsen_jax.data.tokenizers import fingerprint, load_tokenizer, tokenizer_name
 from heinsen_jax.errors import UserError
+from heinsen_jax.typing import config_dataclass
 
 ENDLESS = 1 << 60  # sequences
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class DataConfig:
     """Which text is learned, and in what portions."""
 

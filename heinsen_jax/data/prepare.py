@@ -11,8 +11,9 @@ was interrupted goes on with the units that have no record, and ends with the sa
     manifest.json                           written when everything else is there
 """
 
+import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,6 +54,7 @@ from heinsen_jax.errors import UserError, command_line
 DEFAULT_FRACTIONS = {"tail": 0.1, "document": 0.01}
 
 SplitChoice = Literal["auto", "document", "tail"]
+Executor = Literal["local", "ray"]
 
 _RECIPE_FILE = "recipe.json"
 
@@ -65,6 +67,7 @@ def prepare(
     validation_fraction: float | None = None,
     split: SplitChoice = "auto",
     downloads: str | Path = "data/downloads",
+    executor: Executor = "local",
 ) -> Manifest:
     """Prepares a data set in `output`, or goes on where an earlier call stopped.
 
@@ -76,6 +79,8 @@ def prepare(
         split: `tail` cuts the end off a single text, `document` chooses among documents, `auto`
             takes `tail` for exactly one plain text.
         downloads: The folder where downloaded corpora are kept.
+        executor: Where the work is done: `local`, in this process, or `ray`, on a Ray cluster whose
+            nodes all see the inputs and the output under the same names. The result is the same.
     """
     output = Path(output)
     sources_by_input = _sources_by_input(inputs, Path(downloads))
@@ -90,7 +95,7 @@ def prepare(
         save_tokenizer(encoding, output)
         recipe.write(output / _RECIPE_FILE)
         units = plan_units(recipe, rule, sources)
-        _process([unit for unit in units if read_record(unit, output) is None], output)
+        _process([unit for unit in units if read_record(unit, output) is None], output, executor)
         return _finish(recipe, encoding, units, output)
     except OSError as error:
         raise UserError(f"output {output} cannot be written: {error}") from error
@@ -197,14 +202,29 @@ def _brief(value: object) -> str:
     return str(value)[:12]
 
 
-def _process(units: Sequence[Unit], output: Path) -> None:
+def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
     for source in (source for unit in units for source in unit.sources):
         if source.remote is not None:
             ensure_downloaded(source.remote, source.path)
     total = sum(unit.size for unit in units)
+    process_units = _process_here if executor == "local" else _on_ray()
     with byte_progress(f"preparing {output.name}", total) as advance:
-        for unit in units:
-            process_unit(unit, output, advance)
+        process_units(units, output, advance)
+
+
+def _process_here(units: Sequence[Unit], output: Path, advance: Callable[[int], None]) -> None:
+    for unit in units:
+        process_unit(unit, output, advance)
+
+
+def _on_ray() -> Callable[..., None]:
+    """Ray is imported where it is asked for, and nowhere else."""
+    try:
+        return importlib.import_module("heinsen_jax.data.on_ray").process_units
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"executor=ray, but {error.name} is not installed: pip install 'heinsen_jax[ray]'"
+        ) from error
 
 
 def _finish(
@@ -258,6 +278,8 @@ class Arguments:
     """document: choose among documents; tail: the end of the only text."""
     downloads: Path = Path("data/downloads")
     """Where downloaded corpora are kept."""
+    executor: Executor = "local"
+    """ray: on a Ray cluster, whose nodes all see the inputs and the output."""
 
 
 @command_line
@@ -270,6 +292,7 @@ def main() -> None:
         validation_fraction=arguments.validation_fraction,
         split=arguments.split,
         downloads=arguments.downloads,
+        executor=arguments.executor,
     )
     for name, split in manifest.splits.items():
         print(

@@ -7,11 +7,10 @@ import pydantic
 
 from heinsen_jax.attention import AttentionConfig, configure, mechanism
 from heinsen_jax.attention.heads import head_depth
+from heinsen_jax.typing import config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class LanguageModelConfig:
     """The architecture. The defaults are the paper's 125M model: 124,879,872 parameters."""
 
@@ -110,11 +109,19 @@ class LanguageModelConfig:
         return configure(name, **fields)
 
 
-def flops_per_token(config: LanguageModelConfig, parameters: int) -> float:
-    """Floating-point operations a token needs in forward and backward: 6 a parameter in a matrix
-    product, the tied embedding once, and 12 for each entry of a log-attention state, which is
-    written and read once. What other mechanisms do between tokens is not counted."""
+def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -> float:
+    """Floating-point operations a token needs in forward and backward, as utilisation counts them.
+
+    6 a parameter in a matrix product, the tied embedding once. Besides, of each layer and head with
+    depths K and V: 12 K V of log and linear attention, whose state is written and read once; of
+    softmax, grouped-query and L1 attention over a text of `length` tokens 6 (K + V) for each token
+    that is seen, half of them if causal. What other mechanisms do between tokens is not counted.
+    """
     key_depth = config.key_depth or config.model_dim // config.num_heads
     value_depth = config.value_depth or config.model_dim // config.num_heads
-    log_layers = config.turns.count("log") * config.num_layers // len(config.turns)
-    return 6.0 * parameters + 12.0 * log_layers * config.num_heads * key_depth * value_depth
+    seen = (length + 1) / 2 if config.is_causal else length
+    of_state, of_tokens = 12.0 * key_depth * value_depth, 6.0 * (key_depth + value_depth) * seen
+    known: dict[str, float] = {"log": of_state, "linear": of_state}
+    known |= {name: of_tokens for name in ("softmax", "gqa", "l1")}
+    of_turns = sum(known.get(name, 0.0) for name in config.turns)
+    return 6.0 * parameters + of_turns * config.num_layers / len(config.turns) * config.num_heads

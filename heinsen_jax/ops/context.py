@@ -126,9 +126,9 @@ def _joins(edges: Array) -> tuple[Array, Array]:
 def _in_floats(x: Array) -> Array:
     """Whole numbers `[3, ...]` as pieces `[3, pieces, ...]` that float32 holds: they travel with
     states."""
-    return jnp.stack(
-        [(x >> shift) & 0xFFFF for shift in range(0, 8 * x.dtype.itemsize, 16)], 1
-    ).astype(jnp.float32)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
+    pieces = [(x >> shift) & 0xFFFF for shift in range(0, 8 * x.dtype.itemsize, 16)]
+    return jnp.stack(pieces, 1).astype(jnp.float32)
 
 
 def _all_gather(tree: Tree, axis_name: str, to: str) -> Tree:
@@ -143,8 +143,7 @@ def _where(condition: Array | None, x: Tree, y: Tree) -> Tree:
         return x
 
     def choose(x: Array, y: Array) -> Array:
-        return jnp.where(
-            condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y
-        )
+        rows = condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
+        return jnp.where(rows, x, y)
 
     return jax.tree.map(choose, x, y)

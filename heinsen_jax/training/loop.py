@@ -22,7 +22,7 @@ from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.metrics import Reporter, model_flops_utilization, plot_losses
-from heinsen_jax.training.objective import MaskedTokens, Objective, next_token
+from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import learning_rate, make_optimizer
 from heinsen_jax.training.patience import punctual
 from heinsen_jax.training.preflight import describe, rehearse
@@ -104,15 +104,13 @@ class _Run:
         self.schedule = learning_rate(experiment.optimizer, self.training.steps)
         self.transform = make_optimizer(experiment.optimizer, self.training.steps)
         self.graph = graph_of(self.model)
-        self.objective: Objective = next_token
-        if not self.model.is_causal:
-            vocabulary = dataset.tokenizer.n_vocab
-            self.objective = MaskedTokens(self.training.masked_fraction, vocabulary)
+        fraction, vocabulary = self.training.masked_fraction, dataset.tokenizer.n_vocab
+        self.objective = objective_of(self.model, fraction, vocabulary)
         self.evaluation_step = make_evaluation_step(self.graph, self.objective)
         self.init = initializer(self.model, self.transform, self.seed)
         self.abstract = abstract_state(self.init, mesh)
         self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
-        self.flops_per_token = flops_per_token(self.model, self.count)
+        self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
 
     def __call__(self) -> Result:
         keep, steps = self.training.keep_checkpoints, self.training.steps

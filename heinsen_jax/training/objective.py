@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.typing import Array
 
 Objective = Callable[[LanguageModel, Array, Array, Array], tuple[Array, Array]]
@@ -24,6 +24,11 @@ def next_token(
     del key
     logits = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), there
+
+
+def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens: int) -> Objective:
+    """To predict the next token, if the model is causal; else to fill in a fraction of them."""
+    return next_token if model.is_causal else MaskedTokens(masked_fraction, num_tokens)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ import optax
 import pydantic
 
 from heinsen_jax.errors import UserError
+from heinsen_jax.typing import config_dataclass
 
 DECAYED = ("kernel", "embedding", "key_up", "value_up", "of_keys", "of_values")
 """Parameters with weight decay, by the last part of their name; biases and norms have none."""
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class OptimizerConfig:
     """The defaults are the paper's where it gives them (6e-4 to 6e-5), else nanoGPT's."""
 

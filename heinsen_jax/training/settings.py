@@ -12,11 +12,10 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
 from heinsen_jax.training.optimizer import OptimizerConfig, learning_rate
+from heinsen_jax.typing import config_dataclass
 
 
-@pydantic.dataclasses.dataclass(
-    config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-)
+@config_dataclass
 class TrainingConfig:
     """How long to train, and how often to look."""
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heinsen_jax.interop.torch import _NAMES, from_state_dict
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
 
 SMALL = LanguageModelConfig(vocab_size=17, model_dim=12, num_layers=3, num_heads=2)
 
@@ -31,6 +31,18 @@ def parameter_count(config: LanguageModelConfig) -> dict[str, int]:
     model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
     return {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves}
+
+
+def test_operations_are_those_of_matrix_products_states_and_half_the_pairs():
+    sizes = {"model_dim": 64, "num_layers": 4, "num_heads": 4}
+    config = LanguageModelConfig(**sizes)
+    assert flops_per_token(config, 1000, 512) == 6 * 1000 + 4 * 4 * 12 * 16 * 16
+    config = LanguageModelConfig(**sizes, attention="softmax")
+    pairs = sum(range(1, 513)) / 512
+    assert flops_per_token(config, 1000, 512) == 6 * 1000 + 4 * 4 * 6 * (16 + 16) * pairs
+    config = LanguageModelConfig(**sizes, attention=("log", "softmax"), is_causal=False)
+    expected = 6 * 1000 + 2 * 4 * (12 * 16 * 16 + 6 * (16 + 16) * 512)
+    assert flops_per_token(config, 1000, 512) == expected
 
 
 def test_default_has_the_published_number_of_parameters():

@@ -44,8 +44,9 @@ def part_of_moment(config: LanguageModelConfig, mesh: Mesh) -> tuple[int, ...]:
     return kernel.sharding.shard_shape(kernel.shape)
 
 
-def run(config: LanguageModelConfig, mesh: Mesh) -> tuple[list[np.ndarray], dict]:
-    """Loss and gradients as arrays of the whole; collective operations by function and name."""
+def run(config: LanguageModelConfig, mesh: Mesh) -> tuple[list[np.ndarray], dict, int]:
+    """Loss and gradients as arrays of the whole; collective operations by function and name; bytes
+    that a device needs to make its parameters."""
     graph = graph_of(config)
 
     def init() -> Any:
@@ -58,7 +59,8 @@ def run(config: LanguageModelConfig, mesh: Mesh) -> tuple[list[np.ndarray], dict
 
     with jax.set_mesh(mesh):
         places = shardings(jax.eval_shape(init), mesh)
-        parameters = jax.jit(init, out_shardings=places)()
+        make = jax.jit(init, out_shardings=places).lower().compile()
+        memory, parameters = make.memory_analysis(), make()
         tokens = shard_batch(TOKENS, mesh)
         gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))
         compiled = {
@@ -66,10 +68,12 @@ def run(config: LanguageModelConfig, mesh: Mesh) -> tuple[list[np.ndarray], dict
             "gradient": gradient.lower(parameters, tokens).compile(),
         }
         leaves = jax.tree.leaves(compiled["gradient"](parameters, tokens))
-    return [np.asarray(x) for x in leaves], {
+    collectives = {
         name: collections.Counter(re.findall(COLLECTIVES, function.as_text()))
         for name, function in compiled.items()
     }
+    needed = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return [np.asarray(x) for x in leaves], collectives, needed
 
 
 def main() -> None:
@@ -82,15 +86,22 @@ def main() -> None:
         attention=name,
         attention_options=tuple(map(tuple, options)),
     )
-    expected, _ = run(config, mesh_of({}))
+    expected, _, whole = run(config, mesh_of({}))
     found = []
     for sizes in meshes:
         mesh = mesh_of(sizes)
-        actual, collectives = run(config, mesh)
+        actual, collectives, part = run(config, mesh)
         pairs = zip(actual, expected, strict=True)
         worst = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
-        part = part_of_moment(config, mesh)
-        found.append({"error": worst, "collectives": collectives, "part": part})
+        moment = part_of_moment(config, mesh)
+        found.append(
+            {
+                "error": worst,
+                "collectives": collectives,
+                "moment": moment,
+                "memory_to_begin": part / whole,
+            }
+        )
     print(json.dumps({"devices": jax.device_count(), "meshes": found}))
 
 

@@ -1,0 +1,69 @@
+"""Measures a trained model on a validation text.
+
+python -m heinsen_jax.evaluate --workdir runs/quickstart [--data CORPUS]
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from flax import nnx
+
+from heinsen_jax import data as text
+from heinsen_jax.config import load_config
+from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.sharding import MeshConfig, make_mesh
+from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
+from heinsen_jax.training.evaluate import evaluate
+from heinsen_jax.training.objective import objective_of
+from heinsen_jax.training.step import make_evaluation_step
+
+
+@command_line
+def main() -> None:
+    def run(
+        workdir: Path,
+        data: Annotated[str | None, tyro.conf.arg(help="a corpus, as data.corpus")] = None,
+        sequence_length: Annotated[int | None, tyro.conf.arg(help="tokens seen at once")] = None,
+        max_batches: Annotated[int | None, tyro.conf.arg(help="all if not given")] = None,
+        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+    ) -> None:
+        """Loss, perplexity and bits per byte of a run's best checkpoint, over a validation text."""
+        model, tokenizer, step = load_run(workdir, best=not latest)
+        experiment = load_config(workdir / CONFIG_FILE)
+        settings = experiment.data
+        if data is not None:
+            settings = replace(settings, corpus=data, validation_fraction=None)
+        if sequence_length is not None:
+            settings = replace(settings, sequence_length=sequence_length)
+        dataset = text.load(settings)
+        if text.fingerprint(dataset.tokenizer) != text.fingerprint(tokenizer):
+            raise UserError(
+                f"--data {settings.corpus} is of the tokenizer {dataset.tokenizer.name}, which "
+                f"differs from that of {workdir}: prepare it with the latter"
+            )
+        graph, parameters = nnx.split(model)
+        masked_fraction = experiment.training.masked_fraction
+        objective = objective_of(experiment.model, masked_fraction, tokenizer.n_vocab)
+        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+        with jax.set_mesh(mesh):
+            found = evaluate(
+                make_evaluation_step(graph, objective),
+                parameters,
+                dataset,
+                settings,
+                mesh,
+                max_batches=max_batches,
+                is_causal=experiment.model.is_causal,
+            )
+        print(f"{workdir}, step {step}, on {settings.corpus}:")
+        for name, value in found.items():
+            print(f"  {name.replace('_', ' ')}: {value:.4f}")
+
+    tyro.cli(run)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

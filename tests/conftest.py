@@ -36,6 +36,11 @@ hypothesis.settings.register_profile("compiled", deadline=None)
 hypothesis.settings.load_profile("compiled")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups first: at the end one worker would be left alone with a long one."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 @pytest.fixture(autouse=True)
 def forget_compiled_functions() -> Iterator[None]:
     """Thousands of compiled CPU functions exhaust a process's memory maps: XLA then crashes."""

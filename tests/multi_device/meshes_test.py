@@ -14,19 +14,19 @@ def run(name: str, options: list, *meshes: dict[str, int]) -> list[dict]:
 
 def test_every_axis_and_products_of_them():
     meshes = [
-        *({axis: 2} for axis in ("data", "tensor")),
-        *({axis: 4} for axis in ("fsdp", "tensor")),
-        *({axis: 8} for axis in ("fsdp", "context")),
+        {"data": 2},
+        {"tensor": 4},
+        {"fsdp": 8},
+        {"context": 8},
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"data": 2, "tensor": 2, "context": 2},
-        {"fsdp": 4, "context": 2},
-        {"tensor": 2, "context": 4},
+        {"fsdp": 2, "context": 4},
     ]
     for sizes, found in zip(meshes, run("log", SCAN, *meshes), strict=True):
         assert found["error"] < 1e-5, (sizes, found)
         parts = [2, 16 // sizes.get("fsdp", 1), 48 // sizes.get("tensor", 1)]
         assert found["moment"] == parts, "of the optimizer's state"
-        most = 1.2 if "fsdp" not in sizes else 1.6 / sizes["fsdp"]
+        most = 1.2 if "fsdp" not in sizes else 0.1 + 1 / sizes["fsdp"]
         assert found["memory_to_begin"] < most, "what is split is never whole"
 
 

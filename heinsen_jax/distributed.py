@@ -24,7 +24,8 @@ def initialize(
     """Connects the processes of a run. To be called before anything else of JAX.
 
     Without arguments JAX looks for a cluster that it knows (Slurm, Open MPI, Cloud TPU, GKE); where
-    there is none, this process is the whole run.
+    there is none, this process is the whole run. Under Slurm and Open MPI a process has one device,
+    that of its number on the host; else all of the host's.
 
     Args:
       coordinator: address of process 0, as host:port, with a port that is free there.

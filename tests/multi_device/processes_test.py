@@ -12,7 +12,7 @@ from flax import nnx
 
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.metrics import read_metrics
-from tests.multi_device.apart import finish, train
+from tests.multi_device.apart import ROOT, finish, free_port, start, train
 
 pytestmark = pytest.mark.xdist_group("processes")  # one worker makes what tests share
 
@@ -98,6 +98,26 @@ def test_two_processes_of_two_devices_equal_one_of_four(place, alone):
     np.testing.assert_allclose(losses(place / "both"), losses(alone), rtol=1e-6)
     for ours, theirs in zip(parameters(place / "both"), parameters(alone), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_processes_find_one_another_under_slurm(place):
+    """By the variables that Slurm sets, which say all that is needed."""
+    command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", "slurm", "--dry-run"
+    job = {
+        "SLURM_JOB_ID": 1,
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": 2,
+        "JAX_COORDINATOR_PORT": free_port(),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": 1,
+    }
+    processes = [
+        start(*command, cwd=place, **job, SLURM_PROCID=index, SLURM_LOCALID=index)
+        for index in range(2)
+    ]
+    (code, out, err), (other, _, _) = finish(processes)
+    assert code == other == 0, err
+    assert "2 cpu device(s) in 2 process(es): data 2" in out
 
 
 def test_texts_may_lie_on_two_processes(place, alone):

@@ -41,7 +41,7 @@ def main() -> None:
                 time.sleep(0.001)
             time.sleep(draw.uniform(0, 0.05))
         else:  # at any moment, from before the first step on
-            time.sleep(draw.uniform(0.5, 4))
+            time.sleep(draw.uniform(0.3, 3))
         os.kill(number, signal.SIGKILL)
         in_saves += bool(saving(checkpoints))
         _, status = os.waitpid(number, 0)

@@ -81,6 +81,12 @@ def test_shapes_at_odd_lengths(variant, length):
     assert np.all(np.isfinite(y))
 
 
+@able(among=LIGHT)
+def test_jit_equals_eager(variant):
+    x = draw(20)
+    np.testing.assert_allclose(jitted(variant)(x), build(variant)(x), atol=1e-5)
+
+
 @able("causal", among=LIGHT)
 def test_the_past_has_no_gradient_to_the_future(variant):
     x = draw(131)

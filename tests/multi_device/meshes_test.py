@@ -7,22 +7,22 @@ from tests.multi_device.apart import run_apart
 SCAN = [["log.implementation", "scan"]]  # compiled in less time, and split in the same way
 
 
-def run(name: str, options: list, *meshes: dict[str, int]) -> list[dict]:
-    arguments = json.dumps(name), json.dumps(options), *map(json.dumps, meshes)
+AXES = "data", "fsdp", "tensor", "context"
+
+
+def run(options: list, wants_loss: bool, *meshes: dict[str, int]) -> list[dict]:
+    arguments = map(json.dumps, (options, wants_loss, *meshes))
     return run_apart("meshes_run.py", *arguments)["meshes"]
 
 
 def test_every_axis_and_products_of_them():
     meshes = [
-        {"data": 2},
-        {"tensor": 4},
-        {"fsdp": 8},
-        {"context": 8},
+        *({axis: size} for axis in AXES for size in (2, 4, 8)),
         {"data": 2, "fsdp": 2, "tensor": 2},
         {"data": 2, "tensor": 2, "context": 2},
         {"fsdp": 2, "context": 4},
     ]
-    for sizes, found in zip(meshes, run("log", SCAN, *meshes), strict=True):
+    for sizes, found in zip(meshes, run(SCAN, False, *meshes), strict=True):
         assert found["error"] < 1e-5, (sizes, found)
         parts = [2, 16 // sizes.get("fsdp", 1), 48 // sizes.get("tensor", 1)]
         assert found["moment"] == parts, "of the optimizer's state"
@@ -32,7 +32,7 @@ def test_every_axis_and_products_of_them():
 
 def test_devices_exchange_as_little_as_can_be():
     """Layers are one loop, in whose body a collective operation stands once."""
-    data, context = run("log", [], {"data": 4}, {"context": 4})
+    data, context = run([], True, {"data": 4}, {"context": 4})
     assert data["collectives"]["loss"] == {"all-reduce": 1}, "of the mean"
     assert data["collectives"]["gradient"] == {"all-reduce": 2}, "of layers, of the rest"
     forward, backward = context["collectives"]["loss"], context["collectives"]["gradient"]

@@ -35,10 +35,17 @@ each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 each_fast = pytest.mark.parametrize("implementation", FAST)
 
 
+def with_case(case: Case, implementation: str) -> Any:
+    marks = [pytest.mark.slow] if case.length >= 500 else []
+    return pytest.param(case, implementation, marks=marks, id=f"T{case.length}-{implementation}")
+
+
 @pytest.mark.parametrize(
     ("case", "implementation"),
-    [*((case, "chunked") for case in CASES), *((case, "scan") for case in CASES[::3])],
-    ids=lambda x: x if isinstance(x, str) else f"T{x.length}",
+    [
+        *(with_case(case, "chunked") for case in CASES),
+        *(with_case(case, "scan") for case in CASES[::3]),
+    ],
 )
 @settings(max_examples=8)
 @given(seed=SEEDS, std=STDS)

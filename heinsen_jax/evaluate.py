@@ -34,9 +34,13 @@ def main() -> None:
         model, tokenizer, step = load_run(workdir, best=not latest)
         experiment = load_config(workdir / CONFIG_FILE)
         settings = experiment.data
+        if max_batches is not None and max_batches < 1:
+            raise UserError(f"--max-batches {max_batches} must be at least 1")
         if data is not None:
             settings = replace(settings, corpus=data, validation_fraction=None)
         if sequence_length is not None:
+            if sequence_length < 1:
+                raise UserError(f"--sequence-length {sequence_length} must be at least 1")
             settings = replace(settings, sequence_length=sequence_length)
         dataset = text.load(settings)
         if text.fingerprint(dataset.tokenizer) != text.fingerprint(tokenizer):

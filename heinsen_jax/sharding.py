@@ -1,9 +1,11 @@
 """One mesh, and where each array lies on it: logical axis -> mesh axes, as data.
 
-data      copies of the parameters, each with a part of every batch
-fsdp      parameters and optimizer state are split, and so is the batch
-tensor    attention heads, perceptrons and the vocabulary are split
-context   every text is split: devices hold consecutive tokens, and exchange attention states
+The axes of the mesh:
+
+    data      copies of the parameters, each with a part of every batch
+    fsdp      parameters and optimizer state are split, and so is the batch
+    tensor    attention heads, perceptrons and the vocabulary are split
+    context   every text is split: devices hold consecutive tokens, and exchange attention states
 """
 
 import dataclasses
@@ -164,6 +166,4 @@ def shard_batch(rows: np.ndarray, mesh: Mesh) -> Array:
         start, stop, _ = place[0].indices(shape[0])
         return rows[start - index * len(rows) : stop - index * len(rows)]
 
-    return jax.make_array_from_callback(
-        (len(rows) * count, *rows.shape[1:]), batch_sharding(mesh), part
-    )
+    return jax.make_array_from_callback(shape, batch_sharding(mesh), part)

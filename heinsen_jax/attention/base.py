@@ -33,6 +33,10 @@ class Capabilities:
     segments: bool = False
     mergeable: bool = False
 
+    @classmethod
+    def all(cls) -> "Capabilities":
+        return cls(**{field.name: True for field in fields(cls)})
+
 
 @config_dataclass
 class AttentionConfig:

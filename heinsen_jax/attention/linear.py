@@ -29,14 +29,7 @@ class LinearAttention(HeadedAttention):
     """
 
     Config = LinearConfig
-    capabilities = Capabilities(
-        causal=True,
-        bidirectional=True,
-        streaming=True,
-        cross=True,
-        segments=True,
-        mergeable=True,
-    )
+    capabilities = Capabilities.all()
 
     def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
         op = partial(linear_attention, feature_map=self.config.feature_map)

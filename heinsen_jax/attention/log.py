@@ -48,14 +48,7 @@ class LogAttention(HeadedAttention):
     """
 
     Config = LogConfig
-    capabilities = Capabilities(
-        causal=True,
-        bidirectional=True,
-        streaming=True,
-        cross=True,
-        segments=True,
-        mergeable=True,
-    )
+    capabilities = Capabilities.all()
 
     def create(self, **options: Any) -> None:
         super().create(**options)
@@ -92,7 +85,8 @@ class LogAttention(HeadedAttention):
     def _check_order(self, call: Call, length: int) -> None:
         if self.config.decay is not None and not call.is_causal and splits_tokens(length):
             raise NotImplementedError(
-                "LogAttention: decay with is_causal=False, where texts are split over devices"
+                "LogAttention: decay with is_causal=False, where texts are split over devices: use "
+                "a mesh without a context axis"
             )
 
     def _attend(

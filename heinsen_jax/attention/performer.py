@@ -35,14 +35,7 @@ class PerformerAttention(HeadedAttention):
     """
 
     Config = PerformerConfig
-    capabilities = Capabilities(
-        causal=True,
-        bidirectional=True,
-        streaming=True,
-        cross=True,
-        segments=True,
-        mergeable=True,
-    )
+    capabilities = Capabilities.all()
 
     @property
     def num_features(self) -> int:

@@ -13,11 +13,13 @@ from heinsen_jax.typing import Array
 
 
 class Block(nnx.Module):
-    """A residual block: that of the paper, a standard one, or Fastformer's.
+    """A residual block. For x `[..., T, D]` and h = norm(x), by its kind:
 
-    paper         x + attention(h),                                        h = norm(x)
-    standard      x' + mlp(norm(x')),    x' = x + attention(h)
-    fastformer    x' + mlp(norm(x')),    x' = h + attention(h)
+        paper         x + attention(h)
+        standard      x' + mlp(norm(x')),    x' = x + attention(h)
+        fastformer    x' + mlp(norm(x')),    x' = h + attention(h)
+
+    Returned with it: the attention's state after x, or None if it is not wanted.
     """
 
     def __init__(self, config: LanguageModelConfig, turn: int, **options: Any):

@@ -53,7 +53,8 @@ class LanguageModelConfig:
     """Recompute each block in the backward pass: memory of one block instead of all. On CPUs it is
     often faster, too, since large memory taken anew at every step is slow."""
     remat_keeps: Literal["nothing", "products"] = "nothing"
-    """What is not recomputed: but a block's input nothing, or the products with its parameters."""
+    """What the forward pass keeps of a block besides its input, with `remat`: nothing more, or also
+    the matrix products with its parameters, which are then not recomputed."""
 
     def __post_init__(self) -> None:
         if not self.turns:

@@ -65,7 +65,10 @@ def over_context(
       NotImplementedError: segments that are not causal.
     """
     if segment_ids is not None and not is_causal:
-        raise NotImplementedError("segment_ids with is_causal=False: texts are split over devices")
+        raise NotImplementedError(
+            "segment_ids with is_causal=False, where texts are split over devices: use a mesh "
+            "without a context axis, or call it for each segment"
+        )
     edges, last, options = None, {}, {}
     if segment_ids is not None:
         options = {"segment_ids": segment_ids}

@@ -65,6 +65,13 @@ def log_linear_recurrence(
     return _log_linear_recurrence(axis, log_coefficients, log_inputs, initial)
 
 
+def decay_to_end(log_decay: Array, axis: int) -> Array:
+    """Sums of the decay after each token, along `axis`; 0 at the last one. Of -inf as well."""
+    steps = jnp.moveaxis(log_decay, axis, 0)
+    later = jnp.concatenate([steps[1:], jnp.zeros_like(steps[:1])])
+    return jnp.moveaxis(lax.cumsum(later, reverse=True), 0, axis)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RecurrenceState:
@@ -91,10 +98,7 @@ class RecurrenceState:
     @classmethod
     def of(cls, log_coefficients: Array, log_inputs: Array) -> RecurrenceState:
         """Of tokens alone, `[..., T, D]`."""
-        after = jnp.concatenate(
-            [log_coefficients[..., 1:, :], jnp.zeros_like(log_inputs[..., :1, :])], -2
-        )
-        kept = lax.cumsum(after, log_inputs.ndim - 2, reverse=True)
+        kept = decay_to_end(log_coefficients, -2)
         return cls(jnp.sum(log_coefficients, -2), log_sum_exp(log_inputs + kept, -2))
 
     def merge(self, other: RecurrenceState) -> RecurrenceState:

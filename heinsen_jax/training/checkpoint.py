@@ -40,8 +40,11 @@ class Checkpoints:
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
         self._read_only = read_only
         self._on_exit = ExitStack()
-        with process_0_first("checkpoints are checked") as is_first:
-            self.damaged = self._find_damaged() if is_first or read_only else {}
+        if read_only:
+            self.damaged = self._find_damaged()
+        else:
+            with process_0_first("checkpoints are checked") as is_first:
+                self.damaged = self._find_damaged() if is_first else {}
         best = BestN(get_metric_fn=_goodness, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),

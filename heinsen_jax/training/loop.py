@@ -25,7 +25,7 @@ from heinsen_jax.training.metrics import Reporter, model_flops_utilization, plot
 from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import learning_rate, make_optimizer
 from heinsen_jax.training.patience import punctual
-from heinsen_jax.training.preflight import describe, rehearse
+from heinsen_jax.training.preflight import describe, rehearse, tokens_per_update
 from heinsen_jax.training.settings import Experiment, check_settings
 from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.state import (
@@ -224,7 +224,7 @@ class _Run:
                 "were not finite, or their gradients larger than training.skip_above allows. Try "
                 "a smaller optimizer.learning_rate, or look at the data near this step"
             )
-        tokens = self.data.batch_size * self.data.sequence_length
+        tokens = tokens_per_update(self.data)
         values["learning_rate"] = float(jnp.asarray(self.schedule(step - 1)))
         values["tokens_per_second"] = rate = tokens * clock.steps_per_second(step)
         utilization = model_flops_utilization(rate, self.flops_per_token)

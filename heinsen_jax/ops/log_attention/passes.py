@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention import state as log_states
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens
@@ -108,7 +109,7 @@ def _windowed(implementation: Implementation, tokens: Tokens, state: Any, window
 def _decayed_to_the_end(tokens: Tokens, state: Any) -> tuple[Tokens, Any]:
     """The same without decay: keys and state as the last token finds them."""
     assert tokens.log_decay is not None
-    key = tokens.key + log_states.decay_to_end(tokens.log_decay, 1)
+    key = tokens.key + decay_to_end(tokens.log_decay, 1)
     state = log_states.decayed(state, jnp.sum(tokens.log_decay, 1))
     return replace(tokens, key=key, log_decay=None), state
 
@@ -182,7 +183,7 @@ def _running_sum(x: Array, starts: Array) -> Array:
 
 
 def _decay_to_the_end(log_decay: Array, starts: Array) -> Array:
-    """`state.decay_to_end` within documents."""
+    """`decay_to_end` within documents."""
     ends = _ends(starts)
     of_next = jnp.where(ends[..., None, None], 0.0, _moved(log_decay, -1))
     return _running_sum(of_next[:, ::-1], ends[:, ::-1])[:, ::-1]

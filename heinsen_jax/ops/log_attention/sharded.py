@@ -49,7 +49,10 @@ def sharded_log_attention(
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843, eq. (6).
     """
     if log_decay is not None and not is_causal:
-        raise NotImplementedError("log_decay with is_causal=False over several devices")
+        raise NotImplementedError(
+            "log_decay with is_causal=False, where texts are split over devices: call "
+            "log_attention with the whole text on each device"
+        )
     dtype = jnp.promote_types(jnp.result_type(query, key, log_value), jnp.float32)
     *batch, _, groups, key_depth = key.shape
     empty = LogAttentionState.empty(batch, groups, key_depth, log_value.shape[-1], dtype)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
 from heinsen_jax.ops.log_attention.tokens import varying_like
 from heinsen_jax.ops.numerics import log_add_exp, log_difference, log_sum_exp, share, where_empty
@@ -207,13 +208,6 @@ def decayed(state: State, log_decay: Array) -> State:
         nothing_left = (log_z == -jnp.inf)[..., None]
         return replace(state, log_z=log_z, mean=jnp.where(nothing_left, 0, state.mean))
     return replace(state, log_z=log_z, log_s=state.log_s + log_decay[..., None])
-
-
-def decay_to_end(log_decay: Array, axis: int) -> Array:
-    """Sums of the decay after each token, along `axis`; 0 at the last one. Of -inf as well."""
-    steps = jnp.moveaxis(log_decay, axis, 0)
-    later = jnp.concatenate([steps[1:], jnp.zeros_like(steps[:1])])
-    return jnp.moveaxis(lax.cumsum(later, reverse=True), 0, axis)
 
 
 @partial(jax.jit, inline=True)

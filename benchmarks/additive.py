@@ -21,11 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from common import ROOT, SETTING, environment, interleaved_medians, random_tokens
+from common import ROOT, SETTING, interleaved_medians, random_tokens
 from jax import lax
 from rich.console import Console
 from rich.table import Table
 
+from heinsen_jax.environment import environment
 from heinsen_jax.ops.additive import additive_pooling
 
 LENGTHS = (1024, 4096)

@@ -2,13 +2,9 @@
 
 import ctypes
 import gc
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +15,6 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 HEADS, DEPTH = 8, 32  # of attention where it is measured alone
 SETTING = {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"}
-
-
-def environment() -> dict[str, Any]:
-    """Where and from what a result comes: hardware, versions, commit, date."""
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(
-            _git("status", "--porcelain", "--untracked-files=no", "--", ":!benchmarks/results")
-        ),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "backend": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-        "num_devices": jax.device_count(),
-        "cpu": _cpu_model(),
-        "cpu_cores": os.cpu_count(),
-    }
 
 
 def interleaved_medians(
@@ -90,22 +68,3 @@ def resident_memory(field: str) -> int:
         if line.startswith(f"{field}:"):
             return 1024 * int(line.split()[1])
     raise KeyError(field)
-
-
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _git(*arguments: str) -> str:
-    try:
-        command = ["git", *arguments]
-        return subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""

@@ -32,10 +32,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import ROOT, SETTING, environment, interleaved_medians, random_tokens
+from common import ROOT, SETTING, interleaved_medians, random_tokens
 from rich.console import Console
 from rich.table import Table
 
+from heinsen_jax.environment import environment
 from heinsen_jax.ops import log_attention
 
 LENGTHS = (1024, 4096)

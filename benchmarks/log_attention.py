@@ -28,13 +28,13 @@ from common import (
     ROOT,
     SETTING,
     added_memory,
-    environment,
     interleaved_medians,
     random_tokens,
 )
 from rich.console import Console
 from rich.table import Table
 
+from heinsen_jax.environment import environment
 from heinsen_jax.ops import LogAttentionState, log_attention
 
 Implementation = Literal["reference", "scan", "chunked"]

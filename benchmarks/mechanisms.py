@@ -27,11 +27,12 @@ import jax
 import jax.numpy as jnp
 import matplotlib.figure
 import tyro
-from common import ROOT, environment
+from common import ROOT
 from flax import nnx
 from jax import lax
 
 from heinsen_jax import attention
+from heinsen_jax.environment import environment
 
 MODEL_DIM, NUM_HEADS = 128, 4
 DECODED = 16  # tokens in a loop

@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 import tyro
-from common import ROOT, SETTING, added_memory, environment, random_tokens
+from common import ROOT, SETTING, added_memory, random_tokens
 from comparison import functions_of
+
+from heinsen_jax.environment import environment
 
 LENGTH = 16_384
 REQUIRED = 1 / 50

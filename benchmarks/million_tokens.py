@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import tyro
-from common import ROOT, environment, resident_memory
+from common import ROOT, resident_memory
 from flax import nnx
 
+from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_run
@@ -156,6 +157,8 @@ def late_over_early(rows: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     model, tokenizer, step = load_run(options.workdir)
+    if tokenizer is None:
+        raise UserError(f"{options.workdir} holds a run that learned a task, and no text")
     ids = tokenizer.encode_ordinary(options.text.read_text())
     if len(ids) <= options.tokens or options.tokens % REPORTED:
         raise UserError(

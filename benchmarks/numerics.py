@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import ROOT, environment
+from common import ROOT
 from rich.console import Console
 from rich.table import Table
+
+from heinsen_jax.environment import environment
 
 sys.path.insert(0, str(ROOT))
 

@@ -23,10 +23,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tyro
-from common import DEPTH, HEADS, ROOT, SETTING, environment, interleaved_medians, random_tokens
+from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_tokens
 from rich.console import Console
 from rich.table import Table
 
+from heinsen_jax.environment import environment
 from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention import chunked
 from heinsen_jax.ops.log_attention.chunked import Chunked

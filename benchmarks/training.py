@@ -14,11 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import tyro
-from common import ROOT, environment
+from common import ROOT
 
 from heinsen_jax import data
 from heinsen_jax.config import as_json, load_config
-from heinsen_jax.errors import command_line
+from heinsen_jax.environment import environment
+from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
 
@@ -53,6 +54,9 @@ def unigram_loss(dataset: data.TokenDataset) -> float:
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     config = load_config(options.config)
+    if not isinstance(config.data, data.DataConfig):
+        raise UserError(f"{options.config} is of a task; this benchmark is of texts")
+    corpus = config.data.corpus
     if options.corpus is not None:
         config = replace(config, data=replace(config.data, corpus=options.corpus))
     dataset = data.load(config.data)
@@ -62,7 +66,7 @@ def main() -> None:
         seconds = time.monotonic() - start
         rows = read_metrics(Path(folder))
     settings = as_json(config)
-    settings["data"] |= {"corpus": load_config(options.config).data.corpus}
+    settings["data"] |= {"corpus": corpus}
     record = {
         "environment": environment(),
         "config": settings,

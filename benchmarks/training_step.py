@@ -31,11 +31,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from common import ROOT, environment, interleaved_medians
+from common import ROOT, interleaved_medians
 from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.data import Batch
+from heinsen_jax.environment import environment
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
@@ -71,17 +73,18 @@ class Ours:
         self.state = init_sharded(init, abstract)
         self.parameters = sum(x.size for x in jax.tree.leaves(self.state.parameters))
         shape = config.data.batch_size, config.data.sequence_length + 1
-        self.tokens = jnp.asarray(np.random.default_rng(0).integers(0, 65, shape))
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 65, shape))
+        self.batch = Batch(tokens, jnp.ones_like(tokens[:, 1:], bool))
         step: Any = make_train_step(
             graph_of(config.model),
             optimizer,
             accumulation_steps=1,
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
         )
-        self.compiled = step.lower(self.state, self.tokens).compile()
+        self.compiled = step.lower(self.state, self.batch).compile()
 
     def __call__(self) -> Any:
-        self.state, metrics = self.compiled(self.state, self.tokens)
+        self.state, metrics = self.compiled(self.state, self.batch)
         return metrics
 
 

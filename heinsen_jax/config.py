@@ -11,7 +11,14 @@ from typing import Any
 import pydantic
 import tyro
 
-from heinsen_jax.data import DataConfig, TokenDataset, fingerprint, load_tokenizer, save_tokenizer
+from heinsen_jax.data import (
+    AnyDataConfig,
+    DataConfig,
+    Dataset,
+    fingerprint,
+    load_tokenizer,
+    save_tokenizer,
+)
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig
@@ -31,7 +38,7 @@ class ExperimentConfig:
     seed: int = 0
     """Of the initial weights, the order of the data, and samples."""
     model: LanguageModelConfig = LanguageModelConfig()
-    data: DataConfig = DataConfig()
+    data: AnyDataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     mesh: MeshConfig = MeshConfig()
@@ -45,12 +52,12 @@ def load_config(path: str | Path) -> ExperimentConfig:
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"--config {path}: there is no such file")
+        raise UserError(f"{path}: there is no such file")
     try:
         if path.suffix == ".json":
             values = json.loads(path.read_text())
             return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
-        return _run_file(path).get_config()
+        return run_file(path, "get_config")
     except (pydantic.ValidationError, ValueError) as error:
         raise UserError(f"{path}: {explain(error)}") from error
 
@@ -63,7 +70,13 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
         the field and its nearest names, as any wrong option does.)
     """
     try:
-        return tyro.cli(ExperimentConfig, default=config, args=list(arguments), prog="train.py")
+        return tyro.cli(
+            ExperimentConfig,
+            default=config,
+            args=list(arguments),
+            prog="train.py",
+            config=(tyro.conf.AvoidSubcommands,),
+        )
     except (pydantic.ValidationError, ValueError) as error:
         raise UserError(explain(error)) from error
 
@@ -109,21 +122,31 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
         )
 
 
-def record(workdir: Path, config: ExperimentConfig, dataset: TokenDataset) -> None:
-    """Writes the resolved configuration and the tokenizer into a run's folder.
+def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
+    """Writes the resolved configuration and the tokenizer, if there is one, into a run's folder.
 
     Raises:
-      UserError: the folder holds a run with another tokenizer.
+      UserError: the folder holds a run with another tokenizer, or of another task.
     """
-    if (workdir / CONFIG_FILE).exists():
+    tokenizer, recorded = dataset.tokenizer, read_config(workdir)
+    if recorded is not None:
+        ours, theirs = getattr(config.data, "task", "text"), recorded["data"].get("task", "text")
+        if ours != theirs:
+            raise UserError(
+                f"--workdir {workdir} holds a run that learned {theirs}, not {ours}: choose "
+                "another folder"
+            )
+    if recorded is not None and tokenizer is not None:
+        assert isinstance(config.data, DataConfig)
         theirs = load_tokenizer(workdir)
-        if fingerprint(theirs) != fingerprint(dataset.tokenizer):
+        if fingerprint(theirs) != fingerprint(tokenizer):
             raise UserError(
                 f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs "
                 f"from data.tokenizer={config.data.tokenizer}: choose another folder, or its "
                 "tokenizer"
             )
-    save_tokenizer(dataset.tokenizer, workdir)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, workdir)
     temporary = workdir / f"{CONFIG_FILE}.partial"
     temporary.write_text(json.dumps(as_json(config), indent=2) + "\n")
     temporary.replace(workdir / CONFIG_FILE)
@@ -134,12 +157,19 @@ def as_json(config: ExperimentConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def _run_file(path: Path) -> Any:
+def run_file(path: Path, function: str) -> Any:
+    """What a function of a Python file returns.
+
+    Raises:
+      UserError: there is no such file, or it does not define the function.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file")
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"{path} defines no get_config()")
-    return module
+    if not hasattr(module, function):
+        raise UserError(f"{path} defines no {function}()")
+    return getattr(module, function)()

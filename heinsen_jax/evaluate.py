@@ -5,7 +5,7 @@ python -m heinsen_jax.evaluate --workdir runs/quickstart [--data CORPUS]
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -30,12 +30,17 @@ def main() -> None:
         max_batches: Annotated[int | None, tyro.conf.arg(help="all if not given")] = None,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
     ) -> None:
-        """Loss, perplexity and bits per byte of a run's best checkpoint, over a validation text."""
+        """Loss, accuracy and bits per byte of a run's best checkpoint, over a validation text."""
         model, tokenizer, step = load_run(workdir, best=not latest)
         experiment = load_config(workdir / CONFIG_FILE)
-        settings = experiment.data
+        settings: Any = experiment.data
         if max_batches is not None and max_batches < 1:
             raise UserError(f"--max-batches {max_batches} must be at least 1")
+        if tokenizer is None and (data is not None or sequence_length is not None):
+            raise UserError(
+                f"{workdir} holds a run that learned a task, which has its own lengths: leave out "
+                "--data and --sequence-length"
+            )
         if data is not None:
             settings = replace(settings, corpus=data, validation_fraction=None)
         if sequence_length is not None:
@@ -43,14 +48,14 @@ def main() -> None:
                 raise UserError(f"--sequence-length {sequence_length} must be at least 1")
             settings = replace(settings, sequence_length=sequence_length)
         dataset = text.load(settings)
-        if text.fingerprint(dataset.tokenizer) != text.fingerprint(tokenizer):
+        if tokenizer and text.fingerprint(dataset.tokenizer) != text.fingerprint(tokenizer):
             raise UserError(
                 f"--data {settings.corpus} is of the tokenizer {dataset.tokenizer.name}, which "
                 f"differs from that of {workdir}: prepare it with the latter"
             )
         graph, parameters = nnx.split(model)
         masked_fraction = experiment.training.masked_fraction
-        objective = objective_of(experiment.model, masked_fraction, tokenizer.n_vocab)
+        objective = objective_of(experiment.model, masked_fraction, dataset.vocab_size)
         mesh = make_mesh(MeshConfig(), jax.devices()[:1])
         with jax.set_mesh(mesh):
             found = evaluate(
@@ -62,7 +67,8 @@ def main() -> None:
                 max_batches=max_batches,
                 is_causal=experiment.model.is_causal,
             )
-        print(f"{workdir}, step {step}, on {settings.corpus}:")
+        what = dataset.name if tokenizer is None else settings.corpus
+        print(f"{workdir}, step {step}, on {what}:")
         for name, value in found.items():
             print(f"  {name.replace('_', ' ')}: {value:.4f}")
 

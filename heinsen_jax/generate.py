@@ -217,6 +217,8 @@ def main() -> None:
         if max_new_tokens < 1:
             raise UserError(f"--max-new-tokens {max_new_tokens} must be at least 1")
         model, tokenizer, _ = load_run(workdir, best=not latest)
+        if tokenizer is None:
+            raise UserError(f"{workdir} holds a run that learned a task: there is no text to write")
         tokens = tokenizer.encode_ordinary(prompt)
         if not tokens:
             raise UserError("--prompt is empty: give at least one character")

@@ -12,6 +12,7 @@ ALLOWED = {
     "typing": set(),
     "ops": LOWEST,
     "sharding": LOWEST,
+    "environment": set(),
     "distributed": LOWEST,
     "attention": LOWEST | {"ops", "sharding"},
     "models": LOWEST | {"ops", "attention", "sharding"},
@@ -21,6 +22,7 @@ ALLOWED = {
     "generate": LOWEST | {"models", "data", "training"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
+    "study": LOWEST | {"environment", "models", "data", "training", "config"},
 }
 
 

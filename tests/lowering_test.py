@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax.attention import mechanism, names
+from heinsen_jax.data import Batch
 from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -29,8 +30,8 @@ def test_an_update(name):
     step = make_train_step(
         graph_of(config(name)), optimizer, accumulation_steps=1, out_shardings=None
     )
-    tokens = jax.ShapeDtypeStruct((2, 33), jnp.int32)
-    exported = jax.export.export(step, platforms=PLATFORMS)(state, tokens)
+    batch = Batch(*map(jax.ShapeDtypeStruct, ((2, 33), (2, 32)), (jnp.int32, jnp.bool_)))
+    exported = jax.export.export(step, platforms=PLATFORMS)(state, batch)
     assert exported.platforms == PLATFORMS
 
 

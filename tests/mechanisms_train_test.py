@@ -1,4 +1,4 @@
-"""The quickstart with every mechanism: from the command line's words to a trained model."""
+"""The quickstart, smaller, with every mechanism: from the command line's words to a trained model."""
 
 from pathlib import Path
 
@@ -29,7 +29,8 @@ def test_quickstart(name, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
     words = f"""
         --model.attention {name} --data.corpus {corpus} --data.cache {corpus.parent}
-        --data.batch_size 4 --training.steps 30 --training.report_every 1
+        --model.num_layers 2 --data.sequence_length 64 --data.batch_size 4 --training.steps 30
+        --training.report_every 1
         --training.evaluation_batches 4 --training.sample_tokens 0 --optimizer.warmup_steps 5
     """
     config = override(load_config(ROOT / "configs/quickstart.py"), words.split())

@@ -5,15 +5,14 @@ from typing import Any, Literal
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
 from heinsen_jax.ops.local import block_rule, block_sparse_attention
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class BlockSparseConfig(HeadsConfig):
+class BlockSparseConfig(MaskedConfig):
     """Of block-sparse attention."""
 
     pattern: Literal["local", "strided", "fixed"] = "fixed"

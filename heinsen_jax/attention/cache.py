@@ -76,6 +76,11 @@ class TokenCache:
     def capacity(self) -> int:
         return self.arrays[0].shape[AXIS]
 
+    @property
+    def seen(self) -> int | Array:
+        """How many tokens there have been."""
+        return self.capacity if self.length is None else self.length
+
     def append(self, *new: Array) -> tuple[TokenCache, int | Array]:
         """The cache with further tokens `[*B, T, ...]`, and the position of the first of them."""
         new = tuple(x.astype(old.dtype) for x, old in zip(new, self.arrays, strict=True))

@@ -8,7 +8,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, Call
-from heinsen_jax.attention.layers import dense_options, linear
+from heinsen_jax.attention.layers import dense_options, linear, rms_norm
 from heinsen_jax.typing import Array, config_dataclass
 
 
@@ -24,6 +24,9 @@ class HeadsConfig(AttentionConfig):
     """Features of a value head; model_dim / num_heads by default."""
     gated: bool = False
     """Whether a gated linear unit comes before the output's projection, as in Heinsen's block."""
+    query_key_norm: bool = False
+    """Whether each head's queries and keys are divided by the root of their mean square, and
+    scaled by what is learned for each feature."""
 
 
 class HeadedAttention(Attention):
@@ -54,6 +57,9 @@ class HeadedAttention(Attention):
         inner += self.num_kv_heads * (self.key_depth + self.value_depth)
         mixed = num_heads * self.value_depth
         self.project = HeadProjection(model_dim, inner, ("embed", "heads"), **options)
+        if chosen.query_key_norm:
+            self.query_norm = rms_norm(self.key_depth, **options)
+            self.key_norm = rms_norm(self.key_depth, **options)
         if chosen.gated:
             self.gate = linear(mixed, 2 * model_dim, ("heads", "embed"), **options)
             self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
@@ -73,10 +79,15 @@ class HeadedAttention(Attention):
             y, state = self.attend(query, key, value, call)
         return self.back(y), state
 
-    def heads(self, x: Array, source: Array | None = None) -> tuple[Array, Array, Array]:
+    def heads(
+        self, x: Array, source: Array | None = None, project: "HeadProjection | None" = None
+    ) -> tuple[Array, Array, Array]:
         """Queries `[..., T, N, K]` of x; keys `[..., S, G, K]` and values of x, or of a source."""
         sizes = self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
-        return self.project.heads(x, source, *sizes)
+        query, key, value = (project or self.project).heads(x, source, *sizes)
+        if self.config.query_key_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return query, key, value
 
     def back(self, y: Array) -> Array:
         """`[..., T, N, V]` -> `[..., T, D]`"""

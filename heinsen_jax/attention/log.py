@@ -12,7 +12,12 @@ from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import linear
-from heinsen_jax.ops.log_attention import Chunked, LogAttentionState, log_attention
+from heinsen_jax.ops.log_attention import (
+    Chunked,
+    LogAttentionState,
+    heinsen_attention,
+    log_attention,
+)
 from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array, config_dataclass
 
@@ -25,6 +30,9 @@ class LogConfig(HeadsConfig):
 
     gated: bool = True
     """Whether a gated linear unit comes before the output's projection, as in Heinsen's block."""
+    values: Literal["log", "linear"] = "log"
+    """Whether what is averaged is given by its logarithm, as in Heinsen's model, or itself, and may
+    have any sign; so the result."""
     window_size: pydantic.PositiveInt | None = None
     """Tokens a query sees, itself included; all when None."""
     decay: Literal["head", "feature"] | None = None
@@ -40,8 +48,9 @@ class LogAttention(HeadedAttention):
         q | k | log v = x W1 + b1                   of each key/value head, next to one another
         y = GLU(log_attention(q, k, log v) W2 + b2) W3        GLU(a, b) = a * sigmoid(b)
 
-    Heads are concatenated. The branch takes log Y as it is: values are never formed. Decay, where
-    there is any, is log sigmoid(x Wd + bd), and lasts for 1 to 4096 tokens at first.
+    Heads are concatenated. The branch takes log Y as it is: values are never formed. With linear
+    values it is y = GLU(heinsen_attention(q, k, v) W2 + b2) W3. Decay, where there is any, is
+    log sigmoid(x Wd + bd), and lasts for 1 to 4096 tokens at first.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
@@ -68,9 +77,7 @@ class LogAttention(HeadedAttention):
     def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
         query, *seen = self.heads(x, call.source)
         if self.config.decay is not None:
-            rates = self.fade(x if call.source is None else call.source)
-            rates = rates.reshape(*seen[0].shape[:-1], self._rates_of_a_head)
-            seen.append(jax.nn.log_sigmoid(rates))
+            seen.append(self._log_decay(x if call.source is None else call.source))
         with jax.named_scope("log_attention"):
             if isinstance(call.state, WindowCache):
                 log_y, state = self._over_window(query, seen, call)
@@ -81,6 +88,31 @@ class LogAttention(HeadedAttention):
                 empty = self.init_state(x.shape[:-2])
                 log_y, state = devices.recur(call, self._attend, query, *seen, empty=empty)
         return self.back(log_y), state
+
+    def importance(self, x: Array) -> Array:
+        """How much of each token s is in what token t reads, `[..., T, S, num_heads]`: weights that
+        sum to 1 over s. For explanation; of quadratic size.
+
+            weights_ts = softmax_s(LSE_K(Q_t + K_s + decay from s to t))    eq. (1)
+        """
+        query, key, _ = (jnp.asarray(heads, jnp.float32) for heads in self.heads(x))
+        shared = self.num_heads // self.num_kv_heads
+        key = jnp.repeat(key, shared, -2)
+        scores = query[..., :, None, :, :] + key[..., None, :, :, :]
+        behind = jnp.arange(x.shape[-2])[:, None] - jnp.arange(x.shape[-2])[None]
+        if self.config.decay is not None:
+            faded = jnp.repeat(jnp.cumsum(self._log_decay(x), -3), shared, -2)
+            scores = scores + faded[..., :, None, :, :] - faded[..., None, :, :, :]
+        seen = (behind >= 0) & (behind < (self.config.window_size or x.shape[-2]))
+        scores = jnp.where(seen[..., None], jax.nn.logsumexp(scores, -1), -jnp.inf)
+        return jax.nn.softmax(scores, -2)
+
+    def _log_decay(self, x: Array) -> Array:
+        """`[..., S, num_kv_heads, K]`, or 1 in place of K."""
+        rates = self.fade(x)
+        return jax.nn.log_sigmoid(
+            rates.reshape(*x.shape[:-1], self.num_kv_heads, self._rates_of_a_head)
+        )
 
     def _check_order(self, call: Call, length: int) -> None:
         if self.config.decay is not None and not call.is_causal and splits_tokens(length):
@@ -93,17 +125,18 @@ class LogAttention(HeadedAttention):
         self,
         query: Array,
         key: Array,
-        log_value: Array,
+        value: Array,
         log_decay: Array | None = None,
         **options: Any,
     ) -> Any:
-        """`log_attention`, as configured."""
+        """`log_attention` or, of linear values, `heinsen_attention`, as configured."""
+        op = log_attention if self.config.values == "log" else heinsen_attention
         if log_decay is not None and self.config.decay == "head":
             log_decay = log_decay[..., 0]
-        return log_attention(
+        return op(
             query,
             key,
-            log_value,
+            value,
             log_decay=log_decay,
             local_window_size=self.config.window_size,
             implementation=self.config.implementation,
@@ -131,7 +164,9 @@ class LogAttention(HeadedAttention):
         groups, dtype = self.num_kv_heads, jnp.promote_types(self.param_dtype, jnp.float32)
         if self.config.window_size is None:
             sizes = groups, self.key_depth, self.value_depth
-            state = LogAttentionState.empty(batch_shape, *sizes, dtype)
+            is_log = self.config.values == "log"
+            of_values = dtype if is_log else jnp.promote_types(dtype, jnp.complex64)
+            state = LogAttentionState.empty(batch_shape, *sizes, of_values)
             if self.config.decay is None:
                 return state
             return LogAttentionState(state.log_s, state.log_z, jnp.zeros_like(state.log_z))

@@ -59,8 +59,7 @@ class LongformerAttention(HeadedAttention):
         self.project_global = HeadProjection(*sizes, ("embed", "heads"), **options)
 
     def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
-        sizes = self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
-        heads, own = self.heads(x), self.project_global.heads(x, None, *sizes)
+        heads, own = self.heads(x), self.heads(x, project=self.project_global)
         if call.state is not None:
             y, state = self._stream(heads, own, call.state)
             return self.back(y), state

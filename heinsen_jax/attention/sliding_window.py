@@ -3,15 +3,14 @@
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
 from heinsen_jax.ops.local import sliding_window_attention
 from heinsen_jax.ops.masks import Window
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class SlidingWindowConfig(HeadsConfig):
+class SlidingWindowConfig(MaskedConfig):
     """Of sliding-window attention."""
 
     window_size: pydantic.PositiveInt = 256

@@ -3,14 +3,13 @@
 from typing import Literal
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class SoftmaxConfig(HeadsConfig):
+class SoftmaxConfig(MaskedConfig):
     """Of softmax attention."""
 
     implementation: Literal["xla", "tiled", "cudnn"] | None = None

@@ -1,4 +1,4 @@
-"""Text to batches: tokenizers, corpora, preparation and the input pipeline.
+"""Texts and tasks to batches: tokenizers, corpora, preparation, made-up tasks, the pipeline.
 
 Names are imported when they are first used: the pipeline needs grain, and grain needs JAX, for
 which `python -m heinsen_jax.data.prepare` should not wait.
@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from heinsen_jax.data.corpora import CORPORA
+    from heinsen_jax.data.dataset import Batch, Dataset
     from heinsen_jax.data.manifest import Manifest
     from heinsen_jax.data.pipeline import (
-        DataConfig,
-        TokenDataset,
-        TokenSource,
-        ValidationBatch,
+        AnyDataConfig,
         load,
         train_batches,
         validation_batches,
     )
+    from heinsen_jax.data.tasks import (
+        Copying,
+        Induction,
+        Needle,
+        Recall,
+        SelectiveCopying,
+        Task,
+        TaskDataset,
+    )
+    from heinsen_jax.data.text import DataConfig, TokenDataset, TokenSource
     from heinsen_jax.data.tokenizers import (
         END_OF_TEXT,
         end_of_text_id,
@@ -31,11 +39,20 @@ if TYPE_CHECKING:
 __all__ = [
     "CORPORA",
     "END_OF_TEXT",
+    "AnyDataConfig",
+    "Batch",
+    "Copying",
     "DataConfig",
+    "Dataset",
+    "Induction",
     "Manifest",
+    "Needle",
+    "Recall",
+    "SelectiveCopying",
+    "Task",
+    "TaskDataset",
     "TokenDataset",
     "TokenSource",
-    "ValidationBatch",
     "end_of_text_id",
     "fingerprint",
     "get_tokenizer",
@@ -46,7 +63,7 @@ __all__ = [
     "validation_batches",
 ]
 
-_MODULES = ("tokenizers", "corpora", "manifest", "pipeline")
+_MODULES = ("tokenizers", "corpora", "manifest", "dataset", "text", "tasks", "pipeline")
 
 
 def __getattr__(name: str) -> Any:

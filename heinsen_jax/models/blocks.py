@@ -1,6 +1,7 @@
 """Residual blocks: what stands around attention in a layer."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -8,8 +9,21 @@ from flax import nnx
 from heinsen_jax.attention import mechanism
 from heinsen_jax.attention.layers import layer_norm, linear
 from heinsen_jax.models.config import LanguageModelConfig
+from heinsen_jax.models.convolution import CausalConvolution
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array
+
+
+class BlockState(NamedTuple):
+    """What a block keeps of the tokens before.
+
+    Attributes:
+      attention: the mechanism's state.
+      convolutions: the last inputs of each, where there are any.
+    """
+
+    attention: Any
+    convolutions: tuple[Array, ...] = ()
 
 
 class Block(nnx.Module):
@@ -19,7 +33,8 @@ class Block(nnx.Module):
         standard      x' + mlp(norm(x')),    x' = x + attention(h)
         fastformer    x' + mlp(norm(x')),    x' = h + attention(h)
 
-    Returned with it: the attention's state after x, or None if it is not wanted.
+    With a `convolution_size`, attention and mlp are given convolution(norm(...)). Returned with the
+    result: the state after x, or None if it is not wanted.
     """
 
     def __init__(self, config: LanguageModelConfig, turn: int, **options: Any):
@@ -33,19 +48,46 @@ class Block(nnx.Module):
             wide = config.mlp_ratio * config.model_dim
             has_bias = self.kind == "standard"
             self.mlp = Perceptron(config.model_dim, wide, use_bias=has_bias, **options)
+        size, count = config.convolution_size, 1 if self.kind == "paper" else 2
+        made = (
+            []
+            if size is None
+            else [CausalConvolution(size, config.model_dim, **options) for _ in range(count)]
+        )
+        self.convolutions = nnx.List(made)
 
-    def __call__(self, x: Array, *, state: Any, return_state: bool) -> tuple[Array, Any]:
+    def __call__(
+        self, x: Array, *, state: BlockState | None, return_state: bool
+    ) -> tuple[Array, BlockState | None]:
+        before, after = (None,) * 2 if state is None else state.convolutions, []
+
+        def convolve(x: Array, branch: int) -> Array:
+            if not self.convolutions:
+                return x
+            with jax.named_scope("convolution"):
+                x, last = self.convolutions[branch](x, state=before[branch])
+            after.append(last)
+            return x
+
         with jax.named_scope("norm"):
             normed = self.norm(x)
+        y = convolve(normed, 0)
         with jax.named_scope("attention"):
-            options = {"is_causal": self.is_causal, "state": state, "return_state": return_state}
-            y = self.attention(normed, **options)
-            y, state = y if return_state else (y, None)
+            earlier = None if state is None else state.attention
+            options = {"is_causal": self.is_causal, "state": earlier, "return_state": return_state}
+            y = self.attention(y, **options)
+            y, attention = y if return_state else (y, None)
         x = (normed if self.kind == "fastformer" else x) + y.astype(x.dtype)
         if self.kind != "paper":
             with jax.named_scope("mlp"):
-                x = x + self.mlp(self.mlp_norm(x)).astype(x.dtype)
-        return constrain(x, "tokens", None), state
+                x = x + self.mlp(convolve(self.mlp_norm(x), 1)).astype(x.dtype)
+        x = constrain(x, "tokens", None)
+        return x, BlockState(attention, tuple(after)) if return_state else None
+
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> BlockState:
+        """The state before the first token, with room for `capacity` of them."""
+        attention = self.attention.init_state(batch_shape, capacity=capacity)
+        return BlockState(attention, tuple(x.init_state(batch_shape) for x in self.convolutions))
 
 
 class Perceptron(nnx.Module):

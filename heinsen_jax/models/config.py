@@ -34,8 +34,14 @@ class LanguageModelConfig:
     ends: Literal["paper", "fastformer"] = "paper"
     """What comes before the blocks, and after. The paper's: a recurrence over the tokens; a norm.
     Fastformer's: learned positions, then a norm; a bias, and logits scaled by 1/sqrt(model_dim)."""
+    positions: Literal["recurrence", "learned", "none"] | None = None
+    """What tells tokens where they stand: the paper's recurrence; a learned vector for each place;
+    or nothing but the mechanism itself. Those of the ends when None."""
     max_length: pydantic.PositiveInt | None = None
-    """Most tokens of a text, where positions are learned: with Fastformer's ends."""
+    """Most tokens of a text, where positions are learned."""
+    convolution_size: pydantic.PositiveInt | None = None
+    """Tokens, the own one included, that a causal convolution of each feature spans at the start of
+    each residual branch; no convolution when None."""
     is_causal: bool = True
     """Whether a token sees only earlier ones, and the model learns to predict the next. If not, it
     sees all, and the model learns to fill in masked ones."""
@@ -64,14 +70,21 @@ class LanguageModelConfig:
                 f"num_layers={self.num_layers} is not a multiple of the {len(self.turns)} "
                 "mechanisms that take turns"
             )
-        if (self.max_length is not None) != (self.ends == "fastformer"):
+        if (self.max_length is not None) != (self.place == "learned"):
             raise ValueError(
-                f"max_length={self.max_length} with ends={self.ends!r}: the fastformer's ends have "
-                "a learned vector for each of max_length positions, the paper's have none"
+                f"max_length={self.max_length} with positions={self.place!r}: learned positions "
+                "are a vector for each of max_length places, others have none"
             )
+        if self.convolution_size is not None and not self.is_causal:
+            raise ValueError("convolution_size with is_causal=False: the convolution is causal")
         self.mechanisms()  # refuses what does not fit
         if self.key_depth is None or self.value_depth is None:
             head_depth(self.model_dim, self.num_heads)
+
+    @property
+    def place(self) -> Literal["recurrence", "learned", "none"]:
+        """What tells tokens where they stand."""
+        return self.positions or ("recurrence" if self.ends == "paper" else "learned")
 
     @property
     def turns(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from heinsen_jax.attention.cache import Cache
 from heinsen_jax.attention.layers import layer_norm, parameter, uniform
 from heinsen_jax.models.blocks import Block
 from heinsen_jax.models.config import LanguageModelConfig
-from heinsen_jax.models.position import LearnedPositions, PositionRecurrence
+from heinsen_jax.models.position import LearnedPositions, NoPositions, PositionRecurrence
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array
 
@@ -38,11 +38,11 @@ class LanguageModelState:
     Attributes:
       position: the last h of the position recurrence `[*B, D]`, or with learned positions the
         number of tokens so far.
-      blocks: the attention states of each mechanism that takes its turn, those of all its layers
+      blocks: the `BlockState`s of each mechanism that takes its turn, those of all its layers
         stacked on a first axis.
     """
 
-    position: Array
+    position: Any
     blocks: Any
 
 
@@ -74,12 +74,10 @@ class LanguageModel(nnx.Module):
         )
         types: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
         options = {**types, "rngs": rngs}
+        self.position = _positions(config, **options)
         if config.ends == "paper":
-            self.position = PositionRecurrence(config.model_dim, **options)
             self.norm = layer_norm(config.model_dim, **options)
         else:
-            assert config.max_length is not None
-            self.position = LearnedPositions(config.max_length, config.model_dim, **options)
             self.bias = parameter(nnx.initializers.zeros, config.vocab_size, **options)
 
         def stack(turn: int) -> Block:
@@ -112,7 +110,7 @@ class LanguageModel(nnx.Module):
         batch_shape = tokens.shape[:-1]
         if state is None and return_state:
             state = self.init_state(batch_shape)
-        before = self.position.init_state(batch_shape) if state is None else state.position
+        before: Any = self.position.init_state(batch_shape) if state is None else state.position
         with jax.named_scope("position"):
             x = constrain(self.embed(tokens), "tokens", None)
             x, position = self.position(x, state=before)
@@ -154,13 +152,17 @@ class LanguageModel(nnx.Module):
             graph, parameters = nnx.split(blocks)
 
             def one(parameters: Any) -> Any:
-                layer = nnx.merge(graph, parameters).attention
-                return layer.init_state(batch_shape, capacity=capacity)
+                return nnx.merge(graph, parameters).init_state(batch_shape, capacity=capacity)
 
             return jax.vmap(one)(parameters)
 
         blocks = tuple(stacked(block) for block in self.blocks)
         return LanguageModelState(self.position.init_state(batch_shape), blocks)
+
+    def state_size(self, context_length: int) -> int:
+        """Bytes of state that one text needs after context_length tokens."""
+        state = jax.eval_shape(lambda: self.init_state((), capacity=context_length))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
     def remaining(self, state: LanguageModelState) -> float:
         """How many further tokens a text may have; infinity where there is no end."""
@@ -181,6 +183,18 @@ class LanguageModel(nnx.Module):
             return isinstance(node, Cache)
 
         return replace(state, blocks=jax.tree.map(widen, state.blocks, is_leaf=is_cache))
+
+
+def _positions(
+    config: LanguageModelConfig, **options: Any
+) -> PositionRecurrence | LearnedPositions | NoPositions:
+    if config.place == "none":
+        return NoPositions()
+    if config.place == "recurrence":
+        return PositionRecurrence(config.model_dim, **options)
+    assert config.max_length is not None
+    has_norm = config.ends == "fastformer"
+    return LearnedPositions(config.max_length, config.model_dim, has_norm=has_norm, **options)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=True)  # outside another `jit`, compiled once

@@ -57,16 +57,33 @@ def _recurrence(
     return h, RecurrenceState(initial_state.log_decay + jnp.sum(log_coefficients, -2), last)
 
 
+class NoPositions(nnx.Module):
+    """x itself; the state holds nothing."""
+
+    def __call__(self, x: Array, *, state: tuple[()]) -> tuple[Array, tuple[()]]:
+        return x, state
+
+    def init_state(self, batch_shape: Sequence[int]) -> tuple[()]:
+        del batch_shape
+        return ()
+
+    def remaining(self, state: tuple[()]) -> float:
+        """How many further tokens there may be: any number."""
+        del state
+        return math.inf
+
+
 class LearnedPositions(nnx.Module):
-    """norm(x + P_t), with a learned vector P_t for each position (Fastformer's language model).
+    """x + P_t, with a learned vector P_t for each position; norm(x + P_t), as in Fastformer's
+    language model, if `has_norm`.
 
     The state is the number of tokens before. Beyond max_length tokens results are NaN; outside
     `jit`, an error.
     """
 
-    def __init__(self, max_length: int, model_dim: int, **options: Any):
+    def __init__(self, max_length: int, model_dim: int, *, has_norm: bool, **options: Any):
         self.embedding = parameter(uniform(model_dim**-0.5), max_length, model_dim, **options)
-        self.norm = layer_norm(model_dim, **options)
+        self.norm = layer_norm(model_dim, **options) if has_norm else None
 
     def __call__(self, x: Array, *, state: Array) -> tuple[Array, Array]:
         length, after = x.shape[-2], state + x.shape[-2]
@@ -79,7 +96,7 @@ class LearnedPositions(nnx.Module):
         embedding = self.embedding[...]
         positions = embedding.at[state + jnp.arange(length)].get(mode="fill", fill_value=jnp.nan)
         x = x + jnp.broadcast_to(positions, x.shape).astype(x.dtype)
-        return self.norm(x), after
+        return (x if self.norm is None else self.norm(x)), after
 
     def init_state(self, batch_shape: Sequence[int]) -> Array:
         del batch_shape  # all texts are equally long

@@ -177,8 +177,9 @@ class Checkpoints:
 
 def load_run(
     workdir: str | Path, *, best: bool = True
-) -> tuple[LanguageModel, tiktoken.Encoding, int]:
-    """The model, the tokenizer and the step of a run's best (or latest) checkpoint.
+) -> tuple[LanguageModel, tiktoken.Encoding | None, int]:
+    """The model, the tokenizer and the step of a run's best (or latest) checkpoint. There is no
+    tokenizer where what was learned is a task, and no text.
 
     Raises:
       UserError: the folder holds no run, or nothing has been saved in it yet.
@@ -203,7 +204,9 @@ def load_run(
         if step is None:
             raise UserError(_no_checkpoint(workdir))
         parameters = checkpoints.restore(step, {"parameters": abstract})["parameters"]
-    return nnx.merge(graph, parameters), load_tokenizer(workdir), step
+    is_task = "task" in config["data"]
+    tokenizer = None if is_task else load_tokenizer(workdir)
+    return nnx.merge(graph, parameters), tokenizer, step
 
 
 def read_config(workdir: Path) -> dict[str, Any] | None:

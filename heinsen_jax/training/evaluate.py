@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte over a validation text."""
+"""Loss, perplexity, accuracy and bits per byte over what is held out."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from heinsen_jax.data import DataConfig, TokenDataset, validation_batches
+from heinsen_jax.data import Batch, Dataset, validation_batches
 from heinsen_jax.errors import UserError
 from heinsen_jax.sharding import shard_batch, share_of_process
 
@@ -14,8 +14,8 @@ from heinsen_jax.sharding import shard_batch, share_of_process
 def evaluate(
     step: Callable,
     parameters: Any,
-    dataset: TokenDataset,
-    config: DataConfig,
+    dataset: Dataset,
+    config: Any,
     mesh: Mesh,
     *,
     max_batches: int | None = None,
@@ -25,28 +25,36 @@ def evaluate(
     model is not causal, some tokens of each such window, from the others.
 
     Returns:
-      `loss` in nats per token, `perplexity` = exp(loss), and of a causal model `bits_per_byte` of
-      the text.
+      `loss` in nats per token, `perplexity` = exp(loss), `accuracy`, how many of the likeliest
+      tokens are right, and of a causal model of text `bits_per_byte`. Where a data set has more to
+      measure on, also `accuracy_<its name>`.
     """
-    total, count = 0.0, 0
+    metrics: dict[str, float] = {}
     process_index, process_count = share_of_process(mesh)
-    batches = validation_batches(
-        dataset,
-        config,
-        max_batches=max_batches,
-        process_index=process_index,
-        process_count=process_count,
-    )
-    for index, batch in enumerate(batches):
-        tokens, mask = shard_batch(batch.tokens, mesh), shard_batch(batch.mask, mesh)
-        losses, counted = step(parameters, tokens, mask, index)
-        total += float(losses)
-        count += int(counted)
-    if not count:
-        raise UserError("validation text: none of its few tokens was masked; give more text")
-    loss = total / count
-    metrics = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-    if is_causal:
-        split = dataset.manifest.splits["validation"]
-        metrics["bits_per_byte"] = loss / math.log(2) * split.tokens / split.bytes
+    for name in dataset.validation_rows(config):
+        batches = validation_batches(
+            dataset,
+            config,
+            name=name,
+            max_batches=max_batches,
+            process_index=process_index,
+            process_count=process_count,
+        )
+        total, correct, count = 0.0, 0, 0
+        for index, batch in enumerate(batches):
+            batch = Batch(*(shard_batch(x, mesh) for x in batch))
+            measured = step(parameters, batch, index)
+            total, correct, count = (
+                old + new.item() for old, new in zip((total, correct, count), measured, strict=True)
+            )
+        if not count:
+            raise UserError("validation text: none of its few tokens was masked; give more text")
+        if name:
+            metrics[f"accuracy_{name}"] = correct / count
+            continue
+        loss = total / count
+        metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        metrics["accuracy"] = correct / count
+        if is_causal and dataset.bytes_per_token is not None:
+            metrics["bits_per_byte"] = loss / math.log(2) / dataset.bytes_per_token
     return metrics

@@ -4,16 +4,16 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from heinsen_jax.data import TokenDataset, end_of_text_id, train_batches
+from heinsen_jax.data import Batch, Dataset, end_of_text_id, train_batches
 from heinsen_jax.distributed import Agreement
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
@@ -55,7 +55,7 @@ class Result:
 
 def train(
     workdir: Path,
-    dataset: TokenDataset,
+    dataset: Dataset,
     experiment: Experiment,
     *,
     dry_run: bool = False,
@@ -92,7 +92,7 @@ class _Run:
     def __init__(
         self,
         workdir: Path,
-        dataset: TokenDataset,
+        dataset: Dataset,
         experiment: Experiment,
         mesh: Mesh,
         profile: bool,
@@ -104,8 +104,8 @@ class _Run:
         self.schedule = learning_rate(experiment.optimizer, self.training.steps)
         self.transform = make_optimizer(experiment.optimizer, self.training.steps)
         self.graph = graph_of(self.model)
-        fraction, vocabulary = self.training.masked_fraction, dataset.tokenizer.n_vocab
-        self.objective = objective_of(self.model, fraction, vocabulary)
+        fraction = self.training.masked_fraction
+        self.objective = objective_of(self.model, fraction, dataset.vocab_size)
         self.evaluation_step = make_evaluation_step(self.graph, self.objective)
         self.init = initializer(self.model, self.transform, self.seed)
         self.abstract = abstract_state(self.init, mesh)
@@ -140,7 +140,7 @@ class _Run:
         """Everything but training."""
         update = self._compiled()
         state = init_sharded(self.init, self.abstract)
-        batch = shard_batch(next(self._batches(0)), self.mesh)
+        batch = self._placed(next(self._batches(0)))
         said = [*self._described(update), rehearse(update, state, batch, self.training.steps)]
         if jax.process_index() == 0:
             print("\n".join(said))
@@ -157,15 +157,19 @@ class _Run:
             seed=self.seed,
             skip_above=self.training.skip_above,
         )
-        shape = self.data.batch_size, self.data.sequence_length + 1
-        batch = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(self.mesh))
+        rows, length = self.data.batch_size, self.data.sequence_length
+        of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
+        batch = Batch(of_rows((rows, length + 1), jnp.int32), of_rows((rows, length), bool))
         return step.lower(self.abstract, batch).compile()
 
     def _described(self, update: Any) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
         return describe(*what, self.count, update)
 
-    def _batches(self, start: int) -> Iterator[np.ndarray]:
+    def _placed(self, batch: Batch) -> Batch:
+        return Batch(*(shard_batch(x, self.mesh) for x in batch))
+
+    def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)
         return train_batches(
             self.dataset,
@@ -180,7 +184,7 @@ class _Run:
         training, clock, metrics = self.training, _Clock(start), {}
         batches = punctual(
             self._batches(start),
-            self.dataset.folder,
+            self.dataset.name,
             timeout=training.data_timeout,
             warn=self.reporter.line,
         )
@@ -188,7 +192,7 @@ class _Run:
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
             tracer(step)
-            state, measured = update(state, shard_batch(next(batches), self.mesh))
+            state, measured = update(state, self._placed(next(batches)))
             last, stopped_by = step == training.steps, agreement(self.signals.first)
             if pending is not None:
                 self._report(*pending, clock)
@@ -256,6 +260,7 @@ class _Run:
 
     def _sample(self, state: TrainState) -> str:
         tokenizer, training = self.dataset.tokenizer, self.training
+        assert tokenizer is not None
         prompt = tokenizer.encode_ordinary(training.sample_prompt)
         tokens = generate(
             nnx.merge(self.graph, state.parameters),
@@ -282,7 +287,7 @@ class _Run:
         if sample.exists():
             line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
         line(f"loss plot: {plot_losses(self.workdir)}")
-        if self.model.is_causal:
+        if self.model.is_causal and self.dataset.tokenizer is not None:
             line("next, let it write:")
             line(f'  python -m heinsen_jax.generate --workdir {self.workdir} --prompt "..."')
 

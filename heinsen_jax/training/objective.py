@@ -1,11 +1,12 @@
 """What a model learns: to predict the next token, or to fill in masked ones.
 
 An objective maps a model, tokens `[B, T + 1]`, which of the last T are there `[B, T]`, and a
-`jax.random.key` to losses in nats `[B, T]`, and which of them count.
+`jax.random.key` to `Predictions`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,37 @@ import optax
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.typing import Array
 
-Objective = Callable[[LanguageModel, Array, Array, Array], tuple[Array, Array]]
+
+class Predictions(NamedTuple):
+    """What a model says, and what would have been right.
+
+    Attributes:
+      logits: `[B, T, vocab_size]`.
+      targets: `[B, T]`.
+      counted: `[B, T]`, which of them count.
+    """
+
+    logits: Array
+    targets: Array
+    counted: Array
+
+    def losses(self) -> Array:
+        """Nats `[B, T]`, 0 of what does not count."""
+        losses = optax.softmax_cross_entropy_with_integer_labels(self.logits, self.targets)
+        return losses * self.counted
+
+    def correct(self) -> Array:
+        """Whether the likeliest token is right `[B, T]`; not of what does not count."""
+        return (jnp.argmax(self.logits, -1) == self.targets) & self.counted
 
 
-def next_token(
-    model: LanguageModel, tokens: Array, there: Array, key: Array
-) -> tuple[Array, Array]:
+Objective = Callable[[LanguageModel, Array, Array, Array], Predictions]
+
+
+def next_token(model: LanguageModel, tokens: Array, there: Array, key: Array) -> Predictions:
     """Each token is predicted from those before it."""
     del key
-    logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]), there
+    return Predictions(model(tokens[:, :-1]), tokens[:, 1:], there)
 
 
 def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens: int) -> Objective:
@@ -51,12 +73,11 @@ class MaskedTokens:
 
     def __call__(
         self, model: LanguageModel, tokens: Array, there: Array, key: Array
-    ) -> tuple[Array, Array]:
+    ) -> Predictions:
         text = tokens[:, 1:]
         given, drawn = self.mask(text, key)
         logits = model(jnp.where(there, given, self.num_tokens))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, text)
-        return losses, drawn & there
+        return Predictions(logits, text, drawn & there)
 
     def mask(self, text: Array, key: Array) -> tuple[Array, Array]:
         """What the model is given of text `[B, T]`, and which tokens it has to fill in: as many

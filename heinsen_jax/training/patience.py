@@ -3,17 +3,16 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, TypeVar
 
 from heinsen_jax.errors import UserError
 
+T = TypeVar("T")
+
 
 def punctual(
-    batches: Iterator[np.ndarray], source: Path, *, timeout: float, warn: Callable[[str], None]
-) -> Iterator[np.ndarray]:
+    batches: Iterator[T], source: str, *, timeout: float, warn: Callable[[str], None]
+) -> Iterator[T]:
     """The same batches; a source that is slow is named, and one that is dead ends the run.
 
     Args:
@@ -44,7 +43,7 @@ def punctual(
 
 
 def _wait(
-    into: "queue.Queue[Any]", source: Path, timeout: float, warn: Callable[[str], None]
+    into: "queue.Queue[Any]", source: str, timeout: float, warn: Callable[[str], None]
 ) -> Any:
     try:
         return into.get(timeout=timeout / 10)

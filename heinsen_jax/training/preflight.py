@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from heinsen_jax.data import DataConfig, TokenDataset
+from heinsen_jax.data import Dataset
 from heinsen_jax.training.settings import TrainingConfig
 
 TIMED = 3  # updates of a rehearsal, of which the first does not count
@@ -14,9 +14,9 @@ TIMED = 3  # updates of a rehearsal, of which the first does not count
 
 def describe(
     mesh: Mesh,
-    data: DataConfig,
+    data: Any,
     training: TrainingConfig,
-    dataset: TokenDataset,
+    dataset: Dataset,
     parameters: int,
     compiled: Any,
 ) -> list[str]:
@@ -29,18 +29,19 @@ def describe(
     """
     device = jax.devices()[0].device_kind
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    update, text = tokens_per_update(data), dataset.manifest.splits["train"].tokens
+    update, text = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
+    of_text = f": {total / text:.3g} times the {text:,} tokens to learn from" if text else ""
     return [
         f"{parameters:,} parameters on {mesh.size} {device} device(s) in {jax.process_count()} "
         f"process(es): {axes}",
         f"{memory(compiled)} of each device's memory",
         f"{data.batch_size:,} x {data.sequence_length:,} = {update:,} tokens an update, {total:,} "
-        f"in all: {total / text:.3g} times the {text:,} tokens to learn from",
+        f"in all{of_text}",
     ]
 
 
-def tokens_per_update(data: DataConfig) -> int:
+def tokens_per_update(data: Any) -> int:
     return data.batch_size * data.sequence_length
 
 

@@ -1,13 +1,13 @@
 """How a run is trained, and whether the parts of an experiment fit one another."""
 
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import pydantic
 from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.attention import mechanism, names
-from heinsen_jax.data import DataConfig, TokenDataset
+from heinsen_jax.data import Dataset
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
@@ -60,7 +60,7 @@ class Experiment(Protocol):
     @property
     def model(self) -> LanguageModelConfig: ...
     @property
-    def data(self) -> DataConfig: ...
+    def data(self) -> Any: ...
     @property
     def optimizer(self) -> OptimizerConfig: ...
     @property
@@ -69,26 +69,30 @@ class Experiment(Protocol):
     def mesh(self) -> MeshConfig: ...
 
 
-def check_settings(dataset: TokenDataset, experiment: Experiment) -> Mesh:
+def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     """Makes sure that the parts of an experiment fit one another, and returns its mesh.
 
     Raises:
       UserError: they do not; the message names the fields and the mend.
     """
     model, data, training = experiment.model, experiment.data, experiment.training
-    vocabulary = dataset.tokenizer.n_vocab
+    vocabulary = dataset.vocab_size
     if model.vocab_size < vocabulary:
+        of = data.task if dataset.tokenizer is None else f"data.tokenizer={data.tokenizer}"
         raise UserError(
-            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of "
-            f"data.tokenizer={data.tokenizer}: make it at least {vocabulary}"
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of {of}: make it "
+            f"at least {vocabulary}"
         )
-    if training.sample_tokens and not dataset.tokenizer.encode_ordinary(training.sample_prompt):
-        raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
+    if training.sample_tokens:
+        if dataset.tokenizer is None:
+            raise UserError(f"{data.task} is of no text to sample: set training.sample_tokens=0")
+        if not dataset.tokenizer.encode_ordinary(training.sample_prompt):
+            raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
     if not model.is_causal:
         _check_masked(model, training, vocabulary)
-    if model.max_length is not None and data.sequence_length > model.max_length:
+    if model.max_length is not None and data.longest > model.max_length:
         raise UserError(
-            f"data.sequence_length={data.sequence_length} is more than "
+            f"data.sequence_length, {data.longest} at most, is more than "
             f"model.max_length={model.max_length}: the model has no positions for it"
         )
     learning_rate(experiment.optimizer, training.steps)
@@ -105,7 +109,7 @@ def check_settings(dataset: TokenDataset, experiment: Experiment) -> Mesh:
     return mesh
 
 
-def _check_split(model: LanguageModelConfig, data: DataConfig, mesh: Mesh) -> None:
+def _check_split(model: LanguageModelConfig, data: Any, mesh: Mesh) -> None:
     """Whether texts and heads can be split as the mesh asks for."""
     tensor, context = mesh.shape["tensor"], mesh.shape["context"]
     if model.num_heads % tensor:

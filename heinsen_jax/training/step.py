@@ -1,6 +1,7 @@
 """One update, and one evaluation batch, as compiled functions."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from flax import nnx
 from jax import lax
 
+from heinsen_jax.data import Batch
 from heinsen_jax.training.objective import Objective, next_token
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import Array
@@ -26,7 +28,7 @@ def make_train_step(
     seed: int = 0,
     skip_above: float | None = None,
 ) -> Any:
-    """The update under `jax.jit`, (state, tokens) -> (state, metrics). Its input state is donated.
+    """The update under `jax.jit`, (state, batch) -> (state, metrics). Its input state is donated.
 
     What the objective draws at random is a function of the seed and the step. An update that
     `Guard` refuses changes neither parameters nor the optimizer's state.
@@ -35,31 +37,39 @@ def make_train_step(
     one after another: the update is that of the whole batch, in the memory of one part.
     """
 
-    @jax.value_and_grad
-    def of_part(parameters: Any, tokens: Array, key: Array) -> Array:
-        there = jnp.ones(tokens[:, 1:].shape, bool)
-        losses, counted = objective(nnx.merge(graph, parameters), tokens, there, key)
-        return jnp.sum(losses * counted) / jnp.sum(counted)
+    @partial(jax.value_and_grad, has_aux=True)
+    def of_part(parameters: Any, batch: Batch, key: Array) -> tuple[Array, Array]:
+        """The sum of losses, their number, and the sum's gradient."""
+        said = objective(nnx.merge(graph, parameters), batch.tokens, batch.mask, key)
+        losses = said.losses()
+        return jnp.sum(losses), jnp.sum(said.counted, dtype=losses.dtype)
 
-    def gradient(parameters: Any, tokens: Array, key: Array) -> tuple[Array, Any]:
+    def gradient(parameters: Any, batch: Batch, key: Array) -> tuple[Array, Any]:
         if accumulation_steps == 1:
-            return of_part(parameters, tokens, key)
-        # Rows stay on their device: each part takes every accumulation_steps-th row.
-        parts = tokens.reshape(-1, accumulation_steps, tokens.shape[-1]).swapaxes(0, 1)
+            total = of_part(parameters, batch, key)
+        else:
+            total = of_parts(parameters, batch, key)
+        (loss, count), gradients = total
+        return loss / count, jax.tree.map(lambda x: x / count, gradients)
 
+    def of_parts(parameters: Any, batch: Batch, key: Array) -> Any:
+        # Rows stay on their device: each part takes every accumulation_steps-th row.
+        parts = jax.tree.map(
+            lambda x: x.reshape(-1, accumulation_steps, x.shape[-1]).swapaxes(0, 1), batch
+        )
         keys = jax.random.split(key, accumulation_steps)
 
-        def add(total: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
+        def add(total: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, of_part(parameters, *part)), None
 
-        shapes = jax.eval_shape(of_part, parameters, parts[0], key)
+        first = jax.tree.map(lambda x: x[0], (parts, keys))
+        shapes = jax.eval_shape(of_part, parameters, *first)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        total, _ = lax.scan(add, zeros, (parts, keys))
-        return jax.tree.map(lambda x: x / accumulation_steps, total)
+        return lax.scan(add, zeros, (parts, keys))[0]
 
-    def train_step(state: TrainState, tokens: Array) -> tuple[TrainState, Metrics]:
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-        loss, gradients = gradient(state.parameters, tokens, key)
+        loss, gradients = gradient(state.parameters, batch, key)
         with jax.named_scope("optimizer"):
             updates, optimizer_state = optimizer.update(
                 gradients, state.optimizer, state.parameters
@@ -80,16 +90,14 @@ def make_train_step(
 
 def make_evaluation_step(
     graph: nnx.GraphDef, objective: Objective = next_token
-) -> Callable[[Any, Array, Array, int], tuple[Array, Array]]:
-    """(parameters, tokens [B, T+1], those there [B, T], index of the batch) -> sum of losses, and
-    how many they are, compiled."""
+) -> Callable[[Any, Batch, int], tuple[Array, Array, Array]]:
+    """(parameters, batch, its index) -> sum of losses, how many predictions are right, and how many
+    they are, compiled."""
 
     @jax.jit
-    def evaluation_step(
-        parameters: Any, tokens: Array, there: Array, index: Array
-    ) -> tuple[Array, Array]:
+    def evaluation_step(parameters: Any, batch: Batch, index: Array) -> tuple[Array, Array, Array]:
         key = jax.random.key(index)
-        losses, counted = objective(nnx.merge(graph, parameters), tokens, there, key)
-        return jnp.sum(losses * counted), jnp.sum(counted)
+        said = objective(nnx.merge(graph, parameters), batch.tokens, batch.mask, key)
+        return jnp.sum(said.losses()), jnp.sum(said.correct()), jnp.sum(said.counted)
 
     return evaluation_step

@@ -25,8 +25,11 @@ VARIANTS |= {
     "log, decay of features": ("log", {"decay": "feature", "num_kv_heads": 2}),
     "log, decay and window": ("log", {"decay": "feature", "window_size": 9}),
     "log, not gated": ("log", {"gated": False}),
+    "log, linear values": ("log", {"values": "linear", "decay": "feature"}),
+    "softmax, rotary": ("softmax", {"rotary": True, "query_key_norm": True}),
     "softmax, gated": ("softmax", {"gated": True, "key_depth": 3, "value_depth": 5}),
     "sliding_window, short": ("sliding_window", {"window_size": 5}),
+    "sliding_window, rotary": ("sliding_window", {"window_size": 5, "rotary": True}),
     "sliding_window, itself": ("sliding_window", {"window_size": 1}),
     "dilated, short": ("dilated", {"window_size": 3, "dilation": 4}),
     "tglobal, short": ("tglobal", {"radius": 4, "block_size": 3, "capacity": 64}),
@@ -38,7 +41,7 @@ VARIANTS |= {
 
 # Log-attention takes long to compile. `oracle_test` has all variants, tests/ops each keyword.
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
-SOME = [*LIGHT, "log, decay of heads", "log, decay and window"]
+SOME = [*LIGHT, "log, decay of heads", "log, decay and window", "log, linear values"]
 
 
 @cache

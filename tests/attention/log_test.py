@@ -46,3 +46,26 @@ def test_an_unknown_name_is_refused_with_those_there_are():
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match="num_heads=5 does not divide model_dim=12"):
         attention.build("log", model_dim=12, num_heads=5, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"decay": "feature", "num_kv_heads": 1},
+        {"decay": "head", "values": "linear", "query_key_norm": True},
+        {"window_size": 4},
+    ],
+)
+def test_importance_is_what_the_layer_weighs_tokens_by(config):
+    module = layer(gated=False, implementation="scan", **config)
+    x = jax.random.normal(jax.random.key(0), (2, 9, 12))
+    weights = module.importance(x)
+    assert weights.shape == (2, 9, 9, 3)
+    np.testing.assert_allclose(weights.sum(-2), 1, atol=1e-5)
+    value = jnp.repeat(module.heads(x)[2], 3 // module.num_kv_heads, -2)
+    if module.config.values == "linear":
+        y = jnp.einsum("btsn,bsnv->btnv", weights, value)
+    else:
+        y = jnp.log(jnp.einsum("btsn,bsnv->btnv", weights, jnp.exp(value)))
+    np.testing.assert_allclose(module.back(y), module(x), atol=1e-4)

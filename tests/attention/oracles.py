@@ -35,6 +35,7 @@ def heads(
     """Of each query head, its queries, and keys and values of the key/value head that it reads.
 
     The columns of a key/value head: queries of all heads that read it, its keys, its values.
+    Queries and keys are normalised, and turned, where the layer is configured so.
     """
     of_queries = x @ p[f"{name}.kernel"] + p[f"{name}.bias"]
     of_source = of_queries if source is None else source @ p[f"{name}.kernel"] + p[f"{name}.bias"]
@@ -45,6 +46,11 @@ def heads(
         query = of_queries[:, group * width + member * depth :][:, :depth]
         key = of_source[:, group * width + shared * depth :][:, :depth]
         value = of_source[:, group * width + shared * depth + depth :][:, : layer.value_depth]
+        if layer.config.query_key_norm:
+            query = rms_norm(within(p, "query_norm"), query)
+            key = rms_norm(within(p, "key_norm"), key)
+        if getattr(layer.config, "rotary", False):
+            query, key = rotated(query), rotated(key)
         yield query, key, value
 
 
@@ -282,7 +288,8 @@ def performer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
 
 
 def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
-    """log Y = log(weights V) - log(sum of weights), where weights_ts = sum_a exp(q_ta + k_sa).
+    """log Y = log(weights V) - log(sum of weights), where weights_ts = sum_a exp(q_ta + k_sa); or Y
+    itself, of values that are given themselves.
 
     With decay, what t sees of s has been multiplied by exp(log_decay_ra) at every token r after s,
     up to t; or, if not causal, up to the last.
@@ -296,13 +303,15 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         rates = x @ p["fade.kernel"] + p["fade.bias"]
         log_decay = -np.log1p(np.exp(-np.stack(np.split(rates, layer.num_kv_heads, axis=1))))
     y = []
-    for head, (query, key, log_value) in enumerate(heads(layer, p, x)):
+    for head, (query, key, value) in enumerate(heads(layer, p, x)):
         decay = log_decay[head // (layer.num_heads // layer.num_kv_heads)]
         weights = np.zeros((length, length))
         for t, s in np.argwhere(seen):
             faded = decay[s + 1 : t + 1 if is_causal else length].sum(0)
             weights[t, s] = np.exp(query[t] + key[s] + faded).sum()
-        y.append(np.log(average(weights, seen, np.exp(log_value))))
+        is_log = config.values == "log"
+        average_ = average(weights, seen, np.exp(value) if is_log else value)
+        y.append(np.log(average_) if is_log else average_)
     return back(layer, p, y)
 
 

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heinsen_jax import data
-from heinsen_jax.data import pipeline
+from heinsen_jax.data import text
 from heinsen_jax.data.manifest import Manifest, Shard, Split
-from heinsen_jax.data.pipeline import DataConfig, TokenDataset, train_batches, validation_batches
+from heinsen_jax.data.pipeline import train_batches, validation_batches
+from heinsen_jax.data.text import DataConfig, TokenDataset
 from heinsen_jax.data.tokenizers import fingerprint, get_tokenizer, save_tokenizer
 from heinsen_jax.errors import UserError
 
@@ -56,7 +57,9 @@ def dataset(tmp_path: Path) -> TokenDataset:
 
 def take(count: int, dataset: TokenDataset, config: DataConfig = CONFIG, **options) -> np.ndarray:
     options = {"seed": 0, **options}
-    return np.stack(list(itertools.islice(train_batches(dataset, config, **options), count)))
+    batches = list(itertools.islice(train_batches(dataset, config, **options), count))
+    assert all(batch.mask.all() for batch in batches)
+    return np.stack([batch.tokens for batch in batches])
 
 
 def test_windows_are_runs_of_one_shard(dataset: TokenDataset) -> None:
@@ -206,19 +209,19 @@ def test_exchanged_tokenizer_is_found(tmp_path: Path) -> None:
 def test_load_prepares_once_and_gives_the_text_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = "".join(f"line {i}: to be, or not to be\n" for i in range(100))
-    (tmp_path / "My play.txt").write_text(text)
+    play = "".join(f"line {i}: to be, or not to be\n" for i in range(100))
+    (tmp_path / "My play.txt").write_text(play)
     config = DataConfig(
         corpus=str(tmp_path / "My play.txt"), cache=str(tmp_path / "cache"), sequence_length=16
     )
     dataset = data.load(config)
     assert dataset.folder.name.startswith("my-play-")
     assert dataset.folder.name.endswith("-bytes")
-    assert dataset.manifest.splits["train"].tokens == int(0.9 * len(text))
+    assert dataset.manifest.splits["train"].tokens == int(0.9 * len(play))
     for batch in itertools.islice(data.train_batches(dataset, config, seed=1), 3):
-        for row in batch:
-            assert dataset.tokenizer.decode(row.tolist()) in text
-    monkeypatch.setattr(pipeline, "prepare", lambda *_, **__: None)
+        for row in batch.tokens:
+            assert dataset.tokenizer.decode(row.tolist()) in play
+    monkeypatch.setattr(text, "prepare", lambda *_, **__: None)
     assert data.load(config).manifest == dataset.manifest
 
 

@@ -136,7 +136,7 @@ def test_writing_ends_with_the_positions():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_length": None}, "max_length=None with ends='fast"),
+        ({"max_length": None}, "max_length=None with positions='learned'"),
         ({"ends": "paper"}, "max_length=32"),
     ],
 )

@@ -103,7 +103,8 @@ def test_streamed_logits_and_states_equal_the_originals(original, case, size):
     position = case["stream/state/embed_pos"].reshape(state.position.shape)
     np.testing.assert_allclose(state.position, position, atol=1e-10, rtol=0)
     for layer in range(int(case["config"][2])):
-        for ours, theirs in ((state.blocks[0].log_s, "H_S"), (state.blocks[0].log_z, "H_Z")):
+        held = state.blocks[0].attention
+        for ours, theirs in ((held.log_s, "H_S"), (held.log_z, "H_Z")):
             expected = case[f"stream/state/layer{layer}/{theirs}"].reshape(ours[layer].shape)
             np.testing.assert_allclose(ours[layer], expected, atol=1e-10, rtol=0)
 

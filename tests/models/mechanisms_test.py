@@ -58,8 +58,8 @@ def test_it_learns_to_fill_in_what_is_masked(name):
     @jax.jit
     def update(parameters, state, key):
         def loss(parameters):
-            losses, counted = objective(nnx.merge(graph, parameters), tokens, there, key)
-            return jnp.sum(losses * counted) / jnp.sum(counted)
+            said = objective(nnx.merge(graph, parameters), tokens, there, key)
+            return jnp.sum(said.losses()) / jnp.sum(said.counted)
 
         value, gradients = jax.value_and_grad(loss)(parameters)
         updates, state = optimizer.update(gradients, state)

@@ -56,18 +56,20 @@ def test_another_key_masks_others():
 def test_only_masked_tokens_that_are_there_count():
     tokens, model = text(4, 33), Echo()
     there = np.broadcast_to(np.arange(32) < 20, (4, 32))
-    losses, counted = OBJECTIVE(model, tokens, there, jax.random.key(0))
+    said = OBJECTIVE(model, tokens, there, jax.random.key(0))
     given, drawn = OBJECTIVE.mask(tokens[:, 1:], jax.random.key(0))
-    np.testing.assert_array_equal(counted, drawn & there)
+    np.testing.assert_array_equal(said.counted, drawn & there)
     np.testing.assert_array_equal(model.given, np.where(there, given, 50))
-    right = 5 * (np.asarray(model.given) == tokens[:, 1:])
-    np.testing.assert_allclose(losses, np.log(50 + np.exp(5)) - right, rtol=1e-5)
+    right, counted = np.asarray(model.given) == tokens[:, 1:], np.asarray(drawn & there)
+    expected = (np.log(50 + np.exp(5)) - 5 * right) * counted
+    np.testing.assert_allclose(said.losses(), expected, rtol=1e-5)
+    np.testing.assert_array_equal(said.correct(), right & counted)
 
 
 def test_next_tokens_are_predicted_from_those_before():
     tokens, model = text(4, 33), Echo()
-    losses, counted = next_token(model, tokens, jnp.ones((4, 32), bool), jax.random.key(0))
+    said = next_token(model, tokens, jnp.ones((4, 32), bool), jax.random.key(0))
     np.testing.assert_array_equal(model.given, tokens[:, :-1])
-    assert np.all(counted)
+    assert np.all(said.counted)
     right = 5 * (np.asarray(tokens[:, :-1]) == tokens[:, 1:])
-    np.testing.assert_allclose(losses, np.log(50 + np.exp(5)) - right, rtol=1e-5)
+    np.testing.assert_allclose(said.losses(), np.log(50 + np.exp(5)) - right, rtol=1e-5)

@@ -7,12 +7,17 @@ import optax
 import pytest
 from flax import nnx
 
+from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.objective import next_token
 from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
 from heinsen_jax.training.step import make_evaluation_step, make_train_step
+
+
+def everything(tokens):
+    return Batch(tokens, jnp.ones(tokens[:, 1:].shape, bool))
 
 
 @pytest.fixture(scope="module")
@@ -23,20 +28,22 @@ def parts(small):
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     graph = graph_of(small.model)
 
-    def run(tokens, accumulation_steps):
+    def run(batch, accumulation_steps):
         step = make_train_step(
             graph, optimizer, accumulation_steps=accumulation_steps, out_shardings=shardings
         )
-        return step(init_sharded(init, abstract), tokens)
+        return step(init_sharded(init, abstract), batch)
 
     return run, graph, init
 
 
 def test_accumulated_parts_equal_the_whole_batch(parts):
+    """Also where of each row another number of tokens counts."""
     run, _, _ = parts
     tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 256)
-    whole, metrics = run(tokens, 1)
-    summed, same_metrics = run(tokens, 4)
+    batch = Batch(tokens, jnp.arange(16)[None] < jnp.arange(1, 17, 2)[:, None])
+    whole, metrics = run(batch, 1)
+    summed, same_metrics = run(batch, 4)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(summed), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-3)
     for name in metrics:
@@ -46,7 +53,7 @@ def test_accumulated_parts_equal_the_whole_batch(parts):
 def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(parts):
     run, _, init = parts
     tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
-    _, metrics = run(tokens, 1)
+    _, metrics = run(everything(tokens), 1)
     state = init()
     logits = nnx.merge(parts[1], state.parameters)(tokens[:, :-1])
     probabilities = np.asarray(jax.nn.softmax(logits), np.float64)
@@ -61,18 +68,20 @@ def test_evaluation_counts_masked_tokens_only(parts):
     mask = jnp.arange(8)[None] < jnp.array([[8], [3]])
     logits = nnx.merge(graph, parameters)(tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    total, count = make_evaluation_step(graph)(parameters, tokens, mask, 0)
+    total, correct, count = make_evaluation_step(graph)(parameters, Batch(tokens, mask), 0)
     assert int(count) == 8 + 3
+    right = np.asarray(jnp.argmax(logits, -1) == tokens[:, 1:])
+    assert int(correct) == right[0].sum() + right[1, :3].sum()
     assert float(total) == pytest.approx(float(losses[0].sum() + losses[1, :3].sum()), rel=1e-5)
 
 
 @pytest.mark.parametrize("factor", [jnp.nan, jnp.inf, 1e6])
 def test_a_harmful_update_changes_nothing_and_is_counted(small, factor):
-    """Batches that begin with token 1 give losses, and so gradients, times the factor."""
+    """Batches that begin with token 1 give logits, and so gradients, times the factor."""
 
     def objective(model, tokens, there, key):
-        losses, counted = next_token(model, tokens, there, key)
-        return losses * jnp.where(tokens[0, 0] == 1, factor, 1.0), counted
+        said = next_token(model, tokens, there, key)
+        return said._replace(logits=said.logits * jnp.where(tokens[0, 0] == 1, factor, 1.0))
 
     optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
     init = initializer(small.model, optimizer, seed=0)
@@ -95,7 +104,7 @@ def test_a_harmful_update_changes_nothing_and_is_counted(small, factor):
     counts = []
     for tokens in (good, harmful, harmful, good):
         before, usual = leaves(state), float(state.guard.usual_norm)
-        state, metrics = step(state, tokens)
+        state, metrics = step(state, everything(tokens))
         assert (leaves(state) == before) == (tokens is harmful)
         assert (float(state.guard.usual_norm) == usual) == (tokens is harmful)
         counts.append((int(metrics["skipped"]), int(metrics["skipped_in_a_row"])))

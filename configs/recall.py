@@ -1,0 +1,38 @@
+"""Associative recall (MQAR): pairs of keys and values, then questions. What a state can hold.
+
+python train.py --config configs/recall.py [--model.attention softmax]
+
+Small enough for a CPU: 8 pairs of a vocabulary of 256 at length 64, 2 layers of width 64. Only the
+answers count. Zoology's settings are --data.vocab_size 8192 --model.vocab_size 8192, and for
+--data.num_pairs 4, 8, 16 or 64 a --data.sequence_length of 64, 128, 256 or 512.
+"""
+
+from heinsen_jax.config import (
+    ExperimentConfig,
+    LanguageModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from heinsen_jax.data import Recall
+
+
+def get_config() -> ExperimentConfig:
+    return ExperimentConfig(
+        model=LanguageModelConfig(
+            vocab_size=256,
+            model_dim=64,
+            num_layers=2,
+            num_heads=2,
+            attention="log",
+            attention_options=(("log.values", "linear"),),
+            block="standard",
+            mlp_ratio=2,
+            positions="none",
+            convolution_size=4,
+        ),
+        data=Recall(vocab_size=256, num_pairs=8, sequence_length=64, batch_size=64),
+        optimizer=OptimizerConfig(
+            learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=100, beta2=0.99
+        ),
+        training=TrainingConfig(steps=1000, report_every=100, evaluate_every=500, sample_tokens=0),
+    )

@@ -1,0 +1,20 @@
+"""Copying letters out of noise: which tokens to keep depends on what they are.
+
+python train.py --config configs/selective_copying.py [--model.attention softmax]
+
+On a CPU, some minutes, with the model and the budget of configs/recall.py.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.data import SelectiveCopying
+
+
+def get_config() -> ExperimentConfig:
+    base = load_config(Path(__file__).with_name("recall.py"))
+    data = SelectiveCopying(
+        num_copied=8, text_length=64, test_lengths=(64, 128, 256), batch_size=64
+    )
+    return replace(base, data=data, model=replace(base.model, vocab_size=data.vocab_size))

@@ -1,0 +1,54 @@
+"""What every source of data promises to training."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import tiktoken
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, or a single one; in NumPy's arrays, and on devices in JAX's."""
+
+    tokens: Any
+    """int32 [*B, T+1]: predict `tokens[..., 1:]` from `tokens[..., :-1]`."""
+    mask: Any
+    """bool [*B, T]: which of these predictions count."""
+
+
+class Dataset(Protocol):
+    """What can be learned, and what shows whether it was."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        ...
+
+    @property
+    def tokenizer(self) -> tiktoken.Encoding | None:
+        """What turns text into tokens; None if these are of no text."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are below it."""
+        ...
+
+    @property
+    def train_tokens(self) -> int | None:
+        """How many there are to learn from; None if without end."""
+        ...
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Of the validation text; None if there is none."""
+        ...
+
+    def train_rows(self, config: Any, seed: int) -> Any:
+        """Single rows to learn from, by their numbers, without end: each is a function of the seed
+        and its number alone."""
+        ...
+
+    def validation_rows(self, config: Any) -> Mapping[str, Sequence[Batch]]:
+        """Rows to measure on, always the same: those like the ones to learn from are named "", and
+        there may be others. Shorter ones are padded to one length, which the mask leaves out."""
+        ...

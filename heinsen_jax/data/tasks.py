@@ -1,0 +1,314 @@
+"""Made-up tasks that show what a mechanism can keep of a text: drawn anew, without end.
+
+A row is a text of which only the answers count, in training and in measuring: a model is never
+asked to predict what was drawn at random. Example i of a seed is always the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pydantic
+
+from heinsen_jax.data.dataset import Batch
+from heinsen_jax.typing import config_dataclass
+
+PADDING = 0
+
+
+@config_dataclass
+class Task:
+    """What all tasks have in common, besides a name, `task`, a `vocab_size`, and the
+    `sequence_length`, tokens that a model sees at once."""
+
+    batch_size: pydantic.PositiveInt = 64
+    """Sequences in a batch, over all processes."""
+    validation_examples: pydantic.PositiveInt = 1024
+    """How many are measured on."""
+    test_lengths: tuple[pydantic.PositiveInt, ...] = ()
+    """Further lengths to measure at, besides that of training."""
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens `[n]`, at most sequence_length + 1, and which of them are answers."""
+        raise NotImplementedError
+
+    def at_length(self, length: int) -> Any:
+        """The same task at one of the `test_lengths`."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a model sees at once, at most."""
+        task: Any = self
+        tested = [task, *(task.at_length(length) for length in self.test_lengths)]
+        return max(task.sequence_length for task in tested)
+
+
+@config_dataclass
+class Recall(Task):
+    """Multi-query associative recall: pairs of a key and a value, then the keys again.
+
+        k1 v1 k2 v2 ... 0 0 k2 [v2] 0 0 0 0 k1 [v1] ...
+
+    Keys are different from one another; keys and values have tokens of their own. Where a key is
+    asked for follows a power law: the n-th place has probability in proportion to n^(power - 1).
+
+    The settings are Zoology's, with 4, 8, 16 and 64 pairs at lengths 64, 128, 256 and 512. Other
+    than there, an answer stands in the text after its question, and no example comes twice.
+
+    References:
+      Arora et al., 2023, Zoology, arXiv:2312.04927.
+    """
+
+    task: Literal["recall"] = "recall"
+    vocab_size: Annotated[int, pydantic.Field(ge=6)] = 8192
+    """Padding, keys, and as many values."""
+    num_pairs: pydantic.PositiveInt = 8
+    """Keys with their values; a test at another length has as many."""
+    sequence_length: pydantic.PositiveInt = 128
+    """Tokens that a model sees at once, an even number."""
+    power: pydantic.PositiveFloat = 0.01
+    """Of the law by which far questions are rarer."""
+
+    def __post_init__(self) -> None:
+        for length in (self.sequence_length, *self.test_lengths):
+            if length % 2 or length < 4 * self.num_pairs:
+                raise ValueError(
+                    f"num_pairs={self.num_pairs} at length {length}: a length must be even, and at "
+                    "least 4 times the pairs"
+                )
+        if self.num_pairs >= self.vocab_size // 2:
+            raise ValueError(
+                f"num_pairs={self.num_pairs} needs a vocab_size above {2 * self.num_pairs + 1}"
+            )
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        half, pairs = self.vocab_size // 2, self.num_pairs
+        keys = 1 + rng.choice(half - 1, pairs, replace=False)
+        values = half + rng.choice(self.vocab_size - half, pairs, replace=False)
+        places = self.sequence_length // 2 - pairs
+        law = np.arange(1, places + 1) ** (self.power - 1.0)
+        asked = 2 * pairs + 2 * rng.choice(places, pairs, replace=False, p=law / law.sum())
+        tokens = np.zeros(self.sequence_length + 1, np.int32)
+        tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2] = keys, values
+        tokens[asked], tokens[asked + 1] = keys, values
+        return tokens, np.isin(np.arange(len(tokens)), asked + 1)
+
+    def at_length(self, length: int) -> "Recall":
+        return replace(self, test_lengths=(), sequence_length=length)
+
+
+@config_dataclass
+class Copying(Task):
+    """A string of letters, and again:  ( a b c = [a] [b] [c] [)]
+
+    References:
+      Jelassi et al., 2024, Repeat After Me, arXiv:2402.01032: 5 to 20 of 26 letters, tested at
+      longer ones.
+    """
+
+    task: Literal["copying"] = "copying"
+    num_letters: pydantic.PositiveInt = 26
+    """How many different ones there are."""
+    shortest: pydantic.PositiveInt = 5
+    """Letters of a string, at least."""
+    longest_string: pydantic.PositiveInt = 20
+    """Letters of a string, at most; a test at a length has strings of just that."""
+
+    def __post_init__(self) -> None:
+        if self.shortest > self.longest_string:
+            raise ValueError(
+                f"shortest={self.shortest} is more than longest_string={self.longest_string}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.num_letters + 4
+
+    @property
+    def sequence_length(self) -> int:
+        return 2 * self.longest_string + 2
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        begin, again, end = 1, 2, 3
+        count = rng.integers(self.shortest, self.longest_string, endpoint=True)
+        string = 4 + rng.integers(self.num_letters, size=count)
+        tokens = np.concatenate([[begin], string, [again], string, [end]])
+        return tokens, np.arange(len(tokens)) > count + 1
+
+    def at_length(self, length: int) -> "Copying":
+        return replace(self, test_lengths=(), shortest=length, longest_string=length)
+
+
+@config_dataclass
+class SelectiveCopying(Task):
+    """Letters among noise, and then the letters alone:  . a . . b c . = [a] [b] [c]
+
+    References:
+      Gu, Dao, 2023, Mamba, arXiv:2312.00752, section 4.1.1; Jelassi et al., 2024, Repeat After Me.
+    """
+
+    task: Literal["selective_copying"] = "selective_copying"
+    num_letters: pydantic.PositiveInt = 14
+    """How many different ones there are."""
+    num_copied: pydantic.PositiveInt = 16
+    """Letters to be copied."""
+    text_length: pydantic.PositiveInt = 256
+    """Letters and noise; what a test length is of."""
+
+    def __post_init__(self) -> None:
+        if (least := min((self.text_length, *self.test_lengths))) < self.num_copied:
+            raise ValueError(f"num_copied={self.num_copied} letters in a text of {least} tokens")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.num_letters + 3
+
+    @property
+    def sequence_length(self) -> int:
+        return self.text_length + self.num_copied
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        again, noise = 1, 2
+        letters = 3 + rng.integers(self.num_letters, size=self.num_copied)
+        text = np.full(self.text_length, noise)
+        text[np.sort(rng.choice(self.text_length, self.num_copied, replace=False))] = letters
+        tokens = np.concatenate([text, [again], letters])
+        return tokens, np.arange(len(tokens)) > self.text_length
+
+    def at_length(self, length: int) -> "SelectiveCopying":
+        return replace(self, test_lengths=(), text_length=length)
+
+
+@config_dataclass
+class Induction(Task):
+    """What followed a special token when it came first:  a b * c a d ... b * [c]
+
+    References:
+      Fu et al., 2022, Hungry Hungry Hippos, arXiv:2212.14052, section 3.1; Gu, Dao, 2023, Mamba,
+      arXiv:2312.00752, section 4.1.2: 16 tokens, trained at length 256.
+    """
+
+    task: Literal["induction"] = "induction"
+    num_letters: pydantic.PositiveInt = 16
+    """How many different ones there are besides the special one."""
+    sequence_length: Annotated[int, pydantic.Field(ge=3)] = 256
+    """Tokens that a model sees at once; what a test length is of."""
+
+    def __post_init__(self) -> None:
+        if min((3, *self.test_lengths)) < 3:
+            raise ValueError(f"test_lengths={self.test_lengths} must be at least 3")
+
+    @property
+    def vocab_size(self) -> int:
+        return self.num_letters + 2
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        special, length = 1, self.sequence_length
+        tokens = 2 + rng.integers(self.num_letters, size=length + 1)
+        place = rng.integers(length - 2)
+        tokens[[place, length - 1]] = special
+        tokens[length] = tokens[place + 1]
+        return tokens, np.arange(length + 1) == length
+
+    def at_length(self, length: int) -> "Induction":
+        return replace(self, test_lengths=(), sequence_length=length)
+
+
+@config_dataclass
+class Needle(Task):
+    """A few words to be found in a heap of others:  ? ? k v1 v2 ? ? ? ... k [v1] [v2]
+
+    Keys, which are different from one another, have tokens of their own; needles lie anywhere in
+    the heap, and the text ends with one's key and words.
+    """
+
+    task: Literal["needle"] = "needle"
+    num_words: Annotated[int, pydantic.Field(ge=2)] = 64
+    """Different words, of the heap and of needles."""
+    num_keys: pydantic.PositiveInt = 16
+    """Different keys of needles."""
+    num_needles: pydantic.PositiveInt = 1
+    """Needles in a heap, of which one is asked for."""
+    needle_length: pydantic.PositiveInt = 4
+    """Words of a needle."""
+    sequence_length: pydantic.PositiveInt = 256
+    """Tokens that a model sees at once; what a test length is of."""
+
+    def __post_init__(self) -> None:
+        if self.num_needles > self.num_keys:
+            raise ValueError(f"num_needles={self.num_needles} exceeds num_keys={self.num_keys}")
+        least = (self.num_needles + 1) * (self.needle_length + 1)
+        if (shortest := min((self.sequence_length, *self.test_lengths))) < least:
+            raise ValueError(
+                f"length {shortest} has no room for {self.num_needles} needle(s) and a question: "
+                f"it must be at least {least}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + self.num_keys + self.num_words
+
+    def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        size, count = self.needle_length + 1, self.num_needles
+        keys = 1 + rng.choice(self.num_keys, count, replace=False)
+        words = 1 + self.num_keys + rng.integers(self.num_words, size=(count, self.needle_length))
+        needles = np.concatenate([keys[:, None], words], 1)
+        heap = self.sequence_length + 1 - size
+        tokens = 1 + self.num_keys + rng.integers(self.num_words, size=heap + size)
+        free = heap - count * size  # words between needles, which lie in any of its gaps
+        starts = np.sort(rng.choice(free + count, count, replace=False)) - np.arange(count)
+        for number, start in enumerate(starts):
+            first = start + number * size
+            tokens[first : first + size] = needles[number]
+        tokens[heap:] = needles[rng.integers(count)]
+        return tokens, np.arange(heap + size) > heap
+
+    def at_length(self, length: int) -> "Needle":
+        return replace(self, test_lengths=(), sequence_length=length)
+
+
+AnyTask = (
+    Annotated[Recall, pydantic.Tag("recall")]
+    | Annotated[Copying, pydantic.Tag("copying")]
+    | Annotated[SelectiveCopying, pydantic.Tag("selective_copying")]
+    | Annotated[Induction, pydantic.Tag("induction")]
+    | Annotated[Needle, pydantic.Tag("needle")]
+)
+"""By the name in their field `task`."""
+
+
+class TaskDataset:
+    """A task as data."""
+
+    tokenizer: None = None
+    train_tokens: None = None
+    bytes_per_token: None = None
+
+    def __init__(self, task: Any) -> None:
+        self.name, self.vocab_size = task.task, task.vocab_size
+
+    def train_rows(self, config: Task, seed: int) -> "_Drawn":
+        return _Drawn(config, (0, seed))
+
+    def validation_rows(self, config: Task) -> dict[str, Sequence[Batch]]:
+        tests = {str(length): config.at_length(length) for length in config.test_lengths}
+        return {name: _Drawn(task, (1,)) for name, task in {"": config, **tests}.items()}
+
+
+class _Drawn(Sequence[Batch]):
+    """Examples of a task: for validation so many, but any number can be drawn."""
+
+    def __init__(self, task: Any, stream: tuple[int, ...]) -> None:
+        self._task, self._stream = task, stream
+
+    def __len__(self) -> int:
+        return self._task.validation_examples
+
+    def __getitem__(self, index: Any) -> Batch:
+        drawn, answers = self._task.draw(np.random.default_rng((*self._stream, index)))
+        tokens = np.full(self._task.sequence_length + 1, PADDING, np.int32)
+        mask = np.zeros(self._task.sequence_length, bool)
+        tokens[: len(drawn)], mask[: len(drawn) - 1] = drawn, answers[1:]
+        return Batch(tokens, mask)

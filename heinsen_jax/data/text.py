@@ -1,0 +1,209 @@
+"""Prepared texts as data: windows of consecutive tokens, read from memory maps."""
+
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import grain
+import numpy as np
+import pydantic
+
+from heinsen_jax.data.corpora import CORPORA
+from heinsen_jax.data.dataset import Batch
+from heinsen_jax.data.documents import SplitName
+from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
+from heinsen_jax.data.prepare import prepare
+from heinsen_jax.data.tokenizers import fingerprint, load_tokenizer, tokenizer_name
+from heinsen_jax.errors import UserError
+from heinsen_jax.typing import config_dataclass
+
+
+@config_dataclass
+class DataConfig:
+    """Which text is learned, and in what portions."""
+
+    corpus: str = "python-stdlib"
+    """A corpus by name, a text file, folder or .jsonl[.zst], or a folder prepared earlier."""
+    tokenizer: str = "bytes"
+    """bytes, a name that tiktoken knows (gpt2, ...), or a .tiktoken file."""
+    cache: str = "data"
+    """The folder that receives downloads and prepared data sets."""
+    validation_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
+    """How much of the text is for validation; by default 0.1 of a single text, else 0.01."""
+    sequence_length: pydantic.PositiveInt = 1024
+    """Tokens that a model sees at once."""
+    batch_size: pydantic.PositiveInt = 32
+    """Sequences in a batch, over all processes."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens that a model sees at once, at most."""
+        return self.sequence_length
+
+
+class TokenSource:
+    """The tokens of one split, shard by shard, read from memory maps."""
+
+    def __init__(self, folder: Path, manifest: Manifest, split: SplitName) -> None:
+        self._paths = [folder / shard.file for shard in manifest.splits[split].shards]
+        dtype = numpy_dtype(manifest.dtype)
+        self._shards = [np.asarray(np.memmap(path, dtype, mode="r")) for path in self._paths]
+        self._vocab_size = manifest.vocab_size
+        self.lengths = tuple(len(shard) for shard in self._shards)
+        """The number of tokens in each shard."""
+
+    def read(self, shard: int, start: int, length: int) -> np.ndarray:
+        """int32 [length]: consecutive tokens of a shard. Fewer at its end.
+
+        Raises:
+            UserError: A token is not in the vocabulary, so the file is damaged.
+        """
+        tokens = self._shards[shard][start : start + length]
+        if tokens.size and tokens.max() >= self._vocab_size:
+            raise UserError(
+                f"{self._paths[shard]} is damaged: token {tokens.max()} near position {start} is "
+                f"not in the vocabulary of {self._vocab_size}; delete the folder, prepare it again"
+            )
+        return tokens.astype(np.int32)
+
+
+class TokenDataset:
+    """A prepared data set: its tokenizer, its manifest and its tokens."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.name = str(folder)
+        self.manifest = Manifest.load(folder)
+        self.tokenizer = load_tokenizer(folder)
+        if fingerprint(self.tokenizer) != self.manifest.tokenizer_fingerprint:
+            raise UserError(
+                f"{folder} holds another tokenizer than its tokens are from: "
+                "delete the folder, prepare it again"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.tokenizer.n_vocab
+
+    @property
+    def train_tokens(self) -> int:
+        return self.manifest.splits["train"].tokens
+
+    @property
+    def bytes_per_token(self) -> float:
+        split = self.manifest.splits["validation"]
+        return split.bytes / split.tokens
+
+    def train_rows(self, config: DataConfig, seed: int) -> Any:
+        """An epoch visits windows that begin `sequence_length` apart, in an order of its own, each
+        moved by a random offset of its own within its shard. A shard too short for one window is
+        not visited."""
+        source, length = self.split("train"), config.sequence_length
+        everything = np.ones(length, bool)
+
+        def read(window: tuple[int, int], rng: np.random.Generator) -> Batch:
+            shard, start = window
+            last = source.lengths[shard] - (length + 1)
+            start = min(start + int(rng.integers(length)), last)
+            return Batch(source.read(shard, start, length + 1), everything)
+
+        starts = grain.MapDataset.source(_train_windows(source, length))
+        return starts.seed(seed).shuffle().repeat().random_map(read)
+
+    def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
+        """The text once, in order: every token but the first of a shard is predicted once."""
+        return {"": _ValidationRows(self.split("validation"), config.sequence_length)}
+
+    def split(self, name: SplitName) -> TokenSource:
+        """The tokens for training or for validation."""
+        return TokenSource(self.folder, self.manifest, name)
+
+
+def load_text(config: DataConfig) -> TokenDataset:
+    """The data set that `config` names; it is prepared first where that is still to be done."""
+    if (Path(config.corpus) / MANIFEST_FILE).exists():
+        dataset = TokenDataset(config.corpus)
+        _check_prepared(dataset.manifest, config)
+        return dataset
+    folder = Path(config.cache) / f"{_slug(config.corpus)}-{tokenizer_name(config.tokenizer)}"
+    prepare(
+        [config.corpus],
+        config.tokenizer,
+        folder,
+        validation_fraction=config.validation_fraction,
+        downloads=Path(config.cache) / "downloads",
+    )
+    return TokenDataset(folder)
+
+
+class _Windows:
+    """(shard, first token) of every window: `counts[s]` of them in shard s, `stride` apart."""
+
+    def __init__(self, counts: Sequence[int], stride: int) -> None:
+        self._ends = np.cumsum(counts)
+        self._stride = stride
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        shard = int(np.searchsorted(self._ends, index, side="right"))
+        first = int(self._ends[shard - 1]) if shard else 0
+        return shard, (index - first) * self._stride
+
+
+class _ValidationRows(Sequence[Batch]):
+    """Windows that cover a split, the last one of a shard padded."""
+
+    def __init__(self, source: TokenSource, length: int) -> None:
+        self._source, self._length = source, length
+        counts = [math.ceil((tokens - 1) / length) for tokens in source.lengths]
+        self._windows = _Windows(counts, length)
+        if not len(self._windows):
+            raise UserError("validation text: there is nothing to predict in it; give more text")
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: Any) -> Batch:
+        shard, start = self._windows[index]
+        found = self._source.read(shard, start, self._length + 1)
+        missing = self._length + 1 - len(found)
+        there = np.arange(self._length) < len(found) - 1
+        return Batch(np.pad(found, (0, missing)), there)
+
+
+def _train_windows(source: TokenSource, length: int) -> _Windows:
+    windows = _Windows([(tokens - 1) // length for tokens in source.lengths], length)
+    if not len(windows):
+        raise UserError(
+            f"sequence_length={length} needs {length + 1} tokens in a row, but the longest train "
+            f"shard has {max(source.lengths)}: give more text or make sequence_length smaller"
+        )
+    return windows
+
+
+def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
+    """A folder that was prepared earlier must agree with what the configuration says of it."""
+    if tokenizer_name(config.tokenizer) != manifest.tokenizer:
+        raise UserError(
+            f"tokenizer={config.tokenizer}, but {config.corpus} was prepared with "
+            f"{manifest.tokenizer}: set tokenizer={manifest.tokenizer}"
+        )
+    if config.validation_fraction not in (None, manifest.validation_fraction):
+        raise UserError(
+            f"validation_fraction={config.validation_fraction}, but {config.corpus} was prepared "
+            f"with {manifest.validation_fraction}: leave it out or prepare another folder"
+        )
+
+
+def _slug(corpus: str) -> str:
+    """A folder name for a corpus; that of a path tells apart equal names in different places."""
+    if corpus in CORPORA:
+        return corpus
+    path = Path(corpus).resolve()
+    place = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9]+', '-', path.stem).strip('-').lower()}-{place}"

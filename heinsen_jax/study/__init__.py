@@ -1,0 +1,9 @@
+"""Studies: a grid of runs, done once each, and a report of what came out.
+
+python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray]
+"""
+
+from heinsen_jax.study.grid import Run, Study, load_study
+from heinsen_jax.study.report import Lengths, Points, Ranking
+
+__all__ = ["Lengths", "Points", "Ranking", "Run", "Study", "load_study"]

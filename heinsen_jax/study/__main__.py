@@ -1,0 +1,62 @@
+"""Runs a study, and writes its report.
+
+python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray] [--output DIR]
+"""
+
+import importlib
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.study.conduct import Executor, conduct
+from heinsen_jax.study.grid import load_study
+from heinsen_jax.study.runs import Stopped, in_processes
+
+
+@command_line
+def main() -> int:
+    def run(
+        study: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="a file: get_study()")],
+        output: Annotated[
+            Path | None, tyro.conf.arg(help="by default runs/studies/<name of the file>")
+        ] = None,
+        executor: Annotated[
+            Literal["local", "ray"], tyro.conf.arg(help="processes of this machine, or a cluster")
+        ] = "local",
+        jobs: Annotated[int, tyro.conf.arg(help="runs at a time, on this machine")] = 1,
+        cpus: Annotated[float, tyro.conf.arg(help="of a run, on a cluster")] = 1,
+        gpus: Annotated[float, tyro.conf.arg(help="of a run, on a cluster")] = 0,
+        report_only: Annotated[bool, tyro.conf.arg(help="of the runs that are done")] = False,
+    ) -> int:
+        """Does those runs of a study that are not done yet, and writes its report.
+
+        Each run is a line of results.jsonl when it is done. Stopped, the study goes on when the
+        same command is given again.
+        """
+        if jobs < 1:
+            raise UserError(f"--jobs {jobs} must be at least 1")
+        folder = output or Path("runs") / "studies" / study.stem
+        try:
+            conduct(load_study(study), folder, _executor(executor, jobs, cpus, gpus), report_only)
+        except (Stopped, KeyboardInterrupt):
+            print("\nstopped; to go on, give the same command again")
+            return 130
+        return 0
+
+    return tyro.cli(run)
+
+
+def _executor(name: str, jobs: int, cpus: float, gpus: float) -> Executor:
+    if name == "local":
+        return lambda runs, folder: in_processes(runs, folder, jobs)
+    try:
+        in_tasks = importlib.import_module("heinsen_jax.study.on_ray").in_tasks
+    except ImportError:
+        raise UserError("--executor ray: Ray is not installed; pip install -e '.[ray]'") from None
+    return lambda runs, folder: in_tasks(runs, folder, cpus=cpus, gpus=gpus)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

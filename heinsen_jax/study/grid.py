@@ -1,0 +1,115 @@
+"""What a study runs: an experiment, and the ways in which its runs differ."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from heinsen_jax.config import ExperimentConfig, as_json, run_file
+from heinsen_jax.errors import UserError
+from heinsen_jax.study.report import Plot
+
+Axes = Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A grid of runs, of which the best along some axis is shown, and all seeds.
+
+    Attributes:
+      title: of the report.
+      about: what is asked, at what size, and what to make of the answer, in Markdown.
+      base: what all runs have in common.
+      axes: by their names, what may be chosen along each: label -> {"section.field": value, ...}.
+        A later axis overrides what an earlier one says of a field.
+      metric: what is compared, of the last evaluation.
+      better: whether more of it is better, or less.
+      tuned: the axes along which only the best is shown, such as learning rates.
+      seeds: the axis of runs that differ by chance alone. All tuned choices are run with its first
+        label, and only the best with the others.
+      shown: further metrics in the report's table.
+      plots: what is drawn.
+    """
+
+    title: str
+    about: str
+    base: ExperimentConfig
+    axes: Axes
+    metric: str = "loss"
+    better: Literal["more", "less"] = "less"
+    tuned: tuple[str, ...] = ("learning_rate",)
+    seeds: str = "seed"
+    shown: tuple[str, ...] = ()
+    plots: tuple[Plot, ...] = ()
+
+    def first(self) -> list["Run"]:
+        """All runs with the first seed.
+
+        Raises:
+          UserError: a field is misspelt or its value does not fit; the message names the run.
+        """
+        seeds = self.axes.get(self.seeds, {"": {}})
+        return [self.run(labels) for labels in self._labels(seeds=[next(iter(seeds))])]
+
+    def then(self, best: Mapping[str, str]) -> list["Run"]:
+        """The runs with other seeds of one that was the best, given its labels."""
+        others = list(self.axes.get(self.seeds, {}))[1:]
+        return [self.run({**best, self.seeds: seed}) for seed in others]
+
+    def compared(self, labels: Mapping[str, str]) -> tuple[str, ...]:
+        """Of a run's labels those that tell apart what is compared."""
+        return tuple(x for axis, x in labels.items() if axis not in (*self.tuned, self.seeds))
+
+    def run(self, labels: Mapping[str, str]) -> "Run":
+        """The run of one label of each axis."""
+        config = self.base
+        try:
+            for axis, label in labels.items():
+                for field, value in self.axes[axis][label].items():
+                    config = _with(config, field.split("."), value)
+        except (ValueError, TypeError) as error:
+            said = " ".join(str(error).split())
+            raise UserError(f"{self.title}, {describe(labels)}: {said}") from error
+        return Run(dict(labels), config)
+
+    def _labels(self, seeds: Sequence[str]) -> list[dict[str, str]]:
+        choices = [seeds if axis == self.seeds else list(x) for axis, x in self.axes.items()]
+        return [dict(zip(self.axes, labels, strict=True)) for labels in itertools.product(*choices)]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study: where it stands in the grid, and its experiment."""
+
+    labels: dict[str, str]
+    config: ExperimentConfig
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that decides it: a result with another one is not of this run."""
+        text = json.dumps(as_json(self.config), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def describe(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{axis} {label}" for axis, label in labels.items())
+
+
+def load_study(path: str | Path) -> Study:
+    """The study that a Python file's `get_study()` returns.
+
+    Raises:
+      UserError: there is no such file, or it defines no study.
+    """
+    return run_file(Path(path), "get_study")
+
+
+def _with(config: Any, names: list[str], value: Any) -> Any:
+    """A nested configuration with one field replaced."""
+    name, *inner = names
+    if not hasattr(config, name):
+        raise ValueError(f"{type(config).__name__} has no field {name!r}")
+    return replace(config, **{name: _with(getattr(config, name), inner, value) if inner else value})

@@ -1,0 +1,100 @@
+"""One run of a study, in a folder of its own; and many, in processes of this machine."""
+
+import contextlib
+import multiprocessing
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import jax
+import pydantic
+from flax import nnx
+
+from heinsen_jax import data
+from heinsen_jax.config import ExperimentConfig, as_json, record
+from heinsen_jax.environment import environment
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.study.grid import Run, describe
+from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER
+from heinsen_jax.training.loop import train
+
+LOG_FILE = "log.txt"
+Row = dict[str, Any]
+
+
+class Stopped(Exception):
+    """A signal ended a run before its last step; what it has is saved."""
+
+
+def perform(values: dict[str, Any], workdir: Path) -> Row:
+    """Trains from a configuration's plain values: what was measured, and what the model costs.
+
+    A run that was stopped goes on. One whose updates are all skipped has `failed` in place of
+    `metrics`. What it says goes to a file in its folder, whose checkpoints are removed at the end.
+
+    Raises:
+      Stopped: a signal came first.
+    """
+    config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
+    workdir.mkdir(parents=True, exist_ok=True)
+    start, result = time.monotonic(), {}
+    with (workdir / LOG_FILE).open("a") as log, contextlib.redirect_stdout(log):
+        dataset = data.load(config.data)
+        record(workdir, config, dataset)
+        try:
+            ended = train(workdir, dataset, config)
+            if ended.signal is not None:
+                raise Stopped
+            result["metrics"] = ended.metrics
+        except UserError as error:
+            result["failed"] = str(error)
+    shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
+    seconds = round(time.monotonic() - start, 1)
+    return {**result, **costs(config), "seconds": seconds, "environment": environment()}
+
+
+def costs(config: ExperimentConfig) -> dict[str, int]:
+    """Parameters of the model, and bytes of its state after a text of the length it learns."""
+    model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return {"parameters": parameters, "state_bytes": model.state_size(config.data.sequence_length)}
+
+
+def in_processes(
+    runs: Sequence[Run], folder: Callable[[Run], Path], jobs: int
+) -> Iterator[tuple[Run, Row]]:
+    """Each run with its row, as they end; `jobs` at a time, which share this machine's cores.
+
+    Raises:
+      Stopped: a signal ended them.
+    """
+    context = multiprocessing.get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    shares: Any = context.SimpleQueue()
+    for job in range(jobs):
+        shares.put(cores[job::jobs] or cores)
+    with ProcessPoolExecutor(jobs, context, _take_cores, (shares,)) as pool:
+        waiting = {pool.submit(perform, as_json(run.config), folder(run)): run for run in runs}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _take_cores(shares: Any) -> None:
+    """Gives a process cores of its own: XLA has as many threads as it may use cores."""
+    if cores := shares.get():
+        os.sched_setaffinity(0, cores)
+
+
+def folder_name(run: Run) -> str:
+    """Of a run: readable, and different from all others."""
+    words = describe(run.labels).replace(", ", "-").replace(" ", "_").replace("/", "_")
+    return f"{words}-{run.fingerprint[:6]}"

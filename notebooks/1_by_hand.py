@@ -1,0 +1,201 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 1. The mechanism by hand
+#
+# Softmax attention compares every token with every other. [Heinsen
+# (2024)](https://arxiv.org/abs/2404.05843) changes one thing, the score of a query and a key, and
+# all that attention needs of the past becomes a sum. A sum can be carried along: the millionth
+# token costs as much as the first.
+#
+# Here that is done step by step, with ten tokens and a few lines of NumPy, and at the end with a
+# stream that never ends.
+
+# %%
+import itertools
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from heinsen_jax.attention import LogAttentionState, log_attention
+
+rng = np.random.default_rng(0)
+tokens, key_depth, value_depth = 10, 4, 3
+query = rng.standard_normal((tokens, key_depth))
+key = rng.standard_normal((tokens, key_depth))
+value = np.exp(rng.standard_normal((tokens, value_depth)))  # positive, for now
+
+# %% [markdown]
+# ## The score
+#
+# A query $q$ and a key $k$ score $\log \sum_i e^{q_i} e^{k_i}$, the logarithm of the product of
+# their exponentials. The softmax of scores is what it always was (eq. 1):
+#
+# $$Y = \mathrm{Softmax}\left(\log \exp(Q) \exp(K)^T\right) V$$
+#
+# A causal token sees itself and those before it.
+
+
+# %%
+def softmax(scores):
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+scores = np.log(np.exp(query) @ np.exp(key).T)
+is_past = np.tril(np.ones((tokens, tokens), bool))
+weights = softmax(np.where(is_past, scores, -np.inf))
+quadratic = weights @ value
+
+plt.figure(figsize=(4, 3.4))
+plt.imshow(weights, cmap="magma")
+plt.xlabel("token that is seen")
+plt.ylabel("token that sees")
+plt.title("attention weights: each row sums to 1")
+plt.colorbar()
+
+# %% [markdown]
+# This is a $T \times T$ matrix: twice the text, four times the work. So far nothing is gained.
+#
+# ## The logarithm cancels the exponential
+#
+# $\mathrm{softmax}(\log x) = x / \sum x$. The exponential in softmax meets the logarithm in the
+# score, and what is left is a matrix product, whose brackets may be moved:
+#
+# $$Y = \frac{\left(e^{Q} e^{K^T}\right) V}{\left(e^{Q} e^{K^T}\right) 1}
+#     = \frac{e^{Q} \left(e^{K^T} V\right)}{e^{Q} \left(e^{K^T} 1\right)}
+#     = \frac{e^{Q} S}{e^{Q} Z}$$
+#
+# $S$ has `key_depth x value_depth` numbers and $Z$ has `key_depth`, however many tokens there are.
+# For a causal token, they are sums over the tokens so far: running sums.
+
+# %%
+S = np.cumsum(np.exp(key)[:, :, None] * value[:, None, :], axis=0)
+Z = np.cumsum(np.exp(key), axis=0)
+print("S after each token:", S.shape, "  Z after each token:", Z.shape)
+
+numerator = np.einsum("tk,tkv->tv", np.exp(query), S)
+denominator = np.einsum("tk,tk->t", np.exp(query), Z)
+linear = numerator / denominator[:, None]
+print("largest difference from the quadratic form:", np.abs(linear - quadratic).max())
+
+# %% [markdown]
+# The same numbers, and no matrix of tokens by tokens.
+#
+# ## In log space
+#
+# Exponentials overflow: a float32 ends at $e^{88}$. So everything is kept as its logarithm, and
+# sums become log-sums of exponentials, which do not (eq. 2 to 6):
+#
+# $$\log Y = \mathrm{LSE}_k(Q + H_S) - \mathrm{LSE}_k(Q + H_Z), \qquad
+#   H_S = \mathrm{LSE}_s(K_s + \log V_s), \quad H_Z = \mathrm{LSE}_s(K_s)$$
+#
+# Values go in as logarithms, and come out as such.
+
+
+# %%
+def log_sum_exp(x, axis):
+    largest = x.max(axis, keepdims=True)
+    return np.log(np.exp(x - largest).sum(axis)) + np.squeeze(largest, axis)
+
+
+log_value = np.log(value)
+H_S = np.logaddexp.accumulate(key[:, :, None] + log_value[:, None, :], axis=0)
+H_Z = np.logaddexp.accumulate(key, axis=0)
+in_logs = log_sum_exp(query[:, :, None] + H_S, 1) - log_sum_exp(query + H_Z, 1)[:, None]
+print("largest difference:", np.abs(np.exp(in_logs) - quadratic).max())
+
+# %% [markdown]
+# That is all there is to it. `log_attention` is this formula, made fast by matrix products over
+# chunks and exact for any finite input. It takes `[..., tokens, heads, depth]`, as
+# `jax.nn.dot_product_attention` does; here there is one head.
+
+
+# %%
+def one_head(x):
+    return jnp.asarray(x, jnp.float32)[:, None]
+
+
+log_y = log_attention(one_head(query), one_head(key), one_head(log_value))
+print("largest difference:", np.abs(np.exp(log_y[:, 0]) - quadratic).max())
+
+# %% [markdown]
+# ## A stream that never ends
+#
+# What is carried along is $(H_S, H_Z)$. It begins as the state of no tokens, $\log 0 = -\infty$.
+# Here a generator yields a token at a time, for ever; we stop looking when we like. The state has
+# as many numbers after token 5000 as after token 1.
+
+
+# %%
+def endless(seed):
+    rng, sizes = np.random.default_rng(seed), (key_depth, key_depth, value_depth)
+    while True:
+        yield tuple(rng.standard_normal((1, 1, size), np.float32) for size in sizes)
+
+
+@jax.jit
+def read_and_add(state, query, key, log_value):
+    return log_attention(query, key, log_value, initial_state=state, return_state=True)
+
+
+state = LogAttentionState.empty((), num_kv_heads=1, key_depth=key_depth, value_depth=value_depth)
+seen, outputs, sizes = [], [], []
+for token in itertools.islice(endless(seed=1), 5000):
+    log_y, state = read_and_add(state, *token)
+    seen.append(token)
+    outputs.append(log_y)
+    sizes.append(sum(x.size for x in jax.tree.leaves(state)))
+print("numbers in the state after tokens 1, 100, 5000:", sizes[0], sizes[99], sizes[4999])
+
+everything = [np.concatenate(parts) for parts in zip(*seen, strict=True)]
+at_once = log_attention(*everything)
+print("stream and whole text differ by at most", np.abs(np.concatenate(outputs) - at_once).max())
+
+# %% [markdown]
+# ## States add up
+#
+# The state of two texts, one after the other, is the sum of their states, here of their
+# exponentials. So a text may be cut into pieces, each absorbed on its own, on another machine if
+# need be; a tree of merges makes them one.
+
+# %%
+_, keys, log_values = everything
+empty = LogAttentionState.empty((), num_kv_heads=1, key_depth=key_depth, value_depth=value_depth)
+first = empty.absorb(keys[:2000], log_values[:2000])
+rest = empty.absorb(keys[2000:], log_values[2000:])
+merged = first.merge(rest)
+print("merged and streamed H_S differ by", jnp.abs(merged.log_s - state.log_s).max())
+
+# %% [markdown]
+# ## What it costs, and what it gives away
+#
+# Nothing is free. A softmax over $q \cdot k$ can put nearly all weight on one token of thousands.
+# Here weights are $\sum_i e^{q_i + k_i}$, a sum of `key_depth` products: a key stands out only by a
+# large feature, which every query that weighs this feature then sees. How much that matters is the
+# subject of notebook 5; what it buys is the subject of the next.
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
+strong = 3 * rng.standard_normal((2, 60, key_depth))
+dot = softmax(np.where(np.tril(np.ones((60, 60), bool)), strong[0] @ strong[1].T, -np.inf))
+log = softmax(
+    np.where(
+        np.tril(np.ones((60, 60), bool)), np.log(np.exp(strong[0]) @ np.exp(strong[1]).T), -np.inf
+    )
+)
+for panel, weights, name in zip(
+    axes, (dot, log), ("softmax attention", "log-attention"), strict=True
+):
+    panel.imshow(weights, cmap="magma", vmax=1)
+    panel.set_title(f"{name}: {np.count_nonzero(weights.max(1) > 0.5)} of 60 rows above 1/2")

@@ -1,0 +1,206 @@
+"""Tasks can be solved from what stands before each answer, and only from that."""
+
+import itertools
+import json
+
+import numpy as np
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen_jax import data
+from heinsen_jax.config import ExperimentConfig, as_json, load_config, override
+from heinsen_jax.data import Copying, Induction, Needle, Recall, SelectiveCopying, TaskDataset
+
+SMALL = {
+    "recall": Recall(vocab_size=40, num_pairs=4, sequence_length=20, test_lengths=(16, 64)),
+    "copying": Copying(num_letters=5, shortest=1, longest_string=6, test_lengths=(6, 15)),
+    "selective_copying": SelectiveCopying(
+        num_letters=3, num_copied=5, text_length=9, test_lengths=(5, 31)
+    ),
+    "induction": Induction(num_letters=4, sequence_length=9, test_lengths=(3, 50)),
+    "needle": Needle(
+        num_words=6,
+        num_keys=5,
+        num_needles=3,
+        needle_length=2,
+        sequence_length=20,
+        test_lengths=(12, 40),
+    ),
+}
+NAMES = list(SMALL)
+
+
+def follower(before: list[int], token: int) -> int:
+    """What came after a token when it came first."""
+    return before[before.index(token) + 1]
+
+
+def solve_recall(task, before):
+    return follower(before, before[-1])
+
+
+def solve_copying(task, before):
+    again = before.index(2)
+    string, copied = before[1:again], len(before) - again - 1
+    return [*string, 3][copied]
+
+
+def solve_selective_copying(task, before):
+    again = before.index(1)
+    letters = [token for token in before[:again] if token != 2]
+    return letters[len(before) - again - 1]
+
+
+def solve_induction(task, before):
+    return follower(before, 1)
+
+
+def solve_needle(task, before):
+    last = max(i for i, token in enumerate(before) if token <= task.num_keys)
+    first = before.index(before[last])
+    return before[first + len(before) - last]
+
+
+SOLVE = {
+    "recall": solve_recall,
+    "copying": solve_copying,
+    "selective_copying": solve_selective_copying,
+    "induction": solve_induction,
+    "needle": solve_needle,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_every_answer_follows_from_the_tokens_before_it(name, seed):
+    task = SMALL[name]
+    tokens, mask = TaskDataset(task).train_rows(task, seed)[seed % 1000]
+    assert tokens.shape == (task.sequence_length + 1,)
+    assert tokens.min() >= 0
+    assert tokens.max() < task.vocab_size
+    assert mask.any()
+    for place in np.flatnonzero(mask):
+        before = tokens[: place + 1].tolist()
+        assert SOLVE[name](task, before) == tokens[place + 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_differ_from_example_to_example(name):
+    """So that none can be guessed: of the first answer, each possible one is as likely."""
+    task = SMALL[name]
+    rows = TaskDataset(task).train_rows(task, 0)
+    firsts = [rows[i].tokens[1:][rows[i].mask][0] for i in range(600)]
+    counts = np.unique(firsts, return_counts=True)[1]
+    kinds = {"recall": 20, "copying": 5, "selective_copying": 3, "induction": 4, "needle": 6}
+    assert len(counts) == kinds[name]
+    assert np.all(np.abs(counts - 600 / kinds[name]) < 6 * np.sqrt(600 / kinds[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches_are_functions_of_seed_and_step_and_shared_by_processes(name):
+    task = SMALL[name]
+    dataset = data.load(task)
+
+    def take(count, **options):
+        batches = data.train_batches(dataset, task, **{"seed": 3, **options})
+        return [x for batch in itertools.islice(batches, count) for x in batch]
+
+    whole = take(4)
+    for a, b in zip(whole[4:], take(2, start_step=2), strict=True):
+        np.testing.assert_array_equal(a, b)
+    halves = [take(4, process_index=i, process_count=2) for i in range(2)]
+    for a, *parts in zip(whole, *halves, strict=True):
+        np.testing.assert_array_equal(a, np.concatenate(parts))
+    assert any((a != b).any() for a, b in zip(whole, take(4, seed=4), strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tests_are_of_their_lengths_and_always_the_same(name):
+    task = SMALL[name]
+    rows = TaskDataset(task).validation_rows(task)
+    assert list(rows) == ["", *map(str, task.test_lengths)]
+    lengths = {key: len(value[0].mask) for key, value in rows.items()}
+    grow = {"copying": lambda n: 2 * n + 2, "selective_copying": lambda n: n + 5}
+    for length in task.test_lengths:
+        assert lengths[str(length)] == grow.get(name, lambda n: n)(length)
+    assert max(lengths.values()) == task.longest
+    assert len(rows[""]) == task.validation_examples
+    again = TaskDataset(task).validation_rows(task)
+    train = TaskDataset(task).train_rows(task, 0)
+    np.testing.assert_array_equal(rows[""][5].tokens, again[""][5].tokens)
+    same = [np.array_equal(rows[""][i].tokens, train[i].tokens) for i in range(20)]
+    assert not all(same)
+
+
+def test_copied_strings_have_all_lengths():
+    task = SMALL["copying"]
+    rows = TaskDataset(task).train_rows(task, 0)
+    assert {int(rows[i].mask.sum()) for i in range(200)} == {2, 3, 4, 5, 6, 7}  # with their end
+    tested = TaskDataset(task).validation_rows(task)["15"]
+    assert {int(tested[i].mask.sum()) for i in range(50)} == {16}
+
+
+def test_far_questions_are_rarer():
+    """A power law: with power 0.01, the n-th place in proportion to n^-0.99."""
+    task = Recall(vocab_size=40, num_pairs=1, sequence_length=128, power=0.01)
+    rows = TaskDataset(task).train_rows(task, 0)
+    places = np.array([np.flatnonzero(rows[i].mask)[0] for i in range(4000)])
+    assert set((places - 2) % 2) == {0}
+    counts = np.bincount((places - 2) // 2, minlength=63)
+    law = np.arange(1, 64) ** -0.99
+    expected = 4000 * law / law.sum()
+    assert np.all(np.abs(counts - expected) < 6 * np.sqrt(expected) + 3)
+
+
+def test_the_published_settings_fit():
+    for pairs, length in ((4, 64), (8, 128), (16, 256), (64, 512)):
+        task = Recall(num_pairs=pairs, sequence_length=length)
+        assert task.vocab_size == 8192
+        tokens, mask = TaskDataset(task).train_rows(task, 0)[0]
+        assert mask.sum() == pairs
+        assert len(set(tokens[: 2 * pairs])) == 2 * pairs
+        assert np.count_nonzero(tokens) == 4 * pairs  # nothing else is in the text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Recall(num_pairs=9, sequence_length=34), "at least 4 times the pairs"),
+        (lambda: Recall(num_pairs=4, sequence_length=31), "must be even"),
+        (lambda: Recall(num_pairs=4, test_lengths=(8,)), "num_pairs=4 at length 8"),
+        (lambda: Recall(num_pairs=8, vocab_size=16), "vocab_size above 17"),
+        (lambda: Copying(shortest=9, longest_string=3), "shortest=9 is more than"),
+        (lambda: SelectiveCopying(num_copied=9, text_length=8), "in a text of 8 tokens"),
+        (lambda: SelectiveCopying(num_copied=9, test_lengths=(5,)), "in a text of 5 tokens"),
+        (lambda: Induction(test_lengths=(2,)), "at least 3"),
+        (lambda: Needle(num_needles=3, num_keys=2), "exceeds num_keys=2"),
+        (lambda: Needle(num_needles=3, test_lengths=(19,)), "it must be at least 20"),
+        (lambda: Recall(num_pair=3), "num_pair"),
+    ],
+)
+def test_what_does_not_fit_is_named(make, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_configuration_is_saved_and_read_as_it_was(name, tmp_path):
+    config = ExperimentConfig(data=SMALL[name])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(as_json(config)))
+    assert load_config(path) == config
+
+
+def test_a_task_is_changed_from_the_command_line(capsys):
+    config = ExperimentConfig(data=SMALL["recall"])
+    changed = override(config, ["--data.num_pairs", "2", "--data.test-lengths", "8", "12"])
+    assert (changed.data.num_pairs, changed.data.test_lengths) == (2, (8, 12))
+    with pytest.raises(SystemExit):
+        override(config, ["--data.corpus", "x"])
+    assert "corpus" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        override(config, ["--data.num_pairs", "6"])
+    assert "num_pairs=6 at length 20" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""What stands around attention: convolutions, positions, and their states."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+import pytest
+from flax import nnx
+
+from heinsen_jax.generate import generate
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models.convolution import CausalConvolution
+
+pytestmark = pytest.mark.slow
+
+PARAMETERS = {"dtype": None, "param_dtype": jnp.float32}
+
+
+def model(**fields) -> LanguageModel:
+    sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2}
+    fast = (("log.implementation", "scan"),) if fields.get("attention", "log") == "log" else ()
+    config = LanguageModelConfig(**{"attention_options": fast, **sizes, **fields})
+    return LanguageModel(config, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_convolution_is_the_sum_of_weighted_earlier_tokens(size):
+    layer = CausalConvolution(size, 5, **PARAMETERS, rngs=nnx.Rngs(0))
+    x = np.asarray(jax.random.normal(jax.random.key(0), (2, 9, 5)))
+    y, last = layer(x, state=None)
+    taps, expected = np.asarray(layer.taps[...]), np.zeros_like(x)
+    for t in range(9):
+        for back in range(min(size, t + 1)):
+            expected[:, t] += taps[size - 1 - back] * x[:, t - back]
+    np.testing.assert_allclose(y, expected, atol=1e-6)
+    np.testing.assert_array_equal(last, x[:, 9 - (size - 1) :])
+    assert np.all(taps[-1] == 1)
+    assert size == 1 or 0 < np.abs(taps[:-1]).max() <= 1 / size
+
+
+VARIANTS = {
+    "convolution": {"convolution_size": 4},
+    "convolution, standard block": {"convolution_size": 3, "block": "standard"},
+    "no positions": {"positions": "none", "convolution_size": 2},
+    "learned positions": {"positions": "learned", "max_length": 40, "attention": "softmax"},
+    "rotary": {
+        "positions": "none",
+        "attention": "softmax",
+        "attention_options": (("softmax.rotary", True),),
+    },
+}
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_any_pieces_give_the_logits_of_one_pass(fields):
+    ours = model(**fields)
+    tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
+    whole = ours(tokens)
+    parts, state = [], None
+    for start, stop in ((0, 13), (13, 14), (14, 14), (14, 30)):
+        logits, state = ours(tokens[:, start:stop], state=state, return_state=True)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=3e-5)
+    changed = ours(tokens.at[:, 20:].set(3))
+    np.testing.assert_allclose(changed[:, :20], whole[:, :20], atol=3e-5)
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_greedy_writing_equals_recomputing_everything(fields):
+    ours = model(**fields)
+    tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+    new = generate(ours, tokens, 9, top_k=1)
+    following = jnp.argmax(ours(jnp.concatenate([tokens, new], 1)), -1)
+    np.testing.assert_array_equal(new, following[:, 4:-1])
+
+
+def test_a_mechanism_without_positions_cannot_tell_order_but_a_convolution_can():
+    """One layer of softmax sees a set; three taps before it show which tokens were neighbours."""
+    tokens = jnp.array([[3, 1, 4, 1, 5, 9]])
+    other = tokens[:, jnp.array([2, 0, 1, 4, 3, 5])]
+    fields = {"attention": "softmax", "positions": "none", "num_layers": 1}
+    alike, apart = model(**fields), model(**fields, convolution_size=3)
+    np.testing.assert_allclose(alike(tokens)[:, -1], alike(other)[:, -1], atol=1e-5)
+    assert jnp.abs(apart(tokens)[:, -1] - apart(other)[:, -1]).max() > 1e-2
+
+
+def test_the_state_of_a_convolution_is_its_last_inputs():
+    ours = model(convolution_size=4, block="standard")
+    plain = model(block="standard")
+    more = ours.state_size(100) - plain.state_size(100)
+    assert more == 2 * 2 * 3 * 12 * 4  # layers, branches, tokens, features, bytes
+    assert ours.state_size(10) == ours.state_size(10**6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"positions": "learned"}, "max_length=None with positions='learned'"),
+        ({"positions": "none", "max_length": 9}, "max_length=9 with positions='none'"),
+        ({"max_length": 9}, "max_length=9 with positions='recurrence'"),
+        ({"ends": "fastformer"}, "max_length=None with positions='learned'"),
+        (
+            {"convolution_size": 2, "is_causal": False, "attention": "softmax"},
+            "convolution_size with is_causal=False",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        LanguageModelConfig(**fields)
+
+
+def test_rotary_needs_pairs_of_features():
+    options = (("softmax.rotary", True),)
+    with pytest.raises(ValueError, match="rotary turns pairs of features, but key_depth=3"):
+        model(attention="softmax", attention_options=options, key_depth=3)

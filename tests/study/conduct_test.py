@@ -1,0 +1,212 @@
+"""Studies: which runs there are, that none is done twice, and what is reported."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heinsen_jax.config import (
+    ExperimentConfig,
+    LanguageModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+from heinsen_jax.data import Induction
+from heinsen_jax.errors import UserError
+from heinsen_jax.study import Lengths, Points, Ranking, Study, load_study
+from heinsen_jax.study.conduct import REPORT_FILE, RESULTS_FILE, conduct
+from heinsen_jax.study.runs import in_processes
+
+BASE = ExperimentConfig(
+    model=LanguageModelConfig(
+        vocab_size=8, model_dim=8, num_layers=1, num_heads=2, attention="linear"
+    ),
+    data=Induction(
+        num_letters=2,
+        sequence_length=8,
+        batch_size=16,
+        validation_examples=64,
+        test_lengths=(4, 16),
+    ),
+    optimizer=OptimizerConfig(warmup_steps=1),
+    training=TrainingConfig(steps=4, sample_tokens=0),
+)
+STUDY = Study(
+    title="A small study",
+    about="Whether it works.",
+    base=BASE,
+    axes={
+        "mechanism": {"linear": {}, "softmax": {"model.attention": "softmax"}},
+        "width": {"8": {"model.model_dim": 8}, "16": {"model.model_dim": 16}},
+        "learning_rate": {f"{x:g}": {"optimizer.learning_rate": x} for x in (1e-3, 1e-2, 1e-1)},
+        "seed": {"0": {"seed": 0}, "1": {"seed": 1}, "2": {"seed": 2}},
+    },
+    metric="accuracy",
+    better="more",
+    shown=("accuracy_16",),
+    plots=(Points("accuracy"), Lengths((4, 8, 16)), Ranking("accuracy")),
+)
+GOOD = {"8": "0.01", "16": "0.1"}  # the best learning rate of each width
+
+
+class Fake:
+    """Does runs at once: the best learning rate of a width is right most often."""
+
+    def __init__(self, fail_after: int = 10**9, failed: str | None = None):
+        self.done, self.fail_after, self.failed = [], fail_after, failed
+
+    def __call__(self, runs, folder):
+        for run in runs:
+            if len(self.done) == self.fail_after:
+                raise KeyboardInterrupt
+            labels = run.labels
+            accuracy = 0.5 + 0.25 * (labels["learning_rate"] == GOOD[labels["width"]])
+            accuracy += 0.01 * int(labels["seed"])
+            metrics = {"loss": 1.0, "accuracy": accuracy}
+            metrics |= {f"accuracy_{n}": accuracy / n for n in (4, 8, 16)}
+            row = {"metrics": metrics} if labels["mechanism"] != self.failed else {"failed": "NaN!"}
+            place = {"cpu": "a CPU", "backend": "cpu", "device": "cpu", "jax": "1", "commit": "abc"}
+            costs = {"parameters": 100, "state_bytes": 10 * int(labels["width"]), "seconds": 1.0}
+            self.done.append(labels)
+            yield run, {**row, **costs, "environment": place}
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / RESULTS_FILE).read_text().splitlines()]
+
+
+def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
+    executor = Fake()
+    conduct(STUDY, tmp_path, executor)
+    first = [labels for labels in executor.done if labels["seed"] == "0"]
+    assert len(first) == 2 * 2 * 3
+    others = [labels for labels in executor.done if labels["seed"] != "0"]
+    assert len(others) == 2 * 2 * 2
+    assert all(x["learning_rate"] == GOOD[x["width"]] for x in others)
+    assert len(lines(tmp_path)) == 20
+    report = (tmp_path / REPORT_FILE).read_text()
+    assert report.startswith("# A small study\n\nWhether it works.\n\n![")
+    assert "| mechanism | width | learning rate | parameters | state bytes | accuracy |" in report
+    row = "| softmax | 16 | 0.1 | 100 | 160 | 0.7600 | 0.7500, 0.7600, 0.7700 | 0.0475 |"
+    assert row in report
+    assert "12 of 12 runs, on a CPU, JAX 1; at abc." in report
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+def test_a_study_that_was_stopped_goes_on(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        conduct(STUDY, tmp_path, Fake(fail_after=7))
+    path = tmp_path / RESULTS_FILE
+    path.write_text(path.read_text() + '{"labels": {"mechan')  # killed as it wrote
+    executor = Fake()
+    conduct(STUDY, tmp_path, executor)
+    assert len(executor.done) == 13
+    assert len(lines(tmp_path)) == 20
+    conduct(STUDY, tmp_path, Fake(fail_after=0))
+
+
+def test_results_of_other_settings_are_not_used(tmp_path):
+    conduct(STUDY, tmp_path, Fake())
+    executor = Fake()
+    longer = replace(STUDY, base=replace(BASE, training=replace(BASE.training, steps=5)))
+    conduct(longer, tmp_path, executor)
+    assert len(executor.done) == 20
+
+
+def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
+    conduct(STUDY, tmp_path, Fake(failed="softmax"))
+    report = (tmp_path / REPORT_FILE).read_text()
+    assert "| softmax | 8 | 0.001 | 100 | 80 |  | NaN! |  |" in report
+    assert "| linear | 8 | 0.01 | 100 | 80 | 0.7600 |" in report
+
+
+def test_a_report_of_what_is_done_so_far(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        conduct(STUDY, tmp_path, Fake(fail_after=4))
+    conduct(STUDY, tmp_path, Fake(fail_after=0), report_only=True)
+    assert "2 of 12 runs" in (tmp_path / REPORT_FILE).read_text()
+    with pytest.raises(UserError, match="no run of this study is done yet"):
+        conduct(STUDY, tmp_path / "new", Fake(fail_after=0), report_only=True)
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / RESULTS_FILE).write_text("{}x\n")
+    with pytest.raises(UserError, match=r"results\.jsonl, line 1, is damaged"):
+        conduct(STUDY, tmp_path, Fake())
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"model.atention": "l1"}, r"mechanism wrong.*has no field 'atention'"),
+        ({"model.attention": "nope"}, r"mechanism wrong.*no attention mechanism 'nope'"),
+        ({"model.num_heads": 3}, r"mechanism wrong.*num_heads=3 does not divide"),
+        ({"model.vocab_size": 3}, r"mechanism wrong.*vocabulary of induction"),
+        ({}, r"mechanism wrong.* is the same as mechanism linear"),
+    ],
+)
+def test_what_does_not_fit_is_named_before_any_run(tmp_path, choice, message):
+    axes = {**STUDY.axes, "mechanism": {"linear": {}, "wrong": choice}}
+    executor = Fake()
+    with pytest.raises(UserError, match=message):
+        conduct(replace(STUDY, axes=axes), tmp_path, executor)
+    assert not executor.done
+
+
+SMALLER = replace(
+    STUDY,
+    axes={"mechanism": STUDY.axes["mechanism"], "seed": {"0": {"seed": 0}}},
+)
+
+
+def test_runs_in_processes_train_and_cost_what_they_say(tmp_path):
+    conduct(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 2))
+    rows = {row["labels"]["mechanism"]: row for row in lines(tmp_path)}
+    assert set(rows) == {"linear", "softmax"}
+    for row in rows.values():
+        assert {"loss", "accuracy", "accuracy_4", "accuracy_16"} <= set(row["metrics"])
+        assert 0 <= row["metrics"]["accuracy"] <= 1
+    assert rows["softmax"]["state_bytes"] > rows["linear"]["state_bytes"] > 0
+    folders = list((tmp_path / "runs").iterdir())
+    assert len(folders) == 2
+    for folder in folders:
+        assert "step 4/4" in (folder / "log.txt").read_text()
+        assert (folder / "metrics.jsonl").exists()
+        assert not (folder / "checkpoints").exists()
+
+
+FILE = """
+from dataclasses import replace
+from tests.study.conduct_test import SMALLER
+def get_study():
+    return SMALLER
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nothing.py",), "nothing.py: there is no such file"),
+        (("study.py", "--jobs", "0"), "--jobs 0 must be at least 1"),
+        (("empty.py",), "empty.py defines no get_study()"),
+    ],
+)
+def test_the_command_refuses_what_is_wrong(tmp_path, arguments, message):
+    (tmp_path / "study.py").write_text(FILE)
+    (tmp_path / "empty.py").write_text("")
+    command = [sys.executable, "-m", "heinsen_jax.study", *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: {message}\n"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path("configs/studies").glob("*.py")), ids=lambda path: path.stem
+)
+def test_committed_studies_load_and_all_their_runs_are_different(path):
+    study = load_study(path)
+    runs = study.first()
+    assert len({run.fingerprint for run in runs}) == len(runs)

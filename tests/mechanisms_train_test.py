@@ -1,4 +1,4 @@
-"""The quickstart, smaller, with every mechanism: from the command line's words to a trained model."""
+"""The quickstart, made smaller, with every mechanism: from words to a trained model."""
 
 from pathlib import Path
 

@@ -17,6 +17,8 @@ from tests.ops.log_attention.cases import (
     differentiate,
 )
 
+pytestmark = pytest.mark.slow
+
 SCALES = (1, 10, 50, 200)
 each_scale = pytest.mark.parametrize("scale", SCALES)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -173,18 +173,19 @@ absorb = jax.jit(LogAttentionState.absorb)
 merge = jax.jit(LogAttentionState.merge)
 
 
-def assert_same(a: LogAttentionState, b: LogAttentionState, bound: float) -> None:
+def assert_same(a: LogAttentionState, b: LogAttentionState, bound: float, std: float = 1) -> None:
+    """Within the rounding of what was summed: sums of large numbers may be small."""
     for have, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert_within(have, want, bound * (1 + np.abs(np.where(np.isneginf(want), 0, want))))
+        assert_within(have, want, bound * (std + np.abs(np.where(np.isneginf(want), 0, want))))
 
 
 @given(SEEDS, STDS)
 def test_with_decay_merge_is_associative_and_keeps_the_order(seed, std):
     tokens = [decayed_tokens((seed + i) % 2**32, std) for i in range(3)]
     a, b, c = (absorb(EMPTY, *x) for x in tokens)
-    assert_same(merge(merge(a, b), c), merge(a, merge(b, c)), 2e-6)
+    assert_same(merge(merge(a, b), c), merge(a, merge(b, c)), 2e-6, std)
     whole = absorb(EMPTY, *(np.concatenate(x, 1) for x in zip(*tokens, strict=True)))
-    assert_same(merge(merge(a, b), c), whole, 5e-6)
+    assert_same(merge(merge(a, b), c), whole, 5e-6, std)
     assert_same(merge(EMPTY, a), a, 1e-30)
     assert_same(merge(a, EMPTY), a, 1e-30)
 
@@ -199,7 +200,7 @@ def test_every_tree_of_merges_gives_the_same_state(seed, std, decays, order, dat
     while len(states) > 1:
         i = data.draw(st.integers(0, len(states) - 2))
         states[i : i + 2] = [merge(*states[i : i + 2])]
-    assert_same(states[0], whole, 5e-6)
+    assert_same(states[0], whole, 5e-6, std)
 
 
 def test_with_decay_the_order_counts():

@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as npst
 
 from heinsen_jax.ops import numerics
 
-pytestmark = [pytest.mark.usefixtures("as_users_compile"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 INF = float("inf")
 LOGS = st.one_of(st.just(-INF), st.floats(-1e4, 1e4, width=32))

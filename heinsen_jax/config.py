@@ -51,14 +51,14 @@ def load_config(path: str | Path) -> ExperimentConfig:
       UserError: there is no such file, or a field in it is misspelt or has a wrong value.
     """
     path = Path(path)
-    if not path.is_file():
-        raise UserError(f"{path}: there is no such file")
-    try:
-        if path.suffix == ".json":
-            values = json.loads(path.read_text())
-            return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
+    if path.suffix != ".json":
         return run_file(path, "get_config")
-    except (pydantic.ValidationError, ValueError) as error:
+    try:
+        values = json.loads(path.read_text())
+        return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
 
 
@@ -77,7 +77,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
             prog="train.py",
             config=(tyro.conf.AvoidSubcommands,),
         )
-    except (pydantic.ValidationError, ValueError) as error:
+    except ValueError as error:
         raise UserError(explain(error)) from error
 
 
@@ -130,7 +130,8 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
     """
     tokenizer, recorded = dataset.tokenizer, read_config(workdir)
     if recorded is not None:
-        ours, theirs = getattr(config.data, "task", "text"), recorded["data"].get("task", "text")
+        ours = getattr(config.data, "task", "text")
+        theirs = recorded.get("data", {}).get("task", "text")
         if ours != theirs:
             raise UserError(
                 f"--workdir {workdir} holds a run that learned {theirs}, not {ours}: choose "
@@ -161,7 +162,7 @@ def run_file(path: Path, function: str) -> Any:
     """What a function of a Python file returns.
 
     Raises:
-      UserError: there is no such file, or it does not define the function.
+      UserError: there is no such file, it does not define the function, or a value does not fit.
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
@@ -169,7 +170,12 @@ def run_file(path: Path, function: str) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, function):
-        raise UserError(f"{path} defines no {function}()")
-    return getattr(module, function)()
+    try:
+        spec.loader.exec_module(module)
+        if hasattr(module, function):
+            return getattr(module, function)()
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path}: {explain(error)}") from error
+    raise UserError(f"{path} defines no {function}()")

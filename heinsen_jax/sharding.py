@@ -157,13 +157,17 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
-def shard_batch(rows: np.ndarray, mesh: Mesh) -> Array:
-    """This process's share of a batch, as one array over the devices of all processes."""
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """This process's share of a batch: of each array in it, one over the devices of all."""
     index, count = share_of_process(mesh)
-    shape = len(rows) * count, *rows.shape[1:]
 
-    def part(place: Any) -> np.ndarray:
-        start, stop, _ = place[0].indices(shape[0])
-        return rows[start - index * len(rows) : stop - index * len(rows)]
+    def whole(rows: np.ndarray) -> Array:
+        shape = len(rows) * count, *rows.shape[1:]
 
-    return jax.make_array_from_callback(shape, batch_sharding(mesh), part)
+        def part(place: Any) -> np.ndarray:
+            start, stop, _ = place[0].indices(shape[0])
+            return rows[start - index * len(rows) : stop - index * len(rows)]
+
+        return jax.make_array_from_callback(shape, batch_sharding(mesh), part)
+
+    return jax.tree.map(whole, batch)

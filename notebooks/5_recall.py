@@ -50,8 +50,8 @@ from heinsen_jax.training.metrics import read_metrics
 task = Recall(
     vocab_size=64, num_pairs=4, sequence_length=32, batch_size=32, validation_examples=256
 )
-rows = data.TaskDataset(task).train_rows(task, seed=0)
-tokens, asked = rows[0]
+draw = data.TaskDataset(task).train_row(task, seed=0)
+tokens, asked = draw(0)
 print("tokens: ", tokens)
 print("answers:", np.where(asked, tokens[1:], 0))
 

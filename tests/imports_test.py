@@ -13,16 +13,17 @@ ALLOWED = {
     "ops": LOWEST,
     "sharding": LOWEST,
     "environment": set(),
+    "on_ray": LOWEST,
     "distributed": LOWEST,
     "attention": LOWEST | {"ops", "sharding"},
     "models": LOWEST | {"ops", "attention", "sharding"},
-    "data": LOWEST,
+    "data": LOWEST | {"on_ray"},
     "interop": LOWEST | {"models"},
     "training": LOWEST | {"attention", "models", "sharding", "distributed", "data", "generate"},
     "generate": LOWEST | {"models", "data", "training"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
-    "study": LOWEST | {"environment", "models", "data", "training", "config"},
+    "study": LOWEST | {"environment", "on_ray", "models", "data", "training", "config"},
 }
 
 

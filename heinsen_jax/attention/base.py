@@ -1,6 +1,5 @@
 """What every attention mechanism promises."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
@@ -174,5 +173,10 @@ class Attention(nnx.Module):
 
     def state_size(self, context_length: int) -> int:
         """Bytes of state that one sequence needs after context_length tokens."""
-        state = jax.eval_shape(lambda: self.init_state((), capacity=context_length))
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+        return bytes_of_state(self, context_length)
+
+
+def bytes_of_state(module: Any, context_length: int) -> int:
+    """Of what its `init_state` makes for one text."""
+    state = jax.eval_shape(lambda: module.init_state((), capacity=context_length))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -5,13 +5,14 @@ from typing import Any
 import pydantic
 
 from heinsen_jax.attention.base import Capabilities
-from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class L1Config(MaskedConfig):
+class L1Config(HeadsConfig):
     """Of L1 attention."""
 
     denominator_bias: pydantic.NonNegativeFloat = 0.0

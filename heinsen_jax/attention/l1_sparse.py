@@ -7,13 +7,14 @@ import numpy as np
 import pydantic
 
 from heinsen_jax.attention.base import Capabilities
-from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.l1_sparse import l1_sparse_attention
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class L1SparseConfig(MaskedConfig):
+class L1SparseConfig(HeadsConfig):
     """Of sparse L1 attention."""
 
     denominator_bias: pydantic.NonNegativeFloat = 0.0

@@ -31,8 +31,8 @@ class LogConfig(HeadsConfig):
     gated: bool = True
     """Whether a gated linear unit comes before the output's projection, as in Heinsen's block."""
     values: Literal["log", "linear"] = "log"
-    """Whether what is averaged is given by its logarithm, as in Heinsen's model, or itself, and may
-    have any sign; so the result."""
+    """What the projections give, and what the output's projection is given: logarithms of values
+    and of their averages, as in Heinsen's model; or values and averages, of any sign."""
     window_size: pydantic.PositiveInt | None = None
     """Tokens a query sees, itself included; all when None."""
     decay: Literal["head", "feature"] | None = None
@@ -48,9 +48,9 @@ class LogAttention(HeadedAttention):
         q | k | log v = x W1 + b1                   of each key/value head, next to one another
         y = GLU(log_attention(q, k, log v) W2 + b2) W3        GLU(a, b) = a * sigmoid(b)
 
-    Heads are concatenated. The branch takes log Y as it is: values are never formed. With linear
-    values it is y = GLU(heinsen_attention(q, k, v) W2 + b2) W3. Decay, where there is any, is
-    log sigmoid(x Wd + bd), and lasts for 1 to 4096 tokens at first.
+    Heads are concatenated. The branch takes log Y as it is: values are never formed. With
+    `values="linear"`, v and heinsen_attention(q, k, v) stand in place of log v and log Y. Decay,
+    where there is any, is log sigmoid(x Wd + bd), and lasts for 1 to 4096 tokens at first.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
@@ -80,22 +80,29 @@ class LogAttention(HeadedAttention):
             seen.append(self._log_decay(x if call.source is None else call.source))
         with jax.named_scope("log_attention"):
             if isinstance(call.state, WindowCache):
-                log_y, state = self._over_window(query, seen, call)
+                mixed, state = self._over_window(query, seen, call)
             elif self.config.window_size is not None or call.source is not None:
-                log_y, state = call.recur(self._attend, query, *seen, **call.keywords)
+                mixed, state = call.recur(self._attend, query, *seen, **call.keywords)
             else:
                 self._check_order(call, x.shape[-2])
                 empty = self.init_state(x.shape[:-2])
-                log_y, state = devices.recur(call, self._attend, query, *seen, empty=empty)
-        return self.back(log_y), state
+                mixed, state = devices.recur(call, self._attend, query, *seen, empty=empty)
+        return self.back(mixed), state
 
     def importance(self, x: Array) -> Array:
-        """How much of each token s is in what token t reads, `[..., T, S, num_heads]`: weights that
-        sum to 1 over s. For explanation; of quadratic size.
+        """How much of each token s is in what token t reads, causally. For explanation; of
+        quadratic size.
 
             weights_ts = softmax_s(LSE_K(Q_t + K_s + decay from s to t))    eq. (1)
+
+        Args:
+          x: `[..., T, D]`.
+
+        Returns:
+          `[..., T, T, num_heads]`, which sum to 1 over s, the second of them; float32 at least.
         """
-        query, key, _ = (jnp.asarray(heads, jnp.float32) for heads in self.heads(x))
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        query, key, _ = (heads.astype(dtype) for heads in self.heads(x))
         shared = self.num_heads // self.num_kv_heads
         key = jnp.repeat(key, shared, -2)
         scores = query[..., :, None, :, :] + key[..., None, :, :, :]
@@ -154,8 +161,8 @@ class LogAttention(HeadedAttention):
         padding = [(0, 0)] * query.ndim
         padding[-3] = (size, 0)
         there = call.state.bounds(query.shape[-3], query.shape[:-3])
-        log_y = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=there)
-        return log_y[..., size:, :, :], after
+        mixed = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=there)
+        return mixed[..., size:, :, :], after
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -9,14 +9,14 @@ from heinsen_jax.attention.base import Call
 from heinsen_jax.attention.cache import TokenCache, WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.ops.mla import rotary
+from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
 class MaskedConfig(HeadsConfig):
-    """Of softmax attention in its many forms."""
+    """Of softmax attention in its many forms, by products of queries and keys."""
 
     rotary: bool = False
     """Whether queries and keys are turned by angles that grow with their place in the text, so that
@@ -34,8 +34,11 @@ class MaskedAttention(HeadedAttention):
 
     def create(self, **options: Any) -> None:
         super().create(**options)
-        if self.config.rotary and self.key_depth % 2:
-            raise ValueError(f"rotary turns pairs of features, but key_depth={self.key_depth}")
+        self.is_rotary = getattr(self.config, "rotary", False)  # not with L1 distances
+        if self.is_rotary and self.key_depth % 2:
+            raise ValueError(
+                f"rotary turns pairs of features, but key_depth={self.key_depth}: make it even"
+            )
 
     def rule(self) -> Mask | None:
         """Which of the keys up to its own a query sees; all when None. Of differences of positions
@@ -56,7 +59,7 @@ class MaskedAttention(HeadedAttention):
 
     def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
         state = call.state
-        if self.config.rotary:
+        if self.is_rotary:
             before = 0 if state is None else state.seen
             query, key = (rotary(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
         if state is None:

@@ -11,7 +11,8 @@ from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabil
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.layers import linear, parameter, rms_norm, uniform
-from heinsen_jax.ops.mla import mla_attention, rotary
+from heinsen_jax.ops.mla import mla_attention
+from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, config_dataclass
 
 

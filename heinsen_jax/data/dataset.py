@@ -1,6 +1,6 @@
 """What every source of data promises to training."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import tiktoken
@@ -43,9 +43,9 @@ class Dataset(Protocol):
         """Of the validation text; None if there is none."""
         ...
 
-    def train_rows(self, config: Any, seed: int) -> Any:
-        """Single rows to learn from, by their numbers, without end: each is a function of the seed
-        and its number alone."""
+    def train_row(self, config: Any, seed: int) -> Callable[[int], Batch]:
+        """What gives single rows to learn from, by their numbers, without end: each is a function
+        of the seed and its number alone."""
         ...
 
     def validation_rows(self, config: Any) -> Mapping[str, Sequence[Batch]]:

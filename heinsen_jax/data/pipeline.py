@@ -28,7 +28,7 @@ AnyDataConfig = Annotated[
 """Of a text, or of a task."""
 
 
-def load(config: Any) -> Any:
+def load(config: DataConfig | Task) -> Any:
     """The data set that `config` names; a text is prepared first where that is still to be done."""
     return TaskDataset(config) if isinstance(config, Task) else load_text(config)
 
@@ -54,13 +54,13 @@ def train_batches(
         process_count: How many parts there are.
     """
     local_batch = _local_batch(config, process_count)
-    rows = dataset.train_rows(config, seed)
+    row = dataset.train_row(config, seed)
 
-    def row_of(index: int) -> Batch:
-        step, row = divmod(index, local_batch)
-        return rows[step * config.batch_size + process_index * local_batch + row]
+    def of_share(index: int) -> Batch:
+        step, place = divmod(index, local_batch)
+        return row(step * config.batch_size + process_index * local_batch + place)
 
-    batches = grain.MapDataset.range(ENDLESS).map(row_of).batch(local_batch)
+    batches = grain.MapDataset.range(ENDLESS).map(of_share).batch(local_batch)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(batches[start_step:].to_iter_dataset(options))
 

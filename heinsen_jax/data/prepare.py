@@ -11,7 +11,6 @@ was interrupted goes on with the units that have no record, and ends with the sa
     manifest.json                           written when everything else is there
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import pydantic
 import tiktoken
 import tyro
 
+from heinsen_jax import on_ray
 from heinsen_jax.data.corpora import CORPORA, corpus_sources
 from heinsen_jax.data.documents import SPLITS, Source, SplitName, find_sources
 from heinsen_jax.data.download import ensure_downloaded
@@ -207,9 +207,9 @@ def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
         if source.remote is not None:
             ensure_downloaded(source.remote, source.path)
     total = sum(unit.size for unit in units)
-    process_units = _process_here if executor == "local" else _on_ray()
+    process = _process_here if executor == "local" else _process_on_ray
     with byte_progress(f"preparing {output.name}", total) as advance:
-        process_units(units, output, advance)
+        process(units, output, advance)
 
 
 def _process_here(units: Sequence[Unit], output: Path, advance: Callable[[int], None]) -> None:
@@ -217,14 +217,16 @@ def _process_here(units: Sequence[Unit], output: Path, advance: Callable[[int], 
         process_unit(unit, output, advance)
 
 
-def _on_ray() -> Callable[..., None]:
-    """Ray is imported where it is asked for, and nowhere else."""
-    try:
-        return importlib.import_module("heinsen_jax.data.on_ray").process_units
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"executor=ray, but {error.name} is not installed: pip install 'heinsen_jax[ray]'"
-        ) from error
+def _process_on_ray(units: Sequence[Unit], output: Path, advance: Callable[[int], None]) -> None:
+    folder = output.resolve()  # paths must not depend on the folder that a process runs in
+    calls = {unit: (unit.resolved(), folder) for unit in units}
+    for unit, _ in on_ray.calls(process_unit, calls, num_cpus=1):
+        if read_record(unit, output) is None:
+            raise UserError(
+                f"{output} is not one folder for all nodes: {unit.record_file} was written on "
+                "another machine; choose an output on a shared file system"
+            )
+        advance(unit.size)
 
 
 def _finish(

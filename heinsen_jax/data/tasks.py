@@ -4,8 +4,9 @@ A row is a text of which only the answers count, in training and in measuring: a
 asked to predict what was drawn at random. Example i of a seed is always the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -111,15 +112,16 @@ class Copying(Task):
     task: Literal["copying"] = "copying"
     num_letters: pydantic.PositiveInt = 26
     """How many different ones there are."""
-    shortest: pydantic.PositiveInt = 5
+    shortest_string: pydantic.PositiveInt = 5
     """Letters of a string, at least."""
     longest_string: pydantic.PositiveInt = 20
     """Letters of a string, at most; a test at a length has strings of just that."""
 
     def __post_init__(self) -> None:
-        if self.shortest > self.longest_string:
+        if self.shortest_string > self.longest_string:
             raise ValueError(
-                f"shortest={self.shortest} is more than longest_string={self.longest_string}"
+                f"shortest_string={self.shortest_string} is more than "
+                f"longest_string={self.longest_string}: make it smaller"
             )
 
     @property
@@ -132,13 +134,13 @@ class Copying(Task):
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         begin, again, end = 1, 2, 3
-        count = rng.integers(self.shortest, self.longest_string, endpoint=True)
+        count = rng.integers(self.shortest_string, self.longest_string, endpoint=True)
         string = 4 + rng.integers(self.num_letters, size=count)
         tokens = np.concatenate([[begin], string, [again], string, [end]])
         return tokens, np.arange(len(tokens)) > count + 1
 
     def at_length(self, length: int) -> "Copying":
-        return replace(self, test_lengths=(), shortest=length, longest_string=length)
+        return replace(self, test_lengths=(), shortest_string=length, longest_string=length)
 
 
 @config_dataclass
@@ -159,7 +161,10 @@ class SelectiveCopying(Task):
 
     def __post_init__(self) -> None:
         if (least := min((self.text_length, *self.test_lengths))) < self.num_copied:
-            raise ValueError(f"num_copied={self.num_copied} letters in a text of {least} tokens")
+            raise ValueError(
+                f"num_copied={self.num_copied} letters do not fit in a text of {least} tokens: "
+                "copy fewer, or make text_length and all test_lengths larger"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -238,7 +243,10 @@ class Needle(Task):
 
     def __post_init__(self) -> None:
         if self.num_needles > self.num_keys:
-            raise ValueError(f"num_needles={self.num_needles} exceeds num_keys={self.num_keys}")
+            raise ValueError(
+                f"num_needles={self.num_needles} is more than num_keys={self.num_keys}: each "
+                "needle needs a key of its own"
+            )
         least = (self.num_needles + 1) * (self.needle_length + 1)
         if (shortest := min((self.sequence_length, *self.test_lengths))) < least:
             raise ValueError(
@@ -289,26 +297,30 @@ class TaskDataset:
     def __init__(self, task: Any) -> None:
         self.name, self.vocab_size = task.task, task.vocab_size
 
-    def train_rows(self, config: Task, seed: int) -> "_Drawn":
-        return _Drawn(config, (0, seed))
+    def train_row(self, config: Task, seed: int) -> Callable[[int], Batch]:
+        return partial(_example, config, (0, seed))
 
     def validation_rows(self, config: Task) -> dict[str, Sequence[Batch]]:
         tests = {str(length): config.at_length(length) for length in config.test_lengths}
-        return {name: _Drawn(task, (1,)) for name, task in {"": config, **tests}.items()}
+        return {name: _Examples(task, (1,)) for name, task in {"": config, **tests}.items()}
 
 
-class _Drawn(Sequence[Batch]):
-    """Examples of a task: for validation so many, but any number can be drawn."""
+def _example(task: Any, stream: tuple[int, ...], number: int) -> Batch:
+    drawn, answers = task.draw(np.random.default_rng((*stream, number)))
+    tokens = np.full(task.sequence_length + 1, PADDING, np.int32)
+    mask = np.zeros(task.sequence_length, bool)
+    tokens[: len(drawn)], mask[: len(drawn) - 1] = drawn, answers[1:]
+    return Batch(tokens, mask)
 
-    def __init__(self, task: Any, stream: tuple[int, ...]) -> None:
+
+class _Examples(Sequence[Batch]):
+    """The first `validation_examples` of a stream."""
+
+    def __init__(self, task: Task, stream: tuple[int, ...]) -> None:
         self._task, self._stream = task, stream
 
     def __len__(self) -> int:
         return self._task.validation_examples
 
     def __getitem__(self, index: Any) -> Batch:
-        drawn, answers = self._task.draw(np.random.default_rng((*self._stream, index)))
-        tokens = np.full(self._task.sequence_length + 1, PADDING, np.int32)
-        mask = np.zeros(self._task.sequence_length, bool)
-        tokens[: len(drawn)], mask[: len(drawn) - 1] = drawn, answers[1:]
-        return Batch(tokens, mask)
+        return _example(self._task, self._stream, index)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +97,7 @@ class TokenDataset:
         split = self.manifest.splits["validation"]
         return split.bytes / split.tokens
 
-    def train_rows(self, config: DataConfig, seed: int) -> Any:
+    def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
         """An epoch visits windows that begin `sequence_length` apart, in an order of its own, each
         moved by a random offset of its own within its shard. A shard too short for one window is
         not visited."""
@@ -111,7 +111,8 @@ class TokenDataset:
             return Batch(source.read(shard, start, length + 1), everything)
 
         starts = grain.MapDataset.source(_train_windows(source, length))
-        return starts.seed(seed).shuffle().repeat().random_map(read)
+        rows: Any = starts.seed(seed).shuffle().repeat().random_map(read)
+        return rows.__getitem__
 
     def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
         """The text once, in order: every token but the first of a shard is predicted once."""

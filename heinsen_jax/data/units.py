@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -67,6 +67,11 @@ class Unit:
     @property
     def size(self) -> int:
         return sum(source.size for source in self.sources)
+
+    def resolved(self) -> "Unit":
+        """The same, with paths that do not depend on the folder a process runs in."""
+        sources = (replace(source, path=source.path.resolve()) for source in self.sources)
+        return replace(self, sources=tuple(sources))
 
 
 class UnitRecord(Record):

@@ -48,13 +48,11 @@ class Block(nnx.Module):
             wide = config.mlp_ratio * config.model_dim
             has_bias = self.kind == "standard"
             self.mlp = Perceptron(config.model_dim, wide, use_bias=has_bias, **options)
-        size, count = config.convolution_size, 1 if self.kind == "paper" else 2
-        made = (
-            []
-            if size is None
-            else [CausalConvolution(size, config.model_dim, **options) for _ in range(count)]
+        size, branches = config.convolution_size or 0, 1 if self.kind == "paper" else 2
+        self.convolutions = nnx.List(
+            CausalConvolution(size, config.model_dim, **options)
+            for _ in range(branches if size else 0)
         )
-        self.convolutions = nnx.List(made)
 
     def __call__(
         self, x: Array, *, state: BlockState | None, return_state: bool

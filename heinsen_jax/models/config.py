@@ -70,10 +70,10 @@ class LanguageModelConfig:
                 f"num_layers={self.num_layers} is not a multiple of the {len(self.turns)} "
                 "mechanisms that take turns"
             )
-        if (self.max_length is not None) != (self.place == "learned"):
+        if (self.max_length is not None) != (self.position_kind == "learned"):
             raise ValueError(
-                f"max_length={self.max_length} with positions={self.place!r}: learned positions "
-                "are a vector for each of max_length places, others have none"
+                f"max_length={self.max_length} with positions={self.position_kind!r}: learned "
+                "positions are a vector for each of max_length places, others have none"
             )
         if self.convolution_size is not None and not self.is_causal:
             raise ValueError("convolution_size with is_causal=False: the convolution is causal")
@@ -82,7 +82,7 @@ class LanguageModelConfig:
             head_depth(self.model_dim, self.num_heads)
 
     @property
-    def place(self) -> Literal["recurrence", "learned", "none"]:
+    def position_kind(self) -> Literal["recurrence", "learned", "none"]:
         """What tells tokens where they stand."""
         return self.positions or ("recurrence" if self.ends == "paper" else "learned")
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
+from heinsen_jax.attention.base import bytes_of_state
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.attention.layers import layer_norm, parameter, uniform
 from heinsen_jax.models.blocks import Block
@@ -161,8 +162,7 @@ class LanguageModel(nnx.Module):
 
     def state_size(self, context_length: int) -> int:
         """Bytes of state that one text needs after context_length tokens."""
-        state = jax.eval_shape(lambda: self.init_state((), capacity=context_length))
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+        return bytes_of_state(self, context_length)
 
     def remaining(self, state: LanguageModelState) -> float:
         """How many further tokens a text may have; infinity where there is no end."""
@@ -188,9 +188,9 @@ class LanguageModel(nnx.Module):
 def _positions(
     config: LanguageModelConfig, **options: Any
 ) -> PositionRecurrence | LearnedPositions | NoPositions:
-    if config.place == "none":
+    if config.position_kind == "none":
         return NoPositions()
-    if config.place == "recurrence":
+    if config.position_kind == "recurrence":
         return PositionRecurrence(config.model_dim, **options)
     assert config.max_length is not None
     has_norm = config.ends == "fastformer"

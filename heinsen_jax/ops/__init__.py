@@ -32,9 +32,10 @@ from heinsen_jax.ops.memory_compressed import (
     Compression,
     memory_compressed_attention,
 )
-from heinsen_jax.ops.mla import latent_attention, mla_attention, rotary
+from heinsen_jax.ops.mla import latent_attention, mla_attention
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
+from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
 

@@ -3,16 +3,16 @@
 python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray] [--output DIR]
 """
 
-import importlib
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
 from heinsen_jax.errors import UserError, command_line
-from heinsen_jax.study.conduct import Executor, conduct
+from heinsen_jax.study.conduct import conduct
 from heinsen_jax.study.grid import load_study
-from heinsen_jax.study.runs import Stopped, in_processes
+from heinsen_jax.study.runs import Stopped, in_processes, on_cluster
 
 
 @command_line
@@ -38,24 +38,17 @@ def main() -> int:
         if jobs < 1:
             raise UserError(f"--jobs {jobs} must be at least 1")
         folder = output or Path("runs") / "studies" / study.stem
+        local = partial(in_processes, jobs=jobs)
+        cluster = partial(on_cluster, cpus=cpus, gpus=gpus)
+        perform = local if executor == "local" else cluster
         try:
-            conduct(load_study(study), folder, _executor(executor, jobs, cpus, gpus), report_only)
+            conduct(load_study(study), folder, perform, report_only)
         except (Stopped, KeyboardInterrupt):
             print("\nstopped; to go on, give the same command again")
             return 130
         return 0
 
     return tyro.cli(run)
-
-
-def _executor(name: str, jobs: int, cpus: float, gpus: float) -> Executor:
-    if name == "local":
-        return lambda runs, folder: in_processes(runs, folder, jobs)
-    try:
-        in_tasks = importlib.import_module("heinsen_jax.study.on_ray").in_tasks
-    except ImportError:
-        raise UserError("--executor ray: Ray is not installed; pip install -e '.[ray]'") from None
-    return lambda runs, folder: in_tasks(runs, folder, cpus=cpus, gpus=gpus)
 
 
 if __name__ == "__main__":

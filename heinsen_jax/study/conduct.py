@@ -11,8 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from heinsen_jax import data
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Run, Study, describe
-from heinsen_jax.study.report import Result, draw, table
-from heinsen_jax.study.runs import Row, costs, folder_name
+from heinsen_jax.study.report import Result, Row, draw, table
+from heinsen_jax.study.runs import costs, folder_name
 from heinsen_jax.training.settings import check_settings
 
 RESULTS_FILE = "results.jsonl"
@@ -25,7 +25,8 @@ Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, 
 def conduct(study: Study, output: Path, executor: Executor, report_only: bool = False) -> None:
     """Does the runs of a study that are not done yet, and writes its report.
 
-    All tuned choices are run with the first seed; the best of each comparison with the others.
+    All tuned choices are run with the first seed; the best of each comparison with the others,
+    unless all of them diverged.
 
     Args:
       study: what to do.
@@ -48,6 +49,8 @@ def conduct(study: Study, output: Path, executor: Executor, report_only: bool = 
         def do(runs: Sequence[Run]) -> None:
             left = [run for run in runs if results.of(run) is None and not report_only]
             progress.advance(task, len(runs) - len(left))
+            if not left:
+                return
             for run, row in executor(left, lambda run: output / "runs" / folder_name(run)):
                 results.add(run, row)
                 progress.advance(task)
@@ -56,7 +59,8 @@ def conduct(study: Study, output: Path, executor: Executor, report_only: bool = 
 
         do(first)
         best = [_best(study, runs, results) for runs in _groups(study, first)]
-        do([other for run in best for other in study.then(run.labels)])
+        good = [run for run in best if "metrics" in (results.of(run) or {})]
+        do([other for run in good for other in study.then(run.labels)])
     _report(study, output, [_result(study, run, results) for run in best])
     console.print(f"report: {output / REPORT_FILE}")
 
@@ -109,7 +113,7 @@ def _groups(study: Study, runs: Sequence[Run]) -> list[list[Run]]:
     """Runs that differ in what is tuned alone."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        groups.setdefault(study.compared(run.labels), []).append(run)
+        groups.setdefault(tuple(study.compared(run.labels).values()), []).append(run)
     return list(groups.values())
 
 
@@ -131,11 +135,9 @@ def _best(study: Study, runs: Sequence[Run], results: _Results) -> Run:
 def _result(study: Study, best: Run, results: _Results) -> Result | None:
     """Of the best run and the same with other seeds; None if it is not done."""
     tuned = {axis: best.labels[axis] for axis in study.tuned if axis in best.labels}
-    apart = {*tuned, study.seeds}
-    compared = {axis: label for axis, label in best.labels.items() if axis not in apart}
     rows = [results.of(run) for run in (best, *study.then(best.labels))]
     done = [row for row in rows if row is not None]
-    return Result(compared, tuned, done) if done else None
+    return Result(study.compared(best.labels), tuned, done) if done else None
 
 
 def _report(study: Study, output: Path, results: Sequence[Result | None]) -> None:

@@ -3,12 +3,12 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from heinsen_jax.config import ExperimentConfig, as_json, run_file
+from heinsen_jax.config import ExperimentConfig, as_json, explain, run_file
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.report import Plot
 
@@ -51,33 +51,31 @@ class Study:
         Raises:
           UserError: a field is misspelt or its value does not fit; the message names the run.
         """
-        seeds = self.axes.get(self.seeds, {"": {}})
-        return [self.run(labels) for labels in self._labels(seeds=[next(iter(seeds))])]
+        choices = {axis: list(labels) for axis, labels in self.axes.items()}
+        if self.seeds in choices:
+            choices[self.seeds] = choices[self.seeds][:1]
+        grid = itertools.product(*choices.values())
+        return [self.run(dict(zip(choices, labels, strict=True))) for labels in grid]
 
     def then(self, best: Mapping[str, str]) -> list["Run"]:
         """The runs with other seeds of one that was the best, given its labels."""
         others = list(self.axes.get(self.seeds, {}))[1:]
         return [self.run({**best, self.seeds: seed}) for seed in others]
 
-    def compared(self, labels: Mapping[str, str]) -> tuple[str, ...]:
+    def compared(self, labels: Mapping[str, str]) -> dict[str, str]:
         """Of a run's labels those that tell apart what is compared."""
-        return tuple(x for axis, x in labels.items() if axis not in (*self.tuned, self.seeds))
+        apart = {*self.tuned, self.seeds}
+        return {axis: label for axis, label in labels.items() if axis not in apart}
 
     def run(self, labels: Mapping[str, str]) -> "Run":
         """The run of one label of each axis."""
-        config = self.base
+        fields: dict[str, Any] = {}
+        for axis, label in labels.items():
+            fields |= self.axes[axis][label]
         try:
-            for axis, label in labels.items():
-                for field, value in self.axes[axis][label].items():
-                    config = _with(config, field.split("."), value)
+            return Run(dict(labels), _with(self.base, fields))
         except (ValueError, TypeError) as error:
-            said = " ".join(str(error).split())
-            raise UserError(f"{self.title}, {describe(labels)}: {said}") from error
-        return Run(dict(labels), config)
-
-    def _labels(self, seeds: Sequence[str]) -> list[dict[str, str]]:
-        choices = [seeds if axis == self.seeds else list(x) for axis, x in self.axes.items()]
-        return [dict(zip(self.axes, labels, strict=True)) for labels in itertools.product(*choices)]
+            raise UserError(f"{self.title}, {describe(labels)}: {explain(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -102,14 +100,23 @@ def load_study(path: str | Path) -> Study:
     """The study that a Python file's `get_study()` returns.
 
     Raises:
-      UserError: there is no such file, or it defines no study.
+      UserError: there is no such file, it defines no study, or a value in it does not fit.
     """
     return run_file(Path(path), "get_study")
 
 
-def _with(config: Any, names: list[str], value: Any) -> Any:
-    """A nested configuration with one field replaced."""
-    name, *inner = names
-    if not hasattr(config, name):
-        raise ValueError(f"{type(config).__name__} has no field {name!r}")
-    return replace(config, **{name: _with(getattr(config, name), inner, value) if inner else value})
+def _with(config: Any, fields: Mapping[str, Any]) -> Any:
+    """A nested configuration with all these fields replaced at once."""
+    changed: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for field, value in fields.items():
+        name, _, rest = field.partition(".")
+        if not hasattr(config, name):
+            raise ValueError(f"{type(config).__name__} has no field {name!r}")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            changed[name] = value
+    for name, of_section in inner.items():
+        changed[name] = _with(changed.get(name, getattr(config, name)), of_section)
+    return replace(config, **changed)

@@ -1,8 +1,9 @@
 """What came out of a study: a table in Markdown, and plots."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import matplotlib.figure
 from matplotlib.axes import Axes
 
 Row = dict[str, Any]
+"""What is recorded of a run: its `metrics` or why it `failed`, what it cost, where it ran."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Result:
 
     def values(self, metric: str) -> list[float]:
         """Of each seed; of a run that failed there is none."""
-        found = [row.get("metrics", {}).get(metric, row.get(metric)) for row in self.rows]
+        found = [_value(row, metric) for row in self.rows]
         return [x for x in found if x is not None]
 
     def mean(self, metric: str) -> float:
@@ -52,18 +54,14 @@ class Points:
 
     def draw(self, axes: Axes, results: Sequence[Result]) -> None:
         for style, (label, of_line) in zip(_styles(), _by(results, self.lines), strict=False):
-            of_line = [result for result in of_line if result.values(self.y)]
-            pairs = sorted(
-                ((result.mean(self.x), result) for result in of_line), key=lambda x: x[0]
-            )
-            axes.plot(
-                [x for x, _ in pairs],
-                [result.mean(self.y) for _, result in pairs],
-                label=label,
-                **style,
-            )
-            each = [(x, y) for x, result in pairs for y in result.values(self.y)]
-            axes.plot(*zip(*each, strict=True), ".", color=style["color"], markersize=3)
+            there = [result for result in of_line if result.values(self.y)]
+            there.sort(key=lambda result: result.mean(self.x))
+            means = [(result.mean(self.x), result.mean(self.y)) for result in there]
+            axes.plot([x for x, _ in means], [y for _, y in means], label=label, **style)
+            for result in there:
+                seeds = result.values(self.y)
+                at = [result.mean(self.x)] * len(seeds)
+                axes.plot(at, seeds, ".", color=style["color"], markersize=3)
         axes.set(xlabel=self.x.replace("_", " "), ylabel=self.y.replace("_", " "), xscale="log")
 
 
@@ -115,39 +113,35 @@ Plot = Points | Lengths | Ranking
 
 def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.Figure:
     """All plots, side by side."""
-    size = 7.5 * len(plots), max(4.5, 0.28 * len(results) + 1 if _has_ranking(plots) else 0)
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(7.5 * len(plots), 4.5), layout="constrained")
     for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
         plot.draw(axes, results)
         axes.grid(alpha=0.3)
-        if not isinstance(plot, Ranking):
+        if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="x-small", ncols=2)
+        figure.set_figheight(max(figure.get_figheight(), 1 + 0.28 * len(axes.get_yticks())))
     return figure
 
 
-def _has_ranking(plots: Sequence[Plot]) -> bool:
-    return any(isinstance(plot, Ranking) for plot in plots)
-
-
 def table(results: Sequence[Result], metric: str, shown: Sequence[str]) -> str:
-    """A line for each result: what it is, what it costs, the mean, and each seed.
-
-    Raises:
-      ValueError: there is nothing to show.
-    """
+    """A line for each result: what it is, what it costs, the mean, and each seed."""
     axes = [*results[0].compared, *results[0].tuned]
     costs = ["parameters", "state_bytes"]
     head = [*axes, *costs, metric, "of each seed", *shown]
     lines = [[x.replace("_", " ") for x in head], ["---"] * len(head)]
     for result in results:
-        values = result.values(metric)
-        each = ", ".join(f"{x:.4f}" for x in values) or result.rows[0].get("failed", "")
+        found = [(_value(row, metric), row) for row in result.rows]
+        each = [row["failed"] if x is None else f"{x:.4f}" for x, row in found]
         means = (result.mean(name) for name in (metric, *shown))
         mean, *others = ("" if math.isnan(x) else f"{x:.4f}" for x in means)
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
         labels = [*result.compared.values(), *result.tuned.values()]
-        lines.append([*labels, *numbers, mean, each, *others])
+        lines.append([*labels, *numbers, mean, ", ".join(each), *others])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _value(row: Row, name: str) -> float | None:
+    return row.get("metrics", {}).get(name, row.get(name))
 
 
 def _by(results: Sequence[Result], axis: str) -> list[tuple[str, list[Result]]]:
@@ -157,10 +151,8 @@ def _by(results: Sequence[Result], axis: str) -> list[tuple[str, list[Result]]]:
     return list(groups.items())
 
 
-def _styles() -> list[dict[str, Any]]:
-    """Of lines that are told apart by colour and mark."""
-    marks = "osv^D*"
-    return [
-        {"color": f"C{i % 10}", "marker": marks[i // 10 + i % 2 * 3], "markersize": 5}
-        for i in range(30)
-    ]
+def _styles() -> Iterator[dict[str, Any]]:
+    """Of lines that are told apart by colour and mark, without end."""
+    for number in itertools.count():
+        mark = "osv^D*"[(number // 10 + number % 2 * 3) % 6]
+        yield {"color": f"C{number % 10}", "marker": mark, "markersize": 5}

@@ -14,17 +14,16 @@ import jax
 import pydantic
 from flax import nnx
 
-from heinsen_jax import data
+from heinsen_jax import data, on_ray
 from heinsen_jax.config import ExperimentConfig, as_json, record
 from heinsen_jax.environment import environment
-from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study.grid import Run, describe
+from heinsen_jax.study.report import Row
 from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER
-from heinsen_jax.training.loop import train
+from heinsen_jax.training.loop import Diverged, train
 
 LOG_FILE = "log.txt"
-Row = dict[str, Any]
 
 
 class Stopped(Exception):
@@ -34,8 +33,8 @@ class Stopped(Exception):
 def perform(values: dict[str, Any], workdir: Path) -> Row:
     """Trains from a configuration's plain values: what was measured, and what the model costs.
 
-    A run that was stopped goes on. One whose updates are all skipped has `failed` in place of
-    `metrics`. What it says goes to a file in its folder, whose checkpoints are removed at the end.
+    A run that was stopped goes on. One that diverged has `failed` in place of `metrics`. What it
+    says goes to a file in its folder, whose checkpoints are removed at the end.
 
     Raises:
       Stopped: a signal came first.
@@ -51,7 +50,7 @@ def perform(values: dict[str, Any], workdir: Path) -> Row:
             if ended.signal is not None:
                 raise Stopped
             result["metrics"] = ended.metrics
-        except UserError as error:
+        except Diverged as error:
             result["failed"] = str(error)
     shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
     seconds = round(time.monotonic() - start, 1)
@@ -86,6 +85,17 @@ def in_processes(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def on_cluster(
+    runs: Sequence[Run], folder: Callable[[Run], Path], cpus: float, gpus: float
+) -> Iterator[tuple[Run, Row]]:
+    """Each run with its row, as they end, on a Ray cluster whose nodes all see the folders under
+    these names; with so many CPUs and GPUs for one run."""
+    labelled = {run.fingerprint: run for run in runs}
+    calls = {name: (as_json(run.config), folder(run).resolve()) for name, run in labelled.items()}
+    for name, row in on_ray.calls(perform, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1):
+        yield labelled[name], row
 
 
 def _take_cores(shares: Any) -> None:

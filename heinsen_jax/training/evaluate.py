@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Batch, Dataset, validation_batches
+from heinsen_jax.data import Dataset, validation_batches
 from heinsen_jax.errors import UserError
 from heinsen_jax.sharding import shard_batch, share_of_process
 
@@ -42,8 +42,7 @@ def evaluate(
         )
         total, correct, count = 0.0, 0, 0
         for index, batch in enumerate(batches):
-            batch = Batch(*(shard_batch(x, mesh) for x in batch))
-            measured = step(parameters, batch, index)
+            measured = step(parameters, shard_batch(batch, mesh), index)
             total, correct, count = (
                 old + new.item() for old, new in zip((total, correct, count), measured, strict=True)
             )

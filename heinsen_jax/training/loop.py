@@ -38,6 +38,10 @@ from heinsen_jax.training.state import (
 from heinsen_jax.training.step import make_evaluation_step, make_train_step
 
 
+class Diverged(UserError):
+    """Too many updates in a row were skipped."""
+
+
 @dataclass(frozen=True)
 class Result:
     """How training ended.
@@ -76,6 +80,7 @@ def train(
 
     Raises:
       UserError: as `check_settings`, or a checkpoint cannot be read.
+      Diverged: `most_skipped` updates in a row were skipped.
     """
     mesh = check_settings(dataset, experiment)
     if experiment.training.compilation_cache is not None:
@@ -140,7 +145,7 @@ class _Run:
         """Everything but training."""
         update = self._compiled()
         state = init_sharded(self.init, self.abstract)
-        batch = self._placed(next(self._batches(0)))
+        batch = shard_batch(next(self._batches(0)), self.mesh)
         said = [*self._described(update), rehearse(update, state, batch, self.training.steps)]
         if jax.process_index() == 0:
             print("\n".join(said))
@@ -166,9 +171,6 @@ class _Run:
         what = self.mesh, self.data, self.training, self.dataset
         return describe(*what, self.count, update)
 
-    def _placed(self, batch: Batch) -> Batch:
-        return Batch(*(shard_batch(x, self.mesh) for x in batch))
-
     def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)
         return train_batches(
@@ -192,7 +194,7 @@ class _Run:
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
             tracer(step)
-            state, measured = update(state, self._placed(next(batches)))
+            state, measured = update(state, shard_batch(next(batches), self.mesh))
             last, stopped_by = step == training.steps, agreement(self.signals.first)
             if pending is not None:
                 self._report(*pending, clock)
@@ -223,7 +225,7 @@ class _Run:
                 f"{values['loss']:.4g}, gradient norm {values['gradient_norm']:.4g}"
             )
         if in_a_row >= self.training.most_skipped:
-            raise UserError(
+            raise Diverged(
                 f"training ends at step {step}: {in_a_row} updates in a row were skipped, for they "
                 "were not finite, or their gradients larger than training.skip_above allows. Try "
                 "a smaller optimizer.learning_rate, or look at the data near this step"

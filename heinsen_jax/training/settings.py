@@ -92,8 +92,8 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
         _check_masked(model, training, vocabulary)
     if model.max_length is not None and data.longest > model.max_length:
         raise UserError(
-            f"data.sequence_length, {data.longest} at most, is more than "
-            f"model.max_length={model.max_length}: the model has no positions for it"
+            f"data has texts of up to {data.longest} tokens, for which model.max_length="
+            f"{model.max_length} gives no positions: make it at least {data.longest}"
         )
     learning_rate(experiment.optimizer, training.steps)
     mesh = make_mesh(experiment.mesh)

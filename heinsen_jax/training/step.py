@@ -45,11 +45,8 @@ def make_train_step(
         return jnp.sum(losses), jnp.sum(said.counted, dtype=losses.dtype)
 
     def gradient(parameters: Any, batch: Batch, key: Array) -> tuple[Array, Any]:
-        if accumulation_steps == 1:
-            total = of_part(parameters, batch, key)
-        else:
-            total = of_parts(parameters, batch, key)
-        (loss, count), gradients = total
+        of_batch = of_part if accumulation_steps == 1 else of_parts
+        (loss, count), gradients = of_batch(parameters, batch, key)
         return loss / count, jax.tree.map(lambda x: x / count, gradients)
 
     def of_parts(parameters: Any, batch: Batch, key: Array) -> Any:

@@ -310,8 +310,8 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
             faded = decay[s + 1 : t + 1 if is_causal else length].sum(0)
             weights[t, s] = np.exp(query[t] + key[s] + faded).sum()
         is_log = config.values == "log"
-        average_ = average(weights, seen, np.exp(value) if is_log else value)
-        y.append(np.log(average_) if is_log else average_)
+        averaged = average(weights, seen, np.exp(value) if is_log else value)
+        y.append(np.log(averaged) if is_log else averaged)
     return back(layer, p, y)
 
 

@@ -13,12 +13,14 @@ from heinsen_jax.config import (
     LanguageModelConfig,
     OptimizerConfig,
     TrainingConfig,
+    as_json,
 )
 from heinsen_jax.data import Induction
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import Lengths, Points, Ranking, Study, load_study
+from heinsen_jax.study import Lengths, Points, Ranking, Study, load_study, runs
 from heinsen_jax.study.conduct import REPORT_FILE, RESULTS_FILE, conduct
 from heinsen_jax.study.runs import in_processes
+from heinsen_jax.training.loop import Diverged
 
 BASE = ExperimentConfig(
     model=LanguageModelConfig(
@@ -118,6 +120,7 @@ def test_results_of_other_settings_are_not_used(tmp_path):
 
 def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
     conduct(STUDY, tmp_path, Fake(failed="softmax"))
+    assert len(lines(tmp_path)) == 10 + 6  # no further seeds of what always fails
     report = (tmp_path / REPORT_FILE).read_text()
     assert "| softmax | 8 | 0.001 | 100 | 80 |  | NaN! |  |" in report
     assert "| linear | 8 | 0.01 | 100 | 80 | 0.7600 |" in report
@@ -136,6 +139,37 @@ def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / RESULTS_FILE).write_text("{}x\n")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1, is damaged"):
         conduct(STUDY, tmp_path, Fake())
+
+
+def test_a_study_that_is_done_needs_no_executor(tmp_path):
+    conduct(STUDY, tmp_path, Fake())
+
+    def executor(runs, folder):
+        raise AssertionError(runs)
+
+    conduct(STUDY, tmp_path, executor)
+
+
+def test_fields_that_fit_only_together_are_set_together():
+    options = {"model.attention_options": (("l1.denominator_bias", 1.0),), "model.attention": "l1"}
+    run = replace(STUDY, axes={"mechanism": {"l1": options}}).first()[0]
+    assert run.config.model.attention == "l1"
+    assert run.config.model.attention_options == (("l1.denominator_bias", 1.0),)
+
+
+@pytest.mark.parametrize("failure", [Diverged, UserError, OSError])
+def test_only_a_run_that_diverged_is_recorded_as_failed(tmp_path, monkeypatch, failure):
+    def train(*arguments):
+        raise failure("too high a learning rate")
+
+    monkeypatch.setattr(runs, "train", train)
+    if failure is Diverged:
+        row = runs.perform(as_json(BASE), tmp_path)
+        assert row["failed"] == "too high a learning rate"
+        assert "metrics" not in row
+    else:
+        with pytest.raises(failure):
+            runs.perform(as_json(BASE), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +213,8 @@ def test_runs_in_processes_train_and_cost_what_they_say(tmp_path):
 
 
 FILE = """
-from dataclasses import replace
 from tests.study.conduct_test import SMALLER
+
 def get_study():
     return SMALLER
 """

@@ -1,0 +1,46 @@
+"""Positions as angles."""
+
+import jax.numpy as jnp
+
+from heinsen_jax.typing import Array
+
+
+def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> Array:
+    """Turns each pair of adjacent features by an angle that grows with the position.
+
+        (x_2i, x_2i+1) -> (x_2i cos a - x_2i+1 sin a,  x_2i sin a + x_2i+1 cos a)
+        a = position base^(-2i / P)
+
+    A product of a query and a key so turned depends only on how far they are apart. (Elsewhere
+    features i and i + P/2 are often a pair instead.)
+
+    Args:
+      x: `[*B, T, N, P]`, P even.
+      positions: `[T]` or `[*B, T]`.
+      base: of the angles.
+
+    Returns:
+      The same shape and type; float32 at least inside.
+
+    References:
+      Su et al., 2021, RoFormer, arXiv:2104.09864, eq. (34).
+    """
+    if x.ndim < 3 or x.shape[-1] % 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            "x must be [..., tokens, heads, an even number of features] and floating point, is "
+            f"{x.dtype} {x.shape}"
+        )
+    positions = jnp.asarray(positions)
+    if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
+        raise ValueError(
+            f"positions must have shape {x.shape[-3:-2]} or {x.shape[:-2]}, has {positions.shape}"
+        )
+    depth, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
+    turns = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))
+    positions = positions.astype(dtype)[..., None, None]
+    angle = positions * turns.reshape((1,) * (positions.ndim - 1) + turns.shape)
+    angle = jnp.broadcast_to(angle, (*x.shape[:-1], depth // 2))
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., ::2].astype(dtype), x[..., 1::2].astype(dtype)
+    turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], -1)
+    return turned.reshape(x.shape).astype(x.dtype)

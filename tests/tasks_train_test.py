@@ -1,0 +1,97 @@
+"""A made-up task, from a configuration to a model that solves it, and the commands after that."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from heinsen_jax import data, evaluate, generate
+from heinsen_jax.config import (
+    ExperimentConfig,
+    LanguageModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    record,
+)
+from heinsen_jax.data import Copying, Recall
+from heinsen_jax.errors import UserError
+from heinsen_jax.training.loop import train
+
+pytestmark = pytest.mark.slow
+
+RECALL = ExperimentConfig(
+    model=LanguageModelConfig(
+        vocab_size=16,
+        model_dim=32,
+        num_layers=2,
+        num_heads=2,
+        attention="softmax",
+        block="standard",
+        mlp_ratio=2,
+        positions="none",
+        convolution_size=2,
+    ),
+    data=Recall(
+        vocab_size=16,
+        num_pairs=2,
+        sequence_length=12,
+        batch_size=32,
+        validation_examples=256,
+        test_lengths=(24,),
+    ),
+    optimizer=OptimizerConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=20),
+    training=TrainingConfig(steps=200, evaluate_every=200, sample_tokens=0),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    workdir, dataset = tmp_path_factory.mktemp("recall"), data.load(RECALL.data)
+    record(workdir, RECALL, dataset)
+    return workdir, train(workdir, dataset, RECALL)
+
+
+def test_softmax_solves_recall_also_at_twice_the_length(run):
+    metrics = run[1].metrics
+    assert metrics["accuracy"] > 0.95  # one of the two values there are is right half of the time
+    assert metrics["accuracy_24"] > 0.9
+    assert "bits_per_byte" not in metrics
+
+
+def said_by(main, monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    return main(), capsys.readouterr()
+
+
+def test_evaluate_measures_it_anew(run, monkeypatch, capsys):
+    workdir, result = run
+    code, said = said_by(evaluate.main, monkeypatch, capsys, "--workdir", workdir)
+    assert code == 0
+    assert f"{workdir}, step 200, on recall:" in said.out
+    for name, value in result.metrics.items():
+        assert f"  {name.replace('_', ' ')}: {value:.4f}" in said.out
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments", "message"),
+    [
+        (generate.main, ("--prompt", "a"), "holds a run that learned a task: there is no text"),
+        (evaluate.main, ("--sequence-length", "24"), "leave out --data and --sequence-length"),
+    ],
+)
+def test_what_is_of_text_alone_is_refused(run, monkeypatch, capsys, main, arguments, message):
+    code, said = said_by(main, monkeypatch, capsys, "--workdir", run[0], *arguments)
+    assert code == 2
+    assert message in said.err
+
+
+def test_a_folder_stays_with_its_task(run):
+    config = replace(RECALL, data=Copying())
+    with pytest.raises(UserError, match="holds a run that learned recall, not copying"):
+        record(run[0], config, data.load(config.data))
+
+
+def test_a_task_has_nothing_to_sample(tmp_path):
+    config = replace(RECALL, training=replace(RECALL.training, sample_tokens=9))
+    with pytest.raises(UserError, match=r"recall is of no text .* training\.sample_tokens=0"):
+        train(tmp_path, data.load(config.data), config)

@@ -1,7 +1,7 @@
 """Log-attention as a layer: the residual branch of Heinsen's (2024) language model."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,6 @@ from heinsen_jax.ops.log_attention import (
 from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array, config_dataclass
 
-LONGEST_MEMORY = 4096.0  # tokens, at first
-
 
 @config_dataclass
 class LogConfig(HeadsConfig):
@@ -38,6 +36,8 @@ class LogConfig(HeadsConfig):
     decay: Literal["head", "feature"] | None = None
     """What fades at every token, at a rate that is a learned function of it: all of a head at once,
     or each of its key features; nothing when None."""
+    longest_memory: Annotated[float, pydantic.Field(ge=1)] = 4096.0
+    """Tokens for which what fades slowest lasts at first; what fades fastest lasts for one."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Of `log_attention`; None chooses."""
 
@@ -50,7 +50,8 @@ class LogAttention(HeadedAttention):
 
     Heads are concatenated. The branch takes log Y as it is: values are never formed. With
     `values="linear"`, v and heinsen_attention(q, k, v) stand in place of log v and log Y. Decay,
-    where there is any, is log sigmoid(x Wd + bd), and lasts for 1 to 4096 tokens at first.
+    where there is any, is log sigmoid(x Wd + bd). At first about 1/e remains after
+    `longest_memory` tokens of what fades slowest, and half after one of what fades fastest.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
@@ -66,7 +67,7 @@ class LogAttention(HeadedAttention):
         if self.config.decay is not None:
             rates = self.num_kv_heads * self._rates_of_a_head
             self.fade = linear(self.model_dim, rates, ("embed", "heads"), **options)
-            memories = jnp.geomspace(1.0, LONGEST_MEMORY, rates, dtype=self.param_dtype)
+            memories = jnp.geomspace(self.config.longest_memory, 1.0, rates, dtype=self.param_dtype)
             assert self.fade.bias is not None
             self.fade.bias[...] = jnp.log(memories)  # log sigmoid(b) is about -exp(-b)
 

@@ -48,6 +48,13 @@ def test_heads_must_divide_the_width():
         attention.build("log", model_dim=12, num_heads=5, rngs=nnx.Rngs(0))
 
 
+def test_memories_at_first():
+    module = layer(decay="head", longest_memory=100.0)
+    after = jnp.exp(jax.nn.log_sigmoid(module.fade.bias[...]) * jnp.array([100.0, 10.0, 1.0]))
+    np.testing.assert_allclose(after[:2], jnp.exp(-1), rtol=0.06)
+    assert after[2] == pytest.approx(0.5)  # 1 / (1 + exp(-log 1))
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -23,7 +23,8 @@ ALLOWED = {
     "generate": LOWEST | {"models", "data", "training"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
-    "study": LOWEST | {"environment", "on_ray", "models", "data", "training", "config"},
+    "study": LOWEST
+    | {"environment", "on_ray", "attention", "models", "data", "training", "config"},
 }
 
 

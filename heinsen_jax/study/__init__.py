@@ -3,7 +3,8 @@
 python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray]
 """
 
+from heinsen_jax.study import choices
 from heinsen_jax.study.grid import Run, Study, load_study
 from heinsen_jax.study.report import Lengths, Points, Ranking
 
-__all__ = ["Lengths", "Points", "Ranking", "Run", "Study", "load_study"]
+__all__ = ["Lengths", "Points", "Ranking", "Run", "Study", "choices", "load_study"]

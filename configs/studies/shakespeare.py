@@ -1,0 +1,48 @@
+"""Tiny Shakespeare with every causal mechanism, in the same block and budget.
+
+python -m heinsen_jax.study configs/studies/shakespeare.py --jobs 2
+
+Half of nanoGPT's CPU budget, in a smaller model: for two CPU cores and some 30 minutes.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from heinsen_jax.config import load_config
+from heinsen_jax.study import Points, Ranking, Study, choices
+
+ABOUT = """
+Three layers of width 96, a convolution of 4 tokens before each branch, no other positions; 1000
+updates of 12 x 64 characters. Loss in nats per character, over the whole validation text.
+"""
+
+
+def get_study() -> Study:
+    base = load_config(Path(__file__).parents[1] / "shakespeare_char_cpu.py")
+    model = replace(
+        base.model,
+        model_dim=96,
+        num_layers=3,
+        num_heads=4,
+        block="standard",
+        convolution_size=4,
+        positions="none",
+        remat=False,
+    )
+    return Study(
+        title="Tiny Shakespeare, all causal mechanisms",
+        about=ABOUT,
+        base=replace(
+            base,
+            model=model,
+            training=replace(
+                base.training, steps=1000, report_every=200, evaluate_every=1000, sample_tokens=0
+            ),
+        ),
+        axes={
+            "mechanism": choices.causal_mechanisms(length=64),
+            "learning_rate": choices.learning_rates(2e-3, 5e-3),
+            "seed": choices.seeds(0, 1),
+        },
+        plots=(Ranking("loss"), Points("loss")),
+    )

@@ -1,0 +1,60 @@
+"""What studies often choose from: mechanisms, learning rates, seeds."""
+
+from typing import Any
+
+from heinsen_jax import attention
+
+Choices = dict[str, dict[str, Any]]
+
+
+def mechanism(name: str, **options: Any) -> dict[str, Any]:
+    """The fields of a mechanism, with options of its own."""
+    pairs = tuple((f"{name}.{field}", value) for field, value in options.items())
+    return {"model.attention": name, "model.attention_options": pairs}
+
+
+def causal_mechanisms(length: int) -> Choices:
+    """Every causal mechanism, and some forms of log-attention.
+
+    Windows, segments and blocks are parts of `length`, that of the texts: by default they span it,
+    and everything is seen at once.
+    """
+    part = length // 4
+    options: dict[str, dict[str, Any]] = {
+        "gqa": {"num_kv_heads": 1},
+        "sliding_window": {"window_size": part},
+        "dilated": {"window_size": part // 2, "dilation": 4},
+        "longformer": {"window_size": part, "num_global_tokens": 2},
+        "tglobal": {"radius": part - 1, "block_size": 4, "capacity": length},
+        "block_sparse": {"block_size": part // 2, "num_summaries": 2},
+        "memory_compressed": {"capacity": length},
+        "l1_sparse": {"window_size": part // 4},
+        "rmt": {"segment_length": part, "num_memories": 4},
+    }
+    log = {
+        "log": {},
+        "log, linear values": {"values": "linear"},
+        "log, decay by head": {"values": "linear", "decay": "head", "longest_memory": length},
+        "log, by feature": {"values": "linear", "decay": "feature", "longest_memory": length},
+    }
+    causal = [x for x in attention.names() if attention.mechanism(x).capabilities.causal]
+    others = {name: mechanism(name, **options.get(name, {})) for name in causal if name != "log"}
+    return {label: mechanism("log", **chosen) for label, chosen in log.items()} | others
+
+
+def learning_rates(*rates: float) -> Choices:
+    """Peaks, from which each falls to its tenth."""
+    return {
+        f"{rate:g}": {"optimizer.learning_rate": rate, "optimizer.end_learning_rate": rate / 10}
+        for rate in rates
+    }
+
+
+def seeds(*numbers: int) -> Choices:
+    """Of first weights, and of the order of data or of what is drawn."""
+    return {str(number): {"seed": number} for number in numbers}
+
+
+def widths(*sizes: int) -> Choices:
+    """Of the residual stream."""
+    return {str(size): {"model.model_dim": size} for size in sizes}

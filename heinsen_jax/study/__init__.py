@@ -4,7 +4,18 @@ python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray
 """
 
 from heinsen_jax.study import choices
+from heinsen_jax.study.conduct import results_of
 from heinsen_jax.study.grid import Run, Study, load_study
-from heinsen_jax.study.report import Lengths, Points, Ranking
+from heinsen_jax.study.report import Lengths, Points, Ranking, Result
 
-__all__ = ["Lengths", "Points", "Ranking", "Run", "Study", "choices", "load_study"]
+__all__ = [
+    "Lengths",
+    "Points",
+    "Ranking",
+    "Result",
+    "Run",
+    "Study",
+    "choices",
+    "load_study",
+    "results_of",
+]

@@ -61,8 +61,22 @@ def conduct(study: Study, output: Path, executor: Executor, report_only: bool = 
         best = [_best(study, runs, results) for runs in _groups(study, first)]
         good = [run for run in best if "metrics" in (results.of(run) or {})]
         do([other for run in good for other in study.then(run.labels)])
-    _report(study, output, [_result(study, run, results) for run in best])
+    _report(study, output, expected=len(best) * (1 + _more_seeds(study)))
     console.print(f"report: {output / REPORT_FILE}")
+
+
+def results_of(study: Study, output: Path) -> list[Result]:
+    """What is done of a study: the best of each comparison, with all its seeds.
+
+    Raises:
+      UserError: nothing is.
+    """
+    results = _Results(output / RESULTS_FILE)
+    best = [_best(study, runs, results) for runs in _groups(study, study.first())]
+    found = [_result(study, run, results) for run in best]
+    if done := [result for result in found if result is not None]:
+        return done
+    raise UserError(f"{output / RESULTS_FILE}: no run of this study is done yet")
 
 
 class _Results:
@@ -140,10 +154,8 @@ def _result(study: Study, best: Run, results: _Results) -> Result | None:
     return Result(study.compared(best.labels), tuned, done) if done else None
 
 
-def _report(study: Study, output: Path, results: Sequence[Result | None]) -> None:
-    done = [result for result in results if result is not None]
-    if not done:
-        raise UserError(f"{output / RESULTS_FILE}: no run of this study is done yet")
+def _report(study: Study, output: Path, expected: int) -> None:
+    done = results_of(study, output)
     environments = [row["environment"] for result in done for row in result.rows]
     places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in environments}
     commits = {x["commit"][:7] for x in environments}
@@ -151,8 +163,7 @@ def _report(study: Study, output: Path, results: Sequence[Result | None]) -> Non
         f"# {study.title}",
         study.about.strip(),
         table(done, study.metric, study.shown),
-        f"Seeds differ in first weights and in data. {len(environments)} of "
-        f"{len(results) * (1 + _more_seeds(study))} runs, on "
+        f"Seeds differ in first weights and in data. {len(environments)} of {expected} runs, on "
         + "; ".join(f"{device}, JAX {version}" for device, version in sorted(places))
         + f"; at {', '.join(sorted(commits))}.",
     ]

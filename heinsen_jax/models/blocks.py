@@ -29,12 +29,13 @@ class BlockState(NamedTuple):
 class Block(nnx.Module):
     """A residual block. For x `[..., T, D]` and h = norm(x), by its kind:
 
-        paper         x + attention(h)
-        standard      x' + mlp(norm(x')),    x' = x + attention(h)
-        fastformer    x' + mlp(norm(x')),    x' = h + attention(h)
+        paper               x + attention(h)
+        standard, fading    x' + mlp(norm(x')),    x' = x + attention(h)
+        fastformer          x' + mlp(norm(x')),    x' = h + attention(h)
 
-    With a `convolution_size`, attention and mlp are given convolution(norm(...)). Returned with the
-    result: the state after x, or None if it is not wanted.
+    With convolutions, as always in the fading block, attention and mlp are given
+    convolution(norm(...)). Returned with the result: the state after x, or None if it is not
+    wanted.
     """
 
     def __init__(self, config: LanguageModelConfig, turn: int, **options: Any):
@@ -46,9 +47,9 @@ class Block(nnx.Module):
         if self.kind != "paper":
             self.mlp_norm = layer_norm(config.model_dim, **options)
             wide = config.mlp_ratio * config.model_dim
-            has_bias = self.kind == "standard"
+            has_bias = self.kind != "fastformer"
             self.mlp = Perceptron(config.model_dim, wide, use_bias=has_bias, **options)
-        size, branches = config.convolution_size or 0, 1 if self.kind == "paper" else 2
+        size, branches = config.convolution or 0, 1 if self.kind == "paper" else 2
         self.convolutions = nnx.List(
             CausalConvolution(size, config.model_dim, **options)
             for _ in range(branches if size else 0)

@@ -9,6 +9,16 @@ from heinsen_jax.attention import AttentionConfig, configure, mechanism
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.typing import config_dataclass
 
+OPTIONS_OF_BLOCKS: dict[str, dict[str, Any]] = {
+    "paper": {"gated": True},
+    "standard": {"gated": False},
+    "fading": {"gated": False, "values": "linear", "decay": "head", "rotary": True},
+    "fastformer": {"gated": False},
+}
+"""What a block asks of its mechanism, as far as that has such an option."""
+
+FADING_CONVOLUTION = 4
+
 
 @config_dataclass
 class LanguageModelConfig:
@@ -25,10 +35,13 @@ class LanguageModelConfig:
     attention_options: tuple[tuple[str, int | float | bool | str], ...] = ()
     """Fields of mechanisms' configurations, as pairs of a name and a value: `log.window_size` is of
     all layers of that mechanism, `0.window_size` of the first in each turn."""
-    block: Literal["paper", "standard", "fastformer"] = "paper"
-    """The paper's: one residual branch, gated. Or attention, then a perceptron, both pre-norm. Or
-    Fastformer's: the standard one without biases in the perceptron, whose residual stream goes on
-    from the normalised input of its attention."""
+    block: Literal["paper", "standard", "fading", "fastformer"] = "paper"
+    """The paper's: one residual branch, gated. Or the standard one: attention, then a perceptron,
+    both pre-norm. Or that for log-attention which forgets, fading: the standard one with a
+    convolution of 4 tokens at the start of each branch and no other positions, values of any sign,
+    decay by head, and rotary queries and keys in softmax attention beside it. Or Fastformer's: the
+    standard one without biases in the perceptron, whose residual stream goes on from the normalised
+    input of its attention."""
     mlp_ratio: pydantic.PositiveInt = 4
     """Width of the perceptron in the other blocks than the paper's, in widths of the model."""
     ends: Literal["paper", "fastformer"] = "paper"
@@ -36,12 +49,12 @@ class LanguageModelConfig:
     Fastformer's: learned positions, then a norm; a bias, and logits scaled by 1/sqrt(model_dim)."""
     positions: Literal["recurrence", "learned", "none"] | None = None
     """What tells tokens where they stand: the paper's recurrence; a learned vector for each place;
-    or nothing but the mechanism itself. Those of the ends when None."""
+    or nothing but the mechanism itself. Those of the ends when None; none in the fading block."""
     max_length: pydantic.PositiveInt | None = None
     """Most tokens of a text, where positions are learned."""
     convolution_size: pydantic.PositiveInt | None = None
     """Tokens, the own one included, that a causal convolution of each feature spans at the start of
-    each residual branch; no convolution when None."""
+    each residual branch. That of the block when None: 4 in the fading one, none in others."""
     is_causal: bool = True
     """Whether a token sees only earlier ones, and the model learns to predict the next. If not, it
     sees all, and the model learns to fill in masked ones."""
@@ -75,8 +88,11 @@ class LanguageModelConfig:
                 f"max_length={self.max_length} with positions={self.position_kind!r}: learned "
                 "positions are a vector for each of max_length places, others have none"
             )
-        if self.convolution_size is not None and not self.is_causal:
-            raise ValueError("convolution_size with is_causal=False: the convolution is causal")
+        if self.convolution is not None and not self.is_causal:
+            raise ValueError(
+                f"block={self.block!r} with convolution_size={self.convolution_size} and "
+                "is_causal=False: the convolution is causal"
+            )
         self.mechanisms()  # refuses what does not fit
         if self.key_depth is None or self.value_depth is None:
             head_depth(self.model_dim, self.num_heads)
@@ -84,7 +100,13 @@ class LanguageModelConfig:
     @property
     def position_kind(self) -> Literal["recurrence", "learned", "none"]:
         """What tells tokens where they stand."""
-        return self.positions or ("recurrence" if self.ends == "paper" else "learned")
+        of_ends = "recurrence" if self.ends == "paper" else "learned"
+        return self.positions or ("none" if self.block == "fading" else of_ends)
+
+    @property
+    def convolution(self) -> int | None:
+        """Tokens that convolutions span, if there are any."""
+        return self.convolution_size or (FADING_CONVOLUTION if self.block == "fading" else None)
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -111,9 +133,9 @@ class LanguageModelConfig:
             )
         if not self.is_causal and not capabilities.bidirectional:
             raise ValueError(f"attention={name!r} cannot see later tokens: is_causal must be True")
-        fields: dict[str, Any] = {}
-        if "gated" in {field.name for field in dataclasses.fields(config)}:
-            fields["gated"] = self.block == "paper"
+        known = {field.name for field in dataclasses.fields(config)}
+        asked = OPTIONS_OF_BLOCKS[self.block].items()
+        fields = {option: value for option, value in asked if option in known}
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}
         for option, value in self.attention_options:

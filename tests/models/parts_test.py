@@ -43,6 +43,11 @@ VARIANTS = {
     "convolution, standard block": {"convolution_size": 3, "block": "standard"},
     "no positions": {"positions": "none", "convolution_size": 2},
     "learned positions": {"positions": "learned", "max_length": 40, "attention": "softmax"},
+    "fading": {
+        "block": "fading",
+        "attention": ("log", "sliding_window"),
+        "attention_options": (("sliding_window.window_size", 7),),
+    },
     "rotary": {
         "positions": "none",
         "attention": "softmax",
@@ -92,6 +97,19 @@ def test_the_state_of_a_convolution_is_its_last_inputs():
     assert ours.state_size(10) == ours.state_size(10**6)
 
 
+def test_the_fading_block_is_a_standard_one_of_these_parts():
+    turns = {"attention": ("log", "sliding_window"), "num_layers": 2}
+    said = {"positions": "none", "convolution_size": 4, "block": "standard"}
+    log = ("log.values", "linear"), ("log.decay", "head")
+    window = ("sliding_window.window_size", 7), ("sliding_window.rotary", True)
+    ours = model(block="fading", attention_options=window[:1], **turns)
+    parts = model(attention_options=(*log, *window), **said, **turns)
+    tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
+    np.testing.assert_array_equal(ours(tokens), parts(tokens))
+    assert "decay" in str(ours.blocks[0].attention.config)
+    assert model(block="fading", convolution_size=2).config.convolution == 2
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -101,8 +119,9 @@ def test_the_state_of_a_convolution_is_its_last_inputs():
         ({"ends": "fastformer"}, "max_length=None with positions='learned'"),
         (
             {"convolution_size": 2, "is_causal": False, "attention": "softmax"},
-            "convolution_size with is_causal=False",
+            "convolution_size=2 and is_causal=False",
         ),
+        ({"block": "fading", "is_causal": False}, "block='fading' with convolution_size=None"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, message):

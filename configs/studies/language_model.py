@@ -1,0 +1,53 @@
+"""Is there a log-attention that beats softmax attention, given the same help?
+
+python -m heinsen_jax.study configs/studies/language_model.py --jobs 2
+
+Tiny Shakespeare in nanoGPT's CPU budget, at most 0.85M parameters. For two CPU cores and an hour.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from heinsen_jax.config import load_config
+from heinsen_jax.study import Ranking, Study, choices
+
+ABOUT = """
+2000 updates of 12 x 64 characters, the budget of nanoGPT's CPU recipe, for which its README reports
+1.88. Loss in nats per character, over the whole validation text. All but the paper's model have
+four layers of width 128, with a perceptron of 512 and a convolution of 4 tokens before each branch;
+queries and keys of softmax attention and of the window of 16 tokens are rotary, unless positions
+are learned.
+"""
+
+
+def get_study() -> Study:
+    configs = Path(__file__).parents[1]
+    base = load_config(configs / "shakespeare_char_fading.py")
+    paper = load_config(configs / "shakespeare_char_cpu.py")
+    only = {"model.attention_options": ()}
+    learned = {"block": "standard", "convolution_size": 4, "positions": "learned", "max_length": 64}
+    return Study(
+        title="Log-attention beside softmax attention, with the same help",
+        about=ABOUT,
+        base=replace(
+            base,
+            training=replace(base.training, report_every=500, evaluate_every=2000, sample_tokens=0),
+        ),
+        axes={
+            "model": {
+                "log and window, in turns": {},
+                "log": {"model.attention": "log", **only},
+                "softmax, rotary": {"model.attention": "softmax", **only},
+                "softmax, learned positions": {
+                    "model.attention": "softmax",
+                    **only,
+                    **{f"model.{field}": value for field, value in learned.items()},
+                },
+                "window": {"model.attention": "sliding_window"},
+                "the paper's model": {"model": paper.model},
+            },
+            "learning_rate": choices.learning_rates(2e-3, 4e-3),
+            "seed": choices.seeds(1, 2, 3),
+        },
+        plots=(Ranking("loss"),),
+    )

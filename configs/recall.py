@@ -2,9 +2,10 @@
 
 python train.py --config configs/recall.py [--model.attention softmax]
 
-Small enough for a CPU: 8 pairs of a vocabulary of 256 at length 64, 2 layers of width 64. Only the
-answers count. Zoology's settings are --data.vocab_size 8192 --model.vocab_size 8192, and for
---data.num_pairs 4, 8, 16 or 64 a --data.sequence_length of 64, 128, 256 or 512.
+Small enough for a CPU: 8 pairs of a vocabulary of 128 at length 64, 2 layers of width 64, 800
+updates of 32 texts. Only the answers count. Zoology's settings are --data.vocab_size 8192
+--model.vocab_size 8192, and for --data.num_pairs 4, 8, 16 or 64 a --data.sequence_length of 64, 128,
+256 or 512. What to expect of every mechanism: configs/studies/recall.py and its committed report.
 """
 
 from heinsen_jax.config import (
@@ -19,7 +20,7 @@ from heinsen_jax.data import Recall
 def get_config() -> ExperimentConfig:
     return ExperimentConfig(
         model=LanguageModelConfig(
-            vocab_size=256,
+            vocab_size=128,
             model_dim=64,
             num_layers=2,
             num_heads=2,
@@ -30,9 +31,9 @@ def get_config() -> ExperimentConfig:
             positions="none",
             convolution_size=4,
         ),
-        data=Recall(vocab_size=256, num_pairs=8, sequence_length=64, batch_size=64),
+        data=Recall(vocab_size=128, num_pairs=8, sequence_length=64, batch_size=32),
         optimizer=OptimizerConfig(
-            learning_rate=3e-3, end_learning_rate=3e-4, warmup_steps=100, beta2=0.99
+            learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=100, beta2=0.99
         ),
-        training=TrainingConfig(steps=1000, report_every=100, evaluate_every=500, sample_tokens=0),
+        training=TrainingConfig(steps=800, report_every=100, evaluate_every=400, sample_tokens=0),
     )

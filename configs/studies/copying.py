@@ -15,7 +15,7 @@ from heinsen_jax.study import Lengths, Study, choices
 ABOUT = """
 Strings of 5 to 20 of 26 letters are learned, and all lengths of the plot tested. A letter counts as
 right given those before it. Two layers of width 64, a convolution of 4 tokens before each branch,
-no other positions, 1000 updates of 64 strings.
+no other positions, 800 updates of 64 strings.
 """
 TESTED = 10, 20, 30, 40, 60
 MECHANISMS = (
@@ -41,7 +41,7 @@ def get_study() -> Study:
         base=replace(
             base,
             data=replace(base.data, test_lengths=TESTED, validation_examples=512),
-            training=replace(base.training, report_every=200, evaluate_every=1000),
+            training=replace(base.training, evaluate_every=800),
         ),
         axes={
             "mechanism": {name: known[name] for name in MECHANISMS},

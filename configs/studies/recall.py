@@ -22,16 +22,10 @@ has the full size. The state is that after 64 tokens, in float32, convolutions i
 
 def get_study() -> Study:
     base = load_config(Path(__file__).parents[1] / "recall.py")
-    data = replace(base.data, vocab_size=128, num_pairs=8, sequence_length=64, batch_size=32)
     return Study(
         title="Associative recall against bytes of state",
         about=ABOUT,
-        base=replace(
-            base,
-            model=replace(base.model, vocab_size=128),
-            data=data,
-            training=replace(base.training, steps=800, report_every=200, evaluate_every=800),
-        ),
+        base=replace(base, training=replace(base.training, evaluate_every=800)),
         axes={
             "mechanism": choices.causal_mechanisms(length=64),
             "width": choices.widths(32, 64),

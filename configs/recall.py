@@ -3,9 +3,9 @@
 python train.py --config configs/recall.py [--model.attention softmax]
 
 Small enough for a CPU: 8 pairs of a vocabulary of 128 at length 64, 2 layers of width 64, 800
-updates of 32 texts. Only the answers count. Zoology's settings are --data.vocab_size 8192
---model.vocab_size 8192, and for --data.num_pairs 4, 8, 16 or 64 a --data.sequence_length of 64, 128,
-256 or 512. What to expect of every mechanism: configs/studies/recall.py and its committed report.
+updates of 32 texts. Only the answers count. What comes of it is in the report of the study
+configs/studies/recall.py. Zoology's settings are --data.vocab_size 8192 --model.vocab_size 8192,
+and for --data.num_pairs 4, 8, 16 or 64 a --data.sequence_length of 64, 128, 256 or 512.
 """
 
 from heinsen_jax.config import (

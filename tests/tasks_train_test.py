@@ -55,6 +55,7 @@ def test_softmax_solves_recall_also_at_twice_the_length(run):
     metrics = run[1].metrics
     assert metrics["accuracy"] > 0.95  # one of the two values there are is right half of the time
     assert metrics["accuracy_24"] > 0.9
+    assert metrics["loss"] < metrics["loss_24"] < 1
     assert "bits_per_byte" not in metrics
 
 

@@ -50,5 +50,6 @@ class Dataset(Protocol):
 
     def validation_rows(self, config: Any) -> Mapping[str, Sequence[Batch]]:
         """Rows to measure on, always the same: those like the ones to learn from are named "", and
-        there may be others. Shorter ones are padded to one length, which the mask leaves out."""
+        there may be others, of other lengths. Of one name all have one length: shorter ones are
+        padded, which the mask leaves out."""
         ...

@@ -37,11 +37,13 @@ class DataConfig:
     """Tokens that a model sees at once."""
     batch_size: pydantic.PositiveInt = 32
     """Sequences in a batch, over all processes."""
+    test_lengths: tuple[pydantic.PositiveInt, ...] = ()
+    """Further lengths to measure at, besides that of training."""
 
     @property
     def longest(self) -> int:
         """Tokens that a model sees at once, at most."""
-        return self.sequence_length
+        return max((self.sequence_length, *self.test_lengths))
 
 
 class TokenSource:
@@ -115,8 +117,11 @@ class TokenDataset:
         return rows.__getitem__
 
     def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
-        """The text once, in order: every token but the first of a shard is predicted once."""
-        return {"": _ValidationRows(self.split("validation"), config.sequence_length)}
+        """The text once, in order: every token but the first of a shard is predicted once; and so
+        at each of the `test_lengths`."""
+        lengths = {"": config.sequence_length, **{str(n): n for n in config.test_lengths}}
+        source = self.split("validation")
+        return {name: _ValidationRows(source, length) for name, length in lengths.items()}
 
     def split(self, name: SplitName) -> TokenSource:
         """The tokens for training or for validation."""

@@ -1,5 +1,6 @@
 """What a study runs: an experiment, and the ways in which its runs differ."""
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -8,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from heinsen_jax.config import ExperimentConfig, as_json, explain, run_file
+from heinsen_jax.config import ExperimentConfig, explain, run_file
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.report import Plot
 
@@ -87,8 +88,11 @@ class Run:
 
     @property
     def fingerprint(self) -> str:
-        """Of all that decides it: a result with another one is not of this run."""
-        text = json.dumps(as_json(self.config), sort_keys=True)
+        """Of all settings that are not defaults: a result with another one is not of this run.
+
+        So a result stays of its run when a later version has more settings.
+        """
+        text = json.dumps(_chosen(self.config), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -103,6 +107,18 @@ def load_study(path: str | Path) -> Study:
       UserError: there is no such file, it defines no study, or a value in it does not fit.
     """
     return run_file(Path(path), "get_study")
+
+
+def _chosen(config: Any) -> dict[str, Any]:
+    """What a nested configuration is of, and where it differs from the defaults."""
+    found: dict[str, Any] = {"of": type(config).__name__}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found[field.name] = _chosen(value)
+        elif value != field.default:
+            found[field.name] = value
+    return found
 
 
 def _with(config: Any, fields: Mapping[str, Any]) -> Any:

@@ -26,8 +26,8 @@ def evaluate(
 
     Returns:
       `loss` in nats per token, `perplexity` = exp(loss), `accuracy`, how many of the likeliest
-      tokens are right, and of a causal model of text `bits_per_byte`. Where a data set has more to
-      measure on, also `accuracy_<its name>`.
+      tokens are right, and of a causal model of text `bits_per_byte`. At each of the data's
+      `test_lengths`, also `loss_<length>` and `accuracy_<length>`.
     """
     metrics: dict[str, float] = {}
     process_index, process_count = share_of_process(mesh)
@@ -48,12 +48,11 @@ def evaluate(
             )
         if not count:
             raise UserError("validation text: none of its few tokens was masked; give more text")
+        loss, accuracy = total / count, correct / count
         if name:
-            metrics[f"accuracy_{name}"] = correct / count
+            metrics |= {f"loss_{name}": loss, f"accuracy_{name}": accuracy}
             continue
-        loss = total / count
-        metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
-        metrics["accuracy"] = correct / count
+        metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
         if is_causal and dataset.bytes_per_token is not None:
             metrics["bits_per_byte"] = loss / math.log(2) / dataset.bytes_per_token
     return metrics

@@ -182,6 +182,18 @@ def test_validation_goes_in_order_and_may_stop_early(dataset: TokenDataset) -> N
     assert len(list(validation_batches(dataset, config, max_batches=99))) == 5
 
 
+def test_longer_windows_predict_the_same_tokens_from_more(dataset: TokenDataset) -> None:
+    config = DataConfig(sequence_length=7, batch_size=2, test_lengths=(20, 100))
+    assert config.longest == 100
+    assert list(dataset.validation_rows(config)) == ["", "20", "100"]
+    predicted = {}
+    for name in ("", "20", "100"):
+        batches = list(validation_batches(dataset, config, name=name))
+        assert batches[0].mask.shape == (2, int(name or 7))
+        predicted[name] = sorted(t for b in batches for t in b.tokens[:, 1:][b.mask].tolist())
+    assert predicted[""] == predicted["20"] == predicted["100"]
+
+
 def test_token_outside_the_vocabulary_is_found(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [80], [80])
     for name in ("train", "validation"):

@@ -15,9 +15,9 @@ from heinsen_jax.config import (
     TrainingConfig,
     as_json,
 )
-from heinsen_jax.data import Induction
+from heinsen_jax.data import Copying, DataConfig, Induction
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import Lengths, Points, Ranking, Study, load_study, runs
+from heinsen_jax.study import Lengths, Points, Ranking, Run, Study, load_study, runs
 from heinsen_jax.study.conduct import REPORT_FILE, RESULTS_FILE, conduct
 from heinsen_jax.study.runs import in_processes
 from heinsen_jax.training.loop import Diverged
@@ -116,6 +116,23 @@ def test_results_of_other_settings_are_not_used(tmp_path):
     longer = replace(STUDY, base=replace(BASE, training=replace(BASE.training, steps=5)))
     conduct(longer, tmp_path, executor)
     assert len(executor.done) == 20
+
+
+def test_a_fingerprint_is_of_what_is_not_a_default():
+    def fingerprint(**changes):
+        return Run({}, replace(BASE, **changes)).fingerprint
+
+    model = BASE.model
+    assert fingerprint() == fingerprint(model=replace(model, attention_options=(), remat=False))
+    others = [
+        {"seed": 1},
+        {"model": replace(model, remat=True)},
+        {"model": replace(model, attention_options=(("linear.num_kv_heads", 1),))},
+        {"data": Copying()},
+        {"data": Copying(num_letters=25)},
+        {"data": DataConfig()},
+    ]
+    assert len({fingerprint(), *(fingerprint(**changes) for changes in others)}) == 7
 
 
 def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):

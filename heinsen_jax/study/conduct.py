@@ -163,7 +163,8 @@ def _report(study: Study, output: Path, expected: int) -> None:
         f"# {study.title}",
         study.about.strip(),
         table(done, study.metric, study.shown),
-        f"Seeds differ in first weights and in data. {len(environments)} of {expected} runs, on "
+        "Seeds differ in first weights and in data; ± is half of what lies between the best and "
+        f"the worst. {len(environments)} of {expected} runs, on "
         + "; ".join(f"{device}, JAX {version}" for device, version in sorted(places))
         + f"; at {', '.join(sorted(commits))}.",
     ]

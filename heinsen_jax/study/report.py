@@ -37,6 +37,11 @@ class Result:
         """Of all seeds; NaN if there is none."""
         return statistics.fmean(self.values(metric) or [math.nan])
 
+    def spread(self, metric: str) -> float:
+        """Half of what lies between the best and the worst seed."""
+        values = self.values(metric)
+        return (max(values) - min(values)) / 2 if values else math.nan
+
 
 @dataclass(frozen=True)
 class Points:
@@ -124,7 +129,7 @@ def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.
 
 
 def table(results: Sequence[Result], metric: str, shown: Sequence[str]) -> str:
-    """A line for each result: what it is, what it costs, the mean, and each seed."""
+    """A line for each result: what it is, what it costs, the mean and spread, and each seed."""
     axes = [*results[0].compared, *results[0].tuned]
     costs = ["parameters", "state_bytes"]
     head = [*axes, *costs, metric, "of each seed", *shown]
@@ -132,12 +137,18 @@ def table(results: Sequence[Result], metric: str, shown: Sequence[str]) -> str:
     for result in results:
         found = [(_value(row, metric), row) for row in result.rows]
         each = [row["failed"] if x is None else f"{x:.4f}" for x, row in found]
-        means = (result.mean(name) for name in (metric, *shown))
-        mean, *others = ("" if math.isnan(x) else f"{x:.4f}" for x in means)
+        mean, *others = (_with_spread(result, name) for name in (metric, *shown))
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
         labels = [*result.compared.values(), *result.tuned.values()]
         lines.append([*labels, *numbers, mean, ", ".join(each), *others])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _with_spread(result: Result, metric: str) -> str:
+    if not (values := result.values(metric)):
+        return ""
+    mean = f"{result.mean(metric):.4f}"
+    return mean if len(values) == 1 else f"{mean} ± {result.spread(metric):.4f}"
 
 
 def _value(row: Row, name: str) -> float | None:

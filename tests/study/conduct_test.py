@@ -92,8 +92,8 @@ def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
     report = (tmp_path / REPORT_FILE).read_text()
     assert report.startswith("# A small study\n\nWhether it works.\n\n![")
     assert "| mechanism | width | learning rate | parameters | state bytes | accuracy |" in report
-    row = "| softmax | 16 | 0.1 | 100 | 160 | 0.7600 | 0.7500, 0.7600, 0.7700 | 0.0475 |"
-    assert row in report
+    row = "| 100 | 160 | 0.7600 ± 0.0100 | 0.7500, 0.7600, 0.7700 | 0.0475 ± 0.0006 |"
+    assert f"| softmax | 16 | 0.1 {row}" in report
     assert "12 of 12 runs, on a CPU, JAX 1; at abc." in report
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
@@ -140,7 +140,7 @@ def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
     assert len(lines(tmp_path)) == 10 + 6  # no further seeds of what always fails
     report = (tmp_path / REPORT_FILE).read_text()
     assert "| softmax | 8 | 0.001 | 100 | 80 |  | NaN! |  |" in report
-    assert "| linear | 8 | 0.01 | 100 | 80 | 0.7600 |" in report
+    assert "| linear | 8 | 0.01 | 100 | 80 | 0.7600 ± 0.0100 |" in report
 
 
 def test_a_report_of_what_is_done_so_far(tmp_path):

@@ -30,12 +30,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from heinsen_jax import data
-from heinsen_jax.config import (
-    ExperimentConfig,
-    LanguageModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from heinsen_jax.config import OptimizerConfig, load_config
 from heinsen_jax.data import Recall
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
@@ -58,24 +53,21 @@ print("answers:", np.where(asked, tokens[1:], 0))
 # %% [markdown]
 # ## A race
 #
-# The same small model with each mechanism: two layers of width 32, a convolution of two tokens
-# before each, so that a key and its value meet. A few hundred steps each, some seconds on a CPU.
+# The same small model with each mechanism, that of `configs/recall.py` made smaller: two layers of
+# width 32, a convolution of two tokens before each branch, so that a key and its value meet. A few
+# hundred steps each, some seconds on a CPU.
 
 # %%
-base = ExperimentConfig(
-    model=LanguageModelConfig(
-        vocab_size=64,
-        model_dim=32,
-        num_layers=2,
-        num_heads=2,
-        block="standard",
-        mlp_ratio=2,
-        positions="none",
-        convolution_size=2,
+ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
+base = load_config(ROOT / "configs" / "recall.py")
+base = replace(
+    base,
+    model=replace(
+        base.model, vocab_size=64, model_dim=32, convolution_size=2, attention_options=()
     ),
     data=task,
     optimizer=OptimizerConfig(learning_rate=5e-3, end_learning_rate=5e-4, warmup_steps=20),
-    training=TrainingConfig(steps=240, evaluate_every=80, report_every=80, sample_tokens=0),
+    training=replace(base.training, steps=240, evaluate_every=80, report_every=80),
 )
 MECHANISMS = {
     "softmax": {"attention": "softmax"},

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 import tyro
@@ -30,6 +30,8 @@ from heinsen_jax.typing import config_dataclass
 NOT_ARCHITECTURE = {"dtype", "remat", "remat_keeps"}
 """Fields of a model that a run may go on with other values of."""
 
+Kind = TypeVar("Kind")
+
 
 @config_dataclass
 class ExperimentConfig:
@@ -52,7 +54,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
     """
     path = Path(path)
     if path.suffix != ".json":
-        return run_file(path, "get_config")
+        return run_file(path, "get_config", ExperimentConfig)
     try:
         values = json.loads(path.read_text())
         return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
@@ -158,24 +160,32 @@ def as_json(config: ExperimentConfig) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
-def run_file(path: Path, function: str) -> Any:
-    """What a function of a Python file returns.
+def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
+    """What a function of a Python file returns, of some kind.
 
     Raises:
-      UserError: there is no such file, it does not define the function, or a value does not fit.
+      UserError: there is no such file, it does not define the function, a value does not fit, or
+        what it returns is not of that kind.
     """
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
+    if path.suffix != ".py":
+        raise UserError(f"{path} must be a Python file, .py, that defines {function}()")
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        if hasattr(module, function):
-            return getattr(module, function)()
+        if not hasattr(module, function):
+            raise UserError(f"{path} defines no {function}()")
+        returned = getattr(module, function)()
     except UserError:
         raise
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
-    raise UserError(f"{path} defines no {function}()")
+    if not isinstance(returned, kind):
+        raise UserError(
+            f"{path}: {function}() must return {kind.__name__}, not {type(returned).__name__}"
+        )
+    return returned

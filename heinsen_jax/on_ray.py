@@ -30,7 +30,8 @@ def calls(
         ray = importlib.import_module("ray")  # here, for nothing else is to wait for it
     except ModuleNotFoundError:
         raise UserError(
-            "executor=ray, but ray is not installed: pip install 'heinsen_jax[ray]'"
+            "executor ray: Ray is not installed; in a clone of this package, "
+            "pip install -e '.[ray]'"
         ) from None
     if not ray.is_initialized():
         ray.init(log_to_driver=False)

@@ -128,7 +128,7 @@ for pairs in (2, 8):
         print(f"{pairs} pairs, {depth} key features a head: {held[pairs, depth]:.3f}")
 
 # %% [markdown]
-# Small models and few steps: the study behind the README's figure asks the same of every mechanism,
-# with learning rates of its own for each, and larger texts:
+# Small models and few steps: a study asks the same of every mechanism, with learning rates of its
+# own for each, and longer texts:
 #
 #     python -m heinsen_jax.study configs/studies/recall.py --jobs 2

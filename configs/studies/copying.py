@@ -28,7 +28,7 @@ MECHANISMS = (
     "log",
     "log, linear values",
     "log, decay by head",
-    "log, by feature",
+    "log, decay by feature",
 )
 
 

@@ -15,8 +15,9 @@ from heinsen_jax.study import Points, Study, choices
 ABOUT = """
 Texts of 64 tokens name 8 keys and their values, and then ask for each value once; a guess among the
 8 is right once in 8. Two layers of each width, a convolution of 4 tokens before each branch, no
-other positions, 800 updates of 32 texts. Small, for two CPU cores: `recall_zoology.py` beside it
-has the full size. The state is that after 64 tokens, in float32, convolutions included.
+other positions, 800 updates of 32 texts. Small, for two CPU cores: the full size is in
+`configs/studies/recall_zoology.py`. The state is that after 64 tokens, in float32, convolutions
+included.
 """
 
 

@@ -5,14 +5,14 @@ from typing import Any, Literal
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
+from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import block_rule, block_sparse_attention
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class BlockSparseConfig(MaskedConfig):
+class BlockSparseConfig(RotaryConfig):
     """Of block-sparse attention."""
 
     pattern: Literal["local", "strided", "fixed"] = "fixed"
@@ -26,7 +26,7 @@ class BlockSparseConfig(MaskedConfig):
         block_rule(self.pattern, self.block_size, self.num_summaries)
 
 
-class BlockSparseAttention(MaskedAttention):
+class BlockSparseAttention(RotaryAttention):
     """Block-sparse attention: the state holds all keys and values, or those of the local pattern.
 
     To alternate with dense layers, mix mechanisms: `attention=("block_sparse", "softmax")`.

@@ -3,14 +3,14 @@
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
+from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import dilated_attention
 from heinsen_jax.ops.masks import Mask, Strided, Window
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class DilatedConfig(MaskedConfig):
+class DilatedConfig(RotaryConfig):
     """Of dilated attention."""
 
     window_size: pydantic.PositiveInt = 64
@@ -19,7 +19,7 @@ class DilatedConfig(MaskedConfig):
     """Positions from one of them to the next; 1 leaves no gaps."""
 
 
-class DilatedAttention(MaskedAttention):
+class DilatedAttention(RotaryAttention):
     """Dilated sliding windows: the state holds the keys and values of all tokens one reaches over.
 
     References:

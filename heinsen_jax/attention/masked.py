@@ -7,38 +7,14 @@ import jax.numpy as jnp
 
 from heinsen_jax.attention.base import Call
 from heinsen_jax.attention.cache import TokenCache, WindowCache
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array, config_dataclass
-
-
-@config_dataclass
-class MaskedConfig(HeadsConfig):
-    """Of softmax attention in its many forms, by products of queries and keys."""
-
-    rotary: bool = False
-    """Whether queries and keys are turned by angles that grow with their place in the text, so that
-    scores depend on how far apart they are."""
+from heinsen_jax.typing import Array
 
 
 class MaskedAttention(HeadedAttention):
-    """Softmax attention that sees what a rule says; the state holds keys and values it needs.
-
-    Raises:
-      ValueError: rotary, and key_depth is odd.
-    """
-
-    Config = MaskedConfig
-
-    def create(self, **options: Any) -> None:
-        super().create(**options)
-        self.is_rotary = getattr(self.config, "rotary", False)  # not with L1 distances
-        if self.is_rotary and self.key_depth % 2:
-            raise ValueError(
-                f"rotary turns pairs of features, but key_depth={self.key_depth}: make it even"
-            )
+    """Softmax attention that sees what a rule says; the state holds keys and values it needs."""
 
     def rule(self) -> Mask | None:
         """Which of the keys up to its own a query sees; all when None. Of differences of positions
@@ -48,6 +24,11 @@ class MaskedAttention(HeadedAttention):
     def reach(self) -> int | None:
         """How many tokens before itself a query may see; any number when None."""
         return None
+
+    def placed(self, query: Array, key: Array, before: int | Array) -> tuple[Array, Array]:
+        """Both with what their places say, where that is in them, after so many tokens."""
+        del before
+        return query, key
 
     def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
         """The mechanism over a whole text."""
@@ -59,9 +40,7 @@ class MaskedAttention(HeadedAttention):
 
     def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
         state = call.state
-        if self.is_rotary:
-            before = 0 if state is None else state.seen
-            query, key = (rotary(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
+        query, key = self.placed(query, key, 0 if state is None else state.seen)
         if state is None:
             return self.over_all(query, key, value, call), None
         if call.segment_ids is not None:

@@ -3,21 +3,21 @@
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
+from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import sliding_window_attention
 from heinsen_jax.ops.masks import Window
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class SlidingWindowConfig(MaskedConfig):
+class SlidingWindowConfig(RotaryConfig):
     """Of sliding-window attention."""
 
     window_size: pydantic.PositiveInt = 256
     """Tokens a query sees, itself included; on each side, if not causal."""
 
 
-class SlidingWindowAttention(MaskedAttention):
+class SlidingWindowAttention(RotaryAttention):
     """Sliding-window attention: the state holds the keys and values of one window.
 
     References:

@@ -3,20 +3,20 @@
 from typing import Literal
 
 from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.masked import MaskedAttention, MaskedConfig
+from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, config_dataclass
 
 
 @config_dataclass
-class SoftmaxConfig(MaskedConfig):
+class SoftmaxConfig(RotaryConfig):
     """Of softmax attention."""
 
     implementation: Literal["xla", "tiled", "cudnn"] | None = None
     """Of `dot_product_attention`, over a whole text; None chooses."""
 
 
-class SoftmaxAttention(MaskedAttention):
+class SoftmaxAttention(RotaryAttention):
     """Multi-head softmax attention: the state holds all keys and values.
 
     References:

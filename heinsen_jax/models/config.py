@@ -39,9 +39,9 @@ class LanguageModelConfig:
     """The paper's: one residual branch, gated. Or the standard one: attention, then a perceptron,
     both pre-norm. Or that for log-attention which forgets, fading: the standard one with a
     convolution of 4 tokens at the start of each branch and no other positions, values of any sign,
-    decay by head, and rotary queries and keys in softmax attention beside it. Or Fastformer's: the
-    standard one without biases in the perceptron, whose residual stream goes on from the normalised
-    input of its attention."""
+    and decay by head; mechanisms that have an option `rotary` are rotary in it. Or Fastformer's:
+    the standard one without biases in the perceptron, whose residual stream goes on from the
+    normalised input of its attention."""
     mlp_ratio: pydantic.PositiveInt = 4
     """Width of the perceptron in the other blocks than the paper's, in widths of the model."""
     ends: Literal["paper", "fastformer"] = "paper"
@@ -89,9 +89,10 @@ class LanguageModelConfig:
                 "positions are a vector for each of max_length places, others have none"
             )
         if self.convolution is not None and not self.is_causal:
+            of = "block='fading'" if self.convolution_size is None else "convolution_size"
             raise ValueError(
-                f"block={self.block!r} with convolution_size={self.convolution_size} and "
-                "is_causal=False: the convolution is causal"
+                f"{of} with is_causal=False: convolutions are causal; use block='standard' and "
+                "convolution_size=None"
             )
         self.mechanisms()  # refuses what does not fit
         if self.key_depth is None or self.value_depth is None:

@@ -4,9 +4,9 @@ python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray
 """
 
 from heinsen_jax.study import choices
-from heinsen_jax.study.conduct import results_of
 from heinsen_jax.study.grid import Run, Study, load_study
 from heinsen_jax.study.report import Lengths, Points, Ranking, Result
+from heinsen_jax.study.results import results_of
 
 __all__ = [
     "Lengths",

@@ -16,18 +16,22 @@ def mechanism(name: str, **options: Any) -> dict[str, Any]:
 def causal_mechanisms(length: int) -> Choices:
     """Every causal mechanism, and some forms of log-attention.
 
-    Windows, segments and blocks are parts of `length`, that of the texts: by default they span it,
-    and everything is seen at once.
+    Windows, segments and blocks are parts of `length`: their defaults would span short texts, so
+    that everything is seen at once.
+
+    Args:
+      length: tokens of the shortest text that is learned, 16 at least.
     """
+    if length < 16:
+        raise ValueError(f"length={length} must be at least 16: windows are parts of it")
     part = length // 4
     options: dict[str, dict[str, Any]] = {
         "gqa": {"num_kv_heads": 1},
         "sliding_window": {"window_size": part},
         "dilated": {"window_size": part // 2, "dilation": 4},
         "longformer": {"window_size": part, "num_global_tokens": 2},
-        "tglobal": {"radius": part - 1, "block_size": 4, "capacity": length},
+        "tglobal": {"radius": part - 1, "block_size": 4},
         "block_sparse": {"block_size": part // 2, "num_summaries": 2},
-        "memory_compressed": {"capacity": length},
         "l1_sparse": {"window_size": part // 4},
         "rmt": {"segment_length": part, "num_memories": 4},
     }
@@ -35,7 +39,7 @@ def causal_mechanisms(length: int) -> Choices:
         "log": {},
         "log, linear values": {"values": "linear"},
         "log, decay by head": {"values": "linear", "decay": "head", "longest_memory": length},
-        "log, by feature": {"values": "linear", "decay": "feature", "longest_memory": length},
+        "log, decay by feature": {"values": "linear", "decay": "feature", "longest_memory": length},
     }
     causal = [x for x in attention.names() if attention.mechanism(x).capabilities.causal]
     others = {name: mechanism(name, **options.get(name, {})) for name in causal if name != "log"}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from heinsen_jax.config import ExperimentConfig, explain, run_file
 from heinsen_jax.errors import UserError
-from heinsen_jax.study.report import Plot
+from heinsen_jax.study.report import Plot, Ranking
 
 Axes = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
@@ -46,6 +46,14 @@ class Study:
     shown: tuple[str, ...] = ()
     plots: tuple[Plot, ...] = ()
 
+    def __post_init__(self) -> None:
+        compared = self.compared(dict.fromkeys(self.axes, ""))
+        for plot in self.plots:
+            if not isinstance(plot, Ranking) and plot.lines not in compared:
+                raise ValueError(
+                    f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
+                )
+
     def first(self) -> list["Run"]:
         """All runs with the first seed.
 
@@ -72,7 +80,10 @@ class Study:
         """The run of one label of each axis."""
         fields: dict[str, Any] = {}
         for axis, label in labels.items():
-            fields |= self.axes[axis][label]
+            for field, value in self.axes[axis][label].items():
+                inside = [name for name in fields if name.startswith(f"{field}.")]
+                fields = {name: x for name, x in fields.items() if name not in inside}
+                fields[field] = value
         try:
             return Run(dict(labels), _with(self.base, fields))
         except (ValueError, TypeError) as error:
@@ -90,7 +101,8 @@ class Run:
     def fingerprint(self) -> str:
         """Of all settings that are not defaults: a result with another one is not of this run.
 
-        So a result stays of its run when a later version has more settings.
+        So a result stays of its run when a later version has more settings. Whoever changes a
+        default, or what a setting means, must make the results of studies anew.
         """
         text = json.dumps(_chosen(self.config), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -106,7 +118,7 @@ def load_study(path: str | Path) -> Study:
     Raises:
       UserError: there is no such file, it defines no study, or a value in it does not fit.
     """
-    return run_file(Path(path), "get_study")
+    return run_file(Path(path), "get_study", Study)
 
 
 def _chosen(config: Any) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """One run of a study, in a folder of its own; and many, in processes of this machine."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,10 @@ from flax import nnx
 
 from heinsen_jax import data, on_ray
 from heinsen_jax.config import ExperimentConfig, as_json, record
+from heinsen_jax.data import DataConfig
+from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
+from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.report import Row
@@ -24,6 +30,7 @@ from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER
 from heinsen_jax.training.loop import Diverged, train
 
 LOG_FILE = "log.txt"
+ROW_FILE = "row.json"
 
 
 class Stopped(Exception):
@@ -33,12 +40,15 @@ class Stopped(Exception):
 def perform(values: dict[str, Any], workdir: Path) -> Row:
     """Trains from a configuration's plain values: what was measured, and what the model costs.
 
-    A run that was stopped goes on. One that diverged has `failed` in place of `metrics`. What it
-    says goes to a file in its folder, whose checkpoints are removed at the end.
+    A run that was stopped goes on, and one that ended is not done again. One that diverged has
+    `failed` in place of `metrics`. What it says goes to a file in its folder, the row to another,
+    and checkpoints are then removed.
 
     Raises:
       Stopped: a signal came first.
     """
+    if (workdir / ROW_FILE).exists():
+        return json.loads((workdir / ROW_FILE).read_text())
     config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     workdir.mkdir(parents=True, exist_ok=True)
     start, result = time.monotonic(), {}
@@ -52,9 +62,11 @@ def perform(values: dict[str, Any], workdir: Path) -> Row:
             result["metrics"] = ended.metrics
         except Diverged as error:
             result["failed"] = str(error)
-    shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
     seconds = round(time.monotonic() - start, 1)
-    return {**result, **costs(config), "seconds": seconds, "environment": environment()}
+    row = {**result, **costs(config), "seconds": seconds, "environment": environment()}
+    write_atomically(workdir / ROW_FILE, json.dumps(row).encode())
+    shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
+    return row
 
 
 def costs(config: ExperimentConfig) -> dict[str, int]:
@@ -71,6 +83,7 @@ def in_processes(
 
     Raises:
       Stopped: a signal ended them.
+      UserError: one cannot be done, or its process was killed.
     """
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -81,21 +94,57 @@ def in_processes(
         waiting = {pool.submit(perform, as_json(run.config), folder(run)): run for run in runs}
         try:
             for done in as_completed(waiting):
-                yield waiting[done], done.result()
+                with _named(waiting[done]):
+                    row = done.result()
+                yield waiting[done], row
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)  # those that still end write their rows themselves
             raise
 
 
 def on_cluster(
     runs: Sequence[Run], folder: Callable[[Run], Path], cpus: float, gpus: float
 ) -> Iterator[tuple[Run, Row]]:
-    """Each run with its row, as they end, on a Ray cluster whose nodes all see the folders under
-    these names; with so many CPUs and GPUs for one run."""
+    """Each run with its row, as they end, on a Ray cluster; with so many CPUs and GPUs for one run.
+    All nodes see the folders of runs and of data under these names."""
     labelled = {run.fingerprint: run for run in runs}
-    calls = {name: (as_json(run.config), folder(run).resolve()) for name, run in labelled.items()}
+    calls = {
+        name: (as_json(_anywhere(run.config)), folder(run).resolve())
+        for name, run in labelled.items()
+    }
     for name, row in on_ray.calls(perform, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1):
         yield labelled[name], row
+
+
+def _anywhere(config: ExperimentConfig) -> ExperimentConfig:
+    """The same, with paths that do not depend on the folder that a process runs in."""
+
+    def resolved(path: str) -> str:
+        return str(Path(path).resolve())
+
+    if isinstance(config.data, DataConfig):
+        changed = replace(config.data, cache=resolved(config.data.cache))
+        if Path(config.data.corpus).exists():
+            changed = replace(changed, corpus=resolved(config.data.corpus))
+        config = replace(config, data=changed)
+    if (cache := config.training.compilation_cache) is not None:
+        training = replace(config.training, compilation_cache=resolved(cache))
+        config = replace(config, training=training)
+    return config
+
+
+@contextlib.contextmanager
+def _named(run: Run) -> Iterator[None]:
+    """Errors say which run they are of."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{describe(run.labels)}: {error}") from error
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"{describe(run.labels)}: its process was killed, perhaps for want of memory: try a "
+            "smaller --jobs; the same command goes on"
+        ) from error
 
 
 def _take_cores(shares: Any) -> None:

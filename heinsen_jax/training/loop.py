@@ -48,7 +48,7 @@ class Result:
 
     Attributes:
       step: updates made.
-      metrics: of the last evaluation; empty where training stopped before one.
+      metrics: of the last evaluation; empty where a signal came before one.
       signal: the number of the signal that stopped it, or None.
     """
 
@@ -214,7 +214,7 @@ class _Run:
                 clock.restart(step)
             elif training.checkpoint_every and step % training.checkpoint_every == 0:
                 self.checkpoints.save(step, state)
-        return Result(training.steps, metrics)
+        return Result(training.steps, metrics or self._evaluated(state))
 
     def _report(self, step: int, measured: dict[str, Any], clock: "_Clock") -> None:
         values = {name: float(x) for name, x in measured.items()}
@@ -240,15 +240,7 @@ class _Run:
 
     def _look(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluates, saves, and lets the model write."""
-        metrics = evaluate(
-            self.evaluation_step,
-            state.parameters,
-            self.dataset,
-            self.data,
-            self.mesh,
-            max_batches=self.training.evaluation_batches,
-            is_causal=self.model.is_causal,
-        )
+        metrics = self._evaluated(state)
         self.checkpoints.save(step, state, loss=metrics["loss"])
         self.reporter.validation(step, metrics)
         if self.training.sample_tokens:
@@ -259,6 +251,17 @@ class _Run:
                 folder.mkdir(exist_ok=True)
                 (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
         return metrics
+
+    def _evaluated(self, state: TrainState) -> dict[str, float]:
+        return evaluate(
+            self.evaluation_step,
+            state.parameters,
+            self.dataset,
+            self.data,
+            self.mesh,
+            max_batches=self.training.evaluation_batches,
+            is_causal=self.model.is_causal,
+        )
 
     def _sample(self, state: TrainState) -> str:
         tokenizer, training = self.dataset.tokenizer, self.training

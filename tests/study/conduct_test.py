@@ -1,8 +1,10 @@
 """Studies: which runs there are, that none is done twice, and what is reported."""
 
 import json
+import math
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +20,12 @@ from heinsen_jax.config import (
 from heinsen_jax.data import Copying, DataConfig, Induction
 from heinsen_jax.errors import UserError
 from heinsen_jax.study import Lengths, Points, Ranking, Run, Study, load_study, runs
-from heinsen_jax.study.conduct import REPORT_FILE, RESULTS_FILE, conduct
-from heinsen_jax.study.runs import in_processes
+from heinsen_jax.study.conduct import REPORT_FILE, conduct
+from heinsen_jax.study.results import RESULTS_FILE
+from heinsen_jax.study.runs import costs, in_processes
 from heinsen_jax.training.loop import Diverged
 
+ROOT = Path(__file__).parents[2]
 BASE = ExperimentConfig(
     model=LanguageModelConfig(
         vocab_size=8, model_dim=8, num_layers=1, num_heads=2, attention="linear"
@@ -51,6 +55,10 @@ STUDY = Study(
     shown=("accuracy_16",),
     plots=(Points("accuracy"), Lengths((4, 8, 16)), Ranking("accuracy")),
 )
+SMALLER = replace(
+    STUDY,
+    axes={"mechanism": STUDY.axes["mechanism"], "seed": {"0": {"seed": 0}}},
+)
 GOOD = {"8": "0.01", "16": "0.1"}  # the best learning rate of each width
 
 
@@ -70,7 +78,8 @@ class Fake:
             metrics = {"loss": 1.0, "accuracy": accuracy}
             metrics |= {f"accuracy_{n}": accuracy / n for n in (4, 8, 16)}
             row = {"metrics": metrics} if labels["mechanism"] != self.failed else {"failed": "NaN!"}
-            place = {"cpu": "a CPU", "backend": "cpu", "device": "cpu", "jax": "1", "commit": "abc"}
+            place = {"cpu": "a CPU", "backend": "cpu", "device": "cpu", "jax": "1"}
+            place |= {"commit": "abc", "uncommitted_changes": False}
             costs = {"parameters": 100, "state_bytes": 10 * int(labels["width"]), "seconds": 1.0}
             self.done.append(labels)
             yield run, {**row, **costs, "environment": place}
@@ -95,6 +104,7 @@ def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
     row = "| 100 | 160 | 0.7600 ± 0.0100 | 0.7500, 0.7600, 0.7700 | 0.0475 ± 0.0006 |"
     assert f"| softmax | 16 | 0.1 {row}" in report
     assert "12 of 12 runs, on a CPU, JAX 1; at abc." in report
+    assert "the best with the first seed is shown" in report
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
@@ -152,6 +162,45 @@ def test_a_report_of_what_is_done_so_far(tmp_path):
         conduct(STUDY, tmp_path / "new", Fake(fail_after=0), report_only=True)
 
 
+def test_what_is_not_a_number_is_never_the_best(tmp_path):
+    class NotANumber(Fake):
+        def __call__(self, runs, folder):
+            for run, row in super().__call__(runs, folder):
+                if run.labels["learning_rate"] == "0.001":
+                    row["metrics"]["accuracy"] = math.nan
+                yield run, row
+
+    conduct(STUDY, tmp_path, NotANumber())
+    assert "| linear | 8 | 0.01 |" in (tmp_path / REPORT_FILE).read_text()
+
+
+def test_a_metric_that_is_not_measured_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"metric='acuracy' .* choose one of loss, accuracy"):
+        conduct(replace(STUDY, metric="acuracy"), tmp_path, Fake())
+
+
+def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
+    with pytest.raises(ValueError, match="one of mechanism, width"):
+        replace(STUDY, plots=(Points("accuracy", lines="learning_rate"),))
+
+
+def test_other_seeds_are_checked_before_any_run(tmp_path):
+    seeds = {"0": {"seed": 0}, "1": {"sead": 1}}
+    executor = Fake()
+    with pytest.raises(UserError, match=r"seed 1: .* no field 'sead'"):
+        conduct(replace(STUDY, axes={**STUDY.axes, "seed": seeds}), tmp_path, executor)
+    assert not executor.done
+
+
+def test_a_section_that_is_set_whole_replaces_its_fields():
+    axes = {
+        "mechanism": {"small": {"model.model_dim": 16, "model": replace(BASE.model, num_heads=4)}},
+        "width": {"24": {"model.num_layers": 3}},
+    }
+    model = replace(STUDY, axes=axes, plots=()).first()[0].config.model
+    assert (model.model_dim, model.num_heads, model.num_layers) == (8, 4, 3)
+
+
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / RESULTS_FILE).write_text("{}x\n")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1, is damaged"):
@@ -172,6 +221,38 @@ def test_fields_that_fit_only_together_are_set_together():
     run = replace(STUDY, axes={"mechanism": {"l1": options}}).first()[0]
     assert run.config.model.attention == "l1"
     assert run.config.model.attention_options == (("l1.denominator_bias", 1.0),)
+
+
+def test_a_run_that_ended_is_not_done_again(tmp_path, monkeypatch):
+    first = runs.perform(as_json(BASE), tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
+    monkeypatch.setattr(runs, "train", None)
+    assert runs.perform(as_json(BASE), tmp_path) == first
+
+
+def test_errors_of_runs_say_which_they_are_of():
+    run = replace(STUDY, axes=SMALLER.axes).first()[0]
+    with pytest.raises(UserError, match="mechanism linear, seed 0: no room"), runs._named(run):
+        raise UserError("no room")
+    with pytest.raises(UserError, match="seed 0: its process was killed"), runs._named(run):
+        raise BrokenProcessPool
+
+
+def test_paths_are_the_same_for_all_nodes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    text = replace(BASE, data=DataConfig(corpus="a.txt"))
+    assert runs._anywhere(text).data.corpus == str(tmp_path / "a.txt")
+    assert runs._anywhere(text).data.cache == str(tmp_path / "data")
+    named = replace(BASE, data=DataConfig(corpus="tinyshakespeare"))
+    assert runs._anywhere(named).data.corpus == "tinyshakespeare"
+    assert runs._anywhere(BASE) == BASE
+
+
+def test_ray_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"Ray is not installed; .* pip install -e '\.\[ray\]'"):
+        next(runs.on_cluster([], lambda run: None, cpus=1, gpus=0))
 
 
 @pytest.mark.parametrize("failure", [Diverged, UserError, OSError])
@@ -207,12 +288,6 @@ def test_what_does_not_fit_is_named_before_any_run(tmp_path, choice, message):
     assert not executor.done
 
 
-SMALLER = replace(
-    STUDY,
-    axes={"mechanism": STUDY.axes["mechanism"], "seed": {"0": {"seed": 0}}},
-)
-
-
 def test_runs_in_processes_train_and_cost_what_they_say(tmp_path):
     conduct(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 2))
     rows = {row["labels"]["mechanism"]: row for row in lines(tmp_path)}
@@ -241,6 +316,8 @@ def get_study():
     ("arguments", "message"),
     [
         (("nothing.py",), "nothing.py: there is no such file"),
+        (("study.json",), "study.json must be a Python file, .py, that defines get_study()"),
+        (("none.py",), "none.py: get_study() must return Study, not NoneType"),
         (("study.py", "--jobs", "0"), "--jobs 0 must be at least 1"),
         (("empty.py",), "empty.py defines no get_study()"),
     ],
@@ -248,6 +325,8 @@ def get_study():
 def test_the_command_refuses_what_is_wrong(tmp_path, arguments, message):
     (tmp_path / "study.py").write_text(FILE)
     (tmp_path / "empty.py").write_text("")
+    (tmp_path / "none.py").write_text("def get_study():\n    pass\n")
+    (tmp_path / "study.json").write_text("{}")
     command = [sys.executable, "-m", "heinsen_jax.study", *arguments]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
@@ -255,9 +334,14 @@ def test_the_command_refuses_what_is_wrong(tmp_path, arguments, message):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(Path("configs/studies").glob("*.py")), ids=lambda path: path.stem
+    "path", sorted(ROOT.glob("configs/studies/*.py")), ids=lambda path: path.stem
 )
 def test_committed_studies_load_and_all_their_runs_are_different(path):
     study = load_study(path)
-    runs = study.first()
+    first = study.first()
+    runs = [run for chosen in first for run in (chosen, *study.then(chosen.labels))]
     assert len({run.fingerprint for run in runs}) == len(runs)
+    models = [run.config.model for run in first]
+    names = [(model.attention, model.attention_options) for model in models]
+    for run in dict(zip(names, first, strict=True)).values():
+        assert costs(run.config)["state_bytes"] > 0

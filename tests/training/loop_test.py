@@ -117,7 +117,9 @@ def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
 def test_a_finished_run_is_left_as_it_is(small, uninterrupted):
     workdir, _ = uninterrupted
     before = final_bytes(workdir, small)
-    assert run(workdir, small).step == 60
+    again = run(workdir, small)
+    assert again.step == 60
+    assert again.metrics == uninterrupted[1].metrics
     assert final_bytes(workdir, small) == before
 
 

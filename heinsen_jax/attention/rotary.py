@@ -1,0 +1,42 @@
+"""Softmax attention whose queries and keys may be turned by angles, as layers."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.ops.rotary import rotary
+from heinsen_jax.typing import Array, config_dataclass
+
+
+@config_dataclass
+class RotaryConfig(HeadsConfig):
+    """Of softmax attention by products of queries and keys."""
+
+    rotary: bool = False
+    """Whether queries and keys are turned by angles that grow with their place in the text, so that
+    scores depend on how far apart they are."""
+
+
+class RotaryAttention(MaskedAttention):
+    """Softmax attention by products of queries and keys, which may be rotary.
+
+    Raises:
+      ValueError: rotary, and key_depth is odd.
+    """
+
+    Config = RotaryConfig
+
+    def create(self, **options: Any) -> None:
+        super().create(**options)
+        if self.config.rotary and self.key_depth % 2:
+            raise ValueError(
+                f"rotary turns pairs of features, but key_depth={self.key_depth}: make it even"
+            )
+
+    def placed(self, query: Array, key: Array, before: int | Array) -> tuple[Array, Array]:
+        if not self.config.rotary:
+            return query, key
+        query, key = (rotary(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
+        return query, key

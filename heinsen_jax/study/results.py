@@ -1,0 +1,80 @@
+"""What is recorded of a study's runs, and what of it is shown."""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.study.grid import Run, Study
+from heinsen_jax.study.report import Result, Row
+
+RESULTS_FILE = "results.jsonl"
+
+
+class Recorded:
+    """The lines of a results file, by what decides a run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._rows = path, {}
+        text = path.read_text() if path.exists() else ""
+        for number, line in enumerate(text.splitlines(), 1):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                if text.endswith("\n") or number < len(text.splitlines()):
+                    raise UserError(f"{path}, line {number}, is damaged: remove it") from None
+                path.write_text(text[: text.rfind("\n") + 1])  # cut short as it was written
+                break
+            self._rows[row["fingerprint"]] = row
+
+    def of(self, run: Run) -> Row | None:
+        return self._rows.get(run.fingerprint)
+
+    def add(self, run: Run, row: Row) -> None:
+        row = {"labels": run.labels, "fingerprint": run.fingerprint, **row}
+        self._rows[run.fingerprint] = row
+        with self._path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
+    """Of each comparison the best run with the first seed, of those done, and then the same with
+    the other seeds; it alone, if it diverged."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in study.first():
+        groups.setdefault(tuple(study.compared(run.labels).values()), []).append(run)
+    sign = 1 if study.better == "more" else -1
+
+    def goodness(run: Run) -> float:
+        row = recorded.of(run)
+        if row is None:
+            return -math.inf
+        value = row.get("metrics", {}).get(study.metric, math.nan)
+        return sign * value if math.isfinite(value) else -math.inf
+
+    best = [max(runs, key=goodness) for runs in groups.values()]
+    return [
+        [run, *study.then(run.labels)] if "failed" not in (recorded.of(run) or {}) else [run]
+        for run in best
+    ]
+
+
+def results_of(study: Study, output: Path) -> list[Result]:
+    """What is done of a study, in a folder of results: the best of each comparison, all its seeds.
+
+    Raises:
+      UserError: nothing is.
+    """
+    recorded = Recorded(output / RESULTS_FILE)
+    found = [_result(study, runs, recorded) for runs in best_of(study, recorded)]
+    if done := [result for result in found if result.rows]:
+        return done
+    raise UserError(f"{output / RESULTS_FILE}: no run of this study is done yet")
+
+
+def _result(study: Study, runs: Sequence[Run], recorded: Recorded) -> Result:
+    labels = runs[0].labels
+    tuned = {axis: labels[axis] for axis in study.tuned if axis in labels}
+    rows = [row for run in runs if (row := recorded.of(run)) is not None]
+    return Result(study.compared(labels), tuned, rows)

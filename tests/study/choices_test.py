@@ -1,0 +1,35 @@
+"""What studies choose from."""
+
+import pytest
+
+from heinsen_jax import attention
+from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.study import choices
+
+
+@pytest.mark.parametrize("length", [16, 64, 512])
+def test_every_causal_mechanism_sees_less_than_everything(length):
+    """Where it has a window, segments or blocks."""
+    chosen = choices.causal_mechanisms(length)
+    found = {}
+    for label, fields in chosen.items():
+        fields = {field.removeprefix("model."): value for field, value in fields.items()}
+        config = LanguageModelConfig(num_heads=2, model_dim=32, num_layers=1, **fields)
+        found[label] = config.mechanisms()[0]
+        for size in ("window_size", "radius", "segment_length", "block_size"):
+            limit = getattr(found[label], size, None)
+            assert limit is None or 1 <= limit < length, label
+    names = {fields["model.attention"] for fields in chosen.values()}
+    assert names == {x for x in attention.names() if attention.mechanism(x).capabilities.causal}
+    assert len(set(map(str, found.values()))) == len(chosen)
+
+
+def test_a_short_text_is_refused():
+    with pytest.raises(ValueError, match="length=15 must be at least 16"):
+        choices.causal_mechanisms(15)
+
+
+def test_learning_rates_fall_to_their_tenth():
+    fields = choices.learning_rates(3e-3)["0.003"]
+    assert fields["optimizer.learning_rate"] == 3e-3
+    assert fields["optimizer.end_learning_rate"] == pytest.approx(3e-4)

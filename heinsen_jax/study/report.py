@@ -123,7 +123,7 @@ def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.
         plot.draw(axes, results)
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="x-small", ncols=2)
+            axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
         figure.set_figheight(max(figure.get_figheight(), 1 + 0.28 * len(axes.get_yticks())))
     return figure
 

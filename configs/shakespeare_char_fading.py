@@ -21,6 +21,6 @@ def get_config() -> ExperimentConfig:
         base,
         model=replace(base.model, block="fading", num_layers=4, remat=False),
         data=replace(base.data, test_lengths=(256, 1024)),
-        optimizer=replace(base.optimizer, learning_rate=3e-3, end_learning_rate=3e-4),
+        optimizer=replace(base.optimizer, learning_rate=5e-3, end_learning_rate=5e-4),
         training=replace(base.training, evaluate_every=1000),
     )

@@ -132,6 +132,8 @@ def test_any_pieces_give_the_result_of_one_pass(variant):
             parts.append(y)
         np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)
         for have, want in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):
+            if jnp.iscomplexobj(want):  # a sum that nearly cancels has a logarithm far off
+                have, want = jnp.exp(have).real, jnp.exp(want).real
             np.testing.assert_allclose(have, want, atol=2e-5, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""The README's examples run, and its figures are those of the committed results."""
+"""Examples of the README and of docs run; their figures are those of the committed results."""
 
 import json
 import re
@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from heinsen_jax import attention
+from heinsen_jax.study import load_study, results_of
+from heinsen_jax.study.report import table
+
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", README, re.DOTALL))
+PAGES = "\n".join([README, *(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))])
+STUDIES = sorted((ROOT / "benchmarks/results/studies").glob("*"))
+EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGES, re.DOTALL))
 
 
 def result(name: str) -> dict:
@@ -22,39 +28,51 @@ def test_examples_run(name, capsys):
         assert float(capsys.readouterr().out) < 1e-4
 
 
+def test_links_lead_somewhere():
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_number_of_mechanisms_is_right():
+    words = {17: "seventeen"}
+    assert f"the {words[len(attention.names()) - 1]} mechanisms it must be compared with" in README
+
+
 def test_there_are_examples():
-    assert {"layer", "state", "keywords", "mechanism"} <= set(EXAMPLES)
+    assert {"layer", "linen", "state", "keywords", "mechanism"} <= set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
 def test_losses_are_those_of_the_results(name):
-    assert f"{result(name)['final']['loss']:.2f} | {result(name)['unigram_loss']:.2f}" in README
+    assert f"{result(name)['final']['loss']:.2f} | {result(name)['unigram_loss']:.2f}" in PAGES
 
 
 def test_mechanisms_are_compared_with_the_results():
     of = result("mechanisms")["mechanisms"]
     seconds = {name: x["forward_backward_seconds"]["16384"] for name, x in of.items()}
     states = {name: x["state_bytes"]["16384"] for name, x in of.items() if x["state_bytes"]}
-    assert f"needs {seconds['log']:.2f} s where softmax attention" in README
-    assert f"attention needs {seconds['softmax']:.1f} s" in README
-    assert f"{states['log'] / 1e3:.0f} kB of state" in README
-    assert f"needs {states['softmax'] / 1e6:.1f} MB" in README
+    assert f"needs {seconds['log']:.2f} s where softmax attention" in PAGES
+    assert f"attention needs {seconds['softmax']:.1f} s" in PAGES
+    assert f"{states['log'] / 1e3:.0f} kB of state" in PAGES
+    assert f"needs {states['softmax'] / 1e6:.1f} MB" in PAGES
 
 
 def test_speeds_are_those_of_the_results():
     measured = result("log_attention_cpu")
     seconds, ratios = measured["speed_seconds"], measured["ratios"]
-    assert f"{1e3 * seconds['scan']:.0f} ms | {1e3 * seconds['chunked']:.1f} ms" in README
-    assert f"{ratios['speed']:.0f} times as fast" in README
-    assert f"{100 * ratios['memory']:.1f}%" in README
-    assert f"{ratios['decoding']:.2f} times" in README
+    assert f"{1e3 * seconds['scan']:.0f} ms | {1e3 * seconds['chunked']:.1f} ms" in PAGES
+    assert f"{ratios['speed']:.0f} times as fast" in PAGES
+    assert f"{100 * ratios['memory']:.1f}%" in PAGES
+    for page in (README, PAGES.removeprefix(README)):
+        assert f"{ratios['decoding']:.2f} times what it takes after 1,000" in page
     per_token = {n: 1e6 * s / int(n) for n, s in measured["seconds_per_length"].items()}
     times = f"{per_token['1024']:.1f} µs at 1024 tokens, {per_token['4096']:.1f} at 4096"
-    assert f"{times} and {per_token['65536']:.1f} at 65,536" in README
+    assert f"{times} and {per_token['65536']:.1f} at 65,536" in PAGES
 
 
 def test_worst_errors_are_those_of_the_results():
-    table = README.partition("<!-- numerics -->")[2].partition("\n\n")[0]
+    table = PAGES.partition("<!-- numerics -->")[2].partition("\n\n")[0]
     worst = [
         (implementation, dtype, measured["worst"])
         for implementation, by_type in result("numerics")["errors"].items()
@@ -72,31 +90,63 @@ def test_worst_errors_are_those_of_the_results():
 def test_comparisons_are_those_of_the_results(peers, name):
     lengths = result(f"comparison_{peers}")["lengths"]
     ratios = [lengths[length]["times_as_fast"][name] for length in ("1024", "4096")]
-    assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in README
+    assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in PAGES
+    if name == "original":
+        assert f"{min(ratios):.0f} times as fast as the\noriginal" in README
 
 
 def test_costs_of_exactness_are_those_of_the_results():
     measured = result("tiers")
-    table = README.partition("<!-- tiers -->")[2].partition("\n\n")[0]
+    table = PAGES.partition("<!-- tiers -->")[2].partition("\n\n")[0]
     lengths = [measured["tiers"]["log_attention"][n]["times_tier_one"] for n in ("1024", "4096")]
+    assert f"cost up to {max(of['three'] for of in lengths):.1f} times as much" in README
     for tier in ("two", "two, decay", "three"):
         assert f"| {lengths[0][tier]:.1f} | {lengths[1][tier]:.1f} |" in table
-    assert f"takes {100 * measured['test']['cost_over']['told']:.0f}% of that" in README
-    assert f"same program {100 * measured['test']['cost_over']['alone']:.0f}%" in README
-    assert f"reach {100 * measured['matmul']['fraction']:.0f}% of the rate" in README
+    assert f"takes {100 * measured['test']['cost_over']['told']:.0f}% of that" in PAGES
+    assert f"same program {100 * measured['test']['cost_over']['alone']:.0f}%" in PAGES
+    assert f"reach {100 * measured['matmul']['fraction']:.0f}% of the rate" in PAGES
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_reports_of_studies_are_of_their_results(folder):
+    study = load_study(ROOT / f"configs/studies/{folder.name}.py")
+    results = results_of(study, folder)
+    report = (folder / "report.md").read_text()
+    assert table(results, study.metric, study.shown) in report
+    count = sum(len(result.rows) for result in results)
+    assert f"{count} of {count} runs" in report
+    assert (folder / "report.png").exists()
+
+
+def test_language_models_are_those_of_the_study():
+    folder = ROOT / "benchmarks/results/studies/language_model"
+    results = results_of(load_study(ROOT / "configs/studies/language_model.py"), folder)
+    shown = README.partition("<!-- language model -->")[2].partition("\n\n")[0]
+    lines = shown.strip().splitlines()[2:]
+    assert len(lines) == len(results)
+    for line, result in zip(lines, results, strict=True):
+        assert f"| {result.mean('parameters'):,.0f} |" in line
+        for metric in ("loss", "loss_256", "loss_1024"):
+            if result.values(metric):
+                cell = f"| {result.mean(metric):.3f} ± {result.spread(metric):.3f} |"
+                assert cell in line
+        assert result.mean("parameters") <= 850_000
+    losses = {result.compared["model"]: result.mean("loss") for result in results}
+    others = [loss for model, loss in losses.items() if model != "log"]
+    assert losses["log"] < min(*others, 1.68)
 
 
 def test_a_million_tokens_are_those_of_the_results():
     measured = result("million_tokens")
     assert measured["rows"][-1]["tokens"] == 1_000_000
     worst = max(row["largest_difference"] for row in measured["rows"])
-    assert f"is farther than {worst:.0e} from float64's" in README
+    assert f"is farther than {worst:.0e} from float64's" in PAGES
 
 
 def test_training_steps_are_those_of_the_results():
     measured = result("training_step")
     seconds, profile = measured["seconds"], measured["profile"]
-    assert f"takes {1e3 * seconds['ours']:.1f} ms" in README
-    assert f"trains it in PyTorch, {1e3 * seconds['peer']:.1f} ms" in README
+    assert f"takes {1e3 * seconds['ours']:.1f} ms" in PAGES
+    assert f"trains it in PyTorch, {1e3 * seconds['peer']:.1f} ms" in PAGES
     shares = f"{100 * profile['log_attention']:.0f}% goes into\nlog-attention, "
-    assert shares + f"{100 * profile['attention']:.0f}% into its layer's" in README
+    assert shares + f"{100 * profile['attention']:.0f}% into its layer's" in PAGES

@@ -136,6 +136,16 @@ def test_language_models_are_those_of_the_study():
     assert losses["log"] < min(*others, 1.68)
 
 
+def test_recall_is_as_the_readme_says():
+    folder = ROOT / "benchmarks/results/studies/recall"
+    results = results_of(load_study(ROOT / "configs/studies/recall.py"), folder)
+    accuracy = {tuple(x.compared.values()): x.mean("accuracy") for x in results}
+    for width in ("32", "64"):
+        for name in ("softmax", "gqa", "mla", "l1"):
+            assert accuracy[name, width] > 0.99
+        assert accuracy["linear", width] < accuracy["log", width] < 0.9
+
+
 def test_a_million_tokens_are_those_of_the_results():
     measured = result("million_tokens")
     assert measured["rows"][-1]["tokens"] == 1_000_000

@@ -1,7 +1,7 @@
 """The architecture of a language model."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pydantic
 
@@ -9,15 +9,30 @@ from heinsen_jax.attention import AttentionConfig, configure, mechanism
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.typing import config_dataclass
 
-OPTIONS_OF_BLOCKS: dict[str, dict[str, Any]] = {
-    "paper": {"gated": True},
-    "standard": {"gated": False},
-    "fading": {"gated": False, "values": "linear", "decay": "head", "rotary": True},
-    "fastformer": {"gated": False},
-}
-"""What a block asks of its mechanism, as far as that has such an option."""
+Positions = Literal["recurrence", "learned", "none"]
 
-FADING_CONVOLUTION = 4
+
+class BlockDefaults(NamedTuple):
+    """What a block asks for where the configuration is silent.
+
+    Attributes:
+      options: of its mechanism, as far as that has such options.
+      convolution_size: as the model's field.
+      positions: as the model's field; those of the ends when None.
+    """
+
+    options: dict[str, Any]
+    convolution_size: int | None = None
+    positions: Positions | None = None
+
+
+FADING = {"gated": False, "values": "linear", "decay": "head", "rotary": True}
+BLOCKS = {
+    "paper": BlockDefaults({"gated": True}),
+    "standard": BlockDefaults({"gated": False}),
+    "fading": BlockDefaults(FADING, convolution_size=4, positions="none"),
+    "fastformer": BlockDefaults({"gated": False}),
+}
 
 
 @config_dataclass
@@ -47,7 +62,7 @@ class LanguageModelConfig:
     ends: Literal["paper", "fastformer"] = "paper"
     """What comes before the blocks, and after. The paper's: a recurrence over the tokens; a norm.
     Fastformer's: learned positions, then a norm; a bias, and logits scaled by 1/sqrt(model_dim)."""
-    positions: Literal["recurrence", "learned", "none"] | None = None
+    positions: Positions | None = None
     """What tells tokens where they stand: the paper's recurrence; a learned vector for each place;
     or nothing but the mechanism itself. Those of the ends when None; none in the fading block."""
     max_length: pydantic.PositiveInt | None = None
@@ -89,7 +104,7 @@ class LanguageModelConfig:
                 "positions are a vector for each of max_length places, others have none"
             )
         if self.convolution is not None and not self.is_causal:
-            of = "block='fading'" if self.convolution_size is None else "convolution_size"
+            of = "convolution_size" if self.convolution_size else f"block={self.block!r}"
             raise ValueError(
                 f"{of} with is_causal=False: convolutions are causal; use block='standard' and "
                 "convolution_size=None"
@@ -99,15 +114,15 @@ class LanguageModelConfig:
             head_depth(self.model_dim, self.num_heads)
 
     @property
-    def position_kind(self) -> Literal["recurrence", "learned", "none"]:
+    def position_kind(self) -> Positions:
         """What tells tokens where they stand."""
-        of_ends = "recurrence" if self.ends == "paper" else "learned"
-        return self.positions or ("none" if self.block == "fading" else of_ends)
+        of_ends: Positions = "recurrence" if self.ends == "paper" else "learned"
+        return self.positions or BLOCKS[self.block].positions or of_ends
 
     @property
     def convolution(self) -> int | None:
         """Tokens that convolutions span, if there are any."""
-        return self.convolution_size or (FADING_CONVOLUTION if self.block == "fading" else None)
+        return self.convolution_size or BLOCKS[self.block].convolution_size
 
     @property
     def turns(self) -> tuple[str, ...]:
@@ -135,7 +150,7 @@ class LanguageModelConfig:
         if not self.is_causal and not capabilities.bidirectional:
             raise ValueError(f"attention={name!r} cannot see later tokens: is_causal must be True")
         known = {field.name for field in dataclasses.fields(config)}
-        asked = OPTIONS_OF_BLOCKS[self.block].items()
+        asked = BLOCKS[self.block].options.items()
         fields = {option: value for option, value in asked if option in known}
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}

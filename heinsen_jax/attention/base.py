@@ -177,6 +177,6 @@ class Attention(nnx.Module):
 
 
 def bytes_of_state(module: Any, context_length: int) -> int:
-    """Of what its `init_state` makes for one text."""
+    """Bytes of the state that a module's `init_state` makes for one text of so many tokens."""
     state = jax.eval_shape(lambda: module.init_state((), capacity=context_length))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

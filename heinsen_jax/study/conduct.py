@@ -75,6 +75,7 @@ def _metric(study: Study, row: Row) -> float:
 def _check(study: Study, first: Sequence[Run]) -> None:
     """That data can be had, and that all settings fit, of any choice and seed."""
     datasets: dict[Any, Any] = {}
+    models: set[Any] = set()
     seen: dict[str, Run] = {}
     for run in (run for chosen in first for run in (chosen, *study.then(chosen.labels))):
         config = run.config
@@ -85,7 +86,9 @@ def _check(study: Study, first: Sequence[Run]) -> None:
             datasets[config.data] = data.load(config.data)
         try:
             check_settings(datasets[config.data], config)
-            costs(config)
+            if config.model not in models:
+                costs(config)  # makes the model, without its weights
+                models.add(config.model)
         except (ValueError, NotImplementedError) as error:
             raise UserError(f"{describe(run.labels)}: {error}") from error
 

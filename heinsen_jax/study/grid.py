@@ -81,9 +81,8 @@ class Study:
         fields: dict[str, Any] = {}
         for axis, label in labels.items():
             for field, value in self.axes[axis][label].items():
-                inside = [name for name in fields if name.startswith(f"{field}.")]
-                fields = {name: x for name, x in fields.items() if name not in inside}
-                fields[field] = value
+                inside = f"{field}."  # a section replaces what was said of its fields
+                fields = {x: fields[x] for x in fields if not x.startswith(inside)} | {field: value}
         try:
             return Run(dict(labels), _with(self.base, fields))
         except (ValueError, TypeError) as error:

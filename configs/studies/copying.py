@@ -2,8 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/copying.py --jobs 2
 
-Learned at 5 to 20 letters, tested at up to 60 (Jelassi et al., 2024). For two CPU cores and some 20
-minutes.
+Learned at 5 to 20 letters, tested at up to 60 (Jelassi et al., 2024). For two CPU cores.
 """
 
 from dataclasses import replace

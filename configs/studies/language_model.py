@@ -2,8 +2,8 @@
 
 python -m heinsen_jax.study configs/studies/language_model.py --jobs 2
 
-Tiny Shakespeare in nanoGPT's CPU budget, at most 0.85M parameters. For two CPU cores and some 40
-minutes.
+Tiny Shakespeare in nanoGPT's CPU budget, at most 0.85M parameters. For two CPU cores and an
+hour.
 """
 
 from dataclasses import replace

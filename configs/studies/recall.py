@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall.py --jobs 2
 
-Small, for two CPU cores and some 45 minutes: 8 pairs of a vocabulary of 128 at length 64, in 800
+Small, for two CPU cores and an hour: 8 pairs of a vocabulary of 128 at length 64, in 800
 updates of 32 texts. Zoology's own sizes are those of `recall_zoology.py`.
 """
 

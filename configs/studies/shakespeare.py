@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/shakespeare.py --jobs 2
 
-Half of nanoGPT's CPU budget, in a smaller model: for two CPU cores and some 30 minutes.
+Half of nanoGPT's CPU budget, in a smaller model, for two CPU cores.
 """
 
 from dataclasses import replace

@@ -2,35 +2,23 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from heinsen_jax import data, evaluate, generate
-from heinsen_jax.config import (
-    ExperimentConfig,
-    LanguageModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-    record,
-)
+from heinsen_jax.config import load_config, record
 from heinsen_jax.data import Copying, Recall
 from heinsen_jax.errors import UserError
 from heinsen_jax.training.loop import train
 
 pytestmark = pytest.mark.slow
 
-RECALL = ExperimentConfig(
-    model=LanguageModelConfig(
-        vocab_size=16,
-        model_dim=32,
-        num_layers=2,
-        num_heads=2,
-        attention="softmax",
-        block="standard",
-        mlp_ratio=2,
-        positions="none",
-        convolution_size=2,
-    ),
+BASE = load_config(Path(__file__).resolve().parents[1] / "configs/recall.py")
+SOFTMAX = {"attention": "softmax", "attention_options": (), "convolution_size": 2}
+RECALL = replace(
+    BASE,
+    model=replace(BASE.model, vocab_size=16, model_dim=32, **SOFTMAX),
     data=Recall(
         vocab_size=16,
         num_pairs=2,
@@ -39,8 +27,8 @@ RECALL = ExperimentConfig(
         validation_examples=256,
         test_lengths=(24,),
     ),
-    optimizer=OptimizerConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=20),
-    training=TrainingConfig(steps=200, evaluate_every=200, sample_tokens=0),
+    optimizer=replace(BASE.optimizer, warmup_steps=20),
+    training=replace(BASE.training, steps=200, evaluate_every=200),
 )
 
 

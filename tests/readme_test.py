@@ -154,6 +154,21 @@ def test_recall_is_as_the_readme_says():
     assert min(log) < max(linear)  # seeds differ as much as the two
 
 
+def test_copying_is_as_the_readme_says():
+    folder = ROOT / "benchmarks/results/studies/copying"
+    results = results_of(load_study(ROOT / "configs/studies/copying.py"), folder)
+    of = {result.compared["mechanism"]: result for result in results}
+    shown = README.partition("<!-- copying -->")[2].partition("\n\n")[0]
+    lines = shown.strip().splitlines()[2:]
+    names = ("softmax", "log", "log, decay by head", "performer", "linear", "sliding_window")
+    for line, name in zip(lines, names, strict=True):
+        cells = (f"{of[name].mean(f'accuracy_{length}'):.2f}" for length in (20, 30, 60))
+        assert " | ".join(cells) in line
+    state_bytes = {name: of[name].mean("state_bytes") for name in names}
+    assert state_bytes["linear"] == state_bytes["log"]
+    assert 5.5 < state_bytes["performer"] / state_bytes["log"] < 6.5
+
+
 def test_a_million_tokens_are_those_of_the_results():
     measured = result("million_tokens")
     assert measured["rows"][-1]["tokens"] == 1_000_000

@@ -4,10 +4,11 @@ from typing import Any, Literal
 
 from heinsen_jax.ops.log_attention import call
 from heinsen_jax.ops.log_attention.chunked import Chunked
+from heinsen_jax.ops.log_attention.gpu import Fused
 from heinsen_jax.ops.log_attention.state import LogAttentionState
 from heinsen_jax.typing import Array
 
-Implementation = Literal["reference", "scan", "chunked", "gpu"] | Chunked
+Implementation = Literal["reference", "scan", "chunked", "gpu"] | Chunked | Fused
 
 
 def log_attention(
@@ -61,8 +62,11 @@ def log_attention(
         and segments in `log_decay`, unless an initial state without it was given.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
         "chunked" (matrix products over chunks where these are exact, by halves elsewhere; or a
-        `Chunked` with other sizes), or None to choose by shape. A named one never falls back to
-        another. "chunked" has reverse-mode derivatives only.
+        `Chunked` with other sizes), "gpu" (fused kernels for NVIDIA's Hopper generation and later;
+        calls whose sums come near the ends of the exponent range are computed again by "chunked";
+        products of bfloat16 inputs are bfloat16's), or None to choose by shape. A named one never
+        falls back to another where it cannot serve. "chunked" and "gpu" have reverse-mode
+        derivatives only.
 
     Returns:
       log Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogAttentionState`. A query

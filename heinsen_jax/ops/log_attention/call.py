@@ -18,8 +18,9 @@ from heinsen_jax.ops.arguments import (
     document_starts,
     is_there,
 )
-from heinsen_jax.ops.log_attention import passes, reference
+from heinsen_jax.ops.log_attention import gpu, passes, reference
 from heinsen_jax.ops.log_attention.chunked import Chunked
+from heinsen_jax.ops.log_attention.gpu import Fused
 from heinsen_jax.ops.log_attention.scan import Scan
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens, varying_like
@@ -100,7 +101,10 @@ def _signed(arguments: Arguments) -> tuple[Array, LogAttentionState]:
 def _attend(arguments: Arguments) -> tuple[Array, LogAttentionState]:
     implementation = _choose(arguments)
     state = _state(arguments)
-    tokens, there, segment_ids = _tokens(arguments)
+    dtype = jnp.promote_types(_dtype(arguments), jnp.float32)
+    if isinstance(implementation, Fused):
+        dtype = _kernel_dtype(arguments)
+    tokens, there, segment_ids = _tokens(arguments, dtype)
     masked = _masked(tokens, there, segment_ids)
 
     inside = LogAttentionState(_one_batch(state.log_s, 3), _one_batch(state.log_z, 2))
@@ -138,6 +142,12 @@ def _attend(arguments: Arguments) -> tuple[Array, LogAttentionState]:
     return y.astype(_dtype(arguments)), after
 
 
+def _kernel_dtype(arguments: Arguments) -> Any:
+    """Of what kernels read: half the bytes of bfloat16."""
+    dtype = _dtype(arguments)
+    return dtype if dtype == jnp.bfloat16 else jnp.promote_types(dtype, jnp.float32)
+
+
 def _dtype(arguments: Arguments) -> Any:
     return jnp.result_type(arguments.query, arguments.key, arguments.value)
 
@@ -163,9 +173,8 @@ def _one_batch(x: Array, axes: int) -> Array:
     return x.reshape(math.prod(x.shape[:-axes]), *x.shape[x.ndim - axes :])
 
 
-def _tokens(arguments: Arguments) -> tuple[Tokens, Array | None, Array | None]:
-    """The tokens in one layout and at least float32; which are there `[B, S]`; their segments."""
-    dtype = jnp.promote_types(_dtype(arguments), jnp.float32)
+def _tokens(arguments: Arguments, dtype: Any) -> tuple[Tokens, Array | None, Array | None]:
+    """The tokens in one layout; which are there `[B, S]`; their segments."""
     *_, length, num_heads, key_depth = arguments.query.shape
     sources, groups, value_depth = arguments.value.shape[-3:]
     batch = math.prod(arguments.batch)
@@ -173,7 +182,8 @@ def _tokens(arguments: Arguments) -> tuple[Tokens, Array | None, Array | None]:
     log_decay = arguments.log_decay
     if log_decay is not None:
         features = 1 if log_decay.ndim < arguments.key.ndim else key_depth
-        log_decay = jnp.asarray(log_decay, dtype).reshape(batch, sources, groups, features)
+        exact = jnp.promote_types(dtype, jnp.float32)
+        log_decay = jnp.asarray(log_decay, exact).reshape(batch, sources, groups, features)
     tokens = Tokens(
         jnp.asarray(arguments.query, dtype).reshape(batch, length, groups, heads, key_depth),
         jnp.asarray(arguments.key, dtype).reshape(batch, sources, groups, key_depth),
@@ -227,19 +237,37 @@ def _total_decay(arguments: Arguments, state: LogAttentionState, tokens: Tokens)
 
 def _choose(arguments: Arguments) -> Any:
     name = arguments.implementation
-    if isinstance(name, Chunked):
+    if isinstance(name, (Chunked, Fused)):
         return name
     if name is None:
         name = "scan" if arguments.is_causal and arguments.query.shape[-3] == 1 else "chunked"
     if name == "gpu":
-        raise NotImplementedError(
-            'implementation="gpu": there is no fused kernel yet; use "chunked", which runs on GPUs'
-        )
+        _check_gpu(arguments)
     if name not in NAMES:
         raise ValueError(
             f"implementation must be a Chunked, None or one of {[*NAMES]}, not {name!r}"
         )
-    return {"reference": reference, "scan": Scan(), "chunked": Chunked()}[name]
+    known = {"reference": reference, "scan": Scan(), "chunked": Chunked(), "gpu": Fused()}
+    return known[name]
+
+
+def _check_gpu(arguments: Arguments) -> None:
+    depths = arguments.key.shape[-1], arguments.value.shape[-1]
+    if max(depths) > max(gpu.DEPTHS):
+        reason = f"depths {depths} of keys and values are more than {max(gpu.DEPTHS)}"
+    elif _kernel_dtype(arguments) == jnp.float32 and max(depths) > gpu.DEEPEST_OF_FLOAT32:
+        reason = f"depths {depths} of float32 need more shared memory than there is: use bfloat16"
+    elif _dtype(arguments) == jnp.float64:
+        reason = "there are no kernels of float64"
+    elif jnp.iscomplexobj(arguments.value):
+        reason = "there are no kernels of complex log_value: use heinsen_attention"
+    elif not arguments.is_causal:
+        reason = "is_causal=False leaves nothing to fuse"
+    elif not gpu.is_available():
+        reason = "it needs an NVIDIA GPU of the Hopper generation or later"
+    else:
+        return
+    raise NotImplementedError(f'implementation="gpu": {reason}; or use "chunked"')
 
 
 def _check_combination(arguments: Arguments) -> None:

@@ -76,7 +76,7 @@ class Chunked:
         recompute = num_blocks > 1 if self.recompute is None else self.recompute
         kind = _log_tiers if isinstance(state, LogAttentionState) else _mean_tiers
         tiers = kind(self, block_size, recompute)
-        result: Any = run(tiers, _padded(tokens, num_blocks * block_size), state)
+        result: Any = run(tiers, padded(tokens, num_blocks * block_size), state)
         (y, log_z), after = result
         return y[:, :length], log_z[:, :length], after
 
@@ -201,7 +201,7 @@ def _span(low: Array, high: Array) -> Array:
     return jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
 
 
-def _padded(tokens: Tokens, length: int) -> Tokens:
+def padded(tokens: Tokens, length: int) -> Tokens:
     """With unseen tokens at the end, which widen no range of values."""
     missing = length - tokens.length
     if not missing:

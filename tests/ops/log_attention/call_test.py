@@ -56,12 +56,6 @@ def test_integers_are_refused(position):
         log_attention(*inputs)
 
 
-@each_function
-def test_gpu_is_refused_with_the_reason(function):
-    with pytest.raises(NotImplementedError, match='no fused kernel yet; use "chunked"'):
-        function(*arrays(), implementation="gpu")
-
-
 def test_log_attention_refuses_the_complex_state_of_heinsen_attention():
     with pytest.raises(ValueError, match=r"initial_state\.log_s is complex"):
         log_attention(*arrays(), initial_state=LogAttentionState.empty((), 2, 3, 5, jnp.complex64))

@@ -116,7 +116,7 @@ def _differentiate(inputs: Inputs, cotangents, implementation: Any, is_causal: b
 
 def differentiate(
     inputs: Inputs,
-    implementation: str,
+    implementation: Any,
     *,
     is_causal: bool = True,
     cotangents: tuple[Any, LogAttentionState] | None = None,
@@ -155,7 +155,7 @@ def _differentiate_mean(inputs: Inputs, cotangent, implementation: Any, is_causa
 
 
 def differentiate_mean(
-    inputs: Inputs, implementation: str, *, is_causal: bool = True
+    inputs: Inputs, implementation: Any, *, is_causal: bool = True
 ) -> tuple[np.ndarray, Inputs]:
     """Output and gradients of `heinsen_attention`, as NumPy arrays."""
     cotangent = jnp.asarray(random_cotangents(inputs)[0], inputs.query.dtype)

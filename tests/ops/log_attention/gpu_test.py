@@ -1,0 +1,184 @@
+"""The fused kernels: on a GPU where there is one, else interpreted, and lowered everywhere."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu
+
+from heinsen_jax.ops import heinsen_attention, log_attention
+from heinsen_jax.ops.log_attention import gpu
+from heinsen_jax.ops.log_attention.gpu import Fused
+from heinsen_jax.ops.log_attention.scan import Scan
+from tests.ops.log_attention import cases, families, keywords_test
+from tests.ops.log_attention.cases import Case, Inputs
+
+FAMILIES = families.FINITE | families.MASKED
+# Interpreted products warn where a GPU says inf or NaN, for which kernels are tested.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+FUSED = Fused(otherwise=Scan())  # which compiles sooner than `Chunked`
+
+
+@dataclass(frozen=True)
+class Nowhere:
+    """An implementation that has no results."""
+
+    def causal(self, tokens, state):
+        y, log_z, after = Scan().causal(tokens, state)
+        return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), (y, log_z, after))
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """That kernels are for, or one that JAX imitates."""
+    if gpu.is_available():
+        yield
+        return
+    pallas: Any = mosaic_gpu  # of which JAX 0.10 has less
+    if not hasattr(pallas, "InterpretGPUParams"):
+        pytest.skip("kernels are interpreted by JAX 0.11 or newer, and there is no GPU")
+    monkeypatch.setattr(gpu, "is_available", lambda: True)
+    with pallas.force_gpu_interpret_mode(pallas.InterpretGPUParams()):
+        yield
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, key_depth=1, value_depth=1, has_state=True),
+        Case(65, batch=(2,), num_heads=2, num_kv_heads=2, key_depth=32, value_depth=40),
+        Case(150, num_heads=4, num_kv_heads=2, key_depth=20, value_depth=64, has_state=True),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("a_gpu")
+def test_values_states_and_gradients(case):
+    inputs = cases.random_inputs(case, seed=int(np.random.default_rng().integers(2**32)))
+    cases.assert_as_exact(cases.differentiate(inputs, FUSED), cases.oracle(inputs), std=1)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("segment_ids",),
+        ("decay per head",),
+        ("segment_ids", "padding on both sides", "decay per feature"),
+    ],
+)
+@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+@pytest.mark.usefixtures("a_gpu")
+def test_keywords(names, function):
+    seed = int(np.random.default_rng().integers(2**32))
+    arrays = keywords_test.draw_arrays(seed)
+    keywords = keywords_test.draw_keywords(names, seed)
+    keywords_test.assert_agrees(
+        arrays, keywords, 1, function=function, implementation=FUSED, is_causal=True
+    )
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_ordinary_inputs_need_kernels_alone():
+    inputs = cases.random_inputs(Case(130, key_depth=32, value_depth=32), seed=0)
+    result = cases.differentiate(inputs, Fused(otherwise=Nowhere()))
+    cases.assert_as_exact(result, cases.oracle(inputs), std=1)
+
+
+@pytest.mark.parametrize("name", ["std 1e30", "key +10 per token", "one value feature"])
+@pytest.mark.usefixtures("a_gpu")
+def test_what_kernels_cannot_do_is_done_otherwise(name):
+    inputs = FAMILIES[name]()
+    nothing = cases.differentiate(inputs, Fused(otherwise=Nowhere()))
+    assert np.isnan(nothing.output).all()
+    size = families.size_of(inputs)
+    actual, expected = cases.differentiate(inputs, FUSED), cases.oracle(inputs)
+    cases.assert_as_exact(actual, expected, size)
+
+
+@pytest.mark.parametrize("name", ["1e30", "zeros", "1e-30, then 1", "keys rise by 50 in a chunk"])
+@pytest.mark.usefixtures("a_gpu")
+def test_values_of_any_sign_and_size(name):
+    inputs = families.VALUES[name]()._replace(state=None)
+    output, gradients = cases.differentiate_mean(inputs, FUSED)
+    expected, expected_gradients = cases.mean_oracle(inputs)
+    size = families.largest(inputs.query, inputs.key)
+    unit = np.max(np.abs(inputs.value))
+    cases.assert_within(output / unit, expected / unit, 5e-6 * (1 + size))
+
+    def in_units(gradients: Inputs) -> Inputs:
+        return gradients._replace(query=gradients.query / unit, key=gradients.key / unit)
+
+    cases.assert_gradients_within(
+        in_units(gradients), in_units(expected_gradients), 5e-6 * (1 + size)
+    )
+
+
+@pytest.mark.usefixtures("a_gpu")
+def test_bfloat16_is_as_exact_as_its_products():
+    inputs = cases.random_inputs(Case(130, key_depth=32, value_depth=32), seed=1)
+    rounded = Inputs(*(jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]))
+    result = cases.differentiate(rounded, FUSED)
+    expected = cases.oracle(Inputs(*(np.asarray(x, np.float64) for x in rounded[:3])))
+    assert result.output.dtype == jnp.bfloat16
+    for have, want in zip(
+        jax.tree.leaves((result.output, result.gradients)),
+        jax.tree.leaves((expected.output, expected.gradients)),
+        strict=True,
+    ):
+        difference = np.linalg.norm(have.astype(np.float64) - want)
+        assert difference < 2**-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "depth", "options"),
+    [
+        ("bfloat16", 32, ()),
+        ("bfloat16", 128, ("decay", "segments")),
+        ("float32", 64, ("decay of each feature", "segments")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+def test_kernels_can_be_lowered(function, dtype, depth, options, monkeypatch):
+    monkeypatch.setattr(gpu, "is_available", lambda: True)
+    batch, length, heads = 2, 128, 2
+    x = jnp.zeros((batch, length, heads, depth), dtype)
+    keywords: dict[str, Any] = {}
+    if options:
+        decay = jnp.zeros(x.shape if "decay of each feature" in options else x.shape[:-1])
+        keywords = {"log_decay": decay, "segment_ids": jnp.zeros((batch, length), jnp.int32)}
+
+    def loss(x):
+        y = partial(function, implementation="gpu")(x, x, x, **keywords)
+        return jnp.sum(y.astype(jnp.float32))
+
+    lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 3  # forward, and two gradients
+
+
+def test_without_a_gpu_it_is_refused():
+    if gpu.is_available():
+        pytest.skip("there is a GPU")
+    x = jnp.zeros((5, 1, 32))
+    with pytest.raises(NotImplementedError, match=r"Hopper.*chunked"):
+        log_attention(x, x, x, implementation="gpu")
+
+
+@pytest.mark.parametrize(
+    ("depth", "dtype", "keywords", "reason"),
+    [
+        (129, "bfloat16", {}, "more than 128"),
+        (128, "float32", {}, "use bfloat16"),
+        (32, "complex64", {}, "complex"),
+        (32, "float32", {"is_causal": False}, "is_causal"),
+    ],
+)
+def test_what_kernels_are_not_for_is_refused(depth, dtype, keywords, reason):
+    x = jnp.zeros((5, 1, depth), jnp.finfo(dtype).dtype)
+    value = x.astype(dtype)
+    with pytest.raises(NotImplementedError, match=f'implementation="gpu".*{reason}'):
+        log_attention(x, x, value, implementation="gpu", **keywords)

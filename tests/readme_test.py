@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from heinsen_jax import attention
@@ -152,6 +153,19 @@ def test_recall_is_as_the_readme_says():
         for name in ("log", "linear")
     )
     assert min(log) < max(linear)  # seeds differ as much as the two
+
+
+def test_every_mechanism_on_shakespeare_is_as_the_readme_says():
+    folder = ROOT / "benchmarks/results/studies/shakespeare"
+    results = results_of(load_study(ROOT / "configs/studies/shakespeare.py"), folder)
+    losses = {result.compared["mechanism"]: result.mean("loss") for result in results}
+    assert len(losses) == 19
+    assert "best of nineteen" in README
+    best = sorted(losses, key=lambda name: losses[name])[:2]
+    assert sorted(best) == ["log, decay by feature", "log, decay by head"]
+    assert f"at {losses[best[0]]:.3f}; softmax attention has {losses['softmax']:.3f}" in README
+    spread = max(losses.values()) - min(losses.values())
+    assert f"within {np.ceil(1e3 * spread) / 1e3:.3f} nats" in README
 
 
 def test_copying_is_as_the_readme_says():

@@ -1,5 +1,6 @@
 """The fused kernels: on a GPU where there is one, else interpreted, and lowered everywhere."""
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -182,3 +183,14 @@ def test_what_kernels_are_not_for_is_refused(depth, dtype, keywords, reason):
     value = x.astype(dtype)
     with pytest.raises(NotImplementedError, match=f'implementation="gpu".*{reason}'):
         log_attention(x, x, value, implementation="gpu", **keywords)
+
+
+def test_without_what_kernels_are_written_with_it_is_refused(monkeypatch):
+    def import_module(name: str) -> None:
+        raise ImportError("no Layout in pallas")
+
+    monkeypatch.setattr(gpu, "is_available", lambda: True)
+    monkeypatch.setattr(importlib, "import_module", import_module)
+    x = jnp.zeros((5, 1, 32))
+    with pytest.raises(NotImplementedError, match=f"{jax.__version__}.*no Layout.*chunked"):
+        log_attention(x, x, x, implementation="gpu")

@@ -155,6 +155,24 @@ def test_recall_is_as_the_readme_says():
     assert min(log) < max(linear)  # seeds differ as much as the two
 
 
+def test_parts_of_the_language_model_are_as_the_readme_says():
+    folder = ROOT / "benchmarks/results/studies/language_model_parts"
+    results = results_of(load_study(ROOT / "configs/studies/language_model_parts.py"), folder)
+    of = {result.compared["change"]: result for result in results}
+    whole = of.pop("none")
+
+    def loss_added(name: str, metric: str = "loss") -> str:
+        return f"{of[name].mean(metric) - whole.mean(metric):.3f}"
+
+    text = " ".join(README.split())
+    assert f"without convolutions the loss is {loss_added('no convolution')} larger" in text
+    added = loss_added("no decay"), loss_added("no decay", "loss_1024")
+    assert f"without forgetting {added[0]}, and {added[1]} in windows of 1024" in text
+    alone = of["a window of 16 alone"]
+    assert f"alone have {alone.mean('loss'):.3f}, and {alone.mean('loss_1024'):.3f}" in text
+    assert all(x.mean("loss") > whole.mean("loss") for x in of.values())
+
+
 def test_every_mechanism_on_shakespeare_is_as_the_readme_says():
     folder = ROOT / "benchmarks/results/studies/shakespeare"
     results = results_of(load_study(ROOT / "configs/studies/shakespeare.py"), folder)

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/shakespeare.py --jobs 2
 
-Half of nanoGPT's CPU budget, in a smaller model, for two CPU cores.
+Half of nanoGPT's CPU budget, in a smaller model. For two CPU cores and 40 minutes.
 """
 
 from dataclasses import replace

@@ -7,6 +7,7 @@ from the *share* of a term in its sum, exp(term - total) <= 1, so they do not ov
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,10 @@ from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.typing import Array, Float, typed
+
+# GPUs and TPUs would multiply float32 as TF32 or bfloat16.
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def share(term: Array, total: Array) -> Array:
@@ -129,7 +134,7 @@ def _scaled_matmul(x: Array, y: Array) -> tuple[Array, Array]:
 
 def _scaled_matmul_forward(x, y):
     rows, columns = Scaled.exp(x, -1), Scaled.exp(y, -2)
-    product = rows.factor @ columns.factor
+    product = matmul(rows.factor, columns.factor)
     exponent = rows.exponent + columns.exponent
     # Terms smaller than normal numbers are lost: less than the square root of that, relatively.
     excess = math.sqrt(jnp.finfo(x.dtype).smallest_normal) - product
@@ -148,8 +153,8 @@ def _scaled_matmul_backward(saved, cotangents):
     x, y, way, rows, columns, exponent = saved
 
     def of_product(_x, _y, _exponent, cotangent):
-        d_x = rows * (cotangent @ jnp.swapaxes(columns, -1, -2))
-        return d_x, columns * (jnp.swapaxes(rows, -1, -2) @ cotangent)
+        d_x = rows * matmul(cotangent, jnp.swapaxes(columns, -1, -2))
+        return d_x, columns * matmul(jnp.swapaxes(rows, -1, -2), cotangent)
 
     def of_terms(x, y, exponent, cotangent):
         d_terms = share(_terms(x, y), exponent[..., None, :]) * cotangent[..., None, :]

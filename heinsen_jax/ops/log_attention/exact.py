@@ -21,9 +21,11 @@ from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState, de
 from heinsen_jax.ops.log_attention.tokens import Tokens, chunked, fold, unchunked, unfold
 from heinsen_jax.ops.numerics import (
     Scaled,
+    einsum,
     log_difference,
     log_matmul,
     log_sum_exp,
+    matmul,
     scaled_matmul,
 )
 from heinsen_jax.typing import Array
@@ -43,8 +45,8 @@ def mean_attention(tokens: Tokens, state: MeanState) -> tuple[Array, Array, Mean
     past = Scaled.exp(chunks.from_start + before.log_z[:, None], -1)
     total = past.sum(-1) + chunks.seen.sum(-1)
     inverse = 1 / jnp.where(total.factor == 0, 1.0, total.factor)  # first: values may be large
-    y = jnp.matmul(past.at(total.exponent) * inverse, before.mean)
-    y = y + jnp.matmul(chunks.seen.at(total.exponent) * inverse, value)
+    y = matmul(past.at(total.exponent) * inverse, before.mean)
+    y = y + matmul(chunks.seen.at(total.exponent) * inverse, value)
     return *_unchunked(tokens, y, total.log()), unfold(after, tokens)
 
 
@@ -84,7 +86,7 @@ def _weight_alone(query: Array, key: Array, _value: Array) -> Scaled:
 def _weights_of_past(query: Array, key: Array, _value: Array) -> Scaled:
     keys = Scaled.exp(key, 1)
     queries = Scaled.exp(query + keys.exponent, -1)
-    weights = jnp.einsum("nck,ndk->ncd", queries.factor, keys.factor)
+    weights = einsum("nck,ndk->ncd", queries.factor, keys.factor)
     return Scaled(weights, queries.exponent)
 
 

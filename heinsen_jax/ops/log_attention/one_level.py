@@ -33,7 +33,7 @@ from heinsen_jax.ops.log_attention.tokens import (
     unchunked,
     unfold,
 )
-from heinsen_jax.ops.numerics import reciprocal, safe_log, share, where_empty
+from heinsen_jax.ops.numerics import einsum, reciprocal, safe_log, share, where_empty
 from heinsen_jax.typing import Array
 
 
@@ -146,7 +146,7 @@ def _products_forward(query, key, value, decay, documents, state, scales):
     query = jnp.exp(query - largest)
 
     absorbed = key if documents is None else _where_last(documents, key, 0.0)
-    added = jnp.einsum("jxck,jxcv->jxkv", absorbed, value), jnp.sum(absorbed, -2)
+    added = einsum("jxck,jxcv->jxkv", absorbed, value), jnp.sum(absorbed, -2)
     start = share(state.log_z, scales.before[0])
     factors = _factors(scales, decay, documents)
 
@@ -160,11 +160,11 @@ def _products_forward(query, key, value, decay, documents, state, scales):
         step, (start[..., None] * state.mean, start), (factors, added)
     )
 
-    weights = _visible(jnp.einsum("jxck,jxdk->jxcd", query, key), documents)
+    weights = _visible(einsum("jxck,jxdk->jxcd", query, key), documents)
     reading = _of_state(query, documents)
-    y = jnp.einsum("jxcd,jxdv->jxcv", weights, value)
-    y = y + jnp.einsum("jxck,jxkv->jxcv", reading, s)
-    total = jnp.sum(weights, -1) + jnp.einsum("jxck,jxk->jxc", reading, z)
+    y = einsum("jxcd,jxdv->jxcv", weights, value)
+    y = y + einsum("jxck,jxkv->jxcv", reading, s)
+    total = jnp.sum(weights, -1) + einsum("jxck,jxk->jxc", reading, z)
     inverse, inverse_end = reciprocal(total), reciprocal(z_end)
     y = y * inverse[..., None]
     mean = s_end * inverse_end[..., None]
@@ -179,11 +179,11 @@ def _products_backward(saved, cotangents):
     factors, documents, decay = saved[2:]
     (d_y, d_log_z), d_end = cotangents
     d_y = d_y * inverse[..., None]
-    d_total = d_log_z * inverse - jnp.einsum("jxcv,jxcv->jxc", d_y, y)
+    d_total = d_log_z * inverse - einsum("jxcv,jxcv->jxc", d_y, y)
 
     reading = _of_state(query, documents)
-    d_s = jnp.einsum("jxck,jxcv->jxkv", reading, d_y)
-    d_z = jnp.einsum("jxck,jxc->jxk", reading, d_total)
+    d_s = einsum("jxck,jxcv->jxkv", reading, d_y)
+    d_z = einsum("jxck,jxc->jxk", reading, d_total)
     d_s_end = d_end.mean * inverse_end[..., None]
     d_z_end = d_end.log_z * inverse_end - jnp.sum(d_s_end * mean, -1)
 
@@ -202,16 +202,16 @@ def _products_backward(saved, cotangents):
     d_log_z_0 = start * (d_start[1] + jnp.sum(d_start[0] * mean_0, -1))
     d_state = MeanState(d_log_z_0, start[..., None] * d_start[0])
 
-    d_weights = jnp.einsum("jxcv,jxdv->jxcd", d_y, value) + d_total[..., None]
+    d_weights = einsum("jxcv,jxdv->jxcd", d_y, value) + d_total[..., None]
     d_weights = _visible(d_weights, documents)
-    d_reading = jnp.einsum("jxcv,jxkv->jxck", d_y, s) + d_total[..., None] * z[..., None, :]
-    d_query = jnp.einsum("jxcd,jxdk->jxck", d_weights, key) + _of_state(d_reading, documents)
+    d_reading = einsum("jxcv,jxkv->jxck", d_y, s) + d_total[..., None] * z[..., None, :]
+    d_query = einsum("jxcd,jxdk->jxck", d_weights, key) + _of_state(d_reading, documents)
 
     absorbed = key if documents is None else _where_last(documents, key, 0.0)
-    d_value = jnp.einsum("jxcd,jxcv->jxdv", weights, d_y)
-    d_value = d_value + jnp.einsum("jxck,jxkv->jxcv", absorbed, d_added[0])
-    d_absorbed = jnp.einsum("jxcv,jxkv->jxck", value, d_added[0]) + d_added[1][..., None, :]
-    d_key = key * jnp.einsum("jxcd,jxck->jxdk", d_weights, query)
+    d_value = einsum("jxcd,jxcv->jxdv", weights, d_y)
+    d_value = d_value + einsum("jxck,jxkv->jxcv", absorbed, d_added[0])
+    d_absorbed = einsum("jxcv,jxkv->jxck", value, d_added[0]) + d_added[1][..., None, :]
+    d_key = key * einsum("jxcd,jxck->jxdk", d_weights, query)
     d_key_of_state = absorbed * d_absorbed
     d_decay = None
     if decay is not None:  # it multiplies all that is in the state after a chunk

@@ -14,7 +14,14 @@ from jax import lax
 from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
 from heinsen_jax.ops.log_attention.tokens import varying_like
-from heinsen_jax.ops.numerics import log_add_exp, log_difference, log_sum_exp, share, where_empty
+from heinsen_jax.ops.numerics import (
+    einsum,
+    log_add_exp,
+    log_difference,
+    log_sum_exp,
+    share,
+    where_empty,
+)
 from heinsen_jax.typing import Array
 
 State = TypeVar("State", "LogAttentionState", "MeanState")
@@ -174,13 +181,13 @@ class MeanState:
         """The state of tokens: key `[..., S, K]`, value `[..., S, V]` of either sign."""
         log_z = log_sum_exp(key, -2)
         shares = share(key, log_z[..., None, :])
-        return cls(log_z, jnp.einsum("...sk,...sv->...kv", shares, value))
+        return cls(log_z, einsum("...sk,...sv->...kv", shares, value))
 
     def attend(self, query: Array) -> Array:
         """Y = softmax_K(Q + H_Z) M for query `[..., T, K]`; 0 from an empty state."""
         logits = query + self.log_z[..., None, :]
         weights = share(logits, log_sum_exp(logits, -1)[..., None])
-        return jnp.einsum("...tk,...kv->...tv", weights, self.mean)
+        return einsum("...tk,...kv->...tv", weights, self.mean)
 
     def merge(self, other: MeanState) -> MeanState:
         log_z = log_add_exp(self.log_z, other.log_z)

@@ -1,5 +1,6 @@
 """What `jax.vmap` makes of the choice between tiers."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -51,3 +52,20 @@ def test_nested_maps_equal_single_calls(function):
     for index in np.ndindex(2, 3):
         expected = single(*(x[index] for x in arrays))
         np.testing.assert_allclose(mapped[index], expected, atol=2e-5)
+
+
+@each_function
+@pytest.mark.parametrize("keywords", [{}, {"is_causal": False}], ids=str)
+def test_products_keep_their_type_on_accelerators(function, keywords):
+    """Which would else multiply float32 with the precision of TF32 or bfloat16."""
+
+    def gradients(*arrays):
+        attention = partial(function, **keywords)
+        return jax.vjp(attention, *arrays)[1](jnp.ones_like(arrays[0]))
+
+    arrays = [jnp.ones((1, 200, 1, 8))] * 3
+    for platform in ("cuda", "tpu"):
+        lowered = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=(platform,))
+        products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+        assert products
+        assert all("precision = [HIGHEST, HIGHEST]" in line for line in products)

@@ -41,10 +41,13 @@ class Fused:
       otherwise: the implementation that computes calls whose sums leave the safe range.
       safe_range: the part of the exponent range, log(1 / smallest normal number), that sums may
         use. The rest is margin for their terms and for gradients.
+      spans: into how many pieces texts are cut, to be computed side by side; by their length and
+        the number of heads when None.
     """
 
     otherwise: Any = field(default_factory=Chunked)
     safe_range: float = 0.7
+    spans: int | None = None
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
         """As `Chunked.causal`."""
@@ -56,11 +59,12 @@ class Fused:
             'fuse; use "chunked", which reads one state by two matrix products'
         )
 
-    def is_safe(self, margin: Array, largest: Array) -> Array:
+    def is_safe(self, margins: list[Array], largest: Array) -> Array:
         """Whether results are right whose smallest sums and largest values these are."""
         limit = math.exp(self.safe_range * math.log(jnp.finfo(jnp.float32).smallest_normal))
         large = jnp.maximum(jnp.max(largest), 1.0)
-        return (jnp.min(margin) >= limit * large) & jnp.isfinite(large)
+        smallest = jnp.min(jnp.stack([jnp.min(margin) for margin in margins]))
+        return (smallest >= limit * large) & jnp.isfinite(large)
 
 
 def _calls() -> Any:

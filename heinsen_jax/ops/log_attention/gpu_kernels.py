@@ -39,7 +39,6 @@ from heinsen_jax.ops.log_attention.gpu_streams import (
     along,
     find_scales,
     left,
-    load,
     of_state_only,
     or_zero,
     product,
@@ -145,7 +144,7 @@ def forward(x: Operands, is_log: bool) -> Forward:
                 put(s["k"], key)
                 plgpu.commit_smem()
             added = product(transposed(s["v"]), s["k"], rows, key_depth)
-            m = scales.top_after + tiles["at_end"] if "at_end" in tiles else scales.top_after
+            m = here.end(scales, tiles)
             margin = jnp.minimum(margin, smallest)
             largest = jnp.maximum(largest, jnp.max(jnp.abs(value), 1))
             state = state * along(0, scales.keep, state.shape) + added
@@ -169,6 +168,45 @@ def forward(x: Operands, is_log: bool) -> Forward:
     found = call.launch(program, {}, outputs, scratch)
     scales = Scales(*(found.pop(name) for name in SCALES))
     return Forward(scales=scales, **found)
+
+
+def absorb(x: Operands, is_log: bool) -> dict[str, Array]:
+    """The state of all tokens and of nothing before: its scale `end` `[B, G, K]`, `z` likewise and
+    `total` `[B, G, V', K]`."""
+    call = Call(x, by_group=True)
+    batch, groups, key_depth, value_depth, rows = call.sizes
+    outputs = {
+        "end": call.shape(batch, groups, key_depth),
+        "z": call.shape(batch, groups, key_depth),
+        "total": call.shape(batch, groups, rows, key_depth),
+    }
+    scratch = {"k": call.factor(CHUNK, key_depth), "v": call.factor(CHUNK, rows)}
+
+    def program(here: Program) -> None:
+        s, refs = here.scratch, here.refs
+
+        def step(chunk, tiles, carry):
+            m, z, state = carry
+            key = here.keys(tiles)
+            scales, absorbed = find_scales(key, m, tiles)
+            key = key if absorbed is None else absorbed
+            key = call.rounded(jnp.exp(key - along(0, or_zero(scales.top_after), key.shape)))
+            value = jnp.exp(tiles["value"]) if is_log else tiles["value"]
+            put(s["k"], key)
+            put(left(s["v"], value_depth), value)
+            plgpu.commit_smem()
+            added = product(transposed(s["v"]), s["k"], rows, key_depth)
+            state = state * along(0, scales.keep, state.shape) + added
+            return here.end(scales, tiles), z * scales.keep + jnp.sum(key, 0), state
+
+        here.clear("v")
+        nothing = jnp.full((key_depth,), -jnp.inf, F32), jnp.zeros((key_depth,), F32)
+        m, z, state = here.stream(step, (*nothing, jnp.zeros((rows, key_depth), F32)))
+        refs["end"][here.batch, here.head, :] = m
+        refs["z"][here.batch, here.head, :] = z
+        refs["total"][here.batch, here.head, :, :] = state
+
+    return call.launch(program, {}, outputs, scratch)
 
 
 @jax.tree_util.register_dataclass
@@ -285,7 +323,7 @@ def key_value_gradient(
     }
 
     def program(here: Program) -> None:
-        s, refs = here.scratch, here.refs
+        s = here.scratch
 
         def step(chunk, tiles, carry):
             d_z, d_sum = carry
@@ -323,17 +361,41 @@ def key_value_gradient(
             here.write("d_key", d_key + absorbed * d_absorbed, chunk)
             here.write("d_value", d_value * value if is_log else d_value, chunk)
 
-            read = product(transposed(s["d_y"]), s["q"], rows, key_depth)
-            d_sum = d_sum * along(0, scales.keep, d_sum.shape)
-            d_sum = d_sum + read * along(0, scales.read, read.shape)
-            read = jnp.sum(of_state * along(1, d_total, of_state.shape), 0)
-            return d_z * scales.keep + read * scales.read, d_sum
+            return here.gradient_before((d_z, d_sum), of_state, tiles, scales)
 
         here.clear("d_y")
-        last = (load(refs["d_z_after"].at[here.batch, here.head], COLUMN),)
-        last += (load(refs["d_sum_after"].at[here.batch, here.head], MATRIX),)
-        d_z, d_sum = here.stream(step, last, reverse=True)
-        refs["d_z"][here.batch, here.head, :] = d_z
-        refs["d_sum"][here.batch, here.head, :, :] = d_sum
+        here.finish_state_gradient(here.stream(step, here.gradient_after(), reverse=True))
 
     return call.launch(program, inputs, outputs, scratch)
+
+
+def state_gradient(
+    x: Operands, found: Results, d_total: Array, d_after: tuple[Array, Array]
+) -> dict[str, Array]:
+    """`d_z` `[B, H, K]` and `d_sum` `[B, H, V', K]` of the state before, as `key_value_gradient`
+    returns them, alone."""
+    call = Call(x)
+    batch, heads, key_depth, value_depth, rows = call.sizes
+    inputs = vars(found.scales) | {"d_total": d_total, "log_z": found.log_z, "d_y": found.d_y}
+    inputs |= {"d_z_after": d_after[0], "d_sum_after": d_after[1]}
+    outputs = {
+        "d_z": call.shape(batch, heads, key_depth),
+        "d_sum": call.shape(batch, heads, rows, key_depth),
+    }
+    scratch = {"q": call.factor(CHUNK, key_depth), "d_y": call.factor(CHUNK, rows)}
+
+    def program(here: Program) -> None:
+        s = here.scratch
+
+        def step(chunk, tiles, carry):
+            query, scales = here.query_exponentials(tiles, chunk)
+            query = of_state_only(query, tiles)
+            put(s["q"], query)
+            put(left(s["d_y"], value_depth), tiles["d_y"])
+            plgpu.commit_smem()
+            return here.gradient_before(carry, query, tiles, scales)
+
+        here.clear("d_y")
+        here.finish_state_gradient(here.stream(step, here.gradient_after(), reverse=True))
+
+    return call.launch(program, inputs, outputs, scratch, without=("key", "value"))

@@ -21,6 +21,7 @@ MATRIX = plgpu.Layout.WGMMA
 ROW = MATRIX.reduce(1)  # a number for each row
 COLUMN = MATRIX.reduce(0)
 F32, BF16 = jnp.float32, jnp.bfloat16
+LOAD_INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # asked for by JAX 0.10
 
 Tiles = dict[str, Array]
 Factor = list[Any]  # memory of a factor of products, part by part
@@ -77,10 +78,13 @@ class Scales:
 class Call:
     """The sizes of a call, memory for them, and how to launch a program for each head."""
 
-    def __init__(self, x: Operands):
-        batch, self.length, heads, key_depth = x.query.shape
+    def __init__(self, x: Operands, by_group: bool = False):
+        """A program for each head of queries, or of keys."""
+        batch, self.length, heads, key_depth = (x.key if by_group else x.query).shape
         self.sizes = batch, heads, key_depth, x.value.shape[-1], x.mean_before.shape[2]
-        self.operands = {name: a for name, a in vars(x).items() if a is not None}
+        left_out = ("query", "log_z_before", "mean_before") if by_group else ()
+        arrays = {name: a for name, a in vars(x).items() if name not in left_out}
+        self.operands = {name: a for name, a in arrays.items() if a is not None}
         if x.documents is not None:  # memory is read in one layout: along rows, and columns
             documents = self.operands.pop("documents")
             self.operands |= {"document_of_query": documents, "document_of_key": documents}
@@ -111,9 +115,11 @@ class Call:
         inputs: dict[str, Array],
         outputs: dict[str, Any],
         scratch: dict[str, Factor],
+        without: tuple[str, ...] = (),
     ) -> dict[str, Array]:
         """Runs program(here) for each head of each text."""
         operands = self.operands | inputs
+        operands = {name: operands[name] for name in operands if name not in without}
         names = [*operands, *outputs]
         fetched = {
             name: self._tile_of(name, operands)
@@ -258,12 +264,47 @@ class Program:
         for ref in self.scratch[name]:
             ref[...] = jnp.zeros(ref.shape, BF16)
 
-    def exponentials(self, tiles: Tiles, chunk: Any) -> "Exponentials":
+    def end(self, scales: Scales, tiles: Tiles) -> Array:
+        """The scale of the state after a chunk, as the next one finds it."""
+        return scales.top_after + tiles["at_end"] if "at_end" in tiles else scales.top_after
+
+    def query_exponentials(self, tiles: Tiles, chunk: Any) -> tuple[Array, Scales]:
+        """For gradients: queries divided by Z, and the scales."""
         here = self.batch, self.head, chunk
         scales = Scales(*(load(self.refs[x].at[*here], COLUMN) for x in SCALES))
+        query = self.queries(tiles)
+        scale = along(0, or_zero(scales.top), query.shape)
+        return jnp.exp(query + scale - along(1, tiles["log_z"], query.shape)), scales
+
+    def gradient_after(self) -> tuple[Array, Array]:
+        """Of z and S of the state after all chunks."""
+        layouts = {"d_z_after": COLUMN, "d_sum_after": MATRIX}
+        d_z, d_sum = (
+            load(self.refs[name].at[self.batch, self.head], layout)
+            for name, layout in layouts.items()
+        )
+        return d_z, d_sum
+
+    def gradient_before(
+        self, d_after: tuple[Array, Array], query: Array, tiles: Tiles, scales: Scales
+    ) -> tuple[Array, Array]:
+        """Of the state before a chunk, from that of the one after and from the queries that read
+        it, whose factors are in memory."""
+        d_z, d_sum = d_after
+        read = product(transposed(self.scratch["d_y"]), self.scratch["q"], *d_sum.shape)
+        d_sum = d_sum * along(0, scales.keep, d_sum.shape)
+        d_sum = d_sum + read * along(0, scales.read, read.shape)
+        read = jnp.sum(query * along(1, tiles["d_total"], query.shape), 0)
+        return d_z * scales.keep + read * scales.read, d_sum
+
+    def finish_state_gradient(self, d_before: tuple[Array, Array]) -> None:
+        self.refs["d_z"][self.batch, self.head, :] = d_before[0]
+        self.refs["d_sum"][self.batch, self.head, :, :] = d_before[1]
+
+    def exponentials(self, tiles: Tiles, chunk: Any) -> "Exponentials":
+        query, scales = self.query_exponentials(tiles, chunk)
         keys, rounded = self.keys(tiles), self.call.rounded
         scale = along(0, or_zero(scales.top), keys.shape)
-        query = jnp.exp(self.queries(tiles) + scale - along(1, tiles["log_z"], keys.shape))
         key = absorbed = rounded(jnp.exp(keys - scale))
         if "is_last" in tiles:
             scale = along(0, or_zero(scales.top_after), keys.shape)
@@ -282,7 +323,9 @@ class Program:
         if "so_far" not in tiles:
             return 0.0
         decay = tiles["so_far"]
-        return along(1, decay, tiles["key"].shape) if decay.ndim == 1 else decay
+        if decay.ndim == 2:
+            return decay
+        return along(1, decay, (CHUNK, self.call.sizes[2]))
 
     def write(self, name: str, x: Array, chunk: Any) -> None:
         part, kind = self._part(name, chunk), _kind(self.refs[name])
@@ -308,8 +351,8 @@ def _memory(rows: int, columns: int, dtype: Any, widest: int) -> Any:
 
 
 def load(ref: Any, layout: Any) -> Array:
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
+    needs_index = LOAD_INDEX is not None and LOAD_INDEX.default is LOAD_INDEX.empty
+    return plgpu.load(ref, *[()] * needs_index, layout=layout, optimized=False)
 
 
 def along(axis: int, x: Array, shape: tuple[int, ...]) -> Array:

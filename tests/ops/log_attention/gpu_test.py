@@ -82,6 +82,25 @@ def test_keywords(names, function):
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "otherwise"),
+    [((), Nowhere()), (("segment_ids",), Nowhere()), (("decay per feature",), Scan())],
+    ids=str,
+)
+@pytest.mark.usefixtures("a_gpu")
+def test_spans_side_by_side(names, otherwise):
+    """Of which the last is padding alone."""
+    seed = int(np.random.default_rng().integers(2**32))
+    keywords_test.assert_agrees(
+        keywords_test.draw_arrays(seed),
+        keywords_test.draw_keywords(names, seed),
+        1,
+        function=log_attention,
+        implementation=Fused(otherwise, spans=3),
+        is_causal=True,
+    )
+
+
 @pytest.mark.usefixtures("a_gpu")
 def test_ordinary_inputs_need_kernels_alone():
     inputs = cases.random_inputs(Case(130, key_depth=32, value_depth=32), seed=0)
@@ -159,6 +178,18 @@ def test_kernels_can_be_lowered(function, dtype, depth, options, monkeypatch):
 
     lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 3  # forward, and two gradients
+
+
+def test_kernels_of_spans_can_be_lowered():
+    x = jnp.zeros((1, 256, 2, 64), "bfloat16")
+    keywords = {"log_decay": jnp.zeros((1, 256, 2)), "segment_ids": jnp.zeros((1, 256), jnp.int32)}
+
+    def loss(x):
+        y = log_attention(x, x, x, implementation=Fused(spans=2), **keywords)
+        return jnp.sum(y.astype(jnp.float32))
+
+    lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 5  # and of states: two more
 
 
 def test_without_a_gpu_it_is_refused():

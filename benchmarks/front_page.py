@@ -17,10 +17,10 @@ from heinsen_jax.study import load_study, results_of
 RESULTS = ROOT / "benchmarks/results"
 STYLES = {"log": ("log-attention", "C3"), "softmax": ("softmax attention", "C0")}
 LINES = {
-    "log": ("C3", "log-attention"),
-    "softmax, rotary": ("C0", "softmax, rotary"),
-    "softmax, learned positions": ("C9", "softmax, learned positions"),
-    "the paper's model": ("C1", "log-attention, the paper's model"),
+    "log": ("log-attention", "C3"),
+    "softmax, rotary": ("softmax, rotary", "C0"),
+    "softmax, learned positions": ("softmax, learned positions", "C9"),
+    "the paper's model": ("log-attention, the paper's model", "C1"),
 }
 COSTS = {
     "forward_backward_seconds": "forward and backward of a layer, seconds",
@@ -53,7 +53,7 @@ def draw_losses(axes: Axes) -> None:
     study = load_study(ROOT / "configs/studies/language_model.py")
     metrics = {64: "loss", 256: "loss_256", 1024: "loss_1024"}
     for result in results_of(study, RESULTS / "studies/language_model"):
-        color, label = LINES[result.compared["model"]]
+        label, color = LINES[result.compared["model"]]
         there = [length for length, metric in metrics.items() if result.values(metric)]
         means = [result.mean(metrics[length]) for length in there]
         axes.plot(there, means, "o-", color=color, label=label)

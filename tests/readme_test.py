@@ -22,6 +22,11 @@ def result(name: str) -> dict:
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 
+def results_of_study(name: str) -> list:
+    study = load_study(ROOT / f"configs/studies/{name}.py")
+    return results_of(study, ROOT / "benchmarks/results/studies" / name)
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name, capsys):
     exec(compile(EXAMPLES[name], name, "exec"), {})
@@ -111,7 +116,7 @@ def test_costs_of_exactness_are_those_of_the_results():
 @pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
 def test_reports_of_studies_are_of_their_results(folder):
     study = load_study(ROOT / f"configs/studies/{folder.name}.py")
-    results = results_of(study, folder)
+    results = results_of_study(folder.name)
     report = (folder / "report.md").read_text()
     assert table(results, study.metric, study.shown) in report
     count = sum(len(result.rows) for result in results)
@@ -120,8 +125,7 @@ def test_reports_of_studies_are_of_their_results(folder):
 
 
 def test_language_models_are_those_of_the_study():
-    folder = ROOT / "benchmarks/results/studies/language_model"
-    results = results_of(load_study(ROOT / "configs/studies/language_model.py"), folder)
+    results = results_of_study("language_model")
     shown = README.partition("<!-- language model -->")[2].partition("\n\n")[0]
     lines = shown.strip().splitlines()[2:]
     assert len(lines) == len(results)
@@ -138,8 +142,7 @@ def test_language_models_are_those_of_the_study():
 
 
 def test_recall_is_as_the_readme_says():
-    folder = ROOT / "benchmarks/results/studies/recall"
-    results = results_of(load_study(ROOT / "configs/studies/recall.py"), folder)
+    results = results_of_study("recall")
     accuracy = {tuple(x.compared.values()): x.mean("accuracy") for x in results}
     for width in ("32", "64"):
         for name in ("softmax", "gqa", "mla", "l1"):
@@ -156,8 +159,7 @@ def test_recall_is_as_the_readme_says():
 
 
 def test_parts_of_the_language_model_are_as_the_readme_says():
-    folder = ROOT / "benchmarks/results/studies/language_model_parts"
-    results = results_of(load_study(ROOT / "configs/studies/language_model_parts.py"), folder)
+    results = results_of_study("language_model_parts")
     of = {result.compared["change"]: result for result in results}
     whole = of.pop("none")
 
@@ -174,8 +176,7 @@ def test_parts_of_the_language_model_are_as_the_readme_says():
 
 
 def test_every_mechanism_on_shakespeare_is_as_the_readme_says():
-    folder = ROOT / "benchmarks/results/studies/shakespeare"
-    results = results_of(load_study(ROOT / "configs/studies/shakespeare.py"), folder)
+    results = results_of_study("shakespeare")
     losses = {result.compared["mechanism"]: result.mean("loss") for result in results}
     assert len(losses) == 19
     assert "best of nineteen" in README
@@ -187,8 +188,7 @@ def test_every_mechanism_on_shakespeare_is_as_the_readme_says():
 
 
 def test_copying_is_as_the_readme_says():
-    folder = ROOT / "benchmarks/results/studies/copying"
-    results = results_of(load_study(ROOT / "configs/studies/copying.py"), folder)
+    results = results_of_study("copying")
     of = {result.compared["mechanism"]: result for result in results}
     shown = README.partition("<!-- copying -->")[2].partition("\n\n")[0]
     lines = shown.strip().splitlines()[2:]

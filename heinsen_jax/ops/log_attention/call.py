@@ -237,7 +237,10 @@ def _total_decay(arguments: Arguments, state: LogAttentionState, tokens: Tokens)
 
 def _choose(arguments: Arguments) -> Any:
     name = arguments.implementation
-    if isinstance(name, (Chunked, Fused)):
+    if isinstance(name, Chunked):
+        return name
+    if isinstance(name, Fused):
+        _check_gpu(arguments)
         return name
     if name is None:
         name = "scan" if arguments.is_causal and arguments.query.shape[-3] == 1 else "chunked"

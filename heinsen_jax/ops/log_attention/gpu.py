@@ -38,15 +38,13 @@ class Fused:
     """implementation="gpu".
 
     Attributes:
-      otherwise: the implementation that computes calls whose sums leave the safe range.
-      safe_range: the part of the exponent range, log(1 / smallest normal number), that sums may
-        use. The rest is margin for their terms and for gradients.
+      otherwise: the implementation that computes calls whose sums leave the range that is safe for
+        products, that of `Chunked`.
       spans: into how many pieces texts are cut, to be computed side by side; by their length and
         the number of heads when None.
     """
 
     otherwise: Any = field(default_factory=Chunked)
-    safe_range: float = 0.7
     spans: int | None = None
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
@@ -61,7 +59,7 @@ class Fused:
 
     def is_safe(self, margins: list[Array], largest: Array) -> Array:
         """Whether results are right whose smallest sums and largest values these are."""
-        limit = math.exp(self.safe_range * math.log(jnp.finfo(jnp.float32).smallest_normal))
+        limit = math.exp(-Chunked().limit(jnp.float32))
         large = jnp.maximum(jnp.max(largest), 1.0)
         smallest = jnp.min(jnp.stack([jnp.min(margin) for margin in margins]))
         return (smallest >= limit * large) & jnp.isfinite(large)

@@ -40,7 +40,7 @@ def causal(fused: Fused, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]
 
 
 def _spans(programs: int, length: int) -> int:
-    most = min(ENOUGH_PROGRAMS // programs, length // SHORTEST_SPAN)
+    most = min(ENOUGH_PROGRAMS // max(1, programs), length // SHORTEST_SPAN)
     return 1 << max(0, most.bit_length() - 1)
 
 

@@ -40,13 +40,13 @@ from heinsen_jax.ops.log_attention.gpu_streams import (
     find_scales,
     left,
     of_state_only,
-    or_zero,
     product,
     put,
     top_rows,
     transposed,
     visible,
 )
+from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array
 
 
@@ -106,11 +106,11 @@ def forward(x: Operands, is_log: bool) -> Forward:
             m, z, state, margin, largest = carry
             key = here.keys(tiles)
             scales, absorbed = find_scales(key, m, tiles)
-            query = here.queries(tiles) + along(0, or_zero(scales.top), key.shape)
+            query = here.queries(tiles) + along(0, where_empty(scales.top, 0.0), key.shape)
             value = jnp.exp(tiles["value"]) if is_log else tiles["value"]
-            biggest = or_zero(jnp.max(query, 1))
+            biggest = where_empty(jnp.max(query, 1), 0.0)
             query = jnp.exp(query - along(1, biggest, query.shape))
-            key = call.rounded(jnp.exp(key - along(0, or_zero(scales.top), key.shape)))
+            key = call.rounded(jnp.exp(key - along(0, where_empty(scales.top, 0.0), key.shape)))
             read = call.rounded(state * along(0, scales.read, state.shape))
             put(s["q"], query)
             put(s["k"], key)
@@ -139,7 +139,9 @@ def forward(x: Operands, is_log: bool) -> Forward:
                 refs[name][here.batch, here.head, chunk, :] = getattr(scales, name)
 
             if absorbed is not None:
-                key = jnp.exp(absorbed - along(0, or_zero(scales.top_after), absorbed.shape))
+                key = jnp.exp(
+                    absorbed - along(0, where_empty(scales.top_after, 0.0), absorbed.shape)
+                )
                 key = call.rounded(key)
                 put(s["k"], key)
                 plgpu.commit_smem()
@@ -190,7 +192,9 @@ def absorb(x: Operands, is_log: bool) -> dict[str, Array]:
             key = here.keys(tiles)
             scales, absorbed = find_scales(key, m, tiles)
             key = key if absorbed is None else absorbed
-            key = call.rounded(jnp.exp(key - along(0, or_zero(scales.top_after), key.shape)))
+            key = call.rounded(
+                jnp.exp(key - along(0, where_empty(scales.top_after, 0.0), key.shape))
+            )
             value = jnp.exp(tiles["value"]) if is_log else tiles["value"]
             put(s["k"], key)
             put(left(s["v"], value_depth), value)

@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from heinsen_jax.ops.numerics import share, where_empty
 from heinsen_jax.typing import Array
 
 CHUNK = 64
@@ -273,7 +274,7 @@ class Program:
         here = self.batch, self.head, chunk
         scales = Scales(*(load(self.refs[x].at[*here], COLUMN) for x in SCALES))
         query = self.queries(tiles)
-        scale = along(0, or_zero(scales.top), query.shape)
+        scale = along(0, where_empty(scales.top, 0.0), query.shape)
         return jnp.exp(query + scale - along(1, tiles["log_z"], query.shape)), scales
 
     def gradient_after(self) -> tuple[Array, Array]:
@@ -301,13 +302,14 @@ class Program:
         self.refs["d_z"][self.batch, self.head, :] = d_before[0]
         self.refs["d_sum"][self.batch, self.head, :, :] = d_before[1]
 
-    def exponentials(self, tiles: Tiles, chunk: Any) -> "Exponentials":
+    def exponentials(self, tiles: Tiles, chunk: Any) -> Exponentials:
+        """For gradients, from the scales that `forward` found."""
         query, scales = self.query_exponentials(tiles, chunk)
         keys, rounded = self.keys(tiles), self.call.rounded
-        scale = along(0, or_zero(scales.top), keys.shape)
+        scale = along(0, where_empty(scales.top, 0.0), keys.shape)
         key = absorbed = rounded(jnp.exp(keys - scale))
         if "is_last" in tiles:
-            scale = along(0, or_zero(scales.top_after), keys.shape)
+            scale = along(0, where_empty(scales.top_after, 0.0), keys.shape)
             is_last = along(1, tiles["is_last"], keys.shape) > 0
             absorbed = jnp.where(is_last, rounded(jnp.exp(keys - scale)), 0.0)
         return Exponentials(query, key, absorbed, scales)
@@ -358,10 +360,6 @@ def load(ref: Any, layout: Any) -> Array:
 def along(axis: int, x: Array, shape: tuple[int, ...]) -> Array:
     """A vector as a matrix of equal rows (0) or of equal columns (1)."""
     return lax.broadcast_in_dim(x, shape, (1 - axis,))
-
-
-def or_zero(x: Array) -> Array:
-    return jnp.where(x == -jnp.inf, 0.0, x)
 
 
 def put(refs: Factor, x: Array) -> None:
@@ -428,10 +426,10 @@ def of_state_only(x: Array, tiles: Tiles) -> Array:
 def find_scales(key: Array, m: Array, tiles: Tiles) -> tuple[Scales, Array | None]:
     """The scales of a chunk, and those of its keys that the state after takes in; None if all."""
     top = jnp.maximum(m, jnp.max(key, 0))
-    read = jnp.exp(m - or_zero(top))
+    read = share(m, top)
     if "is_last" not in tiles:
         return Scales(top, read, top, read), None
     absorbed = jnp.where(along(1, tiles["is_last"], key.shape) > 0, key, -jnp.inf)
     kept = m + tiles["carried"]
     top_after = jnp.maximum(kept, jnp.max(absorbed, 0))
-    return Scales(top, read, top_after, jnp.exp(kept - or_zero(top_after))), absorbed
+    return Scales(top, read, top_after, share(kept, top_after)), absorbed

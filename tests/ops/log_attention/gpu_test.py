@@ -180,7 +180,8 @@ def test_kernels_can_be_lowered(function, dtype, depth, options, monkeypatch):
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 3  # forward, and two gradients
 
 
-def test_kernels_of_spans_can_be_lowered():
+def test_kernels_of_spans_can_be_lowered(monkeypatch):
+    monkeypatch.setattr(gpu, "is_available", lambda: True)
     x = jnp.zeros((1, 256, 2, 64), "bfloat16")
     keywords = {"log_decay": jnp.zeros((1, 256, 2)), "segment_ids": jnp.zeros((1, 256), jnp.int32)}
 
@@ -212,8 +213,9 @@ def test_without_a_gpu_it_is_refused():
 def test_what_kernels_are_not_for_is_refused(depth, dtype, keywords, reason):
     x = jnp.zeros((5, 1, depth), jnp.finfo(dtype).dtype)
     value = x.astype(dtype)
-    with pytest.raises(NotImplementedError, match=f'implementation="gpu".*{reason}'):
-        log_attention(x, x, value, implementation="gpu", **keywords)
+    for implementation in ("gpu", FUSED):
+        with pytest.raises(NotImplementedError, match=f'implementation="gpu".*{reason}'):
+            log_attention(x, x, value, implementation=implementation, **keywords)
 
 
 def test_without_what_kernels_are_written_with_it_is_refused(monkeypatch):

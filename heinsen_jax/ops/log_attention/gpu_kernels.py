@@ -107,10 +107,10 @@ def forward(x: Operands, is_log: bool) -> Forward:
             key = here.keys(tiles)
             scales, absorbed = find_scales(key, m, tiles)
             query = here.queries(tiles) + along(0, where_empty(scales.top, 0.0), key.shape)
-            value = jnp.exp(tiles["value"]) if is_log else tiles["value"]
+            value = here.values(tiles, is_log)
             biggest = where_empty(jnp.max(query, 1), 0.0)
             query = jnp.exp(query - along(1, biggest, query.shape))
-            key = call.rounded(jnp.exp(key - along(0, where_empty(scales.top, 0.0), key.shape)))
+            key = here.relative(key, scales.top)
             read = call.rounded(state * along(0, scales.read, state.shape))
             put(s["q"], query)
             put(s["k"], key)
@@ -139,10 +139,7 @@ def forward(x: Operands, is_log: bool) -> Forward:
                 refs[name][here.batch, here.head, chunk, :] = getattr(scales, name)
 
             if absorbed is not None:
-                key = jnp.exp(
-                    absorbed - along(0, where_empty(scales.top_after, 0.0), absorbed.shape)
-                )
-                key = call.rounded(key)
+                key = here.relative(absorbed, scales.top_after)
                 put(s["k"], key)
                 plgpu.commit_smem()
             added = product(transposed(s["v"]), s["k"], rows, key_depth)
@@ -192,10 +189,8 @@ def absorb(x: Operands, is_log: bool) -> dict[str, Array]:
             key = here.keys(tiles)
             scales, absorbed = find_scales(key, m, tiles)
             key = key if absorbed is None else absorbed
-            key = call.rounded(
-                jnp.exp(key - along(0, where_empty(scales.top_after, 0.0), key.shape))
-            )
-            value = jnp.exp(tiles["value"]) if is_log else tiles["value"]
+            key = here.relative(key, scales.top_after)
+            value = here.values(tiles, is_log)
             put(s["k"], key)
             put(left(s["v"], value_depth), value)
             plgpu.commit_smem()
@@ -256,7 +251,7 @@ def query_gradient(x: Operands, found: Results, is_log: bool) -> dict[str, Array
         def step(chunk, tiles, carry):
             z, state = carry
             query, key, absorbed, scales = here.exponentials(tiles, chunk)
-            value = jnp.exp(tiles["value"]) if is_log else tiles["value"]
+            value = here.values(tiles, is_log)
             d_y = tiles["d_y"]
             if is_log:
                 d_total = tiles["d_log_z"] - jnp.sum(d_y, 1)
@@ -295,6 +290,14 @@ def query_gradient(x: Operands, found: Results, is_log: bool) -> dict[str, Array
     return call.launch(program, inputs, outputs, scratch)
 
 
+def _backwards_inputs(
+    found: Results, d_total: Array, d_after: tuple[Array, Array]
+) -> dict[str, Array]:
+    """Of what goes from the last chunk to the first."""
+    inputs = vars(found.scales) | {"d_total": d_total, "log_z": found.log_z, "d_y": found.d_y}
+    return inputs | {"d_z_after": d_after[0], "d_sum_after": d_after[1]}
+
+
 def key_value_gradient(
     x: Operands, found: Results, d_total: Array, d_after: tuple[Array, Array], is_log: bool
 ) -> dict[str, Array]:
@@ -308,8 +311,7 @@ def key_value_gradient(
     """
     call = Call(x)
     batch, heads, key_depth, value_depth, rows = call.sizes
-    inputs = vars(found.scales) | {"d_total": d_total, "log_z": found.log_z, "d_y": found.d_y}
-    inputs |= {"d_z_after": d_after[0], "d_sum_after": d_after[1]}
+    inputs = _backwards_inputs(found, d_total, d_after)
     dtype = call.gradient_dtype
     outputs = {
         "d_key": call.shape(batch, call.length, heads, key_depth, dtype=dtype),
@@ -332,7 +334,7 @@ def key_value_gradient(
         def step(chunk, tiles, carry):
             d_z, d_sum = carry
             query, key, absorbed, scales = here.exponentials(tiles, chunk)
-            value = jnp.exp(tiles["value"]) if is_log else tiles["value"]
+            value = here.values(tiles, is_log)
             d_total = tiles["d_total"]
             put(s["q"], query)
             put(s["k"], key)
@@ -380,8 +382,7 @@ def state_gradient(
     returns them, alone."""
     call = Call(x)
     batch, heads, key_depth, value_depth, rows = call.sizes
-    inputs = vars(found.scales) | {"d_total": d_total, "log_z": found.log_z, "d_y": found.d_y}
-    inputs |= {"d_z_after": d_after[0], "d_sum_after": d_after[1]}
+    inputs = _backwards_inputs(found, d_total, d_after)
     outputs = {
         "d_z": call.shape(batch, heads, key_depth),
         "d_sum": call.shape(batch, heads, rows, key_depth),

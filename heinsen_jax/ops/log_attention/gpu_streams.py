@@ -305,18 +305,24 @@ class Program:
     def exponentials(self, tiles: Tiles, chunk: Any) -> Exponentials:
         """For gradients, from the scales that `forward` found."""
         query, scales = self.query_exponentials(tiles, chunk)
-        keys, rounded = self.keys(tiles), self.call.rounded
-        scale = along(0, where_empty(scales.top, 0.0), keys.shape)
-        key = absorbed = rounded(jnp.exp(keys - scale))
+        keys = self.keys(tiles)
+        key = absorbed = self.relative(keys, scales.top)
         if "is_last" in tiles:
-            scale = along(0, where_empty(scales.top_after, 0.0), keys.shape)
             is_last = along(1, tiles["is_last"], keys.shape) > 0
-            absorbed = jnp.where(is_last, rounded(jnp.exp(keys - scale)), 0.0)
+            absorbed = jnp.where(is_last, self.relative(keys, scales.top_after), 0.0)
         return Exponentials(query, key, absorbed, scales)
 
     def keys(self, tiles: Tiles) -> Array:
         """As the chunk's start would see them."""
         return tiles["key"] - self._so_far(tiles)
+
+    def relative(self, keys: Array, scale: Array) -> Array:
+        """exp(keys - scale), as products take it."""
+        return self.call.rounded(jnp.exp(keys - along(0, where_empty(scale, 0.0), keys.shape)))
+
+    def values(self, tiles: Tiles, is_log: bool) -> Array:
+        """In linear space."""
+        return jnp.exp(tiles["value"]) if is_log else tiles["value"]
 
     def queries(self, tiles: Tiles) -> Array:
         return tiles["query"] + self._so_far(tiles)

@@ -16,7 +16,8 @@ from jax import lax
 from heinsen_jax.ops.log_attention import gpu_kernels as kernels
 from heinsen_jax.ops.log_attention.chunked import padded
 from heinsen_jax.ops.log_attention.gpu import DEPTHS, Fused
-from heinsen_jax.ops.log_attention.gpu_streams import CHUNK, ROWS, Operands
+from heinsen_jax.ops.log_attention.gpu_matrices import ROWS
+from heinsen_jax.ops.log_attention.gpu_streams import CHUNK, Operands
 from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
 from heinsen_jax.ops.log_attention.tokens import Tokens
 from heinsen_jax.ops.numerics import einsum, log_sum_exp, reciprocal, safe_log, share

@@ -26,24 +26,26 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from heinsen_jax.ops.log_attention.gpu_streams import (
-    CHUNK,
+from heinsen_jax.ops.log_attention.gpu_matrices import (
     COLUMN,
     F32,
     MATRIX,
+    along,
+    left,
+    product,
+    put,
+    top_rows,
+    transposed,
+)
+from heinsen_jax.ops.log_attention.gpu_streams import (
+    CHUNK,
     SCALES,
     Call,
     Operands,
     Program,
     Scales,
-    along,
     find_scales,
-    left,
     of_state_only,
-    product,
-    put,
-    top_rows,
-    transposed,
     visible,
 )
 from heinsen_jax.ops.numerics import where_empty

@@ -139,8 +139,9 @@ def _next_token(
 ) -> tuple[Array, LanguageModelState]:
     """Feeds tokens [*B, T] and draws the one that follows."""
     model = nnx.merge(graph, parameters)
-    logits, state = model(tokens, state=state, return_state=True)
-    token = _sample(logits[..., -1, :], key, position, temperature, top_k, num_tokens)
+    features, state = model.features(tokens, state=state, return_state=True)
+    logits = model.readout(features[..., -1:, :])[..., 0, :]
+    token = _sample(logits, key, position, temperature, top_k, num_tokens)
     return token.astype(tokens.dtype), state
 
 

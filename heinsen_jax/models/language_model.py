@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +19,7 @@ from heinsen_jax.attention.layers import layer_norm, parameter, uniform
 from heinsen_jax.models.blocks import Block
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.position import LearnedPositions, NoPositions, PositionRecurrence
+from heinsen_jax.models.readout import Readout
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array
 
@@ -107,6 +107,20 @@ class LanguageModel(nnx.Module):
         Raises:
           ValueError: outside `jit`, where a token id is not in the vocabulary.
         """
+        features, after = self.features(tokens, state=state, return_state=return_state)
+        with jax.named_scope("logits"):
+            logits = self.readout(features)
+        return (logits, after) if return_state else logits
+
+    def features(
+        self,
+        tokens: Array,
+        *,
+        state: LanguageModelState | None = None,
+        return_state: bool = False,
+    ) -> tuple[Array, LanguageModelState | None]:
+        """What `readout` makes logits of, `[*B, T, model_dim]`, and the state after the tokens,
+        None if it is not asked for. As calling the model otherwise."""
         check_tokens(tokens, self.config.vocab_size)
         batch_shape = tokens.shape[:-1]
         if state is None and return_state:
@@ -120,23 +134,17 @@ class LanguageModel(nnx.Module):
         states = (None,) * len(graphs) if state is None else state.blocks
         remat = self.config.remat_keeps if self.config.remat else None
         x, blocks = _through(graphs, return_state, remat, x, parameters, states)
-        with jax.named_scope("logits"):
-            logits = constrain(self._logits(x), "tokens", "vocab")
-        return (logits, LanguageModelState(position, blocks)) if return_state else logits
+        if self.config.ends == "paper":
+            x = self.norm(x)
+        return x, LanguageModelState(position, blocks) if return_state else None
 
-    def _logits(self, x: Array) -> Array:
-        fastformer = self.config.ends == "fastformer"
-        x = (x if fastformer else self.norm(x)).astype(self.config.dtype)
-        logits = jnp.einsum(
-            "...d,vd->...v",
-            x,
-            self.embed.embedding[...].astype(x.dtype),
-            preferred_element_type=jnp.dtype(self.config.param_dtype),
-        )
-        if fastformer:
-            bias = jnp.broadcast_to(self.bias[...], logits.shape)
-            logits = (logits + bias) / math.sqrt(self.config.model_dim)
-        return logits
+    @property
+    def readout(self) -> Readout:
+        """Of features: tied to the embedding."""
+        options: Any = {"dtype": self.config.dtype}
+        if self.config.ends == "fastformer":
+            options |= {"bias": self.bias[...], "scale": self.config.model_dim**-0.5}
+        return Readout(self.embed.embedding[...], **options)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.training.cross_entropy import cross_entropy
 from heinsen_jax.typing import Array
 
 
@@ -20,23 +20,21 @@ class Predictions(NamedTuple):
     """What a model says, and what would have been right.
 
     Attributes:
-      logits: `[B, T, vocab_size]`.
+      readout: makes logits of features.
+      features: `[B, T, D]`.
       targets: `[B, T]`.
       counted: `[B, T]`, which of them count.
     """
 
-    logits: Array
+    readout: Callable[[Array], Array]
+    features: Array
     targets: Array
     counted: Array
 
-    def losses(self) -> Array:
-        """Nats `[B, T]`, 0 of what does not count."""
-        losses = optax.softmax_cross_entropy_with_integer_labels(self.logits, self.targets)
-        return losses * self.counted
-
-    def correct(self) -> Array:
-        """Whether the likeliest token is right `[B, T]`; not of what does not count."""
-        return (jnp.argmax(self.logits, -1) == self.targets) & self.counted
+    def sums(self) -> tuple[Array, Array]:
+        """Nats, and how many of the likeliest tokens are right, over all that count."""
+        with jax.named_scope("logits"):
+            return cross_entropy(self.readout, self.features, self.targets, self.counted)
 
 
 Objective = Callable[[LanguageModel, Array, Array, Array], Predictions]
@@ -45,7 +43,8 @@ Objective = Callable[[LanguageModel, Array, Array, Array], Predictions]
 def next_token(model: LanguageModel, tokens: Array, there: Array, key: Array) -> Predictions:
     """Each token is predicted from those before it."""
     del key
-    return Predictions(model(tokens[:, :-1]), tokens[:, 1:], there)
+    features, _ = model.features(tokens[:, :-1])
+    return Predictions(model.readout, features, tokens[:, 1:], there)
 
 
 def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens: int) -> Objective:
@@ -76,8 +75,8 @@ class MaskedTokens:
     ) -> Predictions:
         text = tokens[:, 1:]
         given, drawn = self.mask(text, key)
-        logits = model(jnp.where(there, given, self.num_tokens))
-        return Predictions(logits, text, drawn & there)
+        features, _ = model.features(jnp.where(there, given, self.num_tokens))
+        return Predictions(model.readout, features, text, drawn & there)
 
     def mask(self, text: Array, key: Array) -> tuple[Array, Array]:
         """What the model is given of text `[B, T]`, and which tokens it has to fill in: as many

@@ -41,8 +41,8 @@ def make_train_step(
     def of_part(parameters: Any, batch: Batch, key: Array) -> tuple[Array, Array]:
         """The sum of losses, their number, and the sum's gradient."""
         said = objective(nnx.merge(graph, parameters), batch.tokens, batch.mask, key)
-        losses = said.losses()
-        return jnp.sum(losses), jnp.sum(said.counted, dtype=losses.dtype)
+        loss, _ = said.sums()
+        return loss, jnp.sum(said.counted, dtype=loss.dtype)
 
     def gradient(parameters: Any, batch: Batch, key: Array) -> tuple[Array, Any]:
         of_batch = of_part if accumulation_steps == 1 else of_parts
@@ -95,6 +95,6 @@ def make_evaluation_step(
     def evaluation_step(parameters: Any, batch: Batch, index: Array) -> tuple[Array, Array, Array]:
         key = jax.random.key(index)
         said = objective(nnx.merge(graph, parameters), batch.tokens, batch.mask, key)
-        return jnp.sum(said.losses()), jnp.sum(said.correct()), jnp.sum(said.counted)
+        return *said.sums(), jnp.sum(said.counted)
 
     return evaluation_step

@@ -81,7 +81,7 @@ def test_a_harmful_update_changes_nothing_and_is_counted(small, factor):
 
     def objective(model, tokens, there, key):
         said = next_token(model, tokens, there, key)
-        return said._replace(logits=said.logits * jnp.where(tokens[0, 0] == 1, factor, 1.0))
+        return said._replace(features=said.features * jnp.where(tokens[0, 0] == 1, factor, 1.0))
 
     optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
     init = initializer(small.model, optimizer, seed=0)

@@ -1,0 +1,66 @@
+"""From the features of tokens to logits."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from heinsen_jax.sharding import constrain
+from heinsen_jax.typing import Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Readout:
+    """logits = (features E^T + b) * scale
+
+    Attributes:
+      embedding: E `[vocab_size, D]`.
+      bias: b `[vocab_size]`, or None.
+      scale: a number.
+      dtype: of the factors of the product; its sums have the type of E.
+    """
+
+    embedding: Array
+    bias: Array | None = None
+    scale: float = field(default=1.0, metadata={"static": True})
+    dtype: Any = field(default="float32", metadata={"static": True})
+
+    def __call__(self, features: Array) -> Array:
+        """Logits `[*B, T, vocab_size]` of features `[*B, T, D]`."""
+        features = features.astype(self.dtype)
+        of_one_type = features.dtype == self.embedding.dtype
+        logits = (_product if of_one_type else _mixed_product)(features, self.embedding)
+        if self.bias is not None:
+            logits = logits + jnp.broadcast_to(self.bias, logits.shape)
+        logits = logits if self.scale == 1 else logits * self.scale
+        return constrain(logits, "tokens", "vocab")
+
+
+def _product(features: Array, embedding: Array) -> Array:
+    factors = features, embedding.astype(features.dtype)
+    return jnp.einsum("...d,vd->...v", *factors, preferred_element_type=embedding.dtype)
+
+
+@jax.custom_vjp
+def _mixed_product(features: Array, embedding: Array) -> Array:
+    """Backward, too, of factors that have the type of the features: left to JAX, the cotangent of
+    float32 sums would make float32 products of those, at half the rate or less."""
+    return _product(features, embedding)
+
+
+def _forward(features, embedding):
+    return _product(features, embedding), (features, embedding)
+
+
+def _backward(saved, cotangent):
+    features, embedding = saved
+    factors = cotangent.astype(features.dtype), embedding.astype(features.dtype)
+    d_features = jnp.einsum("...v,vd->...d", *factors, preferred_element_type=embedding.dtype)
+    factors = factors[0], features
+    d_embedding = jnp.einsum("...v,...d->vd", *factors, preferred_element_type=embedding.dtype)
+    return d_features.astype(features.dtype), d_embedding
+
+
+_mixed_product.defvjp(_forward, _backward)

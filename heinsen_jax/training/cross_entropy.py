@@ -1,0 +1,111 @@
+"""Cross-entropy without the logits of a whole batch: 100 GB of them, of a batch of half a million
+tokens and a vocabulary of 50,000."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from heinsen_jax.sharding import current_mesh
+from heinsen_jax.typing import Array
+
+LOGITS_AT_ONCE = 2**27  # on each device: 512 MiB of float32
+
+
+def cross_entropy(
+    readout: Callable[[Array], Array],
+    features: Array,
+    targets: Array,
+    counted: Array,
+    *,
+    logits_at_once: int = LOGITS_AT_ONCE,
+) -> tuple[Array, Array]:
+    """The sum of losses over tokens that count, in nats, and how many of them are predicted right.
+
+        loss = sum_t counted_t (LSE_v(logits_tv) - logits_t,target),    logits = readout(features)
+
+    Tokens are taken some at a time, and the gradient of each lot is formed while its logits are
+    there: they are computed once, and never all held.
+
+    Args:
+      readout: a pytree that is a function: features `[B, T, D]` to logits `[B, T, V]`.
+      features: `[B, T, D]`.
+      targets: `[B, T]`, which token would have been right.
+      counted: `[B, T]`, which of them count.
+      logits_at_once: how many logits a device holds; some more, if those of one token a row are.
+    """
+    vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
+    mesh = current_mesh()
+    room = logits_at_once * (1 if mesh is None else mesh.size)
+    rows, length = targets.shape
+    number = min(math.ceil(rows * length * vocabulary / room), length)
+    return _in_lots(number, readout, features, targets, counted)
+
+
+def _sums(readout: Any, features: Array, targets: Array, counted: Array) -> tuple[Array, Array]:
+    logits = readout(features)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    correct = (jnp.argmax(logits, -1) == targets) & counted
+    return jnp.sum(losses * counted), jnp.sum(correct)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_lots(number, readout, features, targets, counted):
+    tokens = features, targets, counted
+    if number == 1:
+        return _sums(readout, *tokens)
+
+    def add(sums: Any, lot: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, _sums(readout, *lot)), None
+
+    lots = jax.tree.map(partial(_lots, number), tokens)
+    return lax.scan(add, _zeros(jax.eval_shape(_sums, readout, *tokens)), lots)[0]
+
+
+def _forward(number, readout, features, targets, counted):
+    tokens = features, targets, counted
+    gradients = jax.value_and_grad(_sums, argnums=(0, 1), has_aux=True)
+    if number == 1:
+        sums, saved = gradients(readout, *tokens)
+        return sums, saved
+
+    def add(carry: Any, lot: Any) -> tuple[Any, Array]:
+        sums, (d_readout, d_features) = gradients(readout, *lot)
+        return jax.tree.map(jnp.add, carry, (sums, d_readout)), d_features
+
+    lots = jax.tree.map(partial(_lots, number), tokens)
+    sums = jax.eval_shape(_sums, readout, *tokens)
+    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, readout)), lots)
+    return sums, (d_readout, _together(d_features)[:, : targets.shape[1]])
+
+
+def _backward(number, saved, cotangents):
+    del number
+    scale, _ = cotangents
+    d_readout, d_features = jax.tree.map(lambda x: (scale * x).astype(x.dtype), saved)
+    return d_readout, d_features, None, None
+
+
+_in_lots.defvjp(_forward, _backward)
+
+
+def _lots(number: int, x: Array) -> Array:
+    """`[B, T, ...]` -> `[number, B, T / number, ...]`, of zeros where there are no tokens, which do
+    not count. Every number-th token goes together: tokens stay on their device."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % number), *[(0, 0)] * (x.ndim - 2)])
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, number, *x.shape[2:]), 2, 0)
+
+
+def _together(lots: Array) -> Array:
+    """The inverse, padding included."""
+    x = jnp.moveaxis(lots, 0, 2)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _zeros(shapes: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -1,0 +1,94 @@
+"""Losses of some tokens at a time are those of all at once, and so are their gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models.readout import Readout
+from heinsen_jax.training.cross_entropy import cross_entropy
+
+VOCABULARY, WIDTH = 37, 8
+
+
+def draw(rows, length, seed, bias=False):
+    keys = jax.random.split(jax.random.key(seed), 5)
+    embedding = jax.random.normal(keys[0], (VOCABULARY, WIDTH))
+    readout = Readout(embedding, jax.random.normal(keys[1], (VOCABULARY,)) if bias else None, 0.5)
+    features = jax.random.normal(keys[2], (rows, length, WIDTH))
+    targets = jax.random.randint(keys[3], (rows, length), 0, VOCABULARY)
+    return readout, features, targets, jax.random.bernoulli(keys[4], 0.7, (rows, length))
+
+
+def at_once(readout, features, targets, counted):
+    """The definition, with all logits in memory."""
+    logits = features @ readout.embedding.T
+    logits = (logits if readout.bias is None else logits + readout.bias[None, None]) * readout.scale
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    return jnp.sum(losses * counted), jnp.sum((jnp.argmax(logits, -1) == targets) & counted)
+
+
+@given(
+    rows=st.integers(1, 3),
+    length=st.integers(1, 23),
+    logits_at_once=st.integers(1, 3 * 23 * VOCABULARY),
+    bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_lots_of_any_size(rows, length, logits_at_once, bias, seed):
+    arrays = draw(rows, length, seed, bias)
+    want = at_once(*arrays)
+    have = cross_entropy(*arrays, logits_at_once=logits_at_once)
+    np.testing.assert_allclose(have[0], want[0], rtol=1e-5, atol=1e-5)
+    assert have[1] == want[1]
+
+    def gradients(function, **options):
+        def loss(readout, features):
+            return 3.0 * function(readout, features, *arrays[2:], **options)[0]
+
+        return jax.grad(loss, (0, 1))(*arrays[:2])
+
+    want, have = gradients(at_once), gradients(cross_entropy, logits_at_once=logits_at_once)
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_logits_of_a_batch_are_never_there():
+    """Of 64 x 1024 tokens and GPT-2's vocabulary they would take 13 GB."""
+    sizes = LanguageModelConfig()
+    readout = Readout(jax.ShapeDtypeStruct((sizes.vocab_size, sizes.model_dim), jnp.float32))
+    rows, length = 64, 1024
+    tokens = [
+        jax.ShapeDtypeStruct((rows, length), dtype) for dtype in (jnp.int32, jnp.dtype("bool"))
+    ]
+    features = jax.ShapeDtypeStruct((rows, length, sizes.model_dim), jnp.float32)
+    loss = jax.jit(jax.grad(lambda *x: cross_entropy(*x)[0], (0, 1)))
+    memory = loss.lower(readout, features, *tokens).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 5e9 < 4 * rows * length * sizes.vocab_size
+
+
+@pytest.mark.parametrize("order", ["value", "gradient"])
+def test_half_precision_is_multiplied_as_such_and_summed_in_float32(order):
+    readout, features, targets, counted = draw(2, 16, 0)
+    half = Readout(readout.embedding, dtype="bfloat16")
+
+    def loss(readout, features):
+        return cross_entropy(readout, features, targets, counted)[0]
+
+    function = loss if order == "value" else jax.grad(loss, (0, 1))
+    text = str(jax.jit(function).lower(half, features).as_text())
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == (1 if order == "value" else 3)
+    for line in products:
+        factors, result = line.split(" : ")[1].split(" -> ")
+        assert factors.count("bf16") == 2
+        assert "f32" in result
+    want = function(Readout(readout.embedding), features)
+    for a, b in zip(jax.tree.leaves(function(half, features)), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-2 * np.abs(b).max())

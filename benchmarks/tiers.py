@@ -33,6 +33,7 @@ from heinsen_jax.ops.log_attention import chunked
 from heinsen_jax.ops.log_attention.chunked import Chunked
 
 LENGTHS = (1024, 4096)
+CHUNK = 64  # tokens of a chunk where the matmul rate is measured
 LARGE = 2048  # rows and columns of the product that the matmul rate is measured by
 REQUIRED = {"two": 3.0, "two, decay": 4.0, "three": 8.0}
 TEST_COSTS = 0.05
@@ -139,9 +140,9 @@ def time_test(turns: int) -> dict[str, Any]:
 
 
 def matmul_rate(turns: int) -> dict[str, Any]:
-    length, size = LENGTHS[0], Chunked().chunk_size
+    length, size = LENGTHS[0], CHUNK
     arguments, _ = inputs(length)["one"]
-    forward = jax.jit(partial(log_attention, implementation="chunked"))
+    forward = jax.jit(partial(log_attention, implementation=Chunked(CHUNK)))
     square = jnp.ones((LARGE, LARGE))
     calls = {
         "forward": lambda: forward(**arguments),

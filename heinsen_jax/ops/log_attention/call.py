@@ -104,6 +104,9 @@ def _attend(arguments: Arguments) -> tuple[Array, LogAttentionState]:
     dtype = jnp.promote_types(_dtype(arguments), jnp.float32)
     if isinstance(implementation, Fused):
         dtype = _kernel_dtype(arguments)
+    if isinstance(implementation, Chunked) and implementation.half is None:
+        half = _dtype(arguments) == jnp.bfloat16
+        implementation = dataclasses.replace(implementation, half=half)
     tokens, there, segment_ids = _tokens(arguments, dtype)
     masked = _masked(tokens, there, segment_ids)
 

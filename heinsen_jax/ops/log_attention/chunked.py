@@ -36,9 +36,16 @@ PIECES_OF_MEANS_OF_LOGS = 2
 PIECES_OF_SUMS = 8
 
 
+BLOCK_ON_CPU = 1024  # what caches hold
+ELEMENTS_OF_BLOCK = 2**28  # on accelerators: 1 GiB of float32, in few large operations
+
+
 @dataclass(frozen=True)
 class Chunked:
     """Sizes of the chunked form; an instance can be given as `implementation`.
+
+    What is None is chosen: for CPUs, small blocks that caches hold; for accelerators, few large
+    operations, and chunks of which states take about as much memory as weights do.
 
     Attributes:
       chunk_size: tokens whose [C, C] weights are formed at once; a multiple of 16.
@@ -49,36 +56,62 @@ class Chunked:
         blocks.
       safe_range: the part of the exponent range, log(1 / smallest normal number), that a block may
         use. The rest is margin for sums and for gradients.
+      side_by_side: whether the states of a block's chunks are formed in a tree, not one by one.
+      half: whether factors of matrix products are rounded to bfloat16; sums and states are not.
+        None: if all inputs are bfloat16.
     """
 
-    chunk_size: int = 64
-    block_size: int = 1024
+    chunk_size: int | None = None
+    block_size: int | None = None
     recompute: bool | None = None
     safe_range: float = 0.7
+    side_by_side: bool | None = None
+    half: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.chunk_size < 1 or self.chunk_size % exact.MULTIPLE:
+        size = self.chunk_size
+        if size is not None and (size < 1 or size % exact.MULTIPLE):
+            raise ValueError(f"chunk_size must be a multiple of {exact.MULTIPLE}, is {size}")
+        if self.block_size is None:
+            return
+        least = exact.MULTIPLE if size is None else size
+        if self.block_size < 1 or self.block_size % least:
             raise ValueError(
-                f"chunk_size must be a multiple of {exact.MULTIPLE}, is {self.chunk_size}"
-            )
-        if self.block_size < 1 or self.block_size % self.chunk_size:
-            raise ValueError(
-                f"block_size must be a multiple of chunk_size={self.chunk_size}, is "
-                f"{self.block_size}"
+                f"block_size must be a multiple of chunk_size={least}, is {self.block_size}"
             )
 
     def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
         """Output, log Z and the state after all tokens: in log space if that is where `state` is,
         with values in linear space if it is a `MeanState`."""
-        length = tokens.length
-        num_blocks = -(-length // self.block_size)
-        block_size = -(-length // (num_blocks * self.chunk_size)) * self.chunk_size
+        form, length = self.form(tokens), tokens.length
+        num_blocks = -(-length // self._block(tokens, form.chunk_size))
+        block_size = -(-length // (num_blocks * form.chunk_size)) * form.chunk_size
         recompute = num_blocks > 1 if self.recompute is None else self.recompute
         kind = _log_tiers if isinstance(state, LogAttentionState) else _mean_tiers
-        tiers = kind(self, block_size, recompute)
+        tiers = kind(self, form, block_size, recompute)
         result: Any = run(tiers, padded(tokens, num_blocks * block_size), state)
         (y, log_z), after = result
         return y[:, :length], log_z[:, :length], after
+
+    def form(self, tokens: Tokens) -> one_level.Form:
+        """Of the first tier, for such tokens."""
+        on_cpu = jax.default_backend() == "cpu"
+        chunk = self.chunk_size
+        if chunk is None:
+            depth = math.sqrt(tokens.key.shape[-1] * tokens.value.shape[-1])
+            chunk = 64 if on_cpu or depth <= 64 else 128
+            chunk = chunk if self.block_size is None else math.gcd(chunk, self.block_size)
+        side_by_side = not on_cpu if self.side_by_side is None else self.side_by_side
+        return one_level.Form(chunk, bool(self.half), side_by_side)
+
+    def _block(self, tokens: Tokens, chunk: int) -> int:
+        if self.block_size is not None:
+            return self.block_size
+        if jax.default_backend() == "cpu":
+            return max(chunk, BLOCK_ON_CPU // chunk * chunk)
+        batch, _, groups, heads, depth = tokens.query.shape
+        of_token = batch * groups * heads * (chunk + depth + tokens.value.shape[-1])
+        return max(BLOCK_ON_CPU, ELEMENTS_OF_BLOCK // max(of_token, 1)) // chunk * chunk
 
     def bidirectional(self, tokens: Tokens, state: Any) -> tuple[Array, Any]:
         """Output and the state after all tokens, all of which every query sees."""
@@ -100,11 +133,11 @@ class Chunked:
         return -self.safe_range * math.log(jnp.finfo(dtype).smallest_normal)
 
 
-def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
+def _log_tiers(options: Chunked, form: one_level.Form, block_size: int, recompute: bool) -> Tiers:
     def choose(tokens: Tokens, state: LogAttentionState):
         tokens, state = lax.stop_gradient((tokens, state))
         low, high = _log_value_range(tokens.value, state)
-        scales, rise = one_level.scales_and_rise(tokens, state.log_z, options.chunk_size)
+        scales, rise = one_level.scales_and_rise(tokens, state.log_z, form)
         span = _span(low, high)
         used = jnp.stack([span + rise, span])
         return first_safe(used - options.limit(span.dtype)), (where_empty(high, 0.0), scales)
@@ -117,7 +150,7 @@ def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
 
     def one(tokens: Tokens, state: LogAttentionState, found: Any):
         scale, scales = found
-        products = partial(one_level.mean_attention, scales=scales, chunk_size=options.chunk_size)
+        products = partial(one_level.mean_attention, scales=scales, form=form)
         return in_logs(products, tokens, state, scale)
 
     def two(tokens: Tokens, state: LogAttentionState):
@@ -135,13 +168,13 @@ def _log_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
     return Tiers(choose, one, others, block_size, recompute)
 
 
-def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
+def _mean_tiers(options: Chunked, form: one_level.Form, block_size: int, recompute: bool) -> Tiers:
     def choose(tokens: Tokens, state: MeanState):
         tokens, state = lax.stop_gradient((tokens, state))
         largest = jnp.maximum(
             jnp.max(jnp.abs(tokens.value), 1), jnp.max(jnp.abs(state.mean), -2, initial=0)
         )
-        scales, rise = one_level.scales_and_rise(tokens, state.log_z, options.chunk_size)
+        scales, rise = one_level.scales_and_rise(tokens, state.log_z, form)
         # Backward multiplies values by 1 / Z <= exp(rise): large ones use up the range as well.
         used = rise + jnp.log(jnp.max(largest, initial=1))
         # Large values stay as they are: dividing by them would lose small ones before them.
@@ -152,7 +185,7 @@ def _mean_tiers(options: Chunked, block_size: int, recompute: bool) -> Tiers:
         scale, scales = found
         tokens = replace(tokens, value=tokens.value / scale[:, None])
         state = replace(state, mean=state.mean / scale[:, :, None])
-        y, log_z, state = one_level.mean_attention(tokens, state, scales, options.chunk_size)
+        y, log_z, state = one_level.mean_attention(tokens, state, scales, form)
         after = replace(state, mean=state.mean * scale[:, :, None])
         return (y * scale[:, None, :, None], log_z), after
 

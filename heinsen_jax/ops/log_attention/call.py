@@ -259,9 +259,10 @@ def _choose(arguments: Arguments) -> Any:
 
 def _check_gpu(arguments: Arguments) -> None:
     depths = arguments.key.shape[-1], arguments.value.shape[-1]
+    is_deep = max(depths) > gpu.DEEPEST_OF_FLOAT32
     if max(depths) > max(gpu.DEPTHS):
         reason = f"depths {depths} of keys and values are more than {max(gpu.DEPTHS)}"
-    elif _kernel_dtype(arguments) == jnp.float32 and max(depths) > gpu.DEEPEST_OF_FLOAT32:
+    elif is_deep and _kernel_dtype(arguments) == jnp.float32 and arguments.key.shape[-3] > 1:
         reason = f"depths {depths} of float32 need more shared memory than there is: use bfloat16"
     elif _dtype(arguments) == jnp.float64:
         reason = "there are no kernels of float64"

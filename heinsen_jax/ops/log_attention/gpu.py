@@ -8,6 +8,7 @@ machines, and Pallas's Triton backend is being retired.
 Kernels compute in one pass and test afterwards. A result is right to rounding if the sums that it
 was divided by are far from the smallest number: all terms that matter in them were then normal
 numbers. Where any is not, all of the call is computed again by `Chunked`, forward and backward.
+One token, as in generation, has a kernel of its own, which is exact for all inputs.
 """
 
 import importlib

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.log_attention import gpu_kernels as kernels
+from heinsen_jax.ops.log_attention import gpu_step
 from heinsen_jax.ops.log_attention.chunked import padded
 from heinsen_jax.ops.log_attention.gpu import DEPTHS, Fused
 from heinsen_jax.ops.log_attention.gpu_matrices import ROWS
@@ -30,6 +31,8 @@ SHORTEST_SPAN = 512  # tokens, below which states cost as much as what they save
 def causal(fused: Fused, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
     """`Fused.causal`."""
     length = tokens.length
+    if length == 1:
+        return gpu_step.attend(tokens, state)
     batch, _, groups, heads, _ = tokens.query.shape
     spans = fused.spans or _spans(batch * groups * heads, length)
     multiple = spans * CHUNK

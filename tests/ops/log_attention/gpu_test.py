@@ -101,6 +101,52 @@ def test_spans_side_by_side(names, otherwise):
     )
 
 
+@pytest.mark.parametrize(("key_depth", "value_depth"), [(32, 32), (64, 128), (128, 64), (9, 5)])
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.usefixtures("a_gpu")
+def test_one_token(has_state, key_depth, value_depth):
+    """By its own kernel, of any size of inputs; of other depths as the definition has it."""
+    seed = int(np.random.default_rng().integers(2**32))
+    for std in (1, 1000):
+        shapes = {"key_depth": key_depth, "value_depth": value_depth, "has_state": has_state}
+        case = Case(1, batch=(3,), num_heads=2, **shapes)
+        inputs, fused = cases.random_inputs(case, seed, std), Fused(otherwise=Nowhere())
+        cases.assert_as_exact(cases.differentiate(inputs, fused), cases.oracle(inputs), std=std)
+        if has_state and std > 1:
+            continue  # values of e^1000
+        (y, gradients), want = cases.differentiate_mean(inputs, fused), cases.mean_oracle(inputs)
+        cases.assert_within(y, want[0], 5e-6 * std * (1 + std))
+        cases.assert_gradients_within(gradients, want[1], 5e-6 * std * (1 + std))
+
+
+@pytest.mark.parametrize("names", [("segment_ids",), ("decay per head",), ("decay per feature",)])
+@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+@pytest.mark.usefixtures("a_gpu")
+def test_token_by_token_is_one_pass(names, function):
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = jax.random.normal(keys[0], (3, 2, 7, 2, 32))
+    options: Any = {}
+    if "segment_ids" in names:
+        options["segment_ids"] = jnp.array([[0, 0, 1, 1, 1, 2, 2], [0] * 7])
+    else:
+        rates = (2, 7, 2, 32) if names == ("decay per feature",) else (2, 7, 2)
+        options["log_decay"] = -jax.random.exponential(keys[1], rates)
+    whole, end = function(query, key, value, return_state=True, **options)
+    state, one_by_one = None, []
+    for t in range(7):
+        here = {name: x[:, t : t + 1] for name, x in options.items()}
+        if "segment_ids" in names:  # a state belongs to the document that goes on
+            begins = options["segment_ids"][:, t] != options["segment_ids"][:, max(t - 1, 0)]
+            forget = jnp.where(begins, -jnp.inf, 0.0)[:, None, None]
+            here = {"log_decay": jnp.broadcast_to(forget, (2, 1, 2))}
+        tokens = (x[:, t : t + 1] for x in (query, key, value))
+        options_ = {"initial_state": state, "return_state": True, "implementation": FUSED}
+        y, state = function(*tokens, **options_, **here)
+        one_by_one.append(y)
+    cases.assert_within(jnp.concatenate(one_by_one, 1), whole, 1e-5)
+    cases.assert_within(state.log_z, end.log_z, 1e-5)
+
+
 @pytest.mark.usefixtures("a_gpu")
 def test_ordinary_inputs_need_kernels_alone():
     inputs = cases.random_inputs(Case(130, key_depth=32, value_depth=32), seed=0)
@@ -191,6 +237,18 @@ def test_kernels_of_spans_can_be_lowered(monkeypatch):
 
     lowered = jax.jit(jax.grad(loss)).trace(x).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @mosaic_gpu") == 5  # and of states: two more
+
+
+@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+@pytest.mark.parametrize("depth", [32, 64, 128])
+def test_one_token_lowers_to_one_kernel(depth, function, monkeypatch):
+    monkeypatch.setattr(gpu, "is_available", lambda: True)
+    x = jnp.zeros((2, 1, 4, depth))
+    options: Any = {"implementation": "gpu", "return_state": True}
+    options |= {"log_decay": jnp.zeros((2, 1, 4))}
+    lowered = jax.jit(lambda x: function(x, x, x, **options)).trace(x)
+    lowered = lowered.lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @mosaic_gpu") == 1
 
 
 def test_without_a_gpu_it_is_refused():

@@ -10,15 +10,10 @@ says in which part of our step time goes, from a trace of the profiler. On 2 cor
 some 2 minutes. Writes a JSON record.
 """
 
-import collections
-import glob
-import gzip
 import importlib
 import json
 import os
-import re
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -27,25 +22,16 @@ from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads of one library slow others
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
 from common import ROOT, interleaved_medians
 from rich.console import Console
 from rich.table import Table
+from steps import TrainingStep, profile
 
-from heinsen_jax.config import ExperimentConfig, load_config
-from heinsen_jax.data import Batch
+from heinsen_jax.config import load_config
 from heinsen_jax.environment import environment
-from heinsen_jax.sharding import MeshConfig, make_mesh
-from heinsen_jax.training.optimizer import make_optimizer
-from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
-from heinsen_jax.training.step import make_train_step
 
 PEER = {"layers": 4, "heads": 4, "width": 128, "vocabulary": 65}  # nanoGPT's for CPUs
-CONTAINERS = ("while", "call", "cond")  # their time is that of what they run
-PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -61,31 +47,6 @@ class Options:
     config: Path = ROOT / "configs/shakespeare_char_cpu.py"
     output: Path = ROOT / "benchmarks/results/training_step.json"
     turns: int = 15
-
-
-class Ours:
-    """Our step, which donates its state, as a call without arguments."""
-
-    def __init__(self, config: ExperimentConfig) -> None:
-        optimizer = make_optimizer(config.optimizer, config.training.steps)
-        init = initializer(config.model, optimizer, config.seed)
-        abstract = abstract_state(init, make_mesh(MeshConfig()))
-        self.state = init_sharded(init, abstract)
-        self.parameters = sum(x.size for x in jax.tree.leaves(self.state.parameters))
-        shape = config.data.batch_size, config.data.sequence_length + 1
-        tokens = jnp.asarray(np.random.default_rng(0).integers(0, 65, shape))
-        self.batch = Batch(tokens, jnp.ones_like(tokens[:, 1:], bool))
-        step: Any = make_train_step(
-            graph_of(config.model),
-            optimizer,
-            accumulation_steps=1,
-            out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
-        )
-        self.compiled = step.lower(self.state, self.batch).compile()
-
-    def __call__(self) -> Any:
-        self.state, metrics = self.compiled(self.state, self.batch)
-        return metrics
 
 
 def peer(batch: int, length: int) -> tuple[Callable[[], Any], int]:
@@ -141,30 +102,10 @@ def peer(batch: int, length: int) -> tuple[Callable[[], Any], int]:
     return step, sum(x.numel() for x in model.parameters())
 
 
-def profile(ours: Ours, steps: int = 30) -> dict[str, float]:
-    """The share of each part of the model in the time of all operations, by named scopes."""
-    ours()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(steps):
-                jax.block_until_ready(ours())
-        (file,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
-        with gzip.open(file) as opened:
-            events = json.load(opened)["traceEvents"]
-    scopes = dict(re.findall(r"%?(\S+) = .*op_name=\"([^\"]*)\"", ours.compiled.as_text()))
-    times: collections.Counter[str] = collections.Counter()
-    for event in events:
-        operation = event.get("args", {}).get("hlo_op")
-        if event.get("ph") == "X" and operation and not operation.startswith(CONTAINERS):
-            scope = scopes.get(operation, "")
-            times[next((part for part in PARTS if part in scope), "rest")] += event["dur"]
-    return {part: time / times.total() for part, time in times.most_common()}
-
-
 def main(options: Options) -> int:
     console = Console()
     config = load_config(options.config)
-    ours = Ours(config)
+    ours = TrainingStep(config, PEER["vocabulary"])
     theirs, parameters = peer(config.data.batch_size, config.data.sequence_length)
     seconds = interleaved_medians({"ours": ours, "peer": theirs}, options.turns)
     record = {

@@ -1,0 +1,333 @@
+"""Log-attention on a GPU beside its roof and its peers; nothing is timed before results are right.
+
+    python benchmarks/gpu_attention.py [--output benchmarks/results/gpu_attention.json]
+
+First what the card can do: bytes copied and bfloat16 operations a second. Then forward, and forward
+and backward, of every implementation that serves, over lengths, depths and types, beside
+
+- cudnn: softmax attention, `jax.nn.dot_product_attention(implementation="cudnn")`, in bfloat16;
+- with PyTorch installed, its softmax attention, and the published form of log-attention;
+- with flash-linear-attention installed, its chunked kernel on exponentiated queries and keys.
+
+The roof is the time to move Q, K, log V and Y once at the measured rate of copying; forward and
+backward, these and their four gradients. For one GPU of the Hopper generation, some 8 minutes.
+Writes a JSON record and, beside it, a plot.
+"""
+
+import importlib
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+import tyro
+from common import ROOT
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax.environment import environment
+from heinsen_jax.ops import log_attention
+
+HEADS_OF_DEPTH = {32: 24, 64: 16, 128: 8}
+LENGTHS_OF_TOKENS = {
+    16_384: (512, 2048, 16_384),
+    65_536: (512, 1024, 4096, 16_384, 65_536),
+}
+DTYPES = ("bfloat16", "float32")
+TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # of norms, against float64
+LONGEST_OF_ORIGINAL = 4096  # which holds a state for each token
+OURS = ("chunked", "gpu")
+CALLS = 20  # between two waits: a kernel is shorter than what the host needs to wait for it
+
+
+class Shape(NamedTuple):
+    tokens: int
+    length: int
+    depth: int
+    dtype: str
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        heads = HEADS_OF_DEPTH[self.depth]
+        return self.tokens // self.length, self.length, heads, self.depth
+
+    @property
+    def bytes(self) -> int:
+        """Of one array."""
+        return int(np.prod(self.sizes)) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure log-attention on a GPU.
+
+    Attributes:
+      output: the JSON record; the plot is written beside it.
+      turns: how many a median is taken of.
+      depths: of heads.
+      dtypes: of all arrays.
+      most_tokens: leaves larger batches out.
+    """
+
+    output: Path = ROOT / "benchmarks/results/gpu_attention.json"
+    turns: int = 5
+    depths: tuple[int, ...] = tuple(HEADS_OF_DEPTH)
+    dtypes: tuple[str, ...] = DTYPES
+    most_tokens: int = max(LENGTHS_OF_TOKENS)
+
+    def shapes(self) -> Iterator[Shape]:
+        for tokens, lengths in LENGTHS_OF_TOKENS.items():
+            for depth in self.depths:
+                for dtype in self.dtypes:
+                    if tokens <= self.most_tokens:
+                        yield from (Shape(tokens, length, depth, dtype) for length in lengths)
+
+
+class Way(NamedTuple):
+    """A function of query, key, log_value and a cotangent that returns [output], or [output,
+    *gradients]; how to make its arrays; how to wait for it, and whether it is log-attention."""
+
+    forward: Callable
+    both: Callable
+    arrays: Callable
+    wait: Callable
+    is_same_function: bool = True
+
+
+def in_jax(function: Callable, **options: Any) -> Way:
+    @jax.jit
+    def forward(query, key, value, cotangent):
+        return [function(query, key, value)]
+
+    @jax.jit
+    def both(query, key, value, cotangent):
+        output, pullback = jax.vjp(function, query, key, value)
+        return [output, *pullback(cotangent)]
+
+    def arrays(shape: Shape) -> list[jax.Array]:
+        keys = jax.random.split(jax.random.key(0), 4)
+        return [jax.random.normal(key, shape.sizes, shape.dtype) for key in keys]
+
+    return Way(forward, both, arrays, jax.block_until_ready, **options)
+
+
+def in_torch(function: Callable, **options: Any) -> Way:
+    torch = importlib.import_module("torch")
+
+    def arrays(shape: Shape) -> list[Any]:
+        dtype = getattr(torch, shape.dtype)
+        draws = in_jax(function).arrays(shape)
+        host = (torch.from_numpy(np.array(x, np.float32)) for x in draws)
+        return [x.to("cuda", dtype).requires_grad_() for x in host]
+
+    def both(query, key, value, cotangent):
+        output = function(query, key, value)
+        return [output, *torch.autograd.grad(output, (query, key, value), cotangent)]
+
+    def forward(query, key, value, cotangent):
+        with torch.no_grad():
+            return [function(query, key, value)]
+
+    return Way(forward, both, arrays, lambda _: torch.cuda.synchronize(), **options)
+
+
+def torch_softmax(query, key, value):
+    functional = importlib.import_module("torch.nn.functional")
+    heads_first = (x.transpose(1, 2) for x in (query, key, value))
+    return functional.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+
+
+def original(query, key, log_value):
+    torch = importlib.import_module("torch")
+    h_s = torch.logcumsumexp(key[..., :, None] + log_value[..., None, :], 1)
+    h_z = torch.logcumsumexp(key, 1)
+    log_s = torch.logsumexp(query[..., :, None] + h_s, -2)
+    return log_s - torch.logsumexp(query + h_z, -1, keepdim=True)
+
+
+def flash_linear_attention(query, key, log_value):
+    torch = importlib.import_module("torch")
+    chunked = importlib.import_module("fla.ops.linear_attn").chunk_linear_attn
+    query, key, value = query.exp(), key.exp(), log_value.exp()
+    output = chunked(query, key, value, scale=1.0, normalize=True)
+    return torch.log(output[0] if isinstance(output, tuple) else output)
+
+
+def ways(console: Console) -> dict[str, Way]:
+    found = {
+        "chunked": in_jax(partial(log_attention, implementation="chunked")),
+        "gpu": in_jax(partial(log_attention, implementation="gpu")),
+        "cudnn": in_jax(
+            partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
+            is_same_function=False,
+        ),
+    }
+    if importlib.util.find_spec("torch"):
+        found["torch softmax"] = in_torch(torch_softmax, is_same_function=False)
+        found["torch original"] = in_torch(original)
+    if importlib.util.find_spec("fla"):
+        found["fla"] = in_torch(flash_linear_attention)
+    absent = [name for name in ("torch", "fla") if not importlib.util.find_spec(name)]
+    if absent:
+        console.print(f"not installed, so not measured: {', '.join(absent)}")
+    return found
+
+
+def to_numpy(x: Any) -> np.ndarray:
+    if isinstance(x, jax.Array):
+        return np.asarray(x, np.float64)
+    return x.detach().double().cpu().numpy()
+
+
+def worst_error(way: Way, shape: Shape) -> float:
+    """Of output and gradients, each in its norm, against the definition in float64 on a CPU."""
+    arrays = way.arrays(shape)
+    have = [to_numpy(x) for x in way.both(*arrays)]
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [jnp.asarray(to_numpy(x)) for x in arrays]
+        definition = in_jax(partial(log_attention, implementation="reference"))
+        want = [np.asarray(x) for x in definition.both(*wide)]
+    pairs = zip(have, want, strict=True)
+    return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def seconds_of(call: Callable, way: Way, turns: int) -> float:
+    """Median over turns of several calls, of which the last is waited for."""
+    way.wait(call())
+    result = way.wait(call())
+    times = []
+    for _ in range(turns):
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            result = call()
+        way.wait(result)
+        times.append((time.perf_counter() - began) / CALLS)
+    return statistics.median(times)
+
+
+def measure_card() -> dict[str, float]:
+    """Bytes copied a second, counting those read and those written; operations a second."""
+    x = jnp.ones((1 << 29,), jnp.float32)
+    a = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
+    way = in_jax(lambda *x: x)
+    copying = seconds_of(partial(jax.jit(lambda x: x + 1), x), way, 5)
+    product = seconds_of(partial(jax.jit(jnp.matmul), a, a), way, 5)
+    return {"bytes_a_second": 2 * x.nbytes / copying, "operations_a_second": 2 * 8192**3 / product}
+
+
+def measure(ways: dict[str, Way], shape: Shape, turns: int, roof: float) -> dict[str, Any]:
+    """Seconds and the fraction of the roof of every way that serves; why others do not."""
+    results = {}
+    for name, way in ways.items():
+        if name == "torch original" and shape.length > LONGEST_OF_ORIGINAL:
+            results[name] = {"refused": f"more than {LONGEST_OF_ORIGINAL} tokens"}
+            continue
+        try:
+            arrays = way.arrays(shape)
+            seconds = {
+                kind: seconds_of(partial(function, *arrays), way, turns)
+                for kind, function in (("forward", way.forward), ("both", way.both))
+            }
+        except Exception as error:  # of memory, of types: each library has its own
+            if name in OURS and not isinstance(error, NotImplementedError):
+                raise
+            results[name] = {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+            continue
+        moved = {"forward": 4 * shape.bytes, "both": 8 * shape.bytes}
+        fractions = {kind: moved[kind] / roof / seconds[kind] for kind in seconds}
+        results[name] = {"seconds": seconds, "of_roof": fractions}
+    return results
+
+
+def plot(record: dict[str, Any], file: Path) -> None:
+    rows = [row for row in record["shapes"] if row["dtype"] == "bfloat16"]
+    rows = [row for row in rows if row["tokens"] == max(row["tokens"] for row in rows)]
+    depths = sorted({row["depth"] for row in rows})
+    figure, panels = plt.subplots(
+        2, len(depths), figsize=(4 * len(depths), 6), layout="constrained", squeeze=False
+    )
+    for column, depth in enumerate(depths):
+        of_depth = [row for row in rows if row["depth"] == depth]
+        for name in record["ways"]:
+            there = [row for row in of_depth if "seconds" in row["results"].get(name, {})]
+            lengths = [row["length"] for row in there]
+            of_way = [row["results"][name] for row in there]
+            panels[0, column].plot(
+                lengths, [1e3 * x["seconds"]["both"] for x in of_way], "o-", label=name
+            )
+            panels[1, column].plot(lengths, [x["of_roof"]["both"] for x in of_way], "o-")
+        panels[0, column].set(xscale="log", yscale="log", title=f"depth {depth}")
+        panels[1, column].set(xscale="log", xlabel="tokens in a sequence", ylim=(0, 1))
+    panels[0, 0].set(ylabel="forward and backward, ms")
+    panels[1, 0].set(ylabel="fraction of the roof")
+    panels[0, 0].legend(fontsize="small")
+    figure.savefig(file, dpi=130)
+
+
+def main(options: Options) -> int:
+    console = Console()
+    if jax.default_backend() != "gpu":
+        console.print(f"[red]this needs a GPU; JAX has {jax.devices()}")
+        return 2
+    found = ways(console)
+    errors: dict[str, dict[str, float]] = {}
+    for dtype in options.dtypes:
+        errors[dtype] = {}
+        for name, way in found.items():
+            if way.is_same_function:
+                sizes = [Shape(2 * 300, 300, depth, dtype) for depth in options.depths]
+                errors[dtype][name] = max(worst_error(way, shape) for shape in sizes)
+    console.print(errors)
+    wrong = [
+        f"{name}, {dtype}: {error:.1e}"
+        for dtype, by_way in errors.items()
+        for name, error in by_way.items()
+        if name in OURS and not error < TOLERANCE[dtype]
+    ]
+    if wrong:
+        console.print(f"[red]results are wrong, so nothing is timed: {'; '.join(wrong)}")
+        return 1
+
+    card = measure_card()
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "card": card,
+        "relative_errors": errors,
+        "ways": list(found),
+        "shapes": [],
+    }
+    table = Table("tokens", "length", "depth", "type", "way", "forward ms", "of roof", "both", "of")
+    for shape in options.shapes():
+        results = measure(found, shape, options.turns, card["bytes_a_second"])
+        record["shapes"].append(shape._asdict() | {"results": results})
+        for name, result in results.items():
+            cells = [result.get("refused", ""), "", "", ""]
+            if "seconds" in result:
+                cells = [
+                    text
+                    for kind in ("forward", "both")
+                    for text in (
+                        f"{1e3 * result['seconds'][kind]:.3f}",
+                        f"{result['of_roof'][kind]:.2f}",
+                    )
+                ]
+            table.add_row(*map(str, shape), name, *cells)
+        options.output.write_text(json.dumps(record, indent=1) + "\n")  # also if it is stopped
+    plot(record, options.output.with_suffix(".png"))
+    console.print(table)
+    console.print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

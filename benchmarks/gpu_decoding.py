@@ -1,0 +1,215 @@
+"""Tokens a second in generation, by the length of what came before: constant state beside a cache.
+
+    python benchmarks/gpu_decoding.py [--output benchmarks/results/gpu_decoding.json]
+
+The same model with log-attention, by each implementation of a step, and with softmax attention and
+a cache of keys and values; random weights. Log-attention has read the context, in pieces, once; its
+state is then given to every row of a batch. Caches are as full as the context says, of zeros, for
+time does not depend on what is in them; those that do not fit into memory are left out, and the
+record says so. Greedy tokens, `--tokens` of them in one compiled loop. For one GPU of the Hopper
+generation, some 5 minutes; anything else will do with a smaller `--config`. Writes a JSON record
+and, beside it, a plot.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import tyro
+from common import ROOT, interleaved_medians
+from flax import nnx
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax.attention.cache import Cache
+from heinsen_jax.config import load_config
+from heinsen_jax.environment import environment
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
+
+PIECE = 4096  # tokens of context that are read at once
+ROOM = 0.8  # the part of memory that states may take
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure generation.
+
+    Attributes:
+      config: a model of log-attention.
+      output: the JSON record; the plot is written beside it.
+      batches: how many texts at once.
+      contexts: tokens before those that are generated.
+      implementations: of log-attention's step.
+      tokens: how many are generated in a turn.
+      memory: bytes that states may take; most of what the device has when None.
+      turns: how many a median is taken of.
+    """
+
+    config: Path = ROOT / "configs/heinsen_125m_pile.py"
+    output: Path = ROOT / "benchmarks/results/gpu_decoding.json"
+    batches: tuple[int, ...] = (1, 16, 256)
+    contexts: tuple[int, ...] = (1024, 32_768, 1_048_576)
+    implementations: tuple[str, ...] = ("scan", "gpu")
+    tokens: int = 64
+    memory: float | None = None
+    turns: int = 5
+
+    @property
+    def room(self) -> float:
+        if self.memory is not None:
+            return self.memory
+        found = jax.devices()[0].memory_stats() or {}
+        return ROOM * found.get("bytes_limit", 8e9)
+
+
+class Decoder:
+    """A model that goes on with texts, on random weights."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        model = LanguageModel(config, rngs=nnx.Rngs(0))
+        self.model = model
+        self.graph, self.parameters = nnx.split(model)
+        self.read = jax.jit(self._read)
+        self.decode = jax.jit(self._decode, static_argnums=3, donate_argnums=1)
+
+    def _read(self, parameters: Any, state: LanguageModelState, tokens: Any) -> Any:
+        model = nnx.merge(self.graph, parameters)
+        return model.features(tokens, state=state, return_state=True)[1]
+
+    def _decode(self, parameters: Any, state: LanguageModelState, token: Any, number: int) -> Any:
+        model = nnx.merge(self.graph, parameters)
+
+        def step(carry: Any, _: None) -> tuple[Any, None]:
+            token, state = carry
+            logits, state = model(token[:, None], state=state, return_state=True)
+            return (jnp.argmax(logits[:, 0], -1).astype(token.dtype), state), None
+
+        return lax.scan(step, (token, state), length=number)[0]
+
+    def after(self, context: int) -> LanguageModelState:
+        """The state after so many tokens of a text, which it reads."""
+        state = self.model.init_state((1,))
+        tokens = jax.random.randint(jax.random.key(0), (1, PIECE), 0, self.model.config.vocab_size)
+        for start in range(0, context, PIECE):
+            state = self.read(self.parameters, state, tokens[:, : context - start])
+        return state
+
+    def full(self, context: int, batch: int, room: int) -> LanguageModelState:
+        """A state as after so many tokens, of zeros, with room for more."""
+        return at(self.model.init_state((batch,), capacity=context + room), context)
+
+
+def at(state: LanguageModelState, context: int) -> LanguageModelState:
+    """With caches as they are after so many tokens; other states as they are."""
+
+    def fill(node: Any) -> Any:
+        if not isinstance(node, Cache):
+            return node
+        cache: Any = node
+        return replace(cache, length=jnp.full_like(cache.length, context))
+
+    return jax.tree.map(fill, state, is_leaf=lambda x: isinstance(x, Cache))
+
+
+def repeated(state: LanguageModelState, batch: int) -> LanguageModelState:
+    """Of one text, for each of a batch. Those of blocks have their layers before the texts."""
+
+    def along(axis: int, x: Any) -> Any:
+        return jnp.repeat(x, batch, axis)
+
+    return LanguageModelState(
+        jax.tree.map(lambda x: along(0, x), state.position),
+        jax.tree.map(lambda x: along(1, x), state.blocks),
+    )
+
+
+def measure(
+    decoder: Decoder, is_constant: bool, context: int, batch: int, options: Options
+) -> float:
+    """Seconds of a token of all rows."""
+    if is_constant:
+        state = repeated(decoder.after(context), batch)
+    else:
+        state = decoder.full(context, batch, options.tokens)
+    carry = jnp.zeros((batch,), jnp.int32), state
+
+    def call() -> Any:
+        nonlocal carry
+        token, state = carry
+        carry = decoder.decode(decoder.parameters, at(state, context), token, options.tokens)
+        return carry[0]
+
+    return interleaved_medians({"": call}, options.turns, seconds=0.1)[""] / options.tokens
+
+
+def models(options: Options) -> dict[str, LanguageModelConfig]:
+    base = load_config(options.config).model
+    base = replace(base, remat=False)
+    found = {
+        f"log, {name}": replace(
+            base, attention_options=(*base.attention_options, ("log.implementation", name))
+        )
+        for name in options.implementations
+    }
+    softmax = tuple(x for x in base.attention_options if not x[0].startswith("log."))
+    return found | {"softmax": replace(base, attention="softmax", attention_options=softmax)}
+
+
+def main(options: Options) -> int:
+    console = Console()
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "config": options.config.stem,
+        "tokens": options.tokens,
+        "memory": options.room,
+        "rows": [],
+    }
+    table = Table("model", "batch", "context", "ms a token", "tokens/s", "bytes of a state")
+    for name, config in models(options).items():
+        decoder = Decoder(config)
+        is_constant = config.attention == "log"
+        for context in options.contexts:
+            size = decoder.model.state_size(context)
+            for batch in options.batches:
+                row: dict[str, Any] = {"model": name, "batch": batch, "context": context}
+                row |= {"bytes": size}
+                if batch * size > options.room:
+                    row["refused"] = f"{batch * size / 1e9:.0f} GB of states"
+                else:
+                    try:
+                        row["seconds"] = measure(decoder, is_constant, context, batch, options)
+                    except NotImplementedError as error:
+                        row["refused"] = str(error)
+                record["rows"].append(row)
+                options.output.write_text(json.dumps(record, indent=1) + "\n")
+                cells = [row.get("refused", "")[:40], ""]
+                if "seconds" in row:
+                    cells = [f"{1e3 * row['seconds']:.3f}", f"{batch / row['seconds']:,.0f}"]
+                table.add_row(name, str(batch), f"{context:,}", *cells, f"{size:,}")
+    plot(record, options.output.with_suffix(".png"))
+    console.print(table)
+    console.print(f"written to {options.output}")
+    return 0
+
+
+def plot(record: dict[str, Any], file: Path) -> None:
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    timed = [row for row in record["rows"] if "seconds" in row]
+    for name, batch in sorted({(row["model"], row["batch"]) for row in timed}):
+        rows = [row for row in timed if (row["model"], row["batch"]) == (name, batch)]
+        rates = [batch / row["seconds"] for row in rows]
+        style = "o--" if name == "softmax" else "o-"
+        axes.plot([row["context"] for row in rows], rates, style, label=f"{name}, batch {batch}")
+    axes.set(xscale="log", yscale="log", xlabel="tokens before", ylabel="tokens a second")
+    axes.legend(fontsize="small")
+    figure.savefig(file, dpi=130)
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,139 @@
+"""Training steps of the 125M model on one GPU: tokens a second, and how much of the peak they use.
+
+    python benchmarks/gpu_training.py [--output benchmarks/results/gpu_training.json]
+
+Every combination of rows at once, of what is kept for backward and of implementations of
+log-attention, on random tokens; then where the time of the best one goes, from a trace of the
+profiler. Model operations are those of `flops_per_token`, causal attention counted by half; the
+peak is the datasheet's for dense bfloat16. For one GPU of the Hopper generation, some 8 minutes;
+anything else will do with a smaller `--config`. Writes a JSON record.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import tyro
+from common import ROOT, interleaved_medians
+from rich.console import Console
+from rich.table import Table
+from steps import TrainingStep, profile
+
+from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.environment import environment
+from heinsen_jax.models import flops_per_token
+from heinsen_jax.training.metrics import PEAK_FLOPS, model_flops_utilization
+
+KEPT = {
+    "all": {"remat": False},
+    "products": {"remat": True, "remat_keeps": "products"},
+    "nothing": {"remat": True, "remat_keeps": "nothing"},
+}
+REQUIRED = 0.4
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure training steps.
+
+    Attributes:
+      config: a model of log-attention.
+      output: the JSON record.
+      rows: of a batch.
+      kept: of the forward pass, for backward.
+      implementations: of log-attention.
+      turns: how many a median is taken of.
+    """
+
+    config: Path = ROOT / "configs/heinsen_125m_pile.py"
+    output: Path = ROOT / "benchmarks/results/gpu_training.json"
+    rows: tuple[int, ...] = (16, 32, 64)
+    kept: tuple[str, ...] = tuple(KEPT)
+    implementations: tuple[str, ...] = ("chunked", "gpu")
+    turns: int = 5
+
+
+def with_choices(
+    config: ExperimentConfig, rows: int, kept: str, implementation: str
+) -> ExperimentConfig:
+    options = (*config.model.attention_options, ("log.implementation", implementation))
+    model = replace(config.model, attention_options=options, **KEPT[kept])
+    return replace(config, model=model, data=replace(config.data, batch_size=rows))
+
+
+def measure(config: ExperimentConfig, turns: int) -> tuple[dict[str, Any], TrainingStep | None]:
+    """Of a configuration; without a step where there is no kernel for it, or no memory."""
+    try:
+        step = TrainingStep(config, config.model.vocab_size)
+        (seconds,) = interleaved_medians({"step": step}, turns).values()
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"refused": str(error).splitlines()[0]}, None
+    rows, length = config.data.batch_size, config.data.sequence_length
+    tokens_per_second = rows * length / seconds
+    flops = flops_per_token(config.model, step.parameters, length)
+    memory = step.compiled.memory_analysis()
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens_per_second,
+        "utilization": model_flops_utilization(tokens_per_second, flops),
+        "bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+    }, step
+
+
+def main(options: Options) -> int:
+    console = Console()
+    base = load_config(options.config)
+    record: dict[str, Any] = {
+        "environment": environment(),
+        "config": options.config.stem,
+        "length": base.data.sequence_length,
+        "peak": PEAK_FLOPS.get(jax.devices()[0].device_kind),
+        "requirement": REQUIRED,
+        "steps": [],
+    }
+    table = Table("rows", "kept", "implementation", "ms", "tokens/s", "of peak", "GB")
+    choices = [
+        (rows, kept, implementation)
+        for implementation in options.implementations
+        for kept in options.kept
+        for rows in options.rows
+    ]
+    best: tuple[float, Any] = 0.0, None
+    for choice in choices:
+        result, step = measure(with_choices(base, *choice), options.turns)
+        record["steps"].append(
+            dict(zip(("rows", "kept", "implementation"), choice, strict=True)) | result
+        )
+        options.output.write_text(json.dumps(record, indent=1) + "\n")  # also if it is stopped
+        if step is None:
+            table.add_row(*map(str, choice), result["refused"][:60])
+            continue
+        del step  # its memory is the next one's
+        best = max(best, (result["tokens_per_second"], choice))
+        table.add_row(
+            *map(str, choice),
+            f"{1e3 * result['seconds']:.1f}",
+            f"{result['tokens_per_second']:,.0f}",
+            f"{result['utilization']:.3f}" if result["utilization"] else "",
+            f"{result['bytes'] / 1e9:.1f}",
+        )
+    console.print(table)
+    if best[1] is None:
+        console.print("[red]no step could be run")
+        return 1
+    step = TrainingStep(with_choices(base, *best[1]), base.model.vocab_size)
+    record["profile"] = {"of": best[1], "share_of_time": profile(step, steps=5)}
+    for part, share in record["profile"]["share_of_time"].items():
+        console.print(f"{part:15s} {100 * share:.0f}%")
+    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    console.print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,69 @@
+"""A configuration's training step on random tokens, and where its time goes."""
+
+import collections
+import glob
+import gzip
+import json
+import re
+import tempfile
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from heinsen_jax.config import ExperimentConfig
+from heinsen_jax.data import Batch
+from heinsen_jax.sharding import MeshConfig, make_mesh
+from heinsen_jax.training.optimizer import make_optimizer
+from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
+from heinsen_jax.training.step import make_train_step
+
+CONTAINERS = ("while", "call", "cond")  # their time is that of what they run
+PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer")
+
+
+class TrainingStep:
+    """A compiled step, which donates its state, as a call without arguments."""
+
+    def __init__(self, config: ExperimentConfig, vocabulary: int) -> None:
+        """Of tokens below `vocabulary`."""
+        optimizer = make_optimizer(config.optimizer, config.training.steps)
+        init = initializer(config.model, optimizer, config.seed)
+        abstract = abstract_state(init, make_mesh(MeshConfig()))
+        self.state = init_sharded(init, abstract)
+        self.parameters = sum(x.size for x in jax.tree.leaves(self.state.parameters))
+        shape = config.data.batch_size, config.data.sequence_length + 1
+        tokens = jnp.asarray(np.random.default_rng(0).integers(0, vocabulary, shape))
+        self.batch = Batch(tokens, jnp.ones_like(tokens[:, 1:], bool))
+        step: Any = make_train_step(
+            graph_of(config.model),
+            optimizer,
+            accumulation_steps=1,
+            out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+        )
+        self.compiled = step.lower(self.state, self.batch).compile()
+
+    def __call__(self) -> Any:
+        self.state, metrics = self.compiled(self.state, self.batch)
+        return metrics
+
+
+def profile(step: TrainingStep, steps: int = 30) -> dict[str, float]:
+    """The share of each part of the model in the time of all operations, by named scopes."""
+    step()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(steps):
+                jax.block_until_ready(step())
+        (file,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
+        with gzip.open(file) as opened:
+            events = json.load(opened)["traceEvents"]
+    scopes = dict(re.findall(r"%?(\S+) = .*op_name=\"([^\"]*)\"", step.compiled.as_text()))
+    times: collections.Counter[str] = collections.Counter()
+    for event in events:
+        operation = event.get("args", {}).get("hlo_op")
+        if event.get("ph") == "X" and operation and not operation.startswith(CONTAINERS):
+            scope = scopes.get(operation, "")
+            times[next((part for part in PARTS if part in scope), "rest")] += event["dur"]
+    return {part: time / times.total() for part, time in times.most_common()}

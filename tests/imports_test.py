@@ -18,7 +18,7 @@ ALLOWED = {
     "attention": LOWEST | {"ops", "sharding"},
     "models": LOWEST | {"ops", "attention", "sharding"},
     "data": LOWEST | {"on_ray"},
-    "interop": LOWEST | {"models"},
+    "interop": LOWEST | {"models", "data", "training", "generate"},
     "training": LOWEST | {"attention", "models", "sharding", "distributed", "data", "generate"},
     "generate": LOWEST | {"models", "data", "training"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},

@@ -1,13 +1,20 @@
-"""Weights of the published PyTorch model, as arrays by their PyTorch names; needs no PyTorch."""
+"""Weights of the published PyTorch model, in and out, as arrays by their PyTorch names, and in
+files; needs no PyTorch."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
 
+from heinsen_jax.errors import UserError
+from heinsen_jax.interop.pickled import read_pickled
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 
 # PyTorch name -> (path in LanguageModel, transposed). A name with {} exists once a layer.
@@ -42,11 +49,7 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
     """
     layers = {int(m[1]) for name in arrays if (m := re.match(r"layers\.(\d+)\.", name))}
     num_layers = max(layers, default=-1) + 1
-    expected = {
-        name.format(layer)
-        for name in _NAMES
-        for layer in (range(num_layers) if "{}" in name else (0,))
-    }
+    expected = {each for name in _NAMES for each in _each_layer(name, num_layers)}
     if problems := expected ^ set(arrays):
         name = min(problems)
         kind = "is missing" if name in expected else "is not part of the published model"
@@ -57,14 +60,12 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
             **{**vars(config), "dtype": "float64", "param_dtype": "float64"}
         )
 
-    model = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(model)
+    graph, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
     parameters = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     for name, (path, transposed) in _NAMES.items():
-        numbers = range(num_layers) if "{}" in name else None
-        parts = [np.asarray(arrays[name.format(i)]) for i in numbers or (0,)]
+        parts = [np.asarray(arrays[each]) for each in _each_layer(name, num_layers)]
         parts = [part.T if transposed else part for part in parts]
-        value = np.stack(parts) if numbers is not None else parts[0]
+        value = np.stack(parts) if "{}" in name else parts[0]
         leaf = parameters[path]
         if value.shape != leaf.shape:
             shape = parts[0].shape[:: -1 if transposed else 1]
@@ -74,6 +75,84 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
             )
         leaf.set_value(jnp.asarray(value, leaf.dtype))
     return nnx.merge(graph, state)
+
+
+def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
+    """The inverse of `from_state_dict`: what the published PyTorch model loads.
+
+    Raises:
+      ValueError: the model is another one than the published; the message names the field.
+    """
+    _check_published(model.config)
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    parameters = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in state}
+    arrays = {}
+    for name, (path, transposed) in _NAMES.items():
+        value = parameters[path]
+        parts = value if "{}" in name else value[None]
+        for each, part in zip(_each_layer(name, model.config.num_layers), parts, strict=True):
+            arrays[each] = np.ascontiguousarray(part.T if transposed else part)
+    return arrays
+
+
+def from_file(path: str | Path, *, num_heads: int) -> LanguageModel:
+    """`from_state_dict` of a file: .safetensors, or what `torch.save(model.state_dict(), path)`
+    wrote, by any other name.
+
+    Raises:
+      UserError: the file is damaged, or holds something else.
+      ValueError: as `from_state_dict`.
+    """
+    path = Path(path)
+    arrays = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickled(path)
+    if not isinstance(arrays, Mapping) or not all(hasattr(x, "shape") for x in arrays.values()):
+        found = f"entries {sorted(map(str, arrays))[:5]}" if isinstance(arrays, Mapping) else "none"
+        raise UserError(
+            f"{path} holds no state dict, of tensors by name ({found}): save the model's "
+            "state_dict() alone, torch.save(model.state_dict(), path)"
+        )
+    return from_state_dict(arrays, num_heads=num_heads)
+
+
+def to_file(model: LanguageModel, path: str | Path) -> None:
+    """Writes `to_state_dict` as .safetensors, which PyTorch reads by `safetensors.torch.load_file`.
+
+    Raises:
+      ValueError: as `to_state_dict`; or another ending is asked for.
+    """
+    if Path(path).suffix != ".safetensors":
+        raise ValueError(f"{path} must end in .safetensors: .pt files are read, not written")
+    save_file(to_state_dict(model), path)
+
+
+def _read_safetensors(path: Path) -> dict[str, Any]:
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}): fetch or save it again") from None
+
+
+def _each_layer(name: str, num_layers: int) -> list[str]:
+    return [name.format(layer) for layer in range(num_layers if "{}" in name else 1)]
+
+
+_FREE = {"vocab_size", "model_dim", "num_layers", "num_heads", "key_depth", "value_depth"}
+_FREE |= {"dtype", "param_dtype", "remat", "remat_keeps"}
+
+
+def _check_published(config: LanguageModelConfig) -> None:
+    published = LanguageModelConfig()
+    for field in dataclasses.fields(config):
+        value, theirs = getattr(config, field.name), getattr(published, field.name)
+        if field.name == "attention_options":  # of which the implementation is no part of a model
+            value = tuple(pair for pair in value if not pair[0].endswith(".implementation"))
+        if field.name not in _FREE and value != theirs:
+            raise ValueError(
+                f"model.{field.name}={value!r} is not the published PyTorch model's, which has "
+                f"{theirs!r}: its weights have no names there"
+            )
 
 
 def _config(

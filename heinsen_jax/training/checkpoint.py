@@ -21,6 +21,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.seal import damage, seal, seal_the_last
 from heinsen_jax.training.state import TrainState
+from heinsen_jax.training.weights import has_weights, load_weights
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -109,7 +110,7 @@ class Checkpoints:
         try:
             self._manager.save(
                 step,
-                args=ocp.args.PyTreeSave(_named(state)),
+                args=ocp.args.PyTreeSave(named(state)),
                 metrics={"loss": math.inf if loss is None else loss},
                 force=True,
             )
@@ -143,7 +144,7 @@ class Checkpoints:
         Raises:
           UserError: the step is damaged or holds other arrays; the message names it.
         """
-        wanted = _named(abstract)
+        wanted = named(abstract)
         try:
             saved = self._manager.item_metadata(step).tree
             if missing := wanted.keys() - saved.keys():
@@ -178,8 +179,8 @@ class Checkpoints:
 def load_run(
     workdir: str | Path, *, best: bool = True
 ) -> tuple[LanguageModel, tiktoken.Encoding | None, int]:
-    """The model, the tokenizer and the step of a run's best (or latest) checkpoint. There is no
-    tokenizer where what was learned is a task, and no text.
+    """The model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a folder
+    of `interop.hub`. There is no tokenizer where what was learned is a task, and no text.
 
     Raises:
       UserError: the folder holds no run, or nothing has been saved in it yet.
@@ -191,7 +192,8 @@ def load_run(
             f"{workdir} holds no run ({CONFIG_FILE} is missing): train one with "
             f"`python train.py --config configs/quickstart.py --workdir {workdir}`"
         )
-    if not (workdir / CHECKPOINT_FOLDER).is_dir():
+    has_checkpoints = (workdir / CHECKPOINT_FOLDER).is_dir()
+    if not has_checkpoints and not has_weights(workdir):
         raise UserError(_no_checkpoint(workdir))
     model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
     graph, abstract = nnx.split(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))
@@ -199,14 +201,24 @@ def load_run(
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )
+    if has_checkpoints:
+        parameters, step = _of_checkpoint(workdir, abstract, best)
+    else:
+        arrays, step = load_weights(workdir, named(abstract))
+        leaves = [arrays[name] for name in named(abstract)]
+        parameters = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    is_task = "task" in config["data"]
+    tokenizer = None if is_task else load_tokenizer(workdir)
+    return nnx.merge(graph, parameters), tokenizer, step
+
+
+def _of_checkpoint(workdir: Path, abstract: Any, best: bool) -> tuple[Any, int]:
+    """The parameters and the step of a run's best (or latest) checkpoint."""
     with Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
         if step is None:
             raise UserError(_no_checkpoint(workdir))
-        parameters = checkpoints.restore(step, {"parameters": abstract})["parameters"]
-    is_task = "task" in config["data"]
-    tokenizer = None if is_task else load_tokenizer(workdir)
-    return nnx.merge(graph, parameters), tokenizer, step
+        return checkpoints.restore(step, {"parameters": abstract})["parameters"], step
 
 
 def read_config(workdir: Path) -> dict[str, Any] | None:
@@ -244,7 +256,7 @@ def _goodness(metrics: dict[str, float]) -> float:
     return -metrics["loss"]
 
 
-def _named(tree: Any) -> dict[str, Any]:
+def named(tree: Any) -> dict[str, Any]:
     """The arrays of a pytree by their paths: a checkpoint does not depend on container classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

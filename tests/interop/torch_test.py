@@ -1,9 +1,22 @@
-"""Weights by PyTorch names: what must be refused. That they are right, models/ tests."""
+"""Weights by PyTorch names, in and out, and in files. That outputs are right, models/ tests."""
 
+import collections
+import dataclasses
+import os
+import pickle
+import sys
+import types
+import zipfile
+
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 
-from heinsen_jax.interop.torch import from_state_dict
+from heinsen_jax.errors import UserError
+from heinsen_jax.interop.torch import from_file, from_state_dict, to_file, to_state_dict
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
 
 
 def arrays(**changes):
@@ -21,7 +34,12 @@ def arrays(**changes):
         "lnorm.weight": (8,),
         "lnorm.bias": (8,),
     }
-    return {name: np.ones(shape, np.float32) for name, shape in shapes.items()} | changes
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.standard_normal(shape).astype("f") for name, shape in shapes.items()}
+    return drawn | changes
+
+
+SMALL = LanguageModelConfig(vocab_size=11, model_dim=8, num_layers=3, num_heads=2, value_depth=5)
 
 
 def test_sizes_follow_from_shapes():
@@ -50,3 +68,164 @@ def test_a_misshapen_entry_is_named_with_its_shape():
 def test_a_number_of_heads_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="num_heads=3 does not fit"):
         from_state_dict(arrays(), num_heads=3)
+
+
+def assert_same(have, want):
+    assert have.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(have[name], want[name], err_msg=name)
+        assert have[name].dtype == want[name].dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_out_and_in_again(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        given = {name: x.astype(dtype) for name, x in arrays().items()}
+        assert_same(to_state_dict(from_state_dict(given, num_heads=2)), given)
+
+
+def test_in_and_out_again():
+    model = LanguageModel(SMALL, rngs=nnx.Rngs(0))
+    again = from_state_dict(to_state_dict(model), num_heads=2)
+    assert dataclasses.replace(again.config, key_depth=None) == SMALL
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 11)
+    np.testing.assert_array_equal(again(tokens), model(tokens))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": "standard"}, r"model\.block='standard' is not the published"),
+        ({"attention": "softmax"}, r"model\.attention='softmax'"),
+        ({"attention_options": (("log.values", "linear"),)}, r"model\.attention_options"),
+        ({"convolution_size": 3}, r"model\.convolution_size=3"),
+    ],
+)
+def test_another_model_has_no_names_there(fields, message):
+    model = LanguageModel(dataclasses.replace(SMALL, **fields), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=message):
+        to_state_dict(model)
+
+
+def test_what_is_no_part_of_a_model_does_not_matter():
+    options = {"attention_options": (("log.implementation", "scan"),), "remat": True}
+    to_state_dict(LanguageModel(dataclasses.replace(SMALL, **options), rngs=nnx.Rngs(0)))
+
+
+def test_safetensors(tmp_path):
+    model = from_state_dict(arrays(), num_heads=2)
+    to_file(model, tmp_path / "model.safetensors")
+    again = from_file(tmp_path / "model.safetensors", num_heads=2)
+    assert_same(to_state_dict(again), arrays())
+    with pytest.raises(ValueError, match=r"model\.pt must end in \.safetensors"):
+        to_file(model, tmp_path / "model.pt")
+
+
+class Storage:
+    """Stands for PyTorch's, in `save_as_torch`."""
+
+    def __init__(self, kind, array):
+        self.kind, self.array = kind, array
+
+
+def save_as_torch(path, tree, monkeypatch, byteorder="little"):
+    """Writes arrays as `torch.save` does, from its description: a pickle of views of storages."""
+    torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
+    torch._utils, kinds, storages = utils, {}, {}
+    for kind, name in {"f": "FloatStorage", "d": "DoubleStorage", "E": "BFloat16Storage"}.items():
+        kinds[kind] = type(name, (), {"__module__": "torch"})
+        setattr(torch, name, kinds[kind])
+
+    def rebuild(*_):
+        raise NotImplementedError
+
+    rebuild.__module__, rebuild.__qualname__ = "torch._utils", "_rebuild_tensor_v2"
+    utils._rebuild_tensor_v2 = rebuild
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch", torch)
+        patch.setitem(sys.modules, "torch._utils", utils)
+
+        class Pickler(pickle.Pickler):
+            def persistent_id(self, obj):
+                if not isinstance(obj, Storage):
+                    return None
+                key = str(len(storages))
+                order = "<" if byteorder == "little" else ">"
+                kept = obj.array.astype(obj.array.dtype.newbyteorder(order))
+                storages[key] = kept.tobytes()
+                return "storage", kinds[obj.kind], key, "cpu", obj.array.size
+
+            def reducer_override(self, obj):
+                if not isinstance(obj, np.ndarray):
+                    return NotImplemented
+                kind = obj.dtype.char
+                if obj.ndim == 2:  # a transposed view, three numbers into its storage
+                    flat = np.concatenate([np.zeros(3, obj.dtype), obj.T.ravel()])
+                    view = Storage(kind, flat), 3, obj.shape, (1, obj.shape[0])
+                else:
+                    view = Storage(kind, obj.ravel()), 0, obj.shape, (1,) * obj.ndim
+                return rebuild, (*view, False, collections.OrderedDict())
+
+        with zipfile.ZipFile(path, "w") as archive:
+            with archive.open("archive/data.pkl", "w") as file:
+                Pickler(file, protocol=2).dump(tree)
+            archive.writestr("archive/byteorder", byteorder)
+            for key, content in storages.items():
+                archive.writestr(f"archive/data/{key}", content)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("byteorder", ["little", "big"])
+def test_files_of_torch(dtype, byteorder, tmp_path, monkeypatch):
+    if (dtype, byteorder) == ("bfloat16", "big"):
+        pytest.skip("NumPy has no such type")
+    dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    given = collections.OrderedDict((name, x.astype(dtype)) for name, x in arrays().items())
+    given._metadata = {"": {"version": 1}}  # as modules have it
+    save_as_torch(tmp_path / "model.pt", given, monkeypatch, byteorder)
+    with jax.enable_x64(dtype == np.float64):
+        model = from_file(tmp_path / "model.pt", num_heads=2)
+        wanted = {x: y.astype("float32" if dtype.itemsize < 4 else dtype) for x, y in given.items()}
+        assert_same(to_state_dict(model), wanted)
+
+
+def test_a_file_with_more_than_a_state_dict_says_what_is_in_it(tmp_path, monkeypatch):
+    save_as_torch(tmp_path / "run.pt", {"model": arrays(), "step": 7}, monkeypatch)
+    with pytest.raises(
+        UserError, match=r"run\.pt holds no state dict.*'model', 'step'.*state_dict"
+    ):
+        from_file(tmp_path / "run.pt", num_heads=2)
+
+
+def test_code_in_a_file_is_not_run(tmp_path):
+    class Harmful:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
+        archive.writestr("x/data.pkl", pickle.dumps({"embed.weight": Harmful()}))
+    with pytest.raises(UserError, match=r"holds \w+\.mkdir, which is not read"):
+        from_file(tmp_path / "model.pt", num_heads=2)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"nonsense" * 100])
+def test_a_file_that_cannot_be_read_is_named(name, content, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=name):
+        from_file(tmp_path / name, num_heads=2)
+
+
+def test_a_damaged_storage_is_found(tmp_path, monkeypatch):
+    save_as_torch(tmp_path / "model.pt", arrays(), monkeypatch)
+    with (
+        zipfile.ZipFile(tmp_path / "model.pt") as whole,
+        zipfile.ZipFile(tmp_path / "short.pt", "w") as short,
+    ):
+        for name in whole.namelist():
+            content = whole.read(name)
+            short.writestr(name, content[:-8] if name.endswith("data/0") else content)
+    with pytest.raises(UserError, match=r"short\.pt is damaged \(storage 0 holds"):
+        from_file(tmp_path / "short.pt", num_heads=2)

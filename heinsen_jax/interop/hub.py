@@ -1,0 +1,238 @@
+"""Trained models in the form of the Hugging Face Hub: saved, loaded, and pushed with a card.
+
+python -m heinsen_jax.interop.hub save --workdir runs/quickstart --output models/quickstart
+python -m heinsen_jax.interop.hub push --workdir runs/quickstart --repo-id me/quickstart
+
+A folder of that form has config.json (the run's, which repeats it), model.safetensors (or shards
+and their index), the tokenizer, and README.md, the card. `heinsen_jax.generate` and
+`heinsen_jax.evaluate` take it as a `--workdir`. Needs `pip install 'heinsen_jax[hub]'`.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tiktoken
+import tyro
+from flax import nnx
+
+from heinsen_jax.data import save_tokenizer
+from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, named, read_config
+from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
+from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
+
+try:
+    from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+except ImportError as missing:
+    raise ImportError(
+        f"{missing}: install what the hub needs, pip install 'heinsen_jax[hub]'"
+    ) from missing
+
+FETCHED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.*", METRICS_FILE]
+
+
+def save_pretrained(
+    workdir: str | Path,
+    output: str | Path,
+    *,
+    best: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Writes a run's best (or latest) checkpoint into the folder `output`, and returns it.
+
+    Raises:
+      UserError: there is no such run; or the folder exists and holds something.
+    """
+    workdir, output = Path(workdir), Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"{output} exists: give the name of a new folder")
+    model, tokenizer, step = load_run(workdir, best=best)
+    arrays = named(nnx.state(model, nnx.Param))
+    output.mkdir(parents=True, exist_ok=True)
+    save_weights(output, jax.device_get(arrays), step=step, shard_bytes=shard_bytes)
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, output)
+    for name in (CONFIG_FILE, METRICS_FILE):
+        if (workdir / name).exists():
+            shutil.copyfile(workdir / name, output / name)
+    (output / "README.md").write_text(card(workdir, step, arrays))
+    return output
+
+
+def from_pretrained(
+    name: str | Path, *, revision: str | None = None
+) -> tuple[LanguageModel, tiktoken.Encoding | None]:
+    """The model and its tokenizer, from a folder, or of a repository of the hub.
+
+    Args:
+      name: a folder (also a run's), or `owner/name`.
+      revision: a branch, tag or commit of the repository.
+
+    Raises:
+      UserError: there is neither; the message says what was tried.
+    """
+    if Path(name).is_dir():
+        return load_run(name)[:2]
+    try:
+        folder = snapshot_download(str(name), revision=revision, allow_patterns=FETCHED)
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"{name} is no folder here, and could not be fetched as a repository of the hub "
+            f"({type(error).__name__}): give a folder, or owner/name; for a private one, log in "
+            "with `hf auth login`"
+        ) from error
+    return load_run(folder)[:2]
+
+
+def push(
+    workdir: str | Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    best: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Saves a run, or takes a folder that `save_pretrained` wrote, and uploads it to the hub as a
+    repository, which is made if there is none. Returns its address.
+
+    Raises:
+      UserError: there is no such run; or the hub refuses, for example without `hf auth login`.
+    """
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(workdir)
+        if not has_weights(folder):
+            folder = Path(temporary) / "model"
+            save_pretrained(workdir, folder, best=best, shard_bytes=shard_bytes)
+        hub = HfApi()
+        try:
+            address = hub.create_repo(repo_id, private=private, exist_ok=True)
+            hub.upload_folder(
+                repo_id=repo_id,
+                folder_path=folder,
+                allow_patterns=[*FETCHED, "README.md"],
+                commit_message="A model of heinsen_jax",
+            )
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            raise UserError(
+                f"{repo_id} could not be uploaded ({type(error).__name__}: "
+                f"{str(error).splitlines()[0]}): log in with `hf auth login`, as someone who may "
+                "write there"
+            ) from error
+    return str(address)
+
+
+def card(workdir: Path, step: int, arrays: dict[str, Any]) -> str:
+    """README.md of a saved model: what it is, how it was trained, how good it is, how to use it."""
+    config: Any = read_config(workdir)
+    model, data, training = config["model"], config["data"], config["training"]
+    found = {
+        name.removeprefix("validation/"): value
+        for row in read_metrics(workdir)
+        if row["step"] == step
+        for name, value in row.items()
+        if name.startswith("validation/")
+    }
+    source = data.get("corpus") or data.get("task")
+    attention = model["attention"]
+    attention = attention if isinstance(attention, str) else ", ".join(attention)
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=str(source),
+            dataset_name=str(source),
+            metric_type=name,
+            metric_value=round(value, 4),
+        )
+        for name, value in found.items()
+    ]
+    header = ModelCardData(
+        library_name="heinsen_jax",
+        pipeline_tag="text-generation",
+        tags=["jax", "flax", "heinsen_jax", f"{attention}-attention"],
+        model_name=workdir.resolve().name if results else None,
+        eval_results=results or None,
+    )
+    rows = {
+        "parameters": f"{sum(x.size for x in arrays.values()):,}",
+        "attention": attention,
+        "layers": model["num_layers"],
+        "width": model["model_dim"],
+        "heads": model["num_heads"],
+        "vocabulary": f"{model['vocab_size']:,}",
+        "data": source,
+        "tokens in a row of a batch": data.get("sequence_length"),
+        "rows": data["batch_size"],
+        "updates": f"{step:,} of {training['steps']:,}",
+        "largest learning rate": config["optimizer"]["learning_rate"],
+    }
+    settings = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    measured = "\n".join(f"| {name.replace('_', ' ')} | {x:.4f} |" for name, x in found.items())
+    measured = f"| | validation |\n|---|---|\n{measured}" if found else "Not measured."
+    return f"""---
+{header.to_yaml()}
+---
+
+# {workdir.resolve().name}
+
+A language model trained with heinsen_jax. All of its settings are in
+[config.json](config.json): `python train.py --config config.json` repeats the run.
+
+| | |
+|---|---|
+{settings}
+
+## Results
+
+{measured}
+
+## Use
+
+```python
+from heinsen_jax.generate import generate
+from heinsen_jax.interop.hub import from_pretrained
+
+model, tokenizer = from_pretrained("this repository")
+```
+
+or, with a copy of this folder, `python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and
+`python -m heinsen_jax.evaluate --workdir FOLDER --data TEXT`.
+
+## Limits
+
+It knows the text it was trained on, and nothing was done to make what it writes true or harmless.
+
+## Cite
+
+Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
+"""
+
+
+@command_line
+def main() -> None:
+    def save(
+        workdir: Path,
+        output: Path,
+        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+    ) -> None:
+        """Saves a run's model in the form of the hub."""
+        print(f"saved in {save_pretrained(workdir, output, best=not latest)}")
+
+    def push_run(
+        workdir: Path,
+        repo_id: Annotated[str, tyro.conf.arg(help="owner/name")],
+        private: bool = False,
+        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+    ) -> None:
+        """Uploads a run's model, or a saved one, to the hub."""
+        print(f"pushed to {push(workdir, repo_id, private=private, best=not latest)}")
+
+    tyro.extras.subcommand_cli_from_dict({"save": save, "push": push_run}, description=__doc__)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,138 @@
+"""Models in the form of the hub: the same after saving and loading; damage is found and named."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from heinsen_jax.data import fingerprint
+from heinsen_jax.errors import UserError
+from heinsen_jax.interop import hub
+from heinsen_jax.interop.hub import from_pretrained, push, save_pretrained
+from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.metrics import read_metrics
+
+pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the run
+TOKENS = np.random.default_rng(0).integers(0, 257, (2, 20))
+
+
+@pytest.fixture(scope="module")
+def saved(run, tmp_path_factory) -> Path:
+    return save_pretrained(run, tmp_path_factory.mktemp("saved") / "model")
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 20_000, 1])
+def test_the_same_model_comes_back(run, shard_bytes, tmp_path):
+    options = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
+    folder = save_pretrained(run, tmp_path / "model", **options)
+    files = sorted(folder.glob("*.safetensors"))
+    if shard_bytes is None:
+        assert [file.name for file in files] == ["model.safetensors"]
+    else:
+        index = json.loads((folder / "model.safetensors.index.json").read_text())
+        assert {*index["weight_map"].values()} == {file.name for file in files}
+        assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+        assert len(files) > 2
+    model, tokenizer, step = load_run(run)
+    again, other = from_pretrained(folder)
+    assert load_run(folder)[2] == step
+    assert fingerprint(other) == fingerprint(tokenizer)
+    np.testing.assert_array_equal(again(TOKENS), model(TOKENS))
+
+
+def test_a_run_is_taken_as_it_is(run):
+    np.testing.assert_array_equal(from_pretrained(run)[0](TOKENS), load_run(run)[0](TOKENS))
+
+
+def test_the_card_says_what_was_measured(run, saved):
+    text = (saved / "README.md").read_text()
+    step = load_run(run)[2]
+    (row,) = (x for x in read_metrics(run) if x["step"] == step and "validation/loss" in x)
+    assert f"| loss | {row['validation/loss']:.4f} |" in text
+    assert f"| updates | {step} of 40 |" in text
+    card = ModelCard(text).data
+    assert card.library_name == "heinsen_jax"
+    (loss,) = (x for x in card.eval_results if x.metric_type == "loss")
+    assert loss.metric_value == round(row["validation/loss"], 4)
+
+
+def test_an_existing_folder_is_left_alone(run, saved):
+    with pytest.raises(UserError, match="exists: give the name of a new folder"):
+        save_pretrained(run, saved)
+
+
+@pytest.mark.parametrize("what", ["shorter", "missing", "other", "index"])
+def test_damage_is_named(run, what, tmp_path):
+    folder = save_pretrained(run, tmp_path / "model", shard_bytes=20_000)
+    file = sorted(folder.glob("*.safetensors"))[1]
+    if what == "shorter":
+        file.write_bytes(file.read_bytes()[:-100])
+    elif what == "missing":
+        file.unlink()
+    elif what == "other":
+        file = folder / "config.json"
+        config = json.loads(file.read_text())
+        config["model"]["model_dim"] = 64
+        file.write_text(json.dumps(config))
+    else:
+        file = folder / "model.safetensors.index.json"
+        file.write_text("{}")
+    named = "config.json" if what == "other" else file.name
+    with pytest.raises(UserError, match=named):
+        from_pretrained(folder)
+
+
+class Hub:
+    """Takes what is uploaded into a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def create_repo(self, repo_id, *, private, exist_ok):
+        assert exist_ok
+        (self.folder / repo_id).mkdir(parents=True)
+        return f"https://hub/{repo_id}"
+
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, commit_message):
+        for file in Path(folder_path).iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                shutil.copy(file, self.folder / repo_id)
+
+
+@pytest.mark.parametrize("from_saved", [False, True])
+def test_pushed_and_fetched(run, saved, from_saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "HfApi", lambda: Hub(tmp_path))
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
+    assert push(saved if from_saved else run, "me/words") == "https://hub/me/words"
+    assert (tmp_path / "me/words/README.md").exists()
+    model, _ = from_pretrained("me/words")
+    np.testing.assert_array_equal(model(TOKENS), load_run(run)[0](TOKENS))
+
+
+def test_what_is_nowhere_is_named(monkeypatch):
+    def nothing(*_, **__):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(hub, "snapshot_download", nothing)
+    with pytest.raises(UserError, match="me/words is no folder here, and could not be fetched"):
+        from_pretrained("me/words")
+
+
+def test_what_the_hub_refuses_is_said(saved, monkeypatch):
+    class Refusing(Hub):
+        def create_repo(self, *_, **__):
+            raise OSError("you are not logged in")
+
+    monkeypatch.setattr(hub, "HfApi", lambda: Refusing(saved))
+    with pytest.raises(UserError, match=r"you are not logged in.*hf auth login"):
+        push(saved, "me/words")
+
+
+def test_arrays_are_where_they_are_asked_for(saved):
+    leaves = jax.tree.leaves(load_run(saved)[0])
+    assert {x.sharding.device_set == {jax.devices()[0]} for x in leaves} == {True}

@@ -20,7 +20,7 @@ ALLOWED = {
     "data": LOWEST | {"on_ray"},
     "interop": LOWEST | {"models", "data", "training", "generate"},
     "training": LOWEST | {"attention", "models", "sharding", "distributed", "data", "generate"},
-    "generate": LOWEST | {"models", "data", "training"},
+    "generate": LOWEST | {"attention", "models", "data", "training"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
     "study": LOWEST

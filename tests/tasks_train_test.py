@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import data, evaluate, generate
+from heinsen_jax import data, evaluate
 from heinsen_jax.config import load_config, record
 from heinsen_jax.data import Copying, Recall
 from heinsen_jax.errors import UserError
+from heinsen_jax.generate import __main__ as generate
 from heinsen_jax.training.loop import train
 
 pytestmark = pytest.mark.slow

@@ -87,7 +87,7 @@ def test_greedy_equals_recomputing_everything(name):
 
 
 def test_a_stream_makes_room_as_it_goes(monkeypatch):
-    monkeypatch.setattr("heinsen_jax.generate.MORE_TOKENS", 3)
+    monkeypatch.setattr("heinsen_jax.generate.tokens.MORE_TOKENS", 3)
     model = build("softmax")
     prompt = jnp.array([3, 1, 4])
     expected = generate(model, prompt, 20, top_k=1)

@@ -1,0 +1,139 @@
+"""Writes with you, line by line: a trained model goes on where you stop, and you where it does.
+
+python -m heinsen_jax.chat --workdir runs/quickstart
+
+What was said before is kept as a state, never read again. /save FILE keeps it in a file, /load FILE
+goes on from one, /forget begins anew, /quit or end of input ends.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import tiktoken
+import tyro
+
+from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.generate import generate, load_state, save_state
+from heinsen_jax.generate.text import decode_stream, until_end
+from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.training.checkpoint import load_run
+
+HELP = "/save FILE   /load FILE   /forget   /quit"
+
+
+@dataclass
+class Chat:
+    """A text that a person and a model write in turns.
+
+    Attributes:
+      model, tokenizer: which write.
+      most: tokens of a turn of the model's.
+      temperature, top_k, seed: as of `generate`.
+    """
+
+    model: LanguageModel
+    tokenizer: tiktoken.Encoding
+    most: int
+    temperature: float
+    top_k: int | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.state: LanguageModelState | None = None
+        self.unread: list[int] = []  # the last token written, which the state has not seen
+        self.turns = 0
+
+    def answer(self, line: str) -> Iterator[str]:
+        """What the model writes after a line, as it comes; up to the end of a line."""
+        tokens = self.unread + self.tokenizer.encode_ordinary(line + "\n")
+        yield from decode_stream(
+            self.tokenizer, until_end(self._tokens(tokens), self.tokenizer, self.most)
+        )
+
+    def _tokens(self, tokens: list[int]) -> Iterator[int]:
+        key = jax.random.fold_in(jax.random.key(self.seed), self.turns)
+        self.turns += 1
+        written = b""
+        for position in range(self.most):
+            new, self.state = generate(
+                self.model,
+                jnp.asarray(tokens, jnp.int32),
+                1,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                key=jax.random.fold_in(key, position),
+                state=self.state,
+                num_tokens=self.tokenizer.n_vocab,
+                return_state=True,
+            )
+            tokens = self.unread = [int(new[0])]
+            yield tokens[0]
+            written += self.tokenizer.decode_single_token_bytes(tokens[0])
+            if written.strip() and written.endswith(b"\n"):
+                break
+
+    def command(self, line: str) -> str:
+        """Does what a line that begins with / asks for, and returns what to say of it."""
+        name, _, file = line.partition(" ")
+        match name, file.strip():
+            case "/forget", "":
+                self.state, self.unread = None, []
+                return "forgotten"
+            case "/save", path if path:
+                if self.state is None:
+                    raise UserError("/save: nothing was said yet")
+                unread = jnp.asarray(self.unread, jnp.int32)
+                _, state = self.model(unread, state=self.state, return_state=True)
+                self.state, self.unread = state, []
+                save_state(path, self.model, state)
+                return f"saved in {path}"
+            case "/load", path if path:
+                self.state, self.unread = load_state(path, self.model), []
+                return f"loaded {path}"
+        raise UserError(f"{line!r} is no command: there are {HELP}")
+
+
+@command_line
+def main() -> None:
+    def run(
+        workdir: str,
+        max_new_tokens: int = 256,
+        temperature: Annotated[float, tyro.conf.arg(help="above 0; lower is safer")] = 0.8,
+        top_k: Annotated[int | None, tyro.conf.arg(help="candidates; 1 is greedy")] = None,
+        seed: int = 0,
+        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+    ) -> None:
+        """Writes with a trained model, line by line."""
+        if max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens {max_new_tokens} must be at least 1")
+        model, tokenizer, _ = load_run(workdir, best=not latest)
+        if tokenizer is None:
+            raise UserError(f"{workdir} holds a run that learned a task: there is no text to write")
+        chat = Chat(model, tokenizer, max_new_tokens, temperature, top_k, seed)
+        print(HELP)
+        while (line := _line()) not in (None, "/quit"):
+            try:
+                if line.startswith("/"):
+                    print(chat.command(line))
+                    continue
+                for text in chat.answer(line):
+                    print(text, end="", flush=True)
+                print()
+            except UserError as error:
+                print(f"error: {error}")
+
+    tyro.cli(run, description=__doc__)
+
+
+def _line() -> str | None:
+    try:
+        return input("> ")
+    except (EOFError, KeyboardInterrupt):
+        return None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

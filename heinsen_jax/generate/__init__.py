@@ -1,0 +1,17 @@
+"""Sampling over explicit state, at constant cost per token: of tokens, of texts, and of states."""
+
+from heinsen_jax.generate.sampling import filter_logits
+from heinsen_jax.generate.states import load_state, repeated, save_state
+from heinsen_jax.generate.text import complete, decode_stream
+from heinsen_jax.generate.tokens import generate, stream
+
+__all__ = [
+    "complete",
+    "decode_stream",
+    "filter_logits",
+    "generate",
+    "load_state",
+    "repeated",
+    "save_state",
+    "stream",
+]

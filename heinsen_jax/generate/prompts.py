@@ -1,0 +1,74 @@
+"""Prompts of different lengths in one batch, each read as if it were alone."""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate.states import Read, where_rows
+from heinsen_jax.models import LanguageModelState
+from heinsen_jax.typing import Array
+
+PIECE = 32  # tokens that are read at once
+
+Padding = Literal["right", "left"]
+
+
+def to_the_right(tokens: Array, lengths: Any, padding: Padding) -> tuple[Array, Array]:
+    """Prompts `[B, T]` with what pads them after them, and how long they are `[B]`.
+
+    Raises:
+      UserError: lengths do not fit the prompts.
+    """
+    lengths = np.asarray(lengths)
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        raise UserError(
+            f"lengths{[*lengths.shape]} must be [B], one for each row of tokens [B, T], which are "
+            f"{[*tokens.shape]}"
+        )
+    length = tokens.shape[-1]
+    if not np.issubdtype(lengths.dtype, np.integer) or np.any((lengths < 1) | (lengths > length)):
+        raise UserError(f"lengths={lengths.tolist()} must be whole numbers in 1 .. {length}")
+    if padding not in ("right", "left"):
+        raise UserError(f"padding={padding!r} must be 'right' or 'left'")
+    lengths = jnp.asarray(lengths, jnp.int32)
+    if padding == "left":
+        place = (jnp.arange(length)[None] - lengths[:, None]) % length
+        tokens = jnp.take_along_axis(tokens, place, 1)
+    return tokens, lengths
+
+
+def read(
+    reader: Read, tokens: Array, lengths: Array, state: LanguageModelState
+) -> tuple[Array, LanguageModelState]:
+    """Features `[B, 1, D]` of each row's last token, and the states after it.
+
+    All rows are read together, PIECE tokens at a time and then one by one; those which have ended
+    are left as they were.
+    """
+    length = tokens.shape[1]
+
+    def step(carry: Any, here: Array, is_read: Array) -> Any:
+        features, state = carry
+        new, after = reader(here, state)
+        features = jnp.where(is_read[:, None, None], new[:, -1:], features)
+        return features, where_rows(is_read, after, state)
+
+    def piece(carry: Any, index: Array) -> tuple[Any, None]:
+        here = lax.dynamic_slice_in_dim(tokens, index * PIECE, PIECE, 1)
+        return step(carry, here, (index + 1) * PIECE <= lengths), None
+
+    def one(carry: Any, index: Array) -> tuple[Any, None]:
+        place = lengths // PIECE * PIECE + index
+        here = jnp.take_along_axis(tokens, place[:, None], 1, mode="clip")
+        return step(carry, here, place < lengths), None
+
+    features, _ = jax.eval_shape(reader, tokens[:, :1], state)
+    carry = jnp.zeros(features.shape, features.dtype), state
+    if length >= PIECE:
+        carry, _ = lax.scan(piece, carry, jnp.arange(length // PIECE))
+    carry, _ = lax.scan(one, carry, jnp.arange(min(PIECE, length)))
+    return carry

@@ -1,0 +1,89 @@
+"""Which token comes next, given logits."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.models.language_model import check_tokens
+from heinsen_jax.typing import Array
+
+
+def filter_logits(logits: Array, temperature: float | Array, top_k: int | None) -> Array:
+    """logits / temperature, with -inf for all strictly below the k-th largest."""
+    logits = logits / temperature
+    if top_k is None:
+        return logits
+    kth = lax.top_k(logits, top_k)[0][..., -1:]
+    return jnp.where(logits < kth, -jnp.inf, logits)
+
+
+@partial(jax.tree_util.register_dataclass)
+@dataclass(frozen=True)
+class Sampler:
+    """How tokens are drawn.
+
+    Attributes:
+      key: one for all rows, or one each `[*B]`: a row's tokens then do not depend on the others.
+      temperature: logits are divided by it.
+      top_k: how many candidates; all when None, greedy when 1.
+      num_tokens: only ids below this are drawn.
+    """
+
+    key: Array
+    temperature: float | Array
+    top_k: int | None = field(metadata={"static": True})
+    num_tokens: int = field(metadata={"static": True})
+
+    @classmethod
+    def of(
+        cls,
+        model: LanguageModel,
+        temperature: float,
+        top_k: int | None,
+        key: Array | None,
+        num_tokens: int | None,
+    ) -> "Sampler":
+        """Checked against the model.
+
+        Raises:
+          UserError: an argument is out of its range; the message names it.
+        """
+        if not model.config.is_causal:
+            raise UserError("the model is not causal: it fills in masked tokens, and cannot write")
+        vocab_size = model.config.vocab_size
+        num_tokens = vocab_size if num_tokens is None else num_tokens
+        if not 1 <= num_tokens <= vocab_size:
+            raise UserError(f"num_tokens={num_tokens} must be in 1 .. {vocab_size}")
+        if not temperature > 0:
+            raise UserError(f"temperature={temperature} must be above 0; for greedy use top_k=1")
+        if top_k is not None and not 1 <= top_k <= num_tokens:
+            raise UserError(f"top_k={top_k} must be in 1 .. {num_tokens}, the number of tokens")
+        if key is None and top_k != 1:
+            raise UserError("sampling needs key=jax.random.key(seed); only top_k=1 does without")
+        return cls(jax.random.key(0) if key is None else key, temperature, top_k, num_tokens)
+
+    def draw(self, logits: Array, position: int | Array) -> Array:
+        """The token at a position of the new ones, for logits `[*B, V]`."""
+        logits = logits[..., : self.num_tokens]
+        if self.top_k == 1:
+            return jnp.argmax(logits, -1)
+        logits = filter_logits(logits, self.temperature, self.top_k)
+        if not self.key.shape:
+            return jax.random.categorical(jax.random.fold_in(self.key, position), logits)
+
+        def one(key: Array, logits: Array) -> Array:
+            return jax.random.categorical(jax.random.fold_in(key, position), logits)
+
+        rows = logits.reshape(-1, logits.shape[-1])
+        return jax.vmap(one)(self.key.reshape(-1), rows).reshape(logits.shape[:-1])
+
+
+def check_prompts(model: LanguageModel, tokens: Array) -> None:
+    if tokens.ndim == 0 or tokens.shape[-1] == 0:
+        raise UserError("the prompt has no tokens: give at least one, for example end of text")
+    check_tokens(tokens, model.config.vocab_size)

@@ -1,0 +1,181 @@
+"""What a model keeps of a text, as a value: for many samples, for rows of different lengths, and in
+files."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from heinsen_jax.attention.cache import Cache
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.typing import Array
+
+AXES: Any = LanguageModelState(position=0, blocks=1)
+"""Where the first batch axis of states is: those of blocks are stacked, layer by layer."""
+
+Read = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
+
+
+def repeated(model: LanguageModel, state: LanguageModelState, number: int) -> LanguageModelState:
+    """The state of texts `[*B]` for `number` continuations of each: of texts `[*B, number]`.
+
+    A prompt is read once, and then continued as often as wanted.
+    """
+    batch = _batch_axes(model, state)
+
+    def one(axis: int, x: Array, has_rows: bool) -> Array:
+        if not has_rows:
+            return x
+        axis += batch
+        x = jnp.expand_dims(x, axis)
+        return jnp.broadcast_to(x, (*x.shape[:axis], number, *x.shape[axis + 1 :]))
+
+    return _by_part(one, state, _have_rows(model, state))
+
+
+def to_rows(model: LanguageModel, state: LanguageModelState, rows: int) -> LanguageModelState:
+    """The state of texts `[rows]`, with a row for each also where all share a number."""
+
+    def one(axis: int, x: Array, has_rows: bool) -> Array:
+        if has_rows:
+            return x
+        x = jnp.expand_dims(x, axis)
+        return jnp.broadcast_to(x, (*x.shape[:axis], rows, *x.shape[axis + 1 :]))
+
+    return _by_part(one, state, _have_rows(model, state))
+
+
+def keeps_rows_apart(model: LanguageModel, state: LanguageModelState) -> bool:
+    """Whether all of a state has a row for each text: none of it is a number that all share."""
+    return all(jax.tree.leaves(_have_rows(model, state)))
+
+
+def where_rows(
+    chosen: Array, state: LanguageModelState, other: LanguageModelState
+) -> LanguageModelState:
+    """`state` in the rows that are chosen `[B]`, and the other in others."""
+
+    def one(axis: int, x: Array, y: Array) -> Array:
+        shape = [1] * x.ndim
+        shape[axis] = len(chosen)
+        return jnp.where(chosen.reshape(shape), x, y)
+
+    return _by_part(one, state, other)
+
+
+def reader(graph: Any, parameters: Any, are_apart: bool) -> Read:
+    """Reads tokens `[*B, T]` after a state; if rows are not kept apart, of `to_rows`."""
+
+    def read(tokens: Array, state: LanguageModelState) -> Any:
+        return nnx.merge(graph, parameters).features(tokens, state=state, return_state=True)
+
+    return read if are_apart else jax.vmap(read, in_axes=(0, AXES), out_axes=(0, AXES))
+
+
+def _by_part(function: Callable, state: LanguageModelState, *others: Any) -> LanguageModelState:
+    """function(axis of the batch, leaf, ...) of all leaves."""
+
+    def part(name: str) -> Any:
+        axis = getattr(AXES, name)
+        trees = [getattr(tree, name) for tree in (state, *others)]
+        return jax.tree.map(lambda *leaves: function(axis, *leaves), *trees)
+
+    return LanguageModelState(part("position"), part("blocks"))
+
+
+def _shapes(model: LanguageModel, batch_shape: Sequence[int], state: Any) -> Any:
+    """Of a state like this one, of other texts."""
+    has_room = any(x.length is not None for x in _caches(state))
+    capacity = 1 if has_room else None
+    return jax.eval_shape(lambda: model.init_state(batch_shape, capacity=capacity))
+
+
+def _caches(state: Any) -> list[Any]:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Cache))
+    return [x for x in nodes if isinstance(x, Cache)]
+
+
+def _have_rows(model: LanguageModel, state: Any) -> LanguageModelState:
+    alone, one = (_shapes(model, batch, state) for batch in ((), (1,)))
+    return jax.tree.map(lambda x, y: x.ndim < y.ndim, alone, one)
+
+
+def _batch_axes(model: LanguageModel, state: LanguageModelState) -> int:
+    """How many leading axes of texts a state has."""
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(_shapes(model, (), state)), strict=True)
+    return max(x.ndim - alone.ndim for x, alone in pairs)
+
+
+def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState) -> None:
+    """Writes a state as .safetensors, with what tells whether a model is the one it is of."""
+    arrays = {name: np.asarray(x) for name, x in _named(state).items()}
+    arrays = {name: x for name, x in arrays.items() if x.size}  # NumPy's empty ones have no place
+    save_file(
+        {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()},
+        path,
+        {"model": fingerprint(model), "shapes": json.dumps(_described(state))},
+    )
+
+
+def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
+    """What `save_state` wrote.
+
+    Raises:
+      UserError: the file is damaged, or of a state of another model.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {name: file.get_tensor(name) for name in [*file.keys()]}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}): give the file of a state") from None
+    except SafetensorError as error:
+        raise UserError(f"{path} is damaged ({error}): read the text again") from None
+    if metadata.get("model") != fingerprint(model):
+        raise UserError(
+            f"{path} is of another model, or of other weights of it: a state is of use to the "
+            "model that made it alone; read the text again"
+        )
+    shapes = json.loads(metadata["shapes"])
+    has_room = any(name.endswith(".length") for name in shapes)
+    like = jax.eval_shape(lambda: model.init_state((), capacity=1 if has_room else None))
+    leaves = []
+    for name in _named(like):
+        shape, dtype = shapes[name]
+        x = arrays.get(name, np.zeros(0, np.float32))
+        x = x.view(dtype) if dtype.startswith("complex") else x
+        leaves.append(jnp.asarray(x.reshape(shape), dtype))
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _real(x: np.ndarray) -> np.ndarray:
+    """Complex numbers as pairs of real ones: the format has no others."""
+    return x.view(np.finfo(x.dtype).dtype).reshape(*x.shape, 2) if np.iscomplexobj(x) else x
+
+
+def _described(state: LanguageModelState) -> dict[str, Any]:
+    return {name: ([*x.shape], str(x.dtype)) for name, x in _named(state).items()}
+
+
+def _named(tree: Any) -> dict[str, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
+def fingerprint(model: LanguageModel) -> str:
+    """SHA-256 of the architecture and of all weights."""
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(model.config), sort_keys=True).encode())
+    for name, x in sorted(_named(nnx.state(model, nnx.Param)).items()):
+        digest.update(name.encode())
+        digest.update(np.asarray(x).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,172 @@
+"""Texts continued: many prompts at once, many samples of each, up to a string that ends them."""
+
+import codecs
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tiktoken
+from flax import nnx
+
+from heinsen_jax.data import end_of_text_id
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate.prompts import read
+from heinsen_jax.generate.sampling import Sampler, check_prompts
+from heinsen_jax.generate.states import keeps_rows_apart, reader, repeated, to_rows
+from heinsen_jax.generate.tokens import check_room, draw, go_on
+from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.typing import Array
+
+AT_ONCE = 32  # tokens that are drawn between two looks for what ends a text
+
+
+def complete(
+    model: LanguageModel,
+    tokenizer: tiktoken.Encoding,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    *,
+    stop: Sequence[str] = (),
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    key: Array | None = None,
+    state: LanguageModelState | None = None,
+) -> list[list[str]]:
+    """What the model writes after each prompt: `num_samples` texts each.
+
+    Prompts are read once, together, whatever their lengths, and their states then continued as
+    often as asked for. What is written after a prompt does not depend on the other prompts: sample
+    i is drawn by `jax.random.fold_in(key, i)`.
+
+    Args:
+      model: the model.
+      tokenizer: its tokenizer.
+      prompts: texts of at least one token.
+      max_new_tokens: at most so many; end of text ends a text sooner.
+      stop: strings that end a text, and are not part of it.
+      num_samples: of each prompt.
+      temperature, top_k, key: as of `generate`.
+      state: what came before every prompt, of one text; None at the start of a text.
+
+    Raises:
+      UserError: an argument is out of its range; the message names it.
+    """
+    sampler = Sampler.of(model, temperature, top_k, key, tokenizer.n_vocab)
+    if isinstance(prompts, str) or isinstance(stop, str):
+        raise UserError("prompts and stop are lists of strings: put a single one into brackets")
+    if "" in stop:
+        raise UserError("stop has an empty string, which would end every text at once")
+    if num_samples < 1 or max_new_tokens < 0:
+        raise UserError(
+            f"num_samples={num_samples} must be at least 1, and max_new_tokens={max_new_tokens} at "
+            "least 0"
+        )
+    if not prompts or max_new_tokens == 0:
+        return [[""] * num_samples for _ in prompts]
+    texts = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    lengths = np.array([len(text) for text in texts])
+    tokens = np.zeros((len(texts), max(lengths)), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    if not lengths.all():
+        raise UserError(f"prompts[{int(np.argmin(lengths))}] is empty: give at least one character")
+    check_prompts(model, jnp.asarray(tokens))
+
+    state = model.init_state(()) if state is None else state
+    fed = tokens.shape[1] + max_new_tokens + AT_ONCE
+    check_room(model, state, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
+    state = repeated(model, model.with_room(state, fed), len(texts))
+    are_apart = keeps_rows_apart(model, state)
+    state = state if are_apart else to_rows(model, state, len(texts))
+    keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
+    writer = _Writer(
+        model,
+        tokenizer,
+        stop,
+        Sampler(jnp.tile(keys, len(texts)), sampler.temperature, sampler.top_k, sampler.num_tokens),
+        are_apart,
+    )
+    written = writer.write(jnp.asarray(tokens), jnp.asarray(lengths), state, max_new_tokens)
+    return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
+
+
+class _Writer:
+    """Continues rows, some tokens at a time, until all have ended."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        tokenizer: tiktoken.Encoding,
+        stop: Sequence[str],
+        sampler: Sampler,
+        are_apart: bool,
+    ) -> None:
+        self.graph, self.parameters = nnx.split(model)
+        self.tokenizer, self.stop, self.sampler, self.are_apart = (
+            tokenizer,
+            stop,
+            sampler,
+            are_apart,
+        )
+        self.end = end_of_text_id(tokenizer)
+
+    def write(self, tokens: Array, lengths: Array, state: Any, most: int) -> list[str]:
+        samples = len(self.sampler.key) // len(tokens)
+        options = self.graph, self.parameters, self.sampler, self.are_apart
+        carry = _begin(*options, samples, tokens, lengths, state)
+        rows = np.asarray(carry[0])[:, None]
+        for position in range(1, most, AT_ONCE):
+            if all(self.ended(row)[1] for row in rows):
+                break
+            carry, new = _more(*options, carry, position)
+            rows = np.concatenate([rows, np.asarray(new)], 1)
+        return [self.ended(row[:most])[0] for row in rows]
+
+    def ended(self, row: np.ndarray) -> tuple[str, bool]:
+        """The text of new tokens, and whether it has come to its end."""
+        ends = np.flatnonzero(row == self.end)
+        row = row[: ends[0]] if len(ends) else row
+        text = self.tokenizer.decode(row.tolist())
+        places = [place for place in (text.find(each) for each in self.stop) if place >= 0]
+        return text[: min(places, default=len(text))], bool(places or len(ends))
+
+
+@partial(jax.jit, static_argnames=("graph", "are_apart", "samples"))
+def _begin(graph, parameters, sampler, are_apart, samples, tokens, lengths, state) -> Any:
+    """The first token of every sample, and the state that it is drawn from."""
+    features, state = read(reader(graph, parameters, are_apart), tokens, lengths, state)
+
+    def each_sample(axis: int) -> Any:
+        return partial(jnp.repeat, repeats=samples, axis=axis)
+
+    state = LanguageModelState(
+        jax.tree.map(each_sample(0), state.position), jax.tree.map(each_sample(1), state.blocks)
+    )
+    features = each_sample(0)(features)
+    return draw(graph, parameters, features, sampler, 0, tokens.dtype), state
+
+
+@partial(jax.jit, static_argnames=("graph", "are_apart"), donate_argnames="carry")
+def _more(graph, parameters, sampler, are_apart, carry, position) -> Any:
+    rows = reader(graph, parameters, are_apart)
+    return go_on(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
+
+
+def decode_stream(tokenizer: tiktoken.Encoding, tokens: Iterator[int]) -> Iterator[str]:
+    """Text as it comes: a character is yielded once its last byte is there."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield decoder.decode(tokenizer.decode_single_token_bytes(token))
+    yield decoder.decode(b"", final=True)
+
+
+def until_end(tokens: Iterator[int], tokenizer: tiktoken.Encoding, most: int) -> Iterator[int]:
+    end = end_of_text_id(tokenizer)
+    for _, token in zip(range(most), tokens, strict=False):
+        if token == end:
+            return
+        yield token

@@ -1,0 +1,185 @@
+"""New tokens after prompts: all of them by one compiled function, or one by one, without end."""
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate.prompts import Padding, read, to_the_right
+from heinsen_jax.generate.sampling import Sampler, check_prompts
+from heinsen_jax.generate.states import Read, keeps_rows_apart, reader, to_rows
+from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.typing import Array
+
+MORE_TOKENS = 256  # that a stream makes room for, and at least as many as it has made
+
+
+def generate(
+    model: LanguageModel,
+    tokens: Array,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    key: Array | None = None,
+    state: LanguageModelState | None = None,
+    num_tokens: int | None = None,
+    return_state: bool = False,
+    lengths: Any = None,
+    padding: Padding = "right",
+) -> Any:
+    """Continues each row of tokens.
+
+    Logits are divided by the temperature; then all below the k-th largest are dropped (ties with it
+    stay); then a token is drawn by softmax.
+
+    Args:
+      model: the model.
+      tokens: the prompts `[*B, T]`, T >= 1.
+      max_new_tokens: how many to generate.
+      temperature: > 0.
+      top_k: how many candidates; all when None, greedy (no `key` needed) when 1.
+      key: a `jax.random.key`; or one for each row, `[*B]`, and then rows are drawn as they would be
+        alone.
+      state: what came before `tokens`; None at the start of a text.
+      num_tokens: only ids below this are drawn; a model's vocabulary may be padded.
+      return_state: whether to return also the state, which has seen all but the last new token:
+        to go on, pass it with that token.
+      lengths: how long the prompts are, `[B]` for tokens `[B, T]`, where some are shorter than T:
+        they are continued as they would be alone. What pads them may be any tokens.
+      padding: which side of prompts that is on.
+
+    Returns:
+      The new tokens `[*B, max_new_tokens]`, or a pair of them and the state.
+
+    Raises:
+      ValueError: an argument is out of its range; the message names it.
+      NotImplementedError: the state of prompts of different lengths is asked for, and it counts the
+        tokens of all of them together, as caches do.
+    """
+    tokens = jnp.asarray(tokens)
+    sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
+    check_prompts(model, tokens)
+    if max_new_tokens < 0:
+        raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
+    if lengths is not None:
+        tokens, lengths = to_the_right(tokens, lengths, padding)
+    graph, parameters = nnx.split(model)
+    fed = tokens.shape[-1] + max(max_new_tokens - 1, 0)
+    state = model.init_state(tokens.shape[:-1]) if state is None else state
+    check_room(model, state, max_new_tokens, fed)
+    state = model.with_room(state, fed)
+    are_apart = lengths is None or keeps_rows_apart(model, state)
+    if not are_apart:
+        if return_state:
+            raise NotImplementedError(
+                f"return_state=True with lengths: states of attention={model.config.attention!r} "
+                "count the tokens of all rows together; continue each prompt by itself"
+            )
+        state = to_rows(model, state, len(tokens))
+    if max_new_tokens == 0:
+        new = jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
+    else:
+        new, state = _generate(
+            graph, parameters, tokens, lengths, state, sampler, max_new_tokens, are_apart
+        )
+    return (new, state) if return_state else new
+
+
+def check_room(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
+    """Raises UserError where the model has positions for fewer tokens than will be fed to it."""
+    if fed > (left := model.remaining(state)):
+        raise UserError(
+            f"max_new_tokens={new}: the model has positions for {left} more "
+            f"tokens, and {fed} would be fed to it"
+        )
+
+
+def stream(
+    model: LanguageModel,
+    tokens: Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    key: Array | None = None,
+    num_tokens: int | None = None,
+) -> Iterator[int]:
+    """`generate` for one prompt `[T]`, without end, a token at a time. The same tokens."""
+    tokens = jnp.asarray(tokens)
+    sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
+    check_prompts(model, tokens)
+    graph, parameters = nnx.split(model)
+    state, room = model.init_state(()), 0
+    left = model.remaining(state)
+    for position in range(sys.maxsize):
+        if (needed := tokens.shape[-1]) > room:  # seldom: each other shape is compiled anew
+            room = needed + MORE_TOKENS + position
+            state = model.with_room(state, room)
+        room -= needed
+        if (left := left - needed) < 0:
+            raise UserError(
+                "the text is as long as the model has positions for, model.max_length: it ends here"
+            )
+        token, state = _next_token(graph, parameters, tokens, state, sampler, position)
+        yield int(token)
+        tokens = token[None]
+
+
+@partial(jax.jit, static_argnames="graph")
+def _next_token(
+    graph: Any, parameters: Any, tokens: Array, state: Any, sampler: Sampler, position: int
+) -> tuple[Array, LanguageModelState]:
+    """Feeds tokens `[*B, T]` and draws the one that follows."""
+    features, state = reader(graph, parameters, True)(tokens, state)
+    return draw(graph, parameters, features, sampler, position, tokens.dtype), state
+
+
+def draw(
+    graph: Any, parameters: Any, features: Array, sampler: Sampler, position: Any, dtype: Any
+) -> Array:
+    """The token that follows the last of features `[*B, T, D]`."""
+    logits = nnx.merge(graph, parameters).readout(features[..., -1:, :])[..., 0, :]
+    return sampler.draw(logits, position).astype(dtype)
+
+
+@partial(jax.jit, static_argnames=("graph", "max_new_tokens", "are_apart"))
+def _generate(
+    graph: Any,
+    parameters: Any,
+    tokens: Array,
+    lengths: Array | None,
+    state: Any,
+    sampler: Sampler,
+    max_new_tokens: int,
+    are_apart: bool,
+) -> tuple[Array, LanguageModelState]:
+    rows = reader(graph, parameters, are_apart)
+    if lengths is None:
+        features, state = rows(tokens, state)
+    else:
+        features, state = read(rows, tokens, lengths, state)
+    first = draw(graph, parameters, features, sampler, 0, tokens.dtype)
+    going_on = partial(go_on, graph, parameters, rows, sampler)
+    (_, state), rest = going_on((first, state), jnp.arange(1, max_new_tokens))
+    return jnp.concatenate([first[..., None], rest], -1), state
+
+
+def go_on(
+    graph: Any, parameters: Any, rows: Read, sampler: Sampler, carry: Any, positions: Array
+) -> tuple[Any, Array]:
+    """(the last token, the state before it) after further tokens, and these, `[*B, positions]`."""
+
+    def step(carry: tuple[Array, Any], position: Array) -> tuple[tuple[Array, Any], Array]:
+        token, state = carry
+        features, state = rows(token[..., None], state)
+        token = draw(graph, parameters, features, sampler, position, token.dtype)
+        return (token, state), token
+
+    carry, new = lax.scan(step, carry, positions)
+    return carry, jnp.moveaxis(new, 0, -1)

@@ -1,0 +1,74 @@
+"""States as values: continued many times, and kept in files."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate import generate, load_state, repeated, save_state
+from heinsen_jax.models import LanguageModel
+from tests.models.mechanisms_test import CAUSAL, build
+
+SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
+PROMPT = jnp.array([3, 1, 4, 1, 5, 9, 2])
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("name", ["log", "softmax", "sliding_window", "rmt", "additive"])
+def test_a_prompt_is_read_once_and_continued_often(name, batch):
+    model = build(name, **SIZES)
+    prompt = jnp.broadcast_to(PROMPT, (*batch, 7))
+    _, state = model(prompt[..., :-1], return_state=True)
+    last = jnp.broadcast_to(prompt[..., -1:, None], (*batch, 4, 1)).astype(int)
+    many = generate(model, last, 6, key=jax.random.key(0), state=repeated(model, state, 4))
+    whole = jnp.broadcast_to(prompt[..., None, :], (*batch, 4, 7))
+    np.testing.assert_array_equal(generate(model, whole, 6, key=jax.random.key(0)), many)
+    assert len({tuple(row) for row in np.asarray(many).reshape(-1, 6)}) > 1
+
+
+OPTIONS = {"log": (), "log, linear": (("log.values", "linear"), ("log.decay", "head"))}
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+@pytest.mark.parametrize("name", [*CAUSAL, "log, linear"])
+@pytest.mark.slow
+def test_a_file_gives_back_a_state(name, has_room, tmp_path):
+    model = build(name.partition(",")[0], options=OPTIONS.get(name, ()), **SIZES)
+    state = model.init_state((2,), capacity=20 if has_room else None)
+    _, state = model(jnp.stack([PROMPT, PROMPT[::-1]]), state=state, return_state=True)
+    save_state(tmp_path / "state.safetensors", model, state)
+    again = load_state(tmp_path / "state.safetensors", model)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+    for have, want in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        assert have.dtype == want.dtype
+        np.testing.assert_array_equal(have, want)
+    last = jnp.array([[6], [7]])
+    np.testing.assert_array_equal(
+        generate(model, last, 5, top_k=1, state=again),
+        generate(model, last, 5, top_k=1, state=state),
+    )
+
+
+def test_a_state_of_nothing(tmp_path):
+    model = build("softmax", **SIZES)
+    save_state(tmp_path / "state.safetensors", model, model.init_state(()))
+    again = load_state(tmp_path / "state.safetensors", model)
+    np.testing.assert_array_equal(model(PROMPT, state=again), model(PROMPT))
+
+
+def test_another_models_state_is_refused(tmp_path):
+    model = build("log", **SIZES)
+    save_state(tmp_path / "state", model, model.init_state(()))
+    other = LanguageModel(model.config, rngs=nnx.Rngs(1))
+    with pytest.raises(UserError, match="of another model, or of other weights"):
+        load_state(tmp_path / "state", other)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"nonsense" * 9])
+def test_damaged_files_are_named(content, tmp_path):
+    if content is not None:
+        (tmp_path / "state").write_bytes(content)
+    with pytest.raises(UserError, match="state"):
+        load_state(tmp_path / "state", build("log", **SIZES))

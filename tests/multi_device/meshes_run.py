@@ -23,11 +23,13 @@ from jax.sharding import Mesh  # noqa: E402
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig  # noqa: E402
 from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch, shardings  # noqa: E402
+from heinsen_jax.training.cross_entropy import cross_entropy  # noqa: E402
 from heinsen_jax.training.objective import next_token  # noqa: E402
 from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer  # noqa: E402
 from heinsen_jax.training.state import abstract_state, graph_of, initializer  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 65)).astype(np.int32)
+FEW = 64 * 8 * 65 // 5
 COLLECTIVES = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 
@@ -57,7 +59,10 @@ def run(
     def loss(parameters: Any, tokens: jax.Array) -> jax.Array:
         there = jnp.ones(tokens[:, 1:].shape, bool)
         model = nnx.merge(graph, parameters)
-        return jnp.mean(next_token(model, tokens, there, jax.random.key(0))[0])
+        said = next_token(model, tokens, there, jax.random.key(0))
+        if wants_loss:
+            return said.sums()[0] / there.size
+        return cross_entropy(*said, logits_at_once=FEW)[0] / there.size  # in several lots
 
     with jax.set_mesh(mesh):
         places = shardings(jax.eval_shape(init), mesh)

@@ -46,7 +46,8 @@ def test_the_number_of_mechanisms_is_right():
 
 
 def test_there_are_examples():
-    assert {"layer", "linen", "state", "keywords", "mechanism"} <= set(EXAMPLES)
+    needed = {"layer", "linen", "state", "keywords", "mechanism", "flax_nnx", "flax_linen"}
+    assert needed <= set(EXAMPLES)
 
 
 @pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])

@@ -1,6 +1,7 @@
 """Attention: the public ops, and every mechanism as a Flax module."""
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities
+from heinsen_jax.attention.flax_fn import log_attention_fn
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.log import LogAttention
 from heinsen_jax.attention.registry import build, configure, mechanism, names
@@ -24,6 +25,7 @@ __all__ = [
     "configure",
     "heinsen_attention",
     "log_attention",
+    "log_attention_fn",
     "mechanism",
     "names",
     "sharded_log_attention",

@@ -1,0 +1,171 @@
+"""Log-attention as the `attention_fn` of Flax's own layers of attention."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from heinsen_jax.ops.arguments import check_heads, check_same_length
+from heinsen_jax.ops.log_attention import heinsen_attention
+from heinsen_jax.ops.log_attention.api import Implementation
+from heinsen_jax.ops.log_attention.masked import masked_attention
+from heinsen_jax.typing import Array
+
+
+def log_attention_fn(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    mask: Array | np.ndarray | None = None,
+    bias: Array | None = None,
+    is_causal: bool = False,
+    implementation: Implementation | None = None,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    broadcast_dropout: bool = True,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    input_positions: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+) -> Array:
+    r"""For `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
+
+        Y_t = sum_s P_ts V_s,    P_ts = softmax_s(LSE_K(Q_t + K_s))           (1)
+
+    over all s that t may see: `heinsen_attention`, values being of any sign. There is no scale
+    1/sqrt(K). A mask is always honoured, exactly; what it is decides only what that costs. The
+    cost is linear in the number of tokens
+
+    - without a mask, causal or not;
+    - with a mask of keys `[..., 1, S]`, as padding or a decode cache has, causal or not;
+    - with a causal mask, a mask of keys, or both in one, given as values: outside `jit`, or in it
+      as a NumPy array.
+
+    With any other mask it is quadratic. Under `jit`, `is_causal=True` therefore serves better than
+    a causal mask. Linen leaves it to this function: `functools.partial(log_attention_fn,
+    is_causal=True)`. NNX passes it at every call, also when False, in place of what a partial has:
+    there it is said where the layer is called, `layer(x, is_causal=True)`.
+
+    Args:
+      query: `[*B, T, num_heads, key_depth]`.
+      key: `[*B, S, num_kv_heads, key_depth]`; num_heads a multiple of num_kv_heads.
+      value: `[*B, S, num_kv_heads, value_depth]`.
+      mask: True, or not 0, where a query sees a key; broadcasts to `[*B, num_heads, T, S]`. All
+        is seen when None.
+      is_causal: whether a token sees only itself and earlier ones, of those that the mask lets it
+        see. T must equal S; but a single query with a mask, as when decoding, is the last token.
+      implementation: of `heinsen_attention`, where the cost is linear; None chooses. A named one
+        refuses what it cannot serve.
+      dtype: to which query, key and value are cast at first; they stay as they are when None.
+      precision: has no effect. Products are float32's at least, unless query, key and value are
+        all bfloat16 and the cost is linear: then factors of products are bfloat16's.
+      deterministic: with a `dropout_rate` above 0, must be True.
+      broadcast_dropout, dropout_rng: have no effect, there being no dropout.
+      bias, module, input_positions, qk_attn_weights_einsum, attn_weights_value_einsum: must be
+        None.
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`, of the query's dtype. A query that sees nothing has 0,
+      and gradients of 0.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit; the message says which.
+      NotImplementedError: for dropout, a bias, weights to be sown, positions, einsums of one's own,
+        or a named implementation with a mask of quadratic cost.
+
+    References:
+      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
+    """
+    del dropout_rng, broadcast_dropout, precision
+    _refuse(
+        {
+            "bias": (bias is not None, "scores have none; leave it out"),
+            "dropout_rate": (
+                dropout_rate > 0 and not deterministic,
+                "weights are not dropped; set it to 0, or deterministic=True",
+            ),
+            "sow_weights": (module is not None, "weights are not kept; leave it False"),
+            "input_positions": (
+                input_positions is not None,
+                "scores know no positions; add them to the tokens",
+            ),
+            "qk_attn_weights_einsum": (qk_attn_weights_einsum is not None, "leave it None"),
+            "attn_weights_value_einsum": (attn_weights_value_einsum is not None, "leave it None"),
+        }
+    )
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    check_heads(query, key, value)
+    if mask is not None:
+        mask, is_causal = _simplest(_checked(mask, query, key), is_causal, query, key)
+    if mask is None or (mask.shape[-2] == 1 and mask.shape[-3] in (1, key.shape[-2])):
+        seen = (key, value) if mask is None else _without_unseen(key, value, mask)
+        y = heinsen_attention(query, *seen, is_causal=is_causal, implementation=implementation)
+    elif implementation is None:
+        y = _under_mask(query, key, value, mask, is_causal)
+    else:
+        raise NotImplementedError(
+            f"log_attention_fn: implementation={implementation!r} with a mask of queries and keys, "
+            "not known to be causal: pass is_causal=True, and a mask of keys [..., 1, S] if any; "
+            "or implementation=None, for quadratic cost"
+        )
+    return y.astype(query.dtype)
+
+
+def _refuse(fields: dict[str, tuple[bool, str]]) -> None:
+    for name, (is_given, mend) in fields.items():
+        if is_given:
+            raise NotImplementedError(f"log_attention_fn: {name}: {mend}")
+
+
+def _checked(mask: Any, query: Array, key: Array) -> Any:
+    """Bool, with as many axes as `[*B, num_heads, T, S]`; a NumPy array where values are known."""
+    full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
+    missing = len(full) - np.ndim(mask)
+    shape = (1,) * missing + np.shape(mask)
+    if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
+        raise ValueError(
+            f"mask must broadcast to [..., num_heads, T, S] = {full}, has shape {np.shape(mask)}"
+        )
+    if not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True):
+        mask = np.asarray(mask)  # or else other processes hold some of it
+    return mask.reshape(shape).astype(bool)
+
+
+def _simplest(mask: Any, is_causal: bool, query: Array, key: Array) -> tuple[Any, bool]:
+    """What says the same: a mask of keys, or None, where that can be known; whether causal too."""
+    length, sources = query.shape[-3], key.shape[-3]
+    if is_causal and length == 1:
+        is_causal = False  # it is the last token, and all that the mask has is earlier
+    if is_causal:
+        check_same_length(query, key, "is_causal=True", "for others pass a mask alone")
+    if not isinstance(mask, np.ndarray) or mask.size == 0:
+        return mask, is_causal
+    of_keys = mask[..., -1:, :]  # if there is nothing else but order, the last query sees all
+    if (mask == of_keys).all():
+        mask = of_keys
+    elif length == sources and (mask == (of_keys & np.tri(length, dtype=bool))).all():
+        mask, is_causal = of_keys, True
+    return None if mask.all() else mask, is_causal
+
+
+def _without_unseen(key: Array, value: Array, mask: Any) -> tuple[Array, Array]:
+    """With keys of -inf, and values of 0, where a mask `[*B, num_kv_heads, 1, S]` is False."""
+    seen = jnp.swapaxes(jnp.asarray(mask), -1, -3)  # [*B, S, 1, num_kv_heads]
+    seen = jnp.swapaxes(seen, -1, -2)
+    return jnp.where(seen, key, -jnp.inf), jnp.where(seen, value, 0)
+
+
+def _under_mask(query: Array, key: Array, value: Array, mask: Any, is_causal: bool) -> Array:
+    *batch, length, _, _ = query.shape
+    sources = key.shape[-3]
+    mask = jnp.broadcast_to(mask, (*batch, mask.shape[-3], length, sources))
+    if is_causal:
+        mask = mask & jnp.broadcast_to(jnp.tri(length, dtype=bool), mask.shape)
+    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
+    return masked_attention(query, key, value, mask)

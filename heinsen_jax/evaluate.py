@@ -1,8 +1,11 @@
-"""Measures a trained model on a validation text.
+"""Measures a trained model on a validation text, or on tasks of the lm-evaluation-harness.
 
 python -m heinsen_jax.evaluate --workdir runs/quickstart [--data CORPUS]
+python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--include-path FOLDER]
 """
 
+import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,8 +32,20 @@ def main() -> None:
         sequence_length: Annotated[int | None, tyro.conf.arg(help="tokens seen at once")] = None,
         max_batches: Annotated[int | None, tyro.conf.arg(help="all if not given")] = None,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+        tasks: Annotated[tuple[str, ...], tyro.conf.arg(help="of the harness, in its place")] = (),
+        include_path: Annotated[Path | None, tyro.conf.arg(help="more tasks, as YAML")] = None,
+        limit: Annotated[int | None, tyro.conf.arg(help="examples of each task; all")] = None,
+        num_fewshot: Annotated[int | None, tyro.conf.arg(help="as each task says")] = None,
+        batch_size: Annotated[int, tyro.conf.arg(help="of tasks")] = 16,
+        output: Annotated[Path | None, tyro.conf.arg(help="a JSON file for tasks' results")] = None,
     ) -> None:
-        """Loss, accuracy and bits per byte of a run's best checkpoint, over a validation text."""
+        """Loss, accuracy and bits per byte of a run's best checkpoint, over a validation text; or
+        what tasks of the lm-evaluation-harness measure."""
+        if tasks:
+            model = {"workdir": str(workdir), "latest": latest, "batch_size": batch_size}
+            options = {"tasks": [*tasks], "limit": limit, "num_fewshot": num_fewshot}
+            _run_tasks(model, options, include_path, output)
+            return
         model, tokenizer, step = load_run(workdir, best=not latest)
         experiment = load_config(workdir / CONFIG_FILE)
         settings: Any = experiment.data
@@ -73,6 +88,19 @@ def main() -> None:
             print(f"  {name.replace('_', ' ')}: {value:.4f}")
 
     tyro.cli(run)
+
+
+def _run_tasks(
+    model: dict[str, Any], options: dict[str, Any], include_path: Path | None, output: Path | None
+) -> None:
+    try:  # imported when it is asked for: it is an extra
+        harness = importlib.import_module("heinsen_jax.interop.harness")
+    except ImportError as error:
+        raise UserError(f"--tasks: {error}") from error
+    results = harness.run_tasks(model, include_path=include_path, **options)
+    print(harness.table(results))
+    if output is not None:
+        output.write_text(json.dumps(results["results"], indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

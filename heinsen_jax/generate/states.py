@@ -60,6 +60,17 @@ def keeps_rows_apart(model: LanguageModel, state: LanguageModelState) -> bool:
     return all(jax.tree.leaves(_have_rows(model, state)))
 
 
+def start_rows(
+    model: LanguageModel, number: int, room: int, state: LanguageModelState | None = None
+) -> tuple[LanguageModelState, bool]:
+    """The state of one text, or of none so far, for `number` texts that each go on with at most
+    `room` tokens; and whether rows are kept apart, for `reader`."""
+    state = model.init_state(()) if state is None else state
+    state = repeated(model, model.with_room(state, room), number)
+    are_apart = keeps_rows_apart(model, state)
+    return (state if are_apart else to_rows(model, state, number)), are_apart
+
+
 def where_rows(
     chosen: Array, state: LanguageModelState, other: LanguageModelState
 ) -> LanguageModelState:
@@ -71,6 +82,11 @@ def where_rows(
         return jnp.where(chosen.reshape(shape), x, y)
 
     return _by_part(one, state, other)
+
+
+def take_rows(state: LanguageModelState, rows: Array) -> LanguageModelState:
+    """Of texts `[B]`, those in these rows; each as often as it is named."""
+    return _by_part(lambda axis, x: jnp.take(x, rows, axis), state)
 
 
 def reader(graph: Any, parameters: Any, are_apart: bool) -> Read:

@@ -15,7 +15,7 @@ from heinsen_jax.data import end_of_text_id
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import keeps_rows_apart, reader, repeated, to_rows
+from heinsen_jax.generate.states import reader, start_rows, take_rows
 from heinsen_jax.generate.tokens import check_room, draw, go_on
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array
@@ -26,7 +26,7 @@ AT_ONCE = 32  # tokens that are drawn between two looks for what ends a text
 def complete(
     model: LanguageModel,
     tokenizer: tiktoken.Encoding,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
     *,
     stop: Sequence[str] = (),
@@ -45,7 +45,7 @@ def complete(
     Args:
       model: the model.
       tokenizer: its tokenizer.
-      prompts: texts of at least one token.
+      prompts: texts of at least one token, or their tokens.
       max_new_tokens: at most so many; end of text ends a text sooner.
       stop: strings that end a text, and are not part of it.
       num_samples: of each prompt.
@@ -67,7 +67,7 @@ def complete(
         )
     if not prompts or max_new_tokens == 0:
         return [[""] * num_samples for _ in prompts]
-    texts = [tokenizer.encode_ordinary(prompt) for prompt in prompts]
+    texts = [tokenizer.encode_ordinary(x) if isinstance(x, str) else [*x] for x in prompts]
     lengths = np.array([len(text) for text in texts])
     tokens = np.zeros((len(texts), max(lengths)), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -76,12 +76,10 @@ def complete(
         raise UserError(f"prompts[{int(np.argmin(lengths))}] is empty: give at least one character")
     check_prompts(model, jnp.asarray(tokens))
 
-    state = model.init_state(()) if state is None else state
-    fed = tokens.shape[1] + max_new_tokens + AT_ONCE
-    check_room(model, state, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
-    state = repeated(model, model.with_room(state, fed), len(texts))
-    are_apart = keeps_rows_apart(model, state)
-    state = state if are_apart else to_rows(model, state, len(texts))
+    first = model.init_state(()) if state is None else state
+    check_room(model, first, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
+    room = tokens.shape[1] + max_new_tokens + AT_ONCE
+    state, are_apart = start_rows(model, len(texts), room, state)
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
     writer = _Writer(
         model,
@@ -140,14 +138,9 @@ def _begin(graph, parameters, sampler, are_apart, samples, tokens, lengths, stat
     """The first token of every sample, and the state that it is drawn from."""
     features, state = read(reader(graph, parameters, are_apart), tokens, lengths, state)
 
-    def each_sample(axis: int) -> Any:
-        return partial(jnp.repeat, repeats=samples, axis=axis)
-
-    state = LanguageModelState(
-        jax.tree.map(each_sample(0), state.position), jax.tree.map(each_sample(1), state.blocks)
-    )
-    features = each_sample(0)(features)
-    return draw(graph, parameters, features, sampler, 0, tokens.dtype), state
+    each = jnp.repeat(jnp.arange(len(tokens)), samples)
+    first = draw(graph, parameters, features[each], sampler, 0, tokens.dtype)
+    return first, take_rows(state, each)
 
 
 @partial(jax.jit, static_argnames=("graph", "are_apart"), donate_argnames="carry")

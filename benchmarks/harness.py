@@ -1,0 +1,113 @@
+"""Questions with several answers, in the lm-evaluation-harness: is it worth to read contexts once?
+
+    pip install -e '.[harness]'
+    python benchmarks/harness.py [--config configs/quickstart.py]
+
+A model of the configuration, of one update, judges four answers of eight tokens after each of many
+contexts of the same length: with contexts read once, whose states all answers go on from, and with
+every answer read together with its context, in one pass, as harnesses do. First that both find the
+same, then the time, in interleaved turns. On 2 cores of an AMD EPYC, some 3 minutes. Writes a JSON
+record.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from common import ROOT, interleaved_medians
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax import data
+from heinsen_jax.config import load_config, record
+from heinsen_jax.environment import environment
+from heinsen_jax.interop.harness import Harnessed
+from heinsen_jax.training.loop import train
+
+ANSWERS, TOKENS = 4, 8
+TOLERANCE = 1e-3  # nats of an answer
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure shared contexts.
+
+    Attributes:
+      config: the model.
+      output: the JSON record.
+      contexts: how many.
+      lengths: tokens of each.
+      turns: how many a median is taken of.
+    """
+
+    config: Path = ROOT / "configs/quickstart.py"
+    output: Path = ROOT / "benchmarks/results/harness.json"
+    contexts: int = 32
+    lengths: tuple[int, ...] = (64, 256, 1024)
+    turns: int = 3
+
+
+def made(config_file: Path, folder: Path) -> Path:
+    config = load_config(config_file)
+    training = replace(config.training, steps=1, evaluation_batches=1, sample_tokens=0)
+    optimizer = replace(config.optimizer, warmup_steps=0)
+    config = replace(config, training=training, optimizer=optimizer)
+    dataset = data.load(config.data)
+    record(folder, config, dataset)
+    train(folder, dataset, config)
+    return folder
+
+
+def questions(number: int, length: int, vocabulary: int) -> list[Any]:
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(number):
+        context = rng.integers(0, vocabulary, length).tolist()
+        for _ in range(ANSWERS):
+            found.append((None, context, rng.integers(0, vocabulary, TOKENS).tolist()))
+    return found
+
+
+def main(options: Options) -> int:
+    console = Console()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        run = made(options.config, Path(folder))
+        ways = {
+            "shared": Harnessed(str(run), batch_size=32),
+            "apart": Harnessed(str(run), batch_size=32, share=False),
+        }
+        for length in options.lengths:
+            vocabulary = ways["shared"].encoding.n_vocab - 1
+            asked = questions(options.contexts, length, vocabulary)
+            calls = {name: partial(way._loglikelihood_tokens, asked) for name, way in ways.items()}
+            shared, apart = (np.array([value for value, _ in call()]) for call in calls.values())
+            worst = float(np.max(np.abs(shared - apart)))
+            if not worst < TOLERANCE:
+                console.print(f"[red]results differ by {worst:.1e} nats, so nothing is timed")
+                return 1
+            seconds = interleaved_medians(calls, options.turns, seconds=0)
+            rows.append({"length": length, "largest_difference": worst, "seconds": seconds})
+    table = Table("tokens of a context", "shared", "apart", "times as fast")
+    for row in rows:
+        shared, apart = row["seconds"]["shared"], row["seconds"]["apart"]
+        row["times_as_fast"] = apart / shared
+        table.add_row(
+            str(row["length"]), f"{shared:.2f} s", f"{apart:.2f} s", f"{apart / shared:.1f}"
+        )
+    console.print(table)
+    setting = {"contexts": options.contexts, "answers": ANSWERS, "tokens_of_an_answer": TOKENS}
+    found = {"environment": environment(), "config": options.config.stem, "setting": setting}
+    options.output.write_text(json.dumps(found | {"rows": rows}, indent=2) + "\n")
+    console.print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -1,0 +1,344 @@
+"""Trained models in EleutherAI's lm-evaluation-harness, as its model `heinsen_jax`.
+
+python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--include-path FOLDER]
+python -m heinsen_jax.interop.harness --model heinsen_jax --model_args workdir=DIR --tasks NAME ...
+
+The second is the harness's own command line, which has no other way to learn of models; in Python,
+importing this module is enough for `lm_eval.simple_evaluate(model="heinsen_jax", ...)`. Needs
+`pip install 'heinsen_jax[harness]'`.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from heinsen_jax.data import end_of_text_id
+from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.generate import complete
+from heinsen_jax.generate.prompts import read
+from heinsen_jax.generate.states import keeps_rows_apart, reader, start_rows, take_rows
+from heinsen_jax.models import LanguageModelState
+from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.typing import Array
+
+try:
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.api.registry import register_model
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+except ImportError as missing:
+    raise ImportError(
+        f"{missing}: install what the harness needs, pip install 'heinsen_jax[harness]'"
+    ) from missing
+
+PIECE = 512  # tokens of a document that are read at once
+GIVEN, WANTED = slice(None, -1), slice(1, None)
+SMALLEST = 16  # rows and lengths are padded to powers of two from here: few shapes are compiled
+
+
+@register_model("heinsen_jax")
+class Harnessed(TemplateLM):
+    """A run's model, or one in the form of the hub, as the harness asks for it.
+
+    Contexts are read once for all continuations that are compared after them, and only their
+    states are kept. Documents are read as one stream, however long; learned positions have an end,
+    and then so does what a token sees.
+
+    Args:
+      workdir: the folder of a run, or of a saved model; `pretrained` is another name for it.
+      batch_size: rows at once.
+      max_gen_toks: most tokens of a text, where a task does not say.
+      latest: the latest checkpoint in place of the best.
+      share: whether contexts are read once; if not, every continuation is read together with its
+        context, in one pass, to compare with.
+    """
+
+    def __init__(
+        self,
+        workdir: str | None = None,
+        pretrained: str | None = None,
+        batch_size: int | str = 16,
+        max_gen_toks: int | str = 256,
+        latest: bool = False,
+        share: bool = True,
+        **unknown: Any,
+    ) -> None:
+        super().__init__()
+        self.folder = workdir or pretrained
+        if self.folder is None:
+            raise UserError("model_args needs workdir=FOLDER, of a run or of a saved model")
+        given = {name for name, x in unknown.items() if x is not None}
+        if strange := given - {"max_batch_size", "device"}:
+            raise UserError(
+                f"model_args {min(strange)}={unknown[min(strange)]!r} is not known: there are "
+                "workdir, batch_size, max_gen_toks, latest and share"
+            )
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise UserError(f"batch_size={batch_size} must be a whole number, at least 1")
+        self.batch_size, self.max_gen_toks, self.share = int(batch_size), int(max_gen_toks), share
+        self.model, encoding, self.step = load_run(self.folder, best=not latest)
+        if encoding is None:
+            raise UserError(f"{self.folder} holds a run that learned a task: it knows no text")
+        if not self.model.config.is_causal:
+            raise UserError(f"{self.folder} holds a model that is not causal: it predicts no text")
+        self.encoding = encoding
+        self.graph, self.parameters = nnx.split(self.model)
+
+    @property
+    def eot_token_id(self) -> int:
+        return end_of_text_id(self.encoding)
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.encoding.name
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the harness writes beside its results."""
+        sizes = jax.tree.map(lambda x: x.size, self.parameters)
+        return {"model_num_parameters": sum(jax.tree.leaves(sizes)), "model_step": self.step}
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        del add_special_tokens  # there are none
+        return self.encoding.encode_ordinary(string)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **unused: Any
+    ) -> list[tuple[float, bool]]:
+        """(log p, whether greedy decoding would say it) of continuations after contexts."""
+        del unused
+        self._check_lengths([context + continuation for _, context, continuation in requests])
+        cut = [self._cut(context, continuation) for _, context, continuation in requests]
+        found: list[Any] = [None] * len(requests)
+        groups: dict[Any, list[int]] = {}
+        for number, (before, _) in enumerate(cut):
+            groups.setdefault(before if self.share else number, []).append(number)
+        longest_first = sorted(groups.values(), key=lambda numbers: -len(cut[numbers[0]][0]))
+        for some in _by(self.batch_size, longest_first):
+            numbers = [number for group in some for number in group]
+            place = {number: row for row, group in enumerate(some) for number in group}
+            most = max(len(cut[number][1]) for number in numbers)
+            state = self._after([[*cut[group[0]][0]] for group in some], most)
+            for part in _by(self.batch_size, numbers):
+                given, wanted = ([cut[n][1][where] for n in part] for where in (GIVEN, WANTED))
+                rows = _padded_row([place[n] for n in part], self.batch_size)
+                log_p, is_likeliest, _ = self._predict(given, wanted, take_rows(state, rows))
+                for row, number in enumerate(part):
+                    end = len(cut[number][1]) - 1
+                    counted = slice(end - len(requests[number][2]), end)
+                    value = float(np.sum(log_p[row, counted], dtype=np.float64))
+                    found[number] = value, bool(np.all(is_likeliest[row, counted]))
+                    if requests[number][0] is not None:
+                        hook = self.cache_hook.add_partial
+                        hook("loglikelihood", requests[number][0], found[number])
+        return found
+
+    def _cut(
+        self, context: list[int], continuation: list[int]
+    ) -> tuple[tuple[int, ...], list[int]]:
+        """What is read once for all who share it, and what each reads by itself. Nothing is shared
+        where padding could outrun the model's positions."""
+        if not self.share or self.model.config.max_length is not None:
+            return (), context + continuation
+        return tuple(context[:-1]), context[-1:] + continuation
+
+    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+        """log p of documents, each after end of text."""
+        del disable_tqdm
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        most = self.model.config.max_length
+        found = self._streamed(texts) if most is None else self._windowed(texts, most)
+        for request, value in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
+        return found
+
+    def _streamed(self, texts: list[list[int]]) -> list[float]:
+        found = np.zeros(len(texts))
+        order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
+        for part in _by(self.batch_size, order):
+            longest = len(texts[part[0]])
+            piece = min(PIECE, _rounded(longest))
+            state, _ = start_rows(self.model, self.batch_size, -(-longest // piece) * piece)
+            for start in range(0, longest, piece):
+                here = slice(start, start + piece)
+                given = [([self.eot_token_id, *texts[number]])[here] for number in part]
+                wanted = [texts[number][here] for number in part]
+                given = [row[: len(other)] for row, other in zip(given, wanted, strict=True)]
+                log_p, _, state = self._predict(given, wanted, state, piece)
+                for row, number in enumerate(part):
+                    found[number] += np.sum(log_p[row, : len(wanted[row])], dtype=np.float64)
+        return found.tolist()
+
+    def _windowed(self, texts: list[list[int]], most: int) -> list[float]:
+        """Each token after as many before it as there are positions for, at least half of them."""
+        windows, of = [], []
+        for number, text in enumerate(texts):
+            for window in get_rolling_token_windows(text, self.eot_token_id, most, most // 2 + 1):
+                windows.append((None, *make_disjoint_window(window)))
+                of.append(number)
+        found = np.zeros(len(texts))
+        for number, (log_p, _) in zip(of, self._loglikelihood_tokens(windows), strict=True):
+            found[number] += log_p
+        return found.tolist()
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+        """Texts after contexts, greedy unless a task says do_sample."""
+        del disable_tqdm
+        found: list[Any] = [None] * len(requests)
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(repr(sorted(request.args[1].items())), []).append(number)
+        for numbers in alike.values():
+            options = self._options(requests[numbers[0]].args[1])
+            for part in _by(self.batch_size, numbers):
+                contexts = [requests[number].args[0] or [self.eot_token_id] for number in part]
+                texts = complete(self.model, self.encoding, contexts, **options)
+                for number, (text,) in zip(part, texts, strict=True):
+                    found[number] = text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+        return found
+
+    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Of `complete`, from what a task says."""
+        given = dict(given)
+        until = given.pop("until", None) or []
+        stop = [until] if isinstance(until, str) else [*until]
+        most = int(given.pop("max_gen_toks", self.max_gen_toks))
+        temperature, top_k = given.pop("temperature", None), given.pop("top_k", None)
+        is_random = given.pop("do_sample", temperature not in (None, 0, 0.0))
+        key = jax.random.key(int(given.pop("seed", 0)))
+        if given:
+            raise UserError(
+                f"generation_kwargs.{min(given)}={given[min(given)]!r} is not known: there are "
+                "until, max_gen_toks, do_sample, temperature, top_k and seed"
+            )
+        options = {"stop": stop, "max_new_tokens": most}
+        if not is_random:
+            return options | {"top_k": 1}
+        return options | {"key": key, "temperature": temperature or 1.0, "top_k": top_k}
+
+    def _after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
+        """The states after contexts, of which some may be empty, with room for more tokens."""
+        tokens = _padded(contexts, self.batch_size)
+        lengths = _padded_row([len(context) for context in contexts], self.batch_size)
+        room = tokens.shape[1] + _rounded(more)
+        state, are_apart = start_rows(self.model, self.batch_size, room)
+        return _read(self.graph, self.parameters, are_apart, tokens, lengths, state)
+
+    def _predict(
+        self,
+        given: list[list[int]],
+        wanted: list[list[int]],
+        state: LanguageModelState,
+        length: int = SMALLEST,
+    ) -> tuple[np.ndarray, np.ndarray, LanguageModelState]:
+        """log p `[B, T]` of tokens `wanted`, after those given and the states before, and whether
+        each is the likeliest; and the states after."""
+        most = self.model.config.max_length
+        tokens, targets = (_padded(x, self.batch_size, length)[:, :most] for x in (given, wanted))
+        are_apart = keeps_rows_apart(self.model, state)
+        options = self.graph, self.parameters, are_apart, self.encoding.n_vocab
+        log_p, is_likeliest, state = _predict(*options, tokens, targets, state)
+        return np.asarray(log_p), np.asarray(is_likeliest), state
+
+    def _check_lengths(self, texts: list[list[int]]) -> None:
+        longest, most = max(map(len, texts), default=0), self.model.config.max_length
+        if most is not None and longest - 1 > most:
+            raise UserError(
+                f"a context and its continuation have {longest} tokens, and {self.folder} has "
+                f"positions for model.max_length={most}: choose fewer examples, --num_fewshot"
+            )
+
+
+@partial(jax.jit, static_argnames=("graph", "are_apart"))
+def _read(graph, parameters, are_apart, tokens, lengths, state) -> LanguageModelState:
+    return read(reader(graph, parameters, are_apart), tokens, lengths, state)[1]
+
+
+@partial(jax.jit, static_argnames=("graph", "are_apart", "num_tokens"))
+def _predict(graph, parameters, are_apart, num_tokens, tokens, targets, state) -> Any:
+    features, state = reader(graph, parameters, are_apart)(tokens, state)
+    readout = nnx.merge(graph, parameters).readout
+
+    def one(lot: tuple[Array, Array]) -> tuple[Array, Array]:
+        features, targets = lot
+        logits = readout(features)
+        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
+        return log_p, jnp.argmax(logits[..., :num_tokens], -1) == targets
+
+    by_position = jnp.moveaxis(features, 1, 0), targets.T  # the logits of a position at a time
+    log_p, is_likeliest = jax.lax.map(one, by_position, batch_size=SMALLEST)
+    return log_p.T, is_likeliest.T, state
+
+
+def _by(number: int, items: Sequence[Any]) -> Iterator[Any]:
+    """Up to `number` items at a time."""
+    return (items[start : start + number] for start in range(0, len(items), number))
+
+
+def _rounded(length: int) -> int:
+    return max(SMALLEST, 1 << max(length - 1, 0).bit_length())
+
+
+def _padded(rows: list[list[int]], number: int, length: int = SMALLEST) -> Array:
+    """`[number, T]`, of T that few sizes have, with zeros after each row and after all."""
+    tokens = np.zeros((number, max(length, _rounded(max(map(len, rows), default=0)))), np.int32)
+    for row, given in zip(tokens, rows, strict=False):
+        row[: len(given)] = given
+    return jnp.asarray(tokens)
+
+
+def _padded_row(numbers: list[int], length: int) -> Array:
+    return jnp.asarray([*numbers, *[0] * (length - len(numbers))], jnp.int32)
+
+
+def run_tasks(
+    model: dict[str, Any], *, tasks: list[str], include_path: Path | None = None, **options: Any
+) -> dict[str, Any]:
+    """What the harness finds out.
+
+    Args:
+      model: arguments of `Harnessed`.
+      tasks: their names.
+      include_path: a folder of further ones, as YAML files.
+      options: of `lm_eval.simple_evaluate`.
+
+    Raises:
+      UserError: a task is not known.
+    """
+    if include_path is not None and not include_path.is_dir():
+        raise UserError(f"--include-path {include_path} is no folder: give that of the tasks' YAML")
+    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if unknown := {*tasks} - {*manager.match_tasks(tasks)}:
+        raise UserError(
+            f"--tasks {min(unknown)} is not known: `lm_eval ls tasks` lists the harness's, and "
+            "--include-path FOLDER adds those of its YAML files"
+        )
+    chosen: list[Any] = [*tasks]
+    results: Any = simple_evaluate(
+        Harnessed(**model), tasks=chosen, task_manager=manager, **options
+    )
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """For people to read."""
+    return make_table(results)
+
+
+@command_line
+def main() -> None:
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,274 @@
+"""The lm-evaluation-harness, on tasks of its own files and without network, beside what a plain
+computation of one text at a time finds."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from lm_eval.api.instance import Instance
+from lm_eval.evaluator import simple_evaluate
+
+from heinsen_jax import evaluate
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate import generate
+from heinsen_jax.interop import harness
+from heinsen_jax.interop.harness import Harnessed
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.training.checkpoint import load_run
+
+pytestmark = [
+    pytest.mark.xdist_group("interop"),  # one worker trains the run
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the harness and what it needs
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+]
+WORDS = ["attention", "constant", "cost", "exact", "value", "where", "overflow"]
+
+
+def request(kind: str, *arguments) -> Instance:
+    return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
+
+
+@pytest.fixture(scope="module", params=["log", "softmax", "learned positions"])
+def adapter(request, run):
+    """Of the run's model; or of one with random weights that keeps tokens."""
+    found = Harnessed(str(run), batch_size=3)
+    if request.param != "log":
+        fields = {"attention": "softmax", "attention_options": ()}
+        if request.param == "learned positions":
+            fields |= {"positions": "learned", "max_length": 48}
+        config = dataclasses.replace(found.model.config, **fields)
+        found.model = LanguageModel(config, rngs=nnx.Rngs(0))
+        found.graph, found.parameters = nnx.split(found.model)
+    return found
+
+
+def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+    """By one pass over one text."""
+    tokens = np.array([*context, *continuation])
+    logits = np.asarray(adapter.model(tokens[:-1]), np.float64)[len(context) - 1 :]
+    logits = logits - logits.max(-1, keepdims=True)
+    each = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
+    said = np.argmax(logits[:, : adapter.encoding.n_vocab], -1)
+    values = np.take_along_axis(each, np.array(continuation)[:, None], -1)
+    return float(values.sum()), bool(np.all(said == continuation))
+
+
+def test_continuations_are_those_of_one_pass_each(adapter):
+    rng = np.random.default_rng(0)
+    pairs = []
+    for length in (0, 1, 5, 40, 9):
+        context = " ".join(rng.choice(WORDS, length))[:length]
+        pairs += [(context, " " + " ".join(rng.choice(WORDS, 1))) for _ in range(4)]
+    pairs = [pairs[i] for i in rng.permutation(len(pairs))]
+    pairs = [pair for pair in pairs if len("".join(pair)) < 48]
+    found = adapter.loglikelihood([request("loglikelihood", *pair) for pair in pairs])
+    for (context, continuation), (value, said) in zip(pairs, found, strict=True):
+        tokens = adapter.tok_encode(context) or [adapter.eot_token_id]
+        _, others = adapter._encode_pair(context, continuation) if context else (0, None)
+        others = others or adapter.tok_encode(continuation)
+        tokens = adapter.tok_encode(context.rstrip()) if context else tokens
+        want, want_said = log_p(adapter, tokens, others)
+        assert value == pytest.approx(want, abs=2e-4)
+        assert said == want_said
+
+
+def test_what_greedy_decoding_says_is_found(adapter):
+    context = "attention is"
+    tokens = jnp.asarray(adapter.tok_encode(context))
+    new = generate(adapter.model, tokens, 4, top_k=1, num_tokens=adapter.encoding.n_vocab)
+    said = adapter._loglikelihood_tokens([(None, tokens.tolist(), new.tolist())])
+    other = adapter._loglikelihood_tokens([(None, tokens.tolist(), [*new.tolist()[:3], 7])])
+    assert (said[0][1], other[0][1]) == (True, False)
+
+
+def test_every_context_is_read_once(run, monkeypatch):
+    read = []
+    real = Harnessed._after
+
+    def counted(self, contexts, more):
+        read.extend(map(tuple, contexts))
+        return real(self, contexts, more)
+
+    monkeypatch.setattr(Harnessed, "_after", counted)
+    requests = [
+        request("loglikelihood", c, f" {w}") for w in WORDS for c in ("where is", "cost in")
+    ]
+    shared = Harnessed(str(run), batch_size=4).loglikelihood(requests)
+    assert len(read) == len({*read}) == 2
+    read.clear()
+    apart = Harnessed(str(run), batch_size=4, share=False).loglikelihood(requests)
+    assert len(read) == len(requests)
+    for one, other in zip(shared, apart, strict=True):
+        assert one[0] == pytest.approx(other[0], abs=1e-4)
+
+
+def test_documents_longer_than_learned_are_one_stream(run, monkeypatch):
+    monkeypatch.setattr(harness, "PIECE", 64)
+    rng = np.random.default_rng(1)
+    texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 90, 4)] + [""]
+    adapter = Harnessed(str(run), batch_size=2)
+    requests = [request("loglikelihood_rolling", text) for text in texts]
+    found = adapter.loglikelihood_rolling(requests)
+    for text, value in zip(texts, found, strict=True):
+        tokens = adapter.tok_encode(text)
+        want = log_p(adapter, [adapter.eot_token_id], tokens)[0] if tokens else 0.0
+        assert value == pytest.approx(want, abs=1e-3)
+
+
+def test_with_learned_positions_every_token_is_counted_once(adapter):
+    if adapter.model.config.max_length is None:
+        pytest.skip("there is no end")
+    text = " ".join(WORDS * 4)
+    tokens, most = adapter.tok_encode(text), adapter.model.config.max_length
+    (found,) = adapter.loglikelihood_rolling([request("loglikelihood_rolling", text)])
+    whole, want, done = [adapter.eot_token_id, *tokens], 0.0, 0
+    while done < len(tokens):
+        new = most if done == 0 else most // 2
+        end = min(done + new, len(tokens))
+        start = max(0, end - most)
+        want += log_p(adapter, whole[start : done + 1], whole[done + 1 : end + 1])[0]
+        done = end
+    assert found == pytest.approx(want, abs=1e-3)
+    with pytest.raises(UserError, match="max_length=48"):
+        adapter.loglikelihood([request("loglikelihood", text, " where")])
+
+
+def test_texts_up_to_what_ends_them(adapter):
+    contexts = ["attention", "constant in cost", "w"]
+    options = {"until": ["s", "\n"], "max_gen_toks": 20}
+    found = adapter.generate_until([request("generate_until", c, options) for c in contexts])
+    for context, text in zip(contexts, found, strict=True):
+        tokens = jnp.asarray(adapter.tok_encode(context))
+        new = generate(adapter.model, tokens, 20, top_k=1, num_tokens=adapter.encoding.n_vocab)
+        whole = adapter.encoding.decode(new.tolist()).split("<|endoftext|>")[0]
+        places = [whole.find(each) for each in ("s", "\n") if each in whole]
+        assert text == whole[: min(places, default=len(whole))]
+    sampled = {"until": "\n", "do_sample": True, "temperature": 0.9, "max_gen_toks": 5}
+    requests = [request("generate_until", "where", sampled | {"seed": seed}) for seed in (1, 2)]
+    assert len({*adapter.generate_until(requests)}) == 2
+    with pytest.raises(UserError, match=r"generation_kwargs\.top_p=0.9 is not known"):
+        adapter.generate_until([request("generate_until", "a", {"top_p": 0.9})])
+
+
+TASKS = {
+    "words_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "words_perplexity": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "bits_per_byte"}],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """A folder of two tasks, whose examples lie beside them."""
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = np.random.default_rng(2)
+    documents = []
+    for _ in range(12):
+        choices = [*map(str, rng.choice(WORDS, 3, replace=False))]
+        question = " ".join(rng.choice(WORDS, 3))
+        documents.append({"question": question, "choices": choices, "answer": int(rng.integers(3))})
+    (folder / "words.jsonl").write_text("\n".join(map(json.dumps, documents)))
+    files = {"data_files": {"test": str(folder / "words.jsonl")}}
+    for name, task in TASKS.items():
+        task = {"task": name, "dataset_path": "json", "dataset_kwargs": files, **task}
+        (folder / f"{name}.yaml").write_text(json.dumps(task | {"test_split": "test"}))
+    return folder, documents
+
+
+@pytest.mark.slow
+def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    folder, documents = tasks
+    arguments = ["--workdir", str(run), "--include-path", str(folder), "--batch-size", "4"]
+    output = tmp_path / "results.json"
+    arguments += ["--output", str(output), "--tasks", *TASKS]
+    monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
+    assert evaluate.main() == 0
+    assert "words_choice" in capsys.readouterr().out
+
+    adapter = Harnessed(str(run))
+    right, total, length = 0, 0.0, 0
+    for document in documents:
+        context = adapter.tok_encode(document["question"])
+        values = [
+            log_p(adapter, context, adapter.tok_encode(f" {x}"))[0] for x in document["choices"]
+        ]
+        right += int(np.argmax(values)) == document["answer"]
+        total += log_p(adapter, [adapter.eot_token_id], context)[0]
+        length += len(document["question"].encode())
+    results = json.loads(output.read_text())
+    assert results["words_choice"]["acc,none"] == pytest.approx(right / 12)
+    bits = results["words_perplexity"]["bits_per_byte,none"]
+    assert bits == pytest.approx(-total / length / np.log(2), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    manager = harness.TaskManager(include_path=str(tasks[0]), include_defaults=False)
+    arguments = f"workdir={run},batch_size=2"
+    results = simple_evaluate(
+        "heinsen_jax", model_args=arguments, tasks=["words_choice"], task_manager=manager, limit=3
+    )
+    assert results["n-samples"]["words_choice"]["effective"] == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"workdir": None}, "needs workdir=FOLDER"),
+        ({"device": "cuda", "dtype": "half"}, "model_args dtype='half' is not known"),
+        ({"batch_size": "auto"}, "batch_size=auto must be a whole number"),
+        ({"batch_size": 0}, "batch_size=0"),
+    ],
+)
+def test_bad_arguments_are_named(run, change, message):
+    with pytest.raises(UserError, match=message):
+        Harnessed(**{"workdir": str(run)} | change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "nonsense_of_mine"], "--tasks nonsense_of_mine is not known"),
+        (["--tasks", "x", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
+    ],
+)
+def test_unknown_tasks_are_named(run, arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--workdir", str(run), *arguments])
+    assert evaluate.main() == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_harness_it_says_what_to_install(run, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
+    monkeypatch.delitem(sys.modules, "heinsen_jax.interop.harness")
+    monkeypatch.setattr(sys, "argv", ["evaluate", "--workdir", str(run), "--tasks", "x"])
+    assert evaluate.main() == 2
+    assert "pip install 'heinsen_jax[harness]'" in capsys.readouterr().err
+
+
+def test_the_model_of_a_run_is_taken(run):
+    adapter, (model, _, step) = Harnessed(str(run)), load_run(run)
+    assert adapter.get_model_info()["model_step"] == step
+    pairs = zip(jax.tree.leaves(adapter.model), jax.tree.leaves(model), strict=True)
+    assert all(np.array_equal(a, b) for a, b in pairs)

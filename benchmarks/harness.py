@@ -79,7 +79,7 @@ def main(options: Options) -> int:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         run = made(options.config, Path(folder))
-        ways = {
+        ways: dict[str, Any] = {
             "shared": Harnessed(str(run), batch_size=32),
             "apart": Harnessed(str(run), batch_size=32, share=False),
         }

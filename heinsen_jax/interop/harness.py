@@ -41,10 +41,9 @@ except ImportError as missing:
 
 PIECE = 512  # tokens of a document that are read at once
 GIVEN, WANTED = slice(None, -1), slice(1, None)
-SMALLEST = 16  # rows and lengths are padded to powers of two from here: few shapes are compiled
+SMALLEST = 16  # tokens of padded texts: few shapes are compiled
 
 
-@register_model("heinsen_jax")
 class Harnessed(TemplateLM):
     """A run's model, or one in the form of the hub, as the harness asks for it.
 
@@ -259,6 +258,9 @@ class Harnessed(TemplateLM):
             )
 
 
+register_model("heinsen_jax")(Harnessed)
+
+
 @partial(jax.jit, static_argnames=("graph", "are_apart"))
 def _read(graph, parameters, are_apart, tokens, lengths, state) -> LanguageModelState:
     return read(reader(graph, parameters, are_apart), tokens, lengths, state)[1]
@@ -286,7 +288,9 @@ def _by(number: int, items: Sequence[Any]) -> Iterator[Any]:
 
 
 def _rounded(length: int) -> int:
-    return max(SMALLEST, 1 << max(length - 1, 0).bit_length())
+    """To one of eight lengths between two powers of two."""
+    step = max(SMALLEST, 1 << max(length - 1, 0).bit_length() >> 3)
+    return max(step, -(-length // step) * step)
 
 
 def _padded(rows: list[list[int]], number: int, length: int = SMALLEST) -> Array:

@@ -30,6 +30,10 @@ from heinsen_jax.typing import config_dataclass
 NOT_ARCHITECTURE = {"dtype", "remat", "remat_keeps"}
 """Fields of a model that a run may go on with other values of."""
 
+PACKAGE = Path(__file__).resolve().parent
+CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
+"""What is shipped: it lies inside the package where that is installed, beside it in a clone."""
+
 Kind = TypeVar("Kind")
 
 
@@ -49,19 +53,37 @@ class ExperimentConfig:
 def load_config(path: str | Path) -> ExperimentConfig:
     """The experiment that a Python file's `get_config()` returns, or a run's config.json records.
 
+    Args:
+      path: of the file; or the name of a configuration that comes with this package.
+
     Raises:
       UserError: there is no such file, or a field in it is misspelt or has a wrong value.
+
+    Examples:
+      >>> load_config("quickstart").model.num_layers
+      4
     """
-    path = Path(path)
+    path = find_file(path, CONFIGS)
     if path.suffix != ".json":
         return run_file(path, "get_config", ExperimentConfig)
     try:
         values = json.loads(path.read_text())
         return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file") from None
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
+
+
+def find_file(path: str | Path, shipped: Path) -> Path:
+    """The file of that path, or the one of that name among those of a folder that is shipped.
+
+    Raises:
+      UserError: there is neither; the message lists the names.
+    """
+    by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
+    found = by_name.get(str(path), Path(path))
+    if not found.is_file():
+        raise UserError(f"{path}: there is no such file; by name there are {', '.join(by_name)}")
+    return found
 
 
 def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentConfig:
@@ -70,6 +92,10 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
     Raises:
       UserError: a value is out of its range. (A misspelt name or a wrong type ends the program with
         the field and its nearest names, as any wrong option does.)
+
+    Examples:
+      >>> override(ExperimentConfig(), ["--model.num_layers", "3"]).model.num_layers
+      3
     """
     try:
         return tyro.cli(
@@ -164,11 +190,9 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
     """What a function of a Python file returns, of some kind.
 
     Raises:
-      UserError: there is no such file, it does not define the function, a value does not fit, or
-        what it returns is not of that kind.
+      UserError: the file does not define the function, a value does not fit, or what it returns is
+        not of that kind.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: there is no such file")
     if path.suffix != ".py":
         raise UserError(f"{path} must be a Python file, .py, that defines {function}()")
     spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)

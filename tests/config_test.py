@@ -23,6 +23,19 @@ def test_shipped_configurations_load_and_say_how_to_run(path):
     assert f"python train.py --config configs/{path.name}" in path.read_text()
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_load_by_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(path.stem) == load_config(path)
+
+
+def test_a_wrong_name_gets_all_names():
+    names = ", ".join(path.stem for path in CONFIGS)
+    with pytest.raises(UserError) as caught:
+        load_config("quickstat")
+    assert str(caught.value) == f"quickstat: there is no such file; by name there are {names}"
+
+
 def test_the_papers_recipe_is_300_billion_tokens_of_its_model():
     config = load_config(CONFIGS[0].parent / "heinsen_125m_pile.py")
     tokens = config.training.steps * config.data.batch_size * config.data.sequence_length

@@ -23,6 +23,7 @@ ALLOWED = {
     "generate": LOWEST | {"attention", "models", "data", "training"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
+    "train": LOWEST | {"distributed", "data", "training", "config"},
     "study": LOWEST
     | {"environment", "on_ray", "attention", "models", "data", "training", "config"},
 }

@@ -132,7 +132,8 @@ def test_sigterm_saves_and_exits_with_143(place, trained):
 
 
 def test_a_recorded_run_is_repeated_by_its_config(place, trained):
-    arguments = (str(ROOT / "train.py"), "--config", "whole/config.json", "--workdir", "again")
+    module = ("-m", "heinsen_jax.train")  # what train.py runs, and what there is without a clone
+    arguments = (*module, "--config", "whole/config.json", "--workdir", "again")
     code, _, err = finish(place, *arguments)
     assert code == 0, err
     assert final_parameters(place / "again") == final_parameters(place / "whole")
@@ -182,6 +183,7 @@ def test_evaluate_measures_what_training_did(place, trained):
         (train("--workdir", "whole", "--data.tokenizer", "few.tiktoken"), ["tokenizer"]),
         (train("--workdir", "words.txt/run"), ["words.txt/run", "cannot be written"]),
         ((str(ROOT / "train.py"), "--config", "none.py"), ["none.py", "no such file"]),
+        (("-m", "heinsen_jax.train", "--config", "quick"), ["quick: there is no", "quickstart"]),
         (generate("--prompt", ""), ["--prompt is empty"]),
         (generate("--prompt", "a", "--temperature", "0"), ["temperature=0"]),
         (generate("--prompt", "a", "--top-k", "300"), ["top_k=300"]),

@@ -18,7 +18,9 @@ from heinsen_jax.study.runs import Stopped, in_processes, on_cluster
 @command_line
 def main() -> int:
     def run(
-        study: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="a file: get_study()")],
+        study: Annotated[
+            tyro.conf.Positional[Path], tyro.conf.arg(help="a name, or a file: get_study()")
+        ],
         output: Annotated[
             Path | None, tyro.conf.arg(help="by default runs/studies/<name of the file>")
         ] = None,

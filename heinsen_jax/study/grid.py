@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from heinsen_jax.config import ExperimentConfig, explain, run_file
+from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, run_file
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.report import Plot, Ranking
 
@@ -114,10 +114,17 @@ def describe(labels: Mapping[str, str]) -> str:
 def load_study(path: str | Path) -> Study:
     """The study that a Python file's `get_study()` returns.
 
+    Args:
+      path: of the file; or the name of a study that comes with this package.
+
     Raises:
       UserError: there is no such file, it defines no study, or a value in it does not fit.
+
+    Examples:
+      >>> load_study("copying").seeds
+      'seed'
     """
-    return run_file(Path(path), "get_study", Study)
+    return run_file(find_file(path, CONFIGS / "studies"), "get_study", Study)
 
 
 def _chosen(config: Any) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def load_run(
     if config is None:
         raise UserError(
             f"{workdir} holds no run ({CONFIG_FILE} is missing): train one with "
-            f"`python train.py --config configs/quickstart.py --workdir {workdir}`"
+            f"`python -m heinsen_jax.train --config quickstart --workdir {workdir}`"
         )
     has_checkpoints = (workdir / CHECKPOINT_FOLDER).is_dir()
     if not has_checkpoints and not has_weights(workdir):

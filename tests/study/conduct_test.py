@@ -315,7 +315,11 @@ def get_study():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing.py",), "nothing.py: there is no such file"),
+        (
+            ("nothing",),
+            "nothing: there is no such file; by name there are copying, language_model, "
+            "language_model_parts, recall, recall_zoology, shakespeare",
+        ),
         (("study.json",), "study.json must be a Python file, .py, that defines get_study()"),
         (("none.py",), "none.py: get_study() must return Study, not NoneType"),
         (("study.py", "--jobs", "0"), "--jobs 0 must be at least 1"),

@@ -1,0 +1,73 @@
+"""Trains a language model.
+
+    python -m heinsen_jax.train --config quickstart [--workdir DIR] [--section.field VALUE ...]
+
+A configuration is a Python file, a run's config.json, or one of those that come with this package,
+by name. From a clone, `python train.py --config configs/quickstart.py` is the same.
+
+A run that was stopped, or killed, goes on where it was when the same command is given again, also
+on other devices. Stopped by Ctrl-C the exit code is 130, by SIGTERM 143, each with a checkpoint;
+124 if there was no time for one; after bad input it is 2.
+
+On several hosts the same command runs in each: docs/pods.md.
+"""
+
+import argparse
+from pathlib import Path
+
+from heinsen_jax import data, distributed
+from heinsen_jax.config import check_workdir, load_config, override, record
+from heinsen_jax.errors import command_line
+from heinsen_jax.training.loop import train
+from heinsen_jax.training.settings import check_settings
+
+
+@command_line
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("--config", required=True, help="a name, a file, or a run's config.json")
+    parser.add_argument("--workdir", help="the run's folder; runs/<name of the config> by default")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="compile, rehearse, say what it takes; do not train"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="write a trace of a few steps into the run's folder"
+    )
+    parser.add_argument("--coordinator", help="host:port of process 0, where no cluster is found")
+    parser.add_argument("--num-processes", type=int, help="how many processes there are")
+    parser.add_argument("--process-id", type=int, help="which of them this is, from 0")
+    parser.add_argument(
+        "--heartbeat-timeout",
+        type=int,
+        default=100,
+        help="seconds after which a silent process counts as dead, and the others end",
+    )
+    options, overrides = parser.parse_known_args()
+    distributed.initialize(
+        options.coordinator,
+        options.num_processes,
+        options.process_id,
+        heartbeat_timeout=options.heartbeat_timeout,
+    )
+    config = override(load_config(options.config), overrides)
+    name = Path(options.config)
+    workdir = Path(options.workdir or Path("runs") / name.stem)
+
+    check_workdir(workdir, config)
+    with distributed.process_0_first("data are prepared"):
+        dataset = data.load(config.data)
+    check_settings(dataset, config)
+    with distributed.process_0_first("the configuration is recorded") as is_first:
+        if is_first and not options.dry_run:
+            record(workdir, config, dataset)
+    result = train(workdir, dataset, config, dry_run=options.dry_run, profile=options.profile)
+    return 0 if result.signal is None else 128 + result.signal
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,4 +1,7 @@
-"""Attention: the public ops, and every mechanism as a Flax module."""
+"""Attention: the public ops, and every mechanism as a Flax module.
+
+Examples take these names, `jax.numpy` as `jnp` and `flax.nnx` as `nnx` as imported.
+"""
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities
 from heinsen_jax.attention.flax_fn import log_attention_fn

@@ -48,7 +48,12 @@ _MECHANISMS: dict[str, type[Attention]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names that `build` knows."""
+    """The names that `build` knows.
+
+    Examples:
+      >>> names()[:3]
+      ('log', 'softmax', 'gqa')
+    """
     return tuple(_MECHANISMS)
 
 
@@ -57,6 +62,10 @@ def mechanism(name: str) -> type[Attention]:
 
     Raises:
       ValueError: there is no mechanism of this name.
+
+    Examples:
+      >>> mechanism("log").capabilities.streaming
+      True
     """
     if name not in _MECHANISMS:
         raise ValueError(f"no attention mechanism {name!r}; there are: {', '.join(names())}")
@@ -69,6 +78,10 @@ def configure(name: str, **config: Any) -> AttentionConfig:
     Raises:
       ValueError: there is no mechanism of this name, or no such field, or a value is out of its
         range (a `pydantic.ValidationError`, which names the field).
+
+    Examples:
+      >>> configure("sliding_window", window_size=16).window_size
+      16
     """
     return mechanism(name).Config(**config)
 
@@ -87,6 +100,11 @@ def build(
 
     Raises:
       ValueError: as `configure`, or the sizes do not fit one another.
+
+    Examples:
+      >>> layer = build("linear", model_dim=16, num_heads=2, rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((1, 5, 16))).shape
+      (1, 5, 16)
     """
     return mechanism(name)(
         model_dim,

@@ -59,6 +59,13 @@ class LanguageModel(nnx.Module):
       config: the architecture.
       rngs: the source of the initial weights.
 
+    Examples:
+      >>> config = LanguageModelConfig(vocab_size=8, model_dim=8, num_layers=1, num_heads=2)
+      >>> model = LanguageModel(config, rngs=nnx.Rngs(0))
+      >>> logits, state = model(jnp.array([1, 2, 3]), return_state=True)
+      >>> model(jnp.array([4]), state=state).shape  # of what follows
+      (1, 8)
+
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
     """

@@ -1,4 +1,8 @@
-"""The mechanisms as pure functions of arrays: no Flax, no config, no globals."""
+"""The mechanisms as pure functions of arrays: no Flax, no config, no globals.
+
+Shape letters are those of `heinsen_jax.typing`. Examples take these functions, `jax`, `jax.numpy`
+as `jnp` and `numpy` as `np` as imported.
+"""
 
 from heinsen_jax.ops.additive import AdditiveState, additive_pooling, additive_weights
 from heinsen_jax.ops.colt5 import (

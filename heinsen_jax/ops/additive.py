@@ -97,6 +97,11 @@ def additive_pooling(
       ValueError: shapes, dtypes or the state do not fit; the message says which.
       NotImplementedError: a window that is not causal.
 
+    Examples:
+      >>> x = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)  # three tokens, one head
+      >>> additive_pooling(x, logits=jnp.zeros((3, 1))).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
+
     References:
       Wu et al., 2021, Fastformer: Additive Attention Can Be All You Need, arXiv:2108.09084.
     """
@@ -162,6 +167,10 @@ def additive_weights(
 
     Raises:
       ValueError, NotImplementedError: as `additive_pooling`.
+
+    Examples:
+      >>> additive_weights(jnp.zeros((2, 1)))[..., 0].tolist()
+      [[1.0, 0.0], [0.5, 0.5]]
     """
     _check(logits, is_causal, local_window_size, segment_ids, key_value_seq_lengths)
     *batch, length, _ = logits.shape

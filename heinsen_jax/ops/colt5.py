@@ -68,6 +68,10 @@ def soft_top_k(
 
     Raises:
       ValueError: a shape, a dtype or a number does not fit; the message says which.
+
+    Examples:
+      >>> soft_top_k(jnp.array([4.0, 1.0, 3.0, 0.0]), 2, epsilon=0.1).round().tolist()
+      [1.0, 0.0, 1.0, 0.0]
     """
     if scores.ndim < 1 or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(
@@ -141,6 +145,10 @@ def route(weights: Array, num_routed: int, *, mask: Array | None = None) -> Rout
 
     Raises:
       ValueError: a shape, a dtype or a number does not fit; the message says which.
+
+    Examples:
+      >>> route(jnp.array([0.1, 0.9, 0.5]), 2).indices.tolist()
+      [1, 2]
     """
     if weights.ndim < 1 or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(
@@ -182,6 +190,12 @@ def conditional_feed_forward(
 
     Raises:
       ValueError: a shape does not fit, or that of what a branch returns; the message says which.
+
+    Examples:
+      >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(3, 1)
+      >>> routing = route(jnp.array([0.0, 1.0, 0.5]), 1)
+      >>> conditional_feed_forward(x, jnp.zeros_like, lambda x: 10 * x, routing).ravel().tolist()
+      [1.0, 22.0, 3.0]
     """
     _check(x, residual, routing=routing)
     return _sum(x, residual, light(x), heavy(_routed(x, routing)), routing)
@@ -219,6 +233,14 @@ def conditional_attention(
 
     Raises:
       ValueError: a shape does not fit, or that of what a branch returns; the message says which.
+
+    Examples:
+      >>> def heavy(queries, sources, mask):
+      ...     return jnp.broadcast_to(sources.sum(-2, keepdims=True), queries.shape)
+      >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(3, 1)
+      >>> routing = route(jnp.array([0.0, 1.0, 1.0]), 2)
+      >>> conditional_attention(x, jnp.zeros_like, heavy, routing, routing).ravel().tolist()
+      [1.0, 7.0, 8.0]
     """
     _check(x, residual, query_routing=query_routing, key_value_routing=key_value_routing)
     sources = _routed(x, key_value_routing) * key_value_routing.weights[..., None]

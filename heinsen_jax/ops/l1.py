@@ -77,6 +77,12 @@ def l1_attention(
 
     Raises:
       ValueError: shapes, dtypes or the bias do not fit; the message says which.
+
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> l1_attention(key, key, value, is_causal=True).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
     """
     check_heads(query, key, value)
     check_tokens(

@@ -64,6 +64,13 @@ def l1_sparse_attention(
       ValueError: shapes or dtypes do not fit, or an edge or the bias is out of range; the message
         says which.
       NotImplementedError: a bias is given without a denominator.
+
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> edges = jnp.array([[0, 0], [1, 0], [1, 2]])  # destinations and sources
+      >>> l1_sparse_attention(key, key, value, edges).ravel().round().tolist()
+      [2.0, 7.0, 0.0]
     """
     check_heads(query, key, value)
     check_bias(denominator_bias)
@@ -112,6 +119,11 @@ def edge_counts(edges: Array | np.ndarray) -> tuple[np.ndarray, int, int]:
 
     Raises:
       ValueError: edges are not `[E, 2]` whole numbers.
+
+    Examples:
+      >>> counts, most_to_one, most_from_one = edge_counts(np.array([[0, 0], [1, 0]]))
+      >>> counts.tolist(), most_to_one, most_from_one
+      ([[0, 0, 0, 0], [1, 0, 0, 1]], 1, 2)
     """
     _check_edges(edges, 2)
     pairs = np.asarray(edges)

@@ -122,6 +122,12 @@ def linear_attention(
       ValueError: shapes, dtypes, the feature map or the state do not fit; the message says which.
       NotImplementedError: segments, but not as many queries as keys.
 
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> linear_attention(key, key, value).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
+
     References:
       Katharopoulos et al., 2020, Transformers are RNNs: Fast Autoregressive Transformers with
       Linear Attention, arXiv:2006.16236.

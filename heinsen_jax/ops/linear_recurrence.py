@@ -57,6 +57,11 @@ def log_linear_recurrence(
 
     Returns:
       h `[..., T, D]`.
+
+    Examples:
+      >>> log_two, log_one = jnp.full((3, 1), jnp.log(2)), jnp.zeros((3, 1))
+      >>> jnp.exp(log_linear_recurrence(log_two, log_one)).ravel().round().tolist()
+      [1.0, 3.0, 7.0]
     """
     if initial is None:
         shape = list(log_inputs.shape)

@@ -40,6 +40,13 @@ def linformer_attention(
     Raises:
       ValueError: shapes or dtypes do not fit, or S is above L; the message says which.
 
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> average = jnp.full((3, 1), 1 / 3)  # of all tokens, in one row
+      >>> linformer_attention(key, key, value, average, average).ravel().round().tolist()
+      [6.0, 6.0, 6.0]
+
     References:
       Wang et al., 2020, Linformer: Self-Attention with Linear Complexity, arXiv:2006.04768.
     """

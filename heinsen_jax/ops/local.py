@@ -34,6 +34,12 @@ def sliding_window_attention(
 
     Args, Returns, Raises: as `dot_product_attention`.
 
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> sliding_window_attention(key, key, value, local_window_size=2).ravel().round().tolist()
+      [2.0, 3.0, 8.0]
+
     References:
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
     """
@@ -71,6 +77,13 @@ def dilated_attention(
     These are sliding windows over `dilation` sequences, so the time does not depend on it.
 
     Args, Returns, Raises: as `dot_product_attention`; ValueError where dilation < 1.
+
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> y = dilated_attention(key, key, value, local_window_size=2, dilation=2)
+      >>> y.ravel().round().tolist()
+      [2.0, 4.0, 7.0]
 
     References:
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
@@ -144,6 +157,15 @@ def longformer_attention(
     Raises:
       ValueError, NotImplementedError: as `dot_product_attention`; a position is not among the
         tokens.
+
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> y = longformer_attention(
+      ...     key, key, value, local_window_size=1, global_positions=[0], is_causal=True
+      ... )
+      >>> y.ravel().round().tolist()
+      [2.0, 3.0, 7.0]
 
     References:
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
@@ -221,6 +243,13 @@ def block_sparse_attention(
 
     Raises:
       ValueError: as `dot_product_attention`; a size is out of its range.
+
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> y = block_sparse_attention(key, key, value, pattern="local", block_size=2)
+      >>> y.ravel().round().tolist()
+      [2.0, 3.0, 8.0]
 
     References:
       Child et al., 2019, Generating Long Sequences with Sparse Transformers, arXiv:1904.10509.

@@ -240,6 +240,14 @@ def memory_compressed_attention(
       ValueError: shapes or dtypes do not fit; the message says which.
       NotImplementedError: these arguments do not go together.
 
+    Examples:
+      >>> key = jnp.zeros((4, 1, 1))
+      >>> value = jnp.array([1.0, 3.0, 6.0, 8.0]).reshape(4, 1, 1)
+      >>> pairs = Compression(jnp.full((1, 2, 1, 1), 0.5), jnp.zeros((1, 1)), jnp.zeros((1, 1)))
+      >>> y = memory_compressed_attention(key, key, value, pairs, pairs)  # averages 0, 2, 7
+      >>> y.ravel().round().tolist()
+      [3.0, 3.0, 3.0, 3.0]
+
     References:
       Liu et al., 2018, Generating Wikipedia by Summarizing Long Sequences, arXiv:1801.10198.
     """

@@ -60,6 +60,13 @@ def mla_attention(
 
     Raises:
       ValueError, NotImplementedError: as `dot_product_attention`.
+
+    Examples:
+      >>> query, query_pe = jnp.ones((3, 2, 4)), jnp.ones((3, 2, 6))  # three tokens, two heads
+      >>> latent, key_pe = jnp.ones((3, 5)), jnp.ones((3, 6))
+      >>> key_up, value_up = jnp.ones((2, 5, 4)), jnp.ones((2, 5, 7))
+      >>> mla_attention(query, query_pe, latent, key_pe, key_up, value_up).shape
+      (3, 2, 7)
     """
     _check(query, query_pe, latent, key_pe)
     heads, depth = query.shape[-2:]
@@ -118,6 +125,12 @@ def latent_attention(
 
     Raises:
       ValueError, NotImplementedError: as `dot_product_attention`.
+
+    Examples:
+      >>> query, query_pe = jnp.ones((3, 2, 5)), jnp.ones((3, 2, 6))  # three tokens, two heads
+      >>> latent, key_pe = jnp.ones((3, 5)), jnp.ones((3, 6))
+      >>> latent_attention(query, query_pe, latent, key_pe, scale=0.3).shape
+      (3, 2, 5)
     """
     _check(query, query_pe, latent, key_pe)
     query = jnp.concatenate([query, query_pe], -1)

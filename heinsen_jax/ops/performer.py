@@ -67,6 +67,13 @@ def performer_attention(
       ValueError: shapes, dtypes or the state do not fit; the message says which.
       NotImplementedError: "published" with states, segments or padding; kernel="relu" in log space.
 
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> projection = orthogonal_features(jax.random.key(0), 4, 2)
+      >>> performer_attention(key, key, value, projection).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
+
     References:
       Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794.
     """
@@ -123,6 +130,11 @@ def orthogonal_features(
 
     Raises:
       ValueError: sizes below 1, or another scaling.
+
+    Examples:
+      >>> rows = orthogonal_features(jax.random.key(0), 2, 4, scaling=1)
+      >>> jnp.abs(rows @ rows.T).round().tolist()
+      [[4.0, 0.0], [0.0, 4.0]]
 
     References:
       Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794.

@@ -98,6 +98,13 @@ def segment_recurrence(
     Raises:
       ValueError: shapes or dtypes do not fit, or both or none of `memory` and `initial_state` are
         given; the message says which.
+
+    Examples:
+      >>> def layer(x):  # causal
+      ...     return jnp.cumsum(x, -2)
+      >>> y = segment_recurrence(layer, jnp.ones((4, 1)), jnp.zeros((1, 1)), segment_length=2)
+      >>> y.ravel().tolist()
+      [1.0, 2.0, 3.0, 4.0]
     """
     state = _state(x, memory, segment_length, initial_state)
     dtype = jnp.result_type(x, state.memory)

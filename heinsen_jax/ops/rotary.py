@@ -22,6 +22,10 @@ def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> Array:
     Returns:
       The same shape and type; float32 at least inside.
 
+    Examples:
+      >>> rotary(jnp.ones((1, 1, 2)), jnp.array([jnp.pi])).ravel().round().tolist()  # half a turn
+      [-1.0, -1.0]
+
     References:
       Su et al., 2021, RoFormer, arXiv:2104.09864, eq. (34).
     """

@@ -73,6 +73,12 @@ def dot_product_attention(
       ValueError: shapes or dtypes do not fit; the message says which.
       NotImplementedError: the named implementation cannot serve the call.
 
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> dot_product_attention(key, key, value, is_causal=True).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
+
     References:
       Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762.
     """

@@ -38,6 +38,10 @@ def relative_position_bucket(
     Returns:
       Whole numbers below num_buckets, of the same shape.
 
+    Examples:
+      >>> relative_position_bucket(jnp.array([-2, 0, 3, 100])).tolist()
+      [2, 0, 19, 31]
+
     References:
       Raffel et al., 2019, Exploring the Limits of Transfer Learning, arXiv:1910.10683.
     """
@@ -85,6 +89,11 @@ def block_sums(
     Raises:
       ValueError: shapes do not fit; the message says which.
       NotImplementedError: padding on the left, `[*B, 2]`.
+
+    Examples:
+      >>> sums, blocks = block_sums(jnp.arange(1.0, 6.0).reshape(5, 1), block_size=2)
+      >>> sums.ravel().tolist(), blocks.tolist()
+      ([3.0, 12.0], [0, 0, 1, 1, 1])
     """
     if x.ndim < 2:
         raise ValueError(f"x must be [..., tokens, features], has shape {x.shape}")
@@ -153,6 +162,12 @@ def tglobal_attention(
     Raises:
       ValueError: shapes or dtypes do not fit; the message says which.
       NotImplementedError: padding on the left, `[*B, 2]`.
+
+    Examples:
+      >>> key, value = jnp.zeros((4, 1, 2)), jnp.ones((4, 1, 3))
+      >>> blocks = jnp.zeros((2, 1, 2)), jnp.ones((2, 1, 3))
+      >>> tglobal_attention(key, key, value, *blocks, radius=1, block_size=2).shape
+      (4, 1, 3)
 
     References:
       Guo et al., 2021, LongT5, arXiv:2112.07916.

@@ -77,6 +77,19 @@ def log_attention(
       NotImplementedError: these arguments do not go together, or the named implementation cannot
         serve the call.
 
+    Examples:
+      Keys that are alike weigh alike: each token gets the average of those so far, at once or in
+      pieces.
+
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> log_value = jnp.log(jnp.array([2.0, 4.0, 12.0])).reshape(3, 1, 1)
+      >>> jnp.exp(log_attention(key, key, log_value)).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
+      >>> _, state = log_attention(key[:2], key[:2], log_value[:2], return_state=True)
+      >>> log_y = log_attention(key[2:], key[2:], log_value[2:], initial_state=state)
+      >>> jnp.exp(log_y).ravel().round().tolist()
+      [6.0]
+
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
     """
@@ -129,6 +142,12 @@ def heinsen_attention(
 
     Raises:
       ValueError, NotImplementedError: as `log_attention`.
+
+    Examples:
+      >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
+      >>> value = jnp.array([2.0, -4.0, 8.0]).reshape(3, 1, 1)
+      >>> heinsen_attention(key, key, value).ravel().round().tolist()
+      [2.0, -1.0, 2.0]
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.

@@ -59,6 +59,11 @@ class Chunked:
       side_by_side: whether the states of a block's chunks are formed in a tree, not one by one.
       half: whether factors of matrix products are rounded to bfloat16; sums and states are not.
         None: if all inputs are bfloat16.
+
+    Examples:
+      >>> key = jnp.zeros((40, 1, 2))
+      >>> log_attention(key, key, key, implementation=Chunked(chunk_size=16)).shape
+      (40, 1, 2)
     """
 
     chunk_size: int | None = None

@@ -45,6 +45,13 @@ class LogAttentionState:
       log_z: H_Z `[..., num_kv_heads, key_depth]`.
       log_decay: all decay of the tokens seen `[..., num_kv_heads, key_depth]`: what `merge`
         multiplies earlier states by. None stands for none.
+
+    Examples:
+      >>> state = LogAttentionState.empty((), num_kv_heads=1, key_depth=2, value_depth=1)
+      >>> log_value = jnp.log(jnp.array([2.0, 4.0, 12.0])).reshape(3, 1, 1)
+      >>> state = state.absorb(jnp.zeros((3, 1, 2)), log_value)
+      >>> jnp.exp(state.attend(jnp.zeros((1, 1, 2)))).round().tolist()
+      [[[6.0]]]
     """
 
     log_s: Array

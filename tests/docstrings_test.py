@@ -1,0 +1,81 @@
+"""The public surface says what it does: its examples run, and its arguments are those it has."""
+
+import doctest
+import inspect
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax import attention, config, models, ops, study
+
+PLACES = (attention, models, ops, study, config)
+SEVERAL_DEVICES = {"over_context", "sharded_log_attention"}
+"""What these need; tests/multi_device has them."""
+
+
+def public(place: Any) -> dict[str, Any]:
+    """The functions and classes of a package, or those that a module defines itself."""
+    own = [name for name, x in vars(place).items() if module(x) == place.__name__]
+    found = {name: getattr(place, name) for name in getattr(place, "__all__", own)}
+    return {name: x for name, x in found.items() if callable(x)}
+
+
+def module(x: Any) -> str:
+    return getattr(x, "__module__", "")
+
+
+OBJECTS = {
+    f"{module(x)}.{name}": (place, x) for place in PLACES for name, x in public(place).items()
+}
+
+
+def examples(name: str) -> list[tuple[str, str]]:
+    """The docstrings of an object, and of its public methods, that have examples."""
+    _, x = OBJECTS[name]
+    whole = [(name, x)]
+    if inspect.isclass(x):
+        methods = [(key, method) for key, method in vars(x).items() if inspect.isroutine(method)]
+        whole += [(f"{name}.{key}", method) for key, method in methods if not key.startswith("_")]
+    found = [(key, inspect.getdoc(one) or "") for key, one in whole]
+    return [(key, doc) for key, doc in found if ">>>" in doc]
+
+
+@pytest.mark.parametrize("name", [name for name in OBJECTS if examples(name)])
+def test_examples_run(name):
+    place, _ = OBJECTS[name]
+    names = {"jax": jax, "jnp": jnp, "np": np, "nnx": nnx} | public(attention) | public(place)
+    runner = doctest.DocTestRunner(verbose=False)
+    said: list[str] = []
+    for key, doc in examples(name):
+        test = doctest.DocTestParser().get_doctest(doc, dict(names), key, None, None)
+        runner.run(test, out=said.append)
+    assert runner.tries > 0
+    assert not runner.failures, "".join(said)
+
+
+def test_every_op_has_an_example():
+    functions = {n for n, x in public(ops).items() if not inspect.isclass(x)} - SEVERAL_DEVICES
+    firsts = {"LogAttentionState", "build", "names", "LanguageModel", "load_config"}
+    shown = {name.rpartition(".")[2] for name in OBJECTS if examples(name)}
+    assert shown >= functions | firsts
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_is_public_is_described_with_the_arguments_it_has(name):
+    _, x = OBJECTS[name]
+    doc = inspect.getdoc(x)
+    assert doc, "it has no docstring"
+    section = re.search(r"^Args:\n((?:[ ].*\n|\n)+)", f"{doc}\n", re.MULTILINE)
+    if section is None:
+        return
+    heads = re.findall(r"^  (\w[\w, ]*): ", section[1], re.MULTILINE)
+    described = [argument for head in heads for argument in head.split(", ")]
+    assert described, "its section Args has no arguments"
+    has = set(inspect.signature(x.__init__ if inspect.isclass(x) else x).parameters)
+    assert set(described) <= has
+    assert len(described) == len(set(described))

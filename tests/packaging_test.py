@@ -1,0 +1,104 @@
+"""What is shipped, and how: wheel, source archive, what is said of a version, workflows."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import heinsen_jax
+
+ROOT = Path(__file__).resolve().parents[1]
+CACHES = re.compile(
+    r"__pycache__|\.pyc$|\.egg-info|(^|/)\.(venv|pytest_cache|ruff_cache|hypothesis)"
+)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the wheel and the source archive."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built) -> Path:
+    (wheel,) = built.glob("*.whl")
+    return wheel
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("packaging")
+def test_the_wheel_is_typed_and_has_the_configurations_and_nothing_else(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    package = {str(x.relative_to(ROOT)) for x in (ROOT / "heinsen_jax").rglob("*.py")}
+    configs = {f"heinsen_jax/{x.relative_to(ROOT)}" for x in (ROOT / "configs").rglob("*.py")}
+    assert len(configs) > 10
+    info = {name for name in names if ".dist-info/" in name}
+    assert names - info == package | configs | {"heinsen_jax/py.typed"}
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("packaging")
+def test_outside_a_checkout_the_wheel_trains_what_it_ships(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    (tmp_path / "words.txt").write_text("abc de f " * 1000)
+    small = "--model.num_layers 1 --model.model_dim 16 --data.corpus words.txt"
+    short = "--training.steps 2 --training.evaluate_every 2 --optimizer.warmup_steps 1"
+    command = [sys.executable, "-m", "heinsen_jax.train", "--config", "quickstart"]
+    done = subprocess.run(
+        [*command, *small.split(), *short.split()],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    assert (tmp_path / "runs/quickstart/checkpoints/2").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("packaging")
+def test_the_source_archive_is_the_checkout(built):
+    (archive,) = built.glob("*.tar.gz")
+    top = f"heinsen_jax-{heinsen_jax.__version__}/"
+    with tarfile.open(archive) as opened:
+        names = {name.removeprefix(top) for name in opened.getnames()}
+    assert not [name for name in names if CACHES.search(name)]
+    needed = {"README.md", "LICENSE", "pyproject.toml", "constraints.txt", "train.py", ".ci/run"}
+    assert names >= needed | {"PKG-INFO", "heinsen_jax/py.typed", "docs/training.md"}
+    for folder in ("tests", "configs", "benchmarks", "notebooks", "heinsen_jax"):
+        here = {str(x.relative_to(ROOT)) for x in (ROOT / folder).rglob("*") if x.is_file()}
+        assert {name for name in here if not CACHES.search(name)} <= names
+
+
+def test_the_changelog_has_this_version():
+    headings = re.findall(r"^## \[(.+?)\](.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert {"Unreleased", heinsen_jax.__version__} & {name for name, _ in headings}
+    for name, rest in headings:
+        if name != "Unreleased":
+            assert re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d{2}-\d{2}", f"{name}{rest}")
+    assert f"version: {heinsen_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_continuous_integration_runs_what_a_person_runs():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert workflow["permissions"] == {"contents": "read"}
+    jobs = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    promised = [x.rpartition(" ")[2] for x in project["classifiers"] if ":: Python ::" in x]
+    assert [job["python"] for job in jobs] == promised
+    for job in jobs:
+        (script,) = (word for word in job["command"].split() if word.startswith(".ci/"))
+        assert os.access(ROOT / script, os.X_OK)
+    yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from heinsen_jax import attention, config, models, ops, study
+from heinsen_jax import attention, config, generate, models, ops, study
+from heinsen_jax.interop import hub, torch
 
-PLACES = (attention, models, ops, study, config)
+PLACES = (attention, models, ops, generate, study, config, torch, hub)
 SEVERAL_DEVICES = {"over_context", "sharded_log_attention"}
 """What these need; tests/multi_device has them."""
 
@@ -61,6 +62,7 @@ def test_examples_run(name):
 def test_every_op_has_an_example():
     functions = {n for n, x in public(ops).items() if not inspect.isclass(x)} - SEVERAL_DEVICES
     firsts = {"LogAttentionState", "build", "names", "LanguageModel", "load_config"}
+    firsts |= {"generate", "complete"}
     shown = {name.rpartition(".")[2] for name in OBJECTS if examples(name)}
     assert shown >= functions | firsts
 

@@ -21,6 +21,7 @@ ALLOWED = {
     "interop": LOWEST | {"models", "data", "training", "generate"},
     "training": LOWEST | {"attention", "models", "sharding", "distributed", "data", "generate"},
     "generate": LOWEST | {"attention", "models", "data", "training"},
+    "chat": LOWEST | {"models", "training", "generate"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
     "train": LOWEST | {"distributed", "data", "training", "config"},

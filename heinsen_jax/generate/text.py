@@ -54,6 +54,16 @@ def complete(
 
     Raises:
       UserError: an argument is out of its range; the message names it.
+
+    Examples:
+      >>> from heinsen_jax.data import get_tokenizer
+      >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
+      >>> sizes = {"vocab_size": 257, "model_dim": 8, "num_layers": 1, "num_heads": 2}
+      >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
+      >>> tokenizer = get_tokenizer("bytes")
+      >>> texts = complete(model, tokenizer, ["a", "bcd"], 4, top_k=1, num_samples=3)
+      >>> [len(samples) for samples in texts]
+      [3, 3]
     """
     sampler = Sampler.of(model, temperature, top_k, key, tokenizer.n_vocab)
     if isinstance(prompts, str) or isinstance(stop, str):

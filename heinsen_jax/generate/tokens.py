@@ -62,6 +62,14 @@ def generate(
       ValueError: an argument is out of its range; the message names it.
       NotImplementedError: the state of prompts of different lengths is asked for, and it counts the
         tokens of all of them together, as caches do.
+
+    Examples:
+      >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
+      >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 1, "num_heads": 2}
+      >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
+      >>> prompts = jnp.array([[3, 1, 4, 1], [2, 7, 0, 0]])
+      >>> generate(model, prompts, 5, top_k=1, lengths=[4, 2]).shape
+      (2, 5)
     """
     tokens = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens)

@@ -33,6 +33,8 @@ except ImportError as missing:
         f"{missing}: install what the hub needs, pip install 'heinsen_jax[hub]'"
     ) from missing
 
+__all__ = ["card", "from_pretrained", "push", "save_pretrained"]
+
 FETCHED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.*", METRICS_FILE]
 
 

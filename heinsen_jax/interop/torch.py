@@ -17,6 +17,8 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 
+__all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]
+
 # PyTorch name -> (path in LanguageModel, transposed). A name with {} exists once a layer.
 _NAMES: dict[str, tuple[str, bool]] = {
     "embed.weight": ("embed.embedding", False),
@@ -82,6 +84,15 @@ def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
 
     Raises:
       ValueError: the model is another one than the published; the message names the field.
+
+    Examples:
+      >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
+      >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 1, "num_heads": 2}
+      >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
+      >>> arrays = to_state_dict(model)
+      >>> arrays["embed.weight"].shape
+      (10, 8)
+      >>> again = from_state_dict(arrays, num_heads=2)
     """
     _check_published(model.config)
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))

@@ -202,6 +202,11 @@ def test_copying_is_as_the_readme_says():
     assert 5.5 < state_bytes["performer"] / state_bytes["log"] < 6.5
 
 
+def test_shared_contexts_are_those_of_the_results():
+    for row in result("harness")["rows"]:
+        assert f"\n| {row['length']} | {row['times_as_fast']:.1f} |" in PAGES
+
+
 def test_a_million_tokens_are_those_of_the_results():
     measured = result("million_tokens")
     assert measured["rows"][-1]["tokens"] == 1_000_000

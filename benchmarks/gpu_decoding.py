@@ -30,6 +30,7 @@ from rich.table import Table
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.config import load_config
 from heinsen_jax.environment import environment
+from heinsen_jax.generate import repeated
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 
 PIECE = 4096  # tokens of context that are read at once
@@ -94,10 +95,10 @@ class Decoder:
 
     def after(self, context: int) -> LanguageModelState:
         """The state after so many tokens of a text, which it reads."""
-        state = self.model.init_state((1,))
-        tokens = jax.random.randint(jax.random.key(0), (1, PIECE), 0, self.model.config.vocab_size)
+        state = self.model.init_state(())
+        tokens = jax.random.randint(jax.random.key(0), (PIECE,), 0, self.model.config.vocab_size)
         for start in range(0, context, PIECE):
-            state = self.read(self.parameters, state, tokens[:, : context - start])
+            state = self.read(self.parameters, state, tokens[: context - start])
         return state
 
     def full(self, context: int, batch: int, room: int) -> LanguageModelState:
@@ -117,24 +118,12 @@ def at(state: LanguageModelState, context: int) -> LanguageModelState:
     return jax.tree.map(fill, state, is_leaf=lambda x: isinstance(x, Cache))
 
 
-def repeated(state: LanguageModelState, batch: int) -> LanguageModelState:
-    """Of one text, for each of a batch. Those of blocks have their layers before the texts."""
-
-    def along(axis: int, x: Any) -> Any:
-        return jnp.repeat(x, batch, axis)
-
-    return LanguageModelState(
-        jax.tree.map(lambda x: along(0, x), state.position),
-        jax.tree.map(lambda x: along(1, x), state.blocks),
-    )
-
-
 def measure(
     decoder: Decoder, is_constant: bool, context: int, batch: int, options: Options
 ) -> float:
     """Seconds of a token of all rows."""
     if is_constant:
-        state = repeated(decoder.after(context), batch)
+        state = repeated(decoder.model, decoder.after(context), batch)
     else:
         state = decoder.full(context, batch, options.tokens)
     carry = jnp.zeros((batch,), jnp.int32), state

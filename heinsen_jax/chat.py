@@ -17,7 +17,8 @@ import tyro
 
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import generate, load_state, save_state
-from heinsen_jax.generate.text import decode_stream, until_end
+from heinsen_jax.generate.states import check_one
+from heinsen_jax.generate.text import bytes_of, decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.training.checkpoint import load_run
 
@@ -56,6 +57,13 @@ class Chat:
     def _tokens(self, tokens: list[int]) -> Iterator[int]:
         key = jax.random.fold_in(jax.random.key(self.seed), self.turns)
         self.turns += 1
+        state = self.model.init_state(()) if self.state is None else self.state
+        if self.model.remaining(state) < (needed := len(tokens) + self.most):
+            raise UserError(
+                "the text is as long as the model has positions for, model.max_length: /forget "
+                "begins anew"
+            )
+        self.state = self.model.with_room(state, needed)  # once, not token by token
         written = b""
         for position in range(self.most):
             new, self.state = generate(
@@ -71,7 +79,7 @@ class Chat:
             )
             tokens = self.unread = [int(new[0])]
             yield tokens[0]
-            written += self.tokenizer.decode_single_token_bytes(tokens[0])
+            written += bytes_of(self.tokenizer, tokens[0])
             if written.strip() and written.endswith(b"\n"):
                 break
 
@@ -86,12 +94,15 @@ class Chat:
                 if self.state is None:
                     raise UserError("/save: nothing was said yet")
                 unread = jnp.asarray(self.unread, jnp.int32)
-                _, state = self.model(unread, state=self.state, return_state=True)
+                before = self.model.with_room(self.state, len(self.unread))
+                _, state = self.model(unread, state=before, return_state=True)
                 self.state, self.unread = state, []
                 save_state(path, self.model, state)
                 return f"saved in {path}"
             case "/load", path if path:
-                self.state, self.unread = load_state(path, self.model), []
+                state = load_state(path, self.model)
+                check_one(self.model, state)
+                self.state, self.unread = state, []
                 return f"loaded {path}"
         raise UserError(f"{line!r} is no command: there are {HELP}")
 
@@ -124,6 +135,8 @@ def main() -> None:
                 print()
             except UserError as error:
                 print(f"error: {error}")
+            except KeyboardInterrupt:
+                print()
 
     tyro.cli(run, description=__doc__)
 

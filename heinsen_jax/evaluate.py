@@ -36,13 +36,23 @@ def main() -> None:
         include_path: Annotated[Path | None, tyro.conf.arg(help="more tasks, as YAML")] = None,
         limit: Annotated[int | None, tyro.conf.arg(help="examples of each task; all")] = None,
         num_fewshot: Annotated[int | None, tyro.conf.arg(help="as each task says")] = None,
-        batch_size: Annotated[int, tyro.conf.arg(help="of tasks")] = 16,
+        batch_size: Annotated[int | None, tyro.conf.arg(help="of tasks; 16 by default")] = None,
         output: Annotated[Path | None, tyro.conf.arg(help="a JSON file for tasks' results")] = None,
     ) -> None:
         """Loss, accuracy and bits per byte of a run's best checkpoint, over a validation text; or
         what tasks of the lm-evaluation-harness measure."""
+        of_texts = {"--data": data, "--sequence-length": sequence_length}
+        of_texts |= {"--max-batches": max_batches}
+        of_tasks = {"--include-path": include_path, "--limit": limit, "--output": output}
+        of_tasks |= {"--num-fewshot": num_fewshot, "--batch-size": batch_size}
+        for name, value in (of_texts if tasks else of_tasks).items():
+            if value is not None:
+                kind = "is of texts, not of --tasks" if tasks else "is of --tasks"
+                raise UserError(f"{name} {value} {kind}: leave it out")
+        if output is not None and not output.parent.is_dir():
+            raise UserError(f"--output {output}: there is no folder {output.parent}: make it first")
         if tasks:
-            model = {"workdir": str(workdir), "latest": latest, "batch_size": batch_size}
+            model = {"workdir": str(workdir), "latest": latest, "batch_size": batch_size or 16}
             options = {"tasks": [*tasks], "limit": limit, "num_fewshot": num_fewshot}
             _run_tasks(model, options, include_path, output)
             return

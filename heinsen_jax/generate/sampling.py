@@ -65,7 +65,10 @@ class Sampler:
             raise UserError(f"top_k={top_k} must be in 1 .. {num_tokens}, the number of tokens")
         if key is None and top_k != 1:
             raise UserError("sampling needs key=jax.random.key(seed); only top_k=1 does without")
-        return cls(jax.random.key(0) if key is None else key, temperature, top_k, num_tokens)
+        drawn = jax.random.key(0) if key is None else key
+        if not jnp.issubdtype(drawn.dtype, jax.dtypes.prng_key):
+            drawn = jax.random.wrap_key_data(drawn)  # of jax.random.PRNGKey
+        return cls(drawn, temperature, top_k, num_tokens)
 
     def draw(self, logits: Array, position: int | Array) -> Array:
         """The token at a position of the new ones, for logits `[*B, V]`."""

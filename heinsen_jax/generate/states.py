@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.training.weights import named
 from heinsen_jax.typing import Array
 
 AXES: Any = LanguageModelState(position=0, blocks=1)
@@ -65,10 +66,21 @@ def start_rows(
 ) -> tuple[LanguageModelState, bool]:
     """The state of one text, or of none so far, for `number` texts that each go on with at most
     `room` tokens; and whether rows are kept apart, for `reader`."""
-    state = model.init_state(()) if state is None else state
+    if state is None:
+        state = model.init_state(())
+    check_one(model, state)
     state = repeated(model, model.with_room(state, room), number)
     are_apart = keeps_rows_apart(model, state)
     return (state if are_apart else to_rows(model, state, number)), are_apart
+
+
+def check_one(model: LanguageModel, state: LanguageModelState) -> None:
+    """Raises UserError where a state is of a batch of texts."""
+    if _batch_axes(model, state):
+        raise UserError(
+            "the state is of a batch of texts: give that of one, as model(tokens[T], "
+            "return_state=True) returns it"
+        )
 
 
 def where_rows(
@@ -133,14 +145,21 @@ def _batch_axes(model: LanguageModel, state: LanguageModelState) -> int:
 
 
 def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState) -> None:
-    """Writes a state as .safetensors, with what tells whether a model is the one it is of."""
-    arrays = {name: np.asarray(x) for name, x in _named(state).items()}
+    """Writes a state as .safetensors, with what tells whether a model is the one it is of.
+
+    Raises:
+      UserError: the file cannot be written.
+    """
+    arrays = {name: np.asarray(x) for name, x in named(state).items()}
     arrays = {name: x for name, x in arrays.items() if x.size}  # NumPy's empty ones have no place
-    save_file(
-        {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()},
-        path,
-        {"model": fingerprint(model), "shapes": json.dumps(_described(state))},
-    )
+    held = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
+    metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
+    try:
+        save_file(held, path, metadata)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{path} cannot be written ({error}): give a file in a folder that exists"
+        ) from None
 
 
 def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
@@ -166,7 +185,7 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
     has_room = any(name.endswith(".length") for name in shapes)
     like = jax.eval_shape(lambda: model.init_state((), capacity=1 if has_room else None))
     leaves = []
-    for name in _named(like):
+    for name in named(like):
         shape, dtype = shapes[name]
         x = arrays.get(name, np.zeros(0, np.float32))
         x = x.view(dtype) if dtype.startswith("complex") else x
@@ -180,18 +199,19 @@ def _real(x: np.ndarray) -> np.ndarray:
 
 
 def _described(state: LanguageModelState) -> dict[str, Any]:
-    return {name: ([*x.shape], str(x.dtype)) for name, x in _named(state).items()}
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    return {name: ([*x.shape], str(x.dtype)) for name, x in named(state).items()}
 
 
 def fingerprint(model: LanguageModel) -> str:
-    """SHA-256 of the architecture and of all weights."""
-    digest = hashlib.sha256(json.dumps(dataclasses.asdict(model.config), sort_keys=True).encode())
-    for name, x in sorted(_named(nnx.state(model, nnx.Param)).items()):
+    """SHA-256 of what decides a model's states: its architecture and all weights, not how it is
+    computed."""
+    config = dataclasses.asdict(model.config)
+    for name in ("remat", "remat_keeps"):
+        del config[name]
+    options = config["attention_options"]
+    config["attention_options"] = [x for x in options if not x[0].endswith(".implementation")]
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, x in sorted(named(nnx.state(model, nnx.Param)).items()):
         digest.update(name.encode())
         digest.update(np.asarray(x).tobytes())
     return digest.hexdigest()

@@ -66,6 +66,8 @@ def complete(
       [3, 3]
     """
     sampler = Sampler.of(model, temperature, top_k, key, tokenizer.n_vocab)
+    if sampler.key.shape:
+        raise UserError("key must be one jax.random.key: samples fold their number into it")
     if isinstance(prompts, str) or isinstance(stop, str):
         raise UserError("prompts and stop are lists of strings: put a single one into brackets")
     if "" in stop:
@@ -138,7 +140,8 @@ class _Writer:
         """The text of new tokens, and whether it has come to its end."""
         ends = np.flatnonzero(row == self.end)
         row = row[: ends[0]] if len(ends) else row
-        text = self.tokenizer.decode(row.tolist())
+        text = b"".join(bytes_of(self.tokenizer, int(token)) for token in row)
+        text = text.decode("utf-8", "replace")
         places = [place for place in (text.find(each) for each in self.stop) if place >= 0]
         return text[: min(places, default=len(text))], bool(places or len(ends))
 
@@ -159,11 +162,19 @@ def _more(graph, parameters, sampler, are_apart, carry, position) -> Any:
     return go_on(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
 
 
+def bytes_of(tokenizer: tiktoken.Encoding, token: int) -> bytes:
+    """Of a token; a mark of what cannot be shown for ids that an encoding leaves out."""
+    try:
+        return tokenizer.decode_single_token_bytes(token)
+    except KeyError:
+        return "\N{REPLACEMENT CHARACTER}".encode()
+
+
 def decode_stream(tokenizer: tiktoken.Encoding, tokens: Iterator[int]) -> Iterator[str]:
     """Text as it comes: a character is yielded once its last byte is there."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
-        yield decoder.decode(tokenizer.decode_single_token_bytes(token))
+        yield decoder.decode(bytes_of(tokenizer, token))
     yield decoder.decode(b"", final=True)
 
 

@@ -76,6 +76,16 @@ def generate(
     check_prompts(model, tokens)
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
+    if max_new_tokens == 0 and return_state:
+        raise UserError(
+            "max_new_tokens=0 with return_state=True would read nothing: the state of a prompt is "
+            "that of model(tokens, return_state=True)"
+        )
+    if sampler.key.shape not in ((), tokens.shape[:-1]):
+        raise UserError(
+            f"key{[*sampler.key.shape]} must be one jax.random.key, or one for each row "
+            f"{[*tokens.shape[:-1]]}"
+        )
     if lengths is not None:
         tokens, lengths = to_the_right(tokens, lengths, padding)
     graph, parameters = nnx.split(model)
@@ -104,8 +114,9 @@ def check_room(model: LanguageModel, state: LanguageModelState, new: int, fed: i
     """Raises UserError where the model has positions for fewer tokens than will be fed to it."""
     if fed > (left := model.remaining(state)):
         raise UserError(
-            f"max_new_tokens={new}: the model has positions for {left} more "
-            f"tokens, and {fed} would be fed to it"
+            f"max_new_tokens={new}: the model has positions for {left} more tokens "
+            f"(model.max_length={model.config.max_length}), and {fed} would be fed to it: ask for "
+            "fewer, or give a shorter text"
         )
 
 

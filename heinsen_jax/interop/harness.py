@@ -8,6 +8,7 @@ importing this module is enough for `lm_eval.simple_evaluate(model="heinsen_jax"
 `pip install 'heinsen_jax[harness]'`.
 """
 
+import collections
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -193,11 +194,14 @@ class Harnessed(TemplateLM):
         """Texts after contexts, greedy unless a task says do_sample."""
         del disable_tqdm
         found: list[Any] = [None] * len(requests)
-        alike: dict[str, list[int]] = {}
+        turns: collections.Counter[Any] = collections.Counter()
+        alike: dict[Any, list[int]] = {}
         for number, request in enumerate(requests):
-            alike.setdefault(repr(sorted(request.args[1].items())), []).append(number)
-        for numbers in alike.values():
-            options = self._options(requests[numbers[0]].args[1])
+            context, options = request.args[0], repr(sorted(request.args[1].items()))
+            alike.setdefault((options, turns[context, options]), []).append(number)
+            turns[context, options] += 1
+        for (_, turn), numbers in alike.items():
+            options = self._options(requests[numbers[0]].args[1], turn)
             for part in _by(self.batch_size, numbers):
                 contexts = [requests[number].args[0] or [self.eot_token_id] for number in part]
                 texts = complete(self.model, self.encoding, contexts, **options)
@@ -206,24 +210,26 @@ class Harnessed(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _options(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Of `complete`, from what a task says."""
+    def _options(self, given: dict[str, Any], turn: int) -> dict[str, Any]:
+        """Of `complete`, from what a task says; when the same is asked for several times, as often
+        something else is drawn."""
         given = dict(given)
         until = given.pop("until", None) or []
         stop = [until] if isinstance(until, str) else [*until]
         most = int(given.pop("max_gen_toks", self.max_gen_toks))
         temperature, top_k = given.pop("temperature", None), given.pop("top_k", None)
         is_random = given.pop("do_sample", temperature not in (None, 0, 0.0))
-        key = jax.random.key(int(given.pop("seed", 0)))
+        key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), turn)
         if given:
             raise UserError(
                 f"generation_kwargs.{min(given)}={given[min(given)]!r} is not known: there are "
                 "until, max_gen_toks, do_sample, temperature, top_k and seed"
             )
         options = {"stop": stop, "max_new_tokens": most}
-        if not is_random:
+        if not is_random or temperature == 0:
             return options | {"top_k": 1}
-        return options | {"key": key, "temperature": temperature or 1.0, "top_k": top_k}
+        temperature = 1.0 if temperature is None else temperature
+        return options | {"key": key, "temperature": temperature, "top_k": top_k}
 
     def _after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """The states after contexts, of which some may be empty, with room for more tokens."""

@@ -21,9 +21,9 @@ from flax import nnx
 from heinsen_jax.data import save_tokenizer
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, named, read_config
+from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
-from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
+from heinsen_jax.training.weights import SHARD_BYTES, has_weights, named, save_weights
 
 try:
     from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
@@ -44,8 +44,10 @@ def save_pretrained(
     *,
     best: bool = True,
     shard_bytes: int = SHARD_BYTES,
+    repo_id: str | None = None,
 ) -> Path:
-    """Writes a run's best (or latest) checkpoint into the folder `output`, and returns it.
+    """Writes a run's best (or latest) checkpoint into the folder `output`, and returns it. Its card
+    says how to fetch it from `repo_id`.
 
     Raises:
       UserError: there is no such run; or the folder exists and holds something.
@@ -62,7 +64,7 @@ def save_pretrained(
     for name in (CONFIG_FILE, METRICS_FILE):
         if (workdir / name).exists():
             shutil.copyfile(workdir / name, output / name)
-    (output / "README.md").write_text(card(workdir, step, arrays))
+    (output / "README.md").write_text(card(workdir, step, arrays, repo_id or str(output)))
     return output
 
 
@@ -109,7 +111,7 @@ def push(
         folder = Path(workdir)
         if not has_weights(folder):
             folder = Path(temporary) / "model"
-            save_pretrained(workdir, folder, best=best, shard_bytes=shard_bytes)
+            save_pretrained(workdir, folder, best=best, shard_bytes=shard_bytes, repo_id=repo_id)
         hub = HfApi()
         try:
             address = hub.create_repo(repo_id, private=private, exist_ok=True)
@@ -117,19 +119,21 @@ def push(
                 repo_id=repo_id,
                 folder_path=folder,
                 allow_patterns=[*FETCHED, "README.md"],
+                delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of what was there
                 commit_message="A model of heinsen_jax",
             )
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
+        except Exception as error:  # of its HTTP client, too, which changes from version to version
+            reason = next(iter(str(error).splitlines()), "no reason given")
             raise UserError(
-                f"{repo_id} could not be uploaded ({type(error).__name__}: "
-                f"{str(error).splitlines()[0]}): log in with `hf auth login`, as someone who may "
-                "write there"
+                f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}): log in with "
+                "`hf auth login`, as someone who may write there"
             ) from error
     return str(address)
 
 
-def card(workdir: Path, step: int, arrays: dict[str, Any]) -> str:
-    """README.md of a saved model: what it is, how it was trained, how good it is, how to use it."""
+def card(workdir: Path, step: int, arrays: dict[str, Any], name: str) -> str:
+    """README.md of a saved model: what it is, how it was trained, how good it is, and how to use
+    it, fetched by that name."""
     config: Any = read_config(workdir)
     model, data, training = config["model"], config["data"], config["training"]
     found = {
@@ -139,7 +143,8 @@ def card(workdir: Path, step: int, arrays: dict[str, Any]) -> str:
         for name, value in row.items()
         if name.startswith("validation/")
     }
-    source = data.get("corpus") or data.get("task")
+    source = Path(data["corpus"]).name if "corpus" in data else data["task"]  # no one's folders
+    writes = "corpus" in data and model["is_causal"]
     attention = model["attention"]
     attention = attention if isinstance(attention, str) else ", ".join(attention)
     results = [
@@ -154,7 +159,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Any]) -> str:
     ]
     header = ModelCardData(
         library_name="heinsen_jax",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-generation" if writes else None,
         tags=["jax", "flax", "heinsen_jax", f"{attention}-attention"],
         model_name=workdir.resolve().name if results else None,
         eval_results=results or None,
@@ -174,6 +179,9 @@ def card(workdir: Path, step: int, arrays: dict[str, Any]) -> str:
     }
     settings = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     measured = "\n".join(f"| {name.replace('_', ' ')} | {x:.4f} |" for name, x in found.items())
+    commands = "`python -m heinsen_jax.evaluate --workdir FOLDER`"
+    if writes:
+        commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
     measured = f"| | validation |\n|---|---|\n{measured}" if found else "Not measured."
     return f"""---
 {header.to_yaml()}
@@ -181,7 +189,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Any]) -> str:
 
 # {workdir.resolve().name}
 
-A language model trained with heinsen_jax. All of its settings are in
+A model trained with heinsen_jax. All of its settings are in
 [config.json](config.json): `python train.py --config config.json` repeats the run.
 
 | | |
@@ -195,14 +203,12 @@ A language model trained with heinsen_jax. All of its settings are in
 ## Use
 
 ```python
-from heinsen_jax.generate import generate
 from heinsen_jax.interop.hub import from_pretrained
 
-model, tokenizer = from_pretrained("this repository")
+model, tokenizer = from_pretrained("{name}")
 ```
 
-or, with a copy of this folder, `python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and
-`python -m heinsen_jax.evaluate --workdir FOLDER --data TEXT`.
+or, with a copy of this folder, {commands}.
 
 ## Limits
 

@@ -44,7 +44,8 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
       num_heads: heads in each layer, which the weights do not tell.
 
     Returns:
-      A `LanguageModel` with the weights' own dtype; all sizes follow from their shapes.
+      A `LanguageModel` in float32, or in float64 where the weights are that; all sizes follow from
+      their shapes.
 
     Raises:
       ValueError: an entry is missing, not known, or of a wrong shape; the message names it.
@@ -66,15 +67,16 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
     parameters = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     for name, (path, transposed) in _NAMES.items():
         parts = [np.asarray(arrays[each]) for each in _each_layer(name, num_layers)]
+        leaf = parameters[path]
+        want = leaf.shape[1:] if "{}" in name else leaf.shape
+        for each, part in zip(_each_layer(name, num_layers), parts, strict=True):
+            if part.shape != (want[::-1] if transposed else want):
+                raise ValueError(
+                    f"state dict entry {each!r} has shape {part.shape}, "
+                    f"which does not fit {num_heads} heads and the other entries"
+                )
         parts = [part.T if transposed else part for part in parts]
         value = np.stack(parts) if "{}" in name else parts[0]
-        leaf = parameters[path]
-        if value.shape != leaf.shape:
-            shape = parts[0].shape[:: -1 if transposed else 1]
-            raise ValueError(
-                f"state dict entry {name!r} has shape {shape}, "
-                f"which does not fit {num_heads} heads and the other entries"
-            )
         leaf.set_value(jnp.asarray(value, leaf.dtype))
     return nnx.merge(graph, state)
 
@@ -174,7 +176,7 @@ def _config(
     vocab_size, model_dim = shapes["embed.weight"]
     inner = shapes["layers.0.feedforward1.1.weight"][0]
     values = shapes["layers.0.feedforward2.0.weight"][1]
-    if values % num_heads or (inner - values) % (2 * num_heads):
+    if num_heads < 1 or values % num_heads or (inner - values) % (2 * num_heads):
         raise ValueError(
             f"num_heads={num_heads} does not fit layers of {inner} and {values} features"
         )

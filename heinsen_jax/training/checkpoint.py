@@ -21,7 +21,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.seal import damage, seal, seal_the_last
 from heinsen_jax.training.state import TrainState
-from heinsen_jax.training.weights import has_weights, load_weights
+from heinsen_jax.training.weights import has_weights, load_weights, named
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -254,9 +254,3 @@ def _free(path: Path) -> Path:
 
 def _goodness(metrics: dict[str, float]) -> float:
     return -metrics["loss"]
-
-
-def named(tree: Any) -> dict[str, Any]:
-    """The arrays of a pytree by their paths: a checkpoint does not depend on container classes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -18,6 +18,12 @@ INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 
 
+def named(tree: Any) -> dict[str, Any]:
+    """The arrays of a pytree by their paths: what is saved does not depend on container classes."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+
+
 def has_weights(folder: Path) -> bool:
     return (folder / WEIGHTS_FILE).exists() or (folder / INDEX_FILE).exists()
 
@@ -41,7 +47,9 @@ def save_weights(
         place |= dict.fromkeys(shard, file)
         held = {name: np.ascontiguousarray(x) for name, x in shard.items()}
         save_file(held, folder / file, metadata)
-    if len(shards) > 1:
+    if len(shards) == 1:
+        (folder / INDEX_FILE).unlink(missing_ok=True)  # of what was there before
+    else:
         total = sum(x.nbytes for x in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": place}
         write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2).encode())

@@ -58,6 +58,21 @@ def test_a_state_of_nothing(tmp_path):
     np.testing.assert_array_equal(model(PROMPT, state=again), model(PROMPT))
 
 
+def test_how_it_is_computed_does_not_matter(tmp_path):
+    model = build("log", **SIZES)
+    _, state = model(PROMPT, return_state=True)
+    save_state(tmp_path / "state", model, state)
+    options = {"remat": True, "options": (("log.implementation", "scan"),)}
+    other = LanguageModel(build("log", **SIZES, **options).config, rngs=nnx.Rngs(0))
+    load_state(tmp_path / "state", other)
+
+
+def test_where_it_cannot_be_written(tmp_path):
+    model = build("log", **SIZES)
+    with pytest.raises(UserError, match="nowhere/state cannot be written"):
+        save_state(tmp_path / "nowhere/state", model, model.init_state(()))
+
+
 def test_another_models_state_is_refused(tmp_path):
     model = build("log", **SIZES)
     save_state(tmp_path / "state", model, model.init_state(()))

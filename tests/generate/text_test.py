@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+import tiktoken
 
 from heinsen_jax.data import end_of_text_id, get_tokenizer
 from heinsen_jax.errors import UserError
@@ -72,6 +73,18 @@ def test_prompts_after_a_state(model):
     assert texts == whole
 
 
+def test_ids_of_no_token_are_shown_as_such():
+    """Published encodings leave some out."""
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    special = {"<|endoftext|>": 263}
+    gaps = tiktoken.Encoding(
+        "gaps", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=special
+    )
+    key = jax.random.key(0)
+    texts = complete(build("log", **SIZES), gaps, ["a"], 60, key=key, num_samples=9)
+    assert any("\N{REPLACEMENT CHARACTER}" in text for text in texts[0])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -82,6 +95,8 @@ def test_prompts_after_a_state(model):
         ({"num_samples": 0}, "num_samples=0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"top_k": None}, "sampling needs key"),
+        ({"key": jax.random.split(jax.random.key(0))}, "key must be one jax.random.key"),
+        ({"state": build("log", **SIZES).init_state((2,))}, "of a batch of texts"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

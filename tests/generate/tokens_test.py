@@ -66,6 +66,13 @@ def test_a_key_decides_the_sample(model):
     assert first == again != other
 
 
+def test_keys_of_either_kind(model):
+    new, old = jax.random.key(1), jax.random.PRNGKey(1)
+    prompt = jnp.array([[3, 1, 4], [2, 7, 1]])
+    have, want = (generate(model, prompt, 9, key=key) for key in (old, new))
+    np.testing.assert_array_equal(have, want)
+
+
 def test_stream_gives_the_same_tokens(model):
     prompt, key = jnp.array([3, 1, 4]), jax.random.key(5)
     whole = generate(model, prompt, 9, key=key, temperature=0.7, top_k=5).tolist()
@@ -104,6 +111,8 @@ def test_no_new_tokens_are_none(model):
         ({"key": None}, "sampling needs key"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"num_tokens": 18}, "num_tokens=18"),
+        ({"max_new_tokens": 0, "return_state": True}, "would read nothing"),
+        ({"key": jax.random.split(jax.random.key(0), 3)}, r"key\[3\] must be one jax.random.key"),
     ],
 )
 def test_bad_arguments_are_named(model, change, message):

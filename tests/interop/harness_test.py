@@ -151,6 +151,10 @@ def test_texts_up_to_what_ends_them(adapter):
     sampled = {"until": "\n", "do_sample": True, "temperature": 0.9, "max_gen_toks": 5}
     requests = [request("generate_until", "where", sampled | {"seed": seed}) for seed in (1, 2)]
     assert len({*adapter.generate_until(requests)}) == 2
+    again = request("generate_until", "where", sampled)
+    assert len({*adapter.generate_until([again] * 5)}) > 1  # as often as it is asked for
+    zero = request("generate_until", "where", sampled | {"temperature": 0})
+    assert len({*adapter.generate_until([zero] * 3)}) == 1
     with pytest.raises(UserError, match=r"generation_kwargs\.top_p=0.9 is not known"):
         adapter.generate_until([request("generate_until", "a", {"top_p": 0.9})])
 
@@ -250,6 +254,9 @@ def test_bad_arguments_are_named(run, change, message):
     [
         (["--tasks", "nonsense_of_mine"], "--tasks nonsense_of_mine is not known"),
         (["--tasks", "x", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
+        (["--tasks", "x", "--data", "text"], "--data text is of texts, not of --tasks"),
+        (["--limit", "3"], "--limit 3 is of --tasks: leave it out"),
+        (["--tasks", "x", "--output", "no/x.json"], "--output no/x.json: there is no folder no"),
     ],
 )
 def test_unknown_tasks_are_named(run, arguments, message, monkeypatch, capsys):

@@ -65,6 +65,22 @@ def test_a_misshapen_entry_is_named_with_its_shape():
         from_state_dict(arrays(**{"embed_pos.dense.weight": np.ones((15, 8))}), num_heads=2)
 
 
+def test_a_misshapen_entry_of_a_layer_is_named():
+    given = arrays()
+    more = {name.replace(".0.", ".1.", 1): x for name, x in given.items() if ".0." in name}
+    given |= more | {"layers.1.feedforward2.2.weight": np.ones((8, 7))}
+    with pytest.raises(
+        ValueError, match=r"'layers\.1\.feedforward2\.2\.weight' has shape \(8, 7\)"
+    ):
+        from_state_dict(given, num_heads=2)
+
+
+@pytest.mark.parametrize("num_heads", [0, -1])
+def test_heads_are_at_least_one(num_heads):
+    with pytest.raises(ValueError, match=f"num_heads={num_heads} does not fit"):
+        from_state_dict(arrays(), num_heads=num_heads)
+
+
 def test_a_number_of_heads_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="num_heads=3 does not fit"):
         from_state_dict(arrays(), num_heads=3)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import math
 import tempfile
 from contextlib import ExitStack
@@ -25,6 +26,10 @@ from heinsen_jax.training.weights import has_weights, load_weights, named
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
+
+EXPECTED = "CheckpointManagerOptions.read_only=True", "Given directory is read only"
+"""What Orbax warns of where a folder is only read, which is what was asked for."""
+logging.getLogger("absl").addFilter(lambda record: not record.getMessage().startswith(EXPECTED))
 
 
 class Checkpoints:

@@ -50,6 +50,11 @@ def test_a_run_is_taken_as_it_is(run):
     np.testing.assert_array_equal(from_pretrained(run)[0](TOKENS), load_run(run)[0](TOKENS))
 
 
+def test_nothing_is_said_of_what_was_asked_for(run, caplog):
+    load_run(run)
+    assert not [record for record in caplog.records if "read" in record.getMessage()]
+
+
 def test_the_card_says_what_was_measured(run, saved):
     text = (saved / "README.md").read_text()
     step = load_run(run)[2]

@@ -28,8 +28,6 @@ from tests.ops.log_attention.masks import (
     cotangent_of,
 )
 
-pytestmark = pytest.mark.usefixtures("as_users_compile")
-
 WIDTH = 12
 
 

@@ -11,25 +11,26 @@ from heinsen_jax.generate.prompts import PIECE
 from tests.models.mechanisms_test import CAUSAL, build
 
 SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
-LENGTHS = np.array([PIECE + 5, 1, PIECE, 7])
+LENGTHS = np.array([PIECE + 5, 1, PIECE])
 
 
 def prompts(padding: str):
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 17, (4, PIECE + 5))  # what pads is random, too
+    tokens = rng.integers(0, 17, (len(LENGTHS), PIECE + 5))  # what pads is random, too
     rows = []
     for row, length in zip(tokens, LENGTHS, strict=True):
         rows.append(row[:length] if padding == "right" else row[-length:])
     return tokens, rows
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+    ("name", "padding"), [*((name, "right") for name in CAUSAL), ("log", "left")]
+)
 @pytest.mark.slow
 def test_as_alone(name, padding):
     model = build(name, **SIZES)
     tokens, rows = prompts(padding)
-    keys = jax.random.split(jax.random.key(1), 4)
+    keys = jax.random.split(jax.random.key(1), len(LENGTHS))
     together = generate(model, tokens, 6, key=keys, lengths=LENGTHS, padding=padding)
     for row, key, new in zip(rows, keys, together, strict=True):
         np.testing.assert_array_equal(generate(model, row, 6, key=key), new)
@@ -38,7 +39,7 @@ def test_as_alone(name, padding):
 def test_greedily_after_a_state():
     model = build("log", **SIZES)
     tokens, rows = prompts("right")
-    before = jnp.array([[3, 1, 4, 1, 5]] * 4)
+    before = jnp.array([[3, 1, 4, 1, 5]] * len(LENGTHS))
     _, state = model(before, return_state=True)
     options = {"top_k": 1, "state": state}
     together, after = generate(model, tokens, 4, lengths=LENGTHS, return_state=True, **options)

@@ -48,9 +48,10 @@ def adapter(request, run):
 
 
 def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """By one pass over one text."""
-    tokens = np.array([*context, *continuation])
-    logits = np.asarray(adapter.model(tokens[:-1]), np.float64)[len(context) - 1 :]
+    """By one pass over one text, with what it does not see after it: few lengths to compile."""
+    tokens = np.array([*context, *continuation])[:-1]
+    logits = adapter.model(np.pad(tokens, (0, -len(tokens) % 16)))
+    logits = np.asarray(logits, np.float64)[len(context) - 1 : len(tokens)]
     logits = logits - logits.max(-1, keepdims=True)
     each = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
     said = np.argmax(logits[:, : adapter.encoding.n_vocab], -1)

@@ -126,7 +126,7 @@ def test_writing_ends_with_the_positions():
     new, state = generate(model, prompt, 28, top_k=1, return_state=True)
     assert new.shape == (28,)
     assert model.remaining(state) == 0
-    with pytest.raises(ValueError, match="positions for 32 more tokens .*, and 33 would be fed"):
+    with pytest.raises(ValueError, match=r"positions for 32 more tokens .*, and 33 would be fed"):
         generate(model, prompt, 29, top_k=1)
     with pytest.raises(ValueError, match="as long as the model has positions for"):
         for _ in stream(model, prompt, top_k=1):

@@ -2,21 +2,13 @@
 
 import math
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from heinsen_jax.ops.log_attention import (
-    Chunked,
-    LogAttentionState,
-    heinsen_attention,
-    log_attention,
-)
+from heinsen_jax.ops.log_attention import Chunked, LogAttentionState, log_attention
 from heinsen_jax.ops.log_attention.chunked import _log_tiers, _mean_tiers
 from heinsen_jax.ops.log_attention.one_level import Form
 from heinsen_jax.ops.log_attention.tokens import Tokens
@@ -149,28 +141,6 @@ def test_products_serve_all_that_they_are_chosen_for(slope):
         assert_within(have, want, 1e-5 * np.max(np.abs(want)))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        Chunked(16, 128),
-        Chunked(32, 64),
-        Chunked(32, 64, recompute=False),
-        Chunked(16, 16, safe_range=-1),
-        Chunked(side_by_side=True),
-        Chunked(16, 64, side_by_side=True),
-        Chunked(32, 128, recompute=False, side_by_side=True),
-    ],
-    ids=str,
-)
-def test_sizes_and_what_is_kept_do_not_change_the_result(options):
-    arrays = inputs()
-    log_y, gradients = value_and_gradients(*arrays, options)
-    expected, expected_gradients = value_and_gradients(*arrays, DEFAULT)
-    np.testing.assert_allclose(log_y, expected, atol=5e-6)
-    for have, want in zip(gradients, expected_gradients, strict=True):
-        assert_within(have, want, 5e-6 * np.max(np.abs(want)))
-
-
 def test_one_unsafe_block_leaves_the_others_to_products():
     """The choice is made block by block, so one outlier does not slow a whole sequence."""
     query, key, log_value = inputs()
@@ -182,120 +152,6 @@ def test_one_unsafe_block_leaves_the_others_to_products():
     np.testing.assert_array_equal(log_y[:, :64], fast_log_y[:, :64])
     expected, _ = in_float64((query, key, log_value))
     assert_within(log_y, expected, 5e-6 * 1e4)
-
-
-@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
-@pytest.mark.parametrize("name", ["log_decay", "segment_ids", "both"])
-@given(length=st.integers(1, 70), std=st.sampled_from([0.1, 1.0, 5.0]), seed=st.integers(0, 1000))
-@settings(max_examples=12, deadline=None)
-def test_states_side_by_side_are_those_one_by_one(function, name, length, std, seed):
-    """Padded to one length, so that examples share what is compiled."""
-    keys = jax.random.split(jax.random.key(seed), 6)
-    query, key, value = std * jax.random.normal(keys[0], (3, 1, 70, 2, 3))
-    options: Any = {"key_value_seq_lengths": jnp.full((1,), length)}
-    if name != "segment_ids":
-        options["log_decay"] = -std * jax.random.exponential(keys[1], (1, 70, 2, 3))
-    if name != "log_decay":
-        options["segment_ids"] = jnp.cumsum(jax.random.bernoulli(keys[2], 0.1, (1, 70)), 1)
-    log_z = jax.random.normal(keys[3], (1, 2, 3))
-    state = LogAttentionState(log_z[..., None] + jax.random.normal(keys[4], (1, 2, 3, 3)), log_z)
-    have, want = (
-        with_pullback(function, implementation, query, key, value, state, options)
-        for implementation in (Chunked(16, 80, side_by_side=True), Chunked(16, 80))
-    )
-    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
-        a, b = (np.exp(x).real if np.iscomplexobj(x) else x for x in (a, b))
-        a, b = (np.where(np.isfinite(x), x, 0) for x in (a, b))
-        assert_within(a, b, 3e-5 * (1 + np.max(np.abs(b))))
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def with_pullback(function, implementation, query, key, value, state, options):
-    """Output, state, and the gradient of something of both."""
-
-    def loss(query, key, value, state, options):
-        y, after = function(
-            query,
-            key,
-            value,
-            initial_state=state,
-            return_state=True,
-            implementation=implementation,
-            **options,
-        )
-        seen = jnp.where(y == -jnp.inf, 0, jnp.sin(y))
-        return jnp.sum(seen) + jnp.sum(jnp.tanh(after.log_z)), (y, after)
-
-    arguments = query, key, value, state
-    decay = {name: x for name, x in options.items() if name == "log_decay"}
-
-    def of_floats(*arguments):
-        *others, decay = arguments
-        return loss(*others, {**options, **decay})
-
-    argnums = tuple(range(5))
-    return jax.value_and_grad(of_floats, argnums, has_aux=True)(*arguments, decay)
-
-
-@pytest.mark.parametrize("keywords", [(), ("log_decay", "segment_ids")])
-def test_an_accelerator_gets_few_large_operations(keywords, monkeypatch):
-    """Nothing is done chunk by chunk but by the tiers for extreme inputs."""
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    arrays = [jax.ShapeDtypeStruct((1, 65_536, 24, 32), jnp.float32)] * 3
-    places: Any = {"log_decay": ((1, 65_536, 24), jnp.float32), "segment_ids": ((1, 65_536), int)}
-    options = {name: jax.ShapeDtypeStruct(*places[name]) for name in keywords}
-    assert DEFAULT.form(Tokens(*[jnp.zeros((1, 1, 1, 128))] * 3)).chunk_size == 128
-
-    def operations(implementation):
-        def loss(*arrays, **options):
-            return jnp.sum(log_attention(*arrays, implementation=implementation, **options))
-
-        program = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays, **options).jaxpr
-        return operations_of_first_tier(program.jaxpr)
-
-    assert "scan" not in operations(DEFAULT)
-    assert "scan" in operations(Chunked(side_by_side=False))
-
-
-def operations_of_first_tier(program: Any) -> set[str]:
-    """Names of all primitives, but of the first branch of conditions only."""
-    found = set()
-    for equation in program.eqns:
-        found.add(equation.primitive.name)
-        inner = dict(equation.params)
-        if "branches" in inner:
-            inner["branches"] = inner["branches"][0]
-        programs = (getattr(x, "jaxpr", x) for x in inner.values())
-        found = found.union(*(operations_of_first_tier(x) for x in programs if hasattr(x, "eqns")))
-    return found
-
-
-@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
-@pytest.mark.parametrize("side_by_side", [False, True])
-def test_half_precision_rounds_factors_alone(function, side_by_side):
-    """By bfloat16's 0.4%, some more in gradients, which are differences; states stay float32."""
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs()]
-    implementation = Chunked(32, side_by_side=side_by_side)
-
-    @partial(jax.jit, static_argnums=1)
-    def outputs(arrays, implementation):
-        def loss(*arrays):
-            y, state = function(*arrays, implementation=implementation, return_state=True)
-            return jnp.sum(jnp.sin(y.astype(jnp.promote_types(y.dtype, jnp.float32)))), (y, state)
-
-        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arrays)
-
-    (_, (y, state)), gradients = outputs(arrays, implementation)
-    assert state.log_z.dtype == jnp.float32
-    with jax.enable_x64(True):
-        wide = [np.asarray(x, np.float64) for x in arrays]
-        (_, (want, want_state)), want_gradients = jax.device_get(outputs(wide, "reference"))
-    pairs = zip((y, *gradients), (want, *want_gradients), strict=True)
-    for have, expected in pairs:
-        error = np.linalg.norm(np.asarray(have, np.float64) - expected)
-        assert 1e-5 < error / np.linalg.norm(expected) < 3e-2
-    for have, expected in zip(jax.tree.leaves(state), jax.tree.leaves(want_state), strict=True):
-        np.testing.assert_allclose(np.exp(np.asarray(have)), np.exp(expected), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize(

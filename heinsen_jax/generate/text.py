@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -93,40 +94,25 @@ def complete(
     room = tokens.shape[1] + max_new_tokens + AT_ONCE
     state, are_apart = start_rows(model, len(texts), room, state)
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
-    writer = _Writer(
-        model,
-        tokenizer,
-        stop,
-        Sampler(jnp.tile(keys, len(texts)), sampler.temperature, sampler.top_k, sampler.num_tokens),
-        are_apart,
-    )
+    of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
+    writer = _Writer(model, tokenizer, stop, of_rows, are_apart)
     written = writer.write(jnp.asarray(tokens), jnp.asarray(lengths), state, max_new_tokens)
     return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
 
 
+@dataclass(frozen=True)
 class _Writer:
     """Continues rows, some tokens at a time, until all have ended."""
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        tokenizer: tiktoken.Encoding,
-        stop: Sequence[str],
-        sampler: Sampler,
-        are_apart: bool,
-    ) -> None:
-        self.graph, self.parameters = nnx.split(model)
-        self.tokenizer, self.stop, self.sampler, self.are_apart = (
-            tokenizer,
-            stop,
-            sampler,
-            are_apart,
-        )
-        self.end = end_of_text_id(tokenizer)
+    model: LanguageModel
+    tokenizer: tiktoken.Encoding
+    stop: Sequence[str]
+    sampler: Sampler
+    are_apart: bool
 
     def write(self, tokens: Array, lengths: Array, state: Any, most: int) -> list[str]:
+        options = *nnx.split(self.model), self.sampler, self.are_apart
         samples = len(self.sampler.key) // len(tokens)
-        options = self.graph, self.parameters, self.sampler, self.are_apart
         carry = _begin(*options, samples, tokens, lengths, state)
         rows = np.asarray(carry[0])[:, None]
         for position in range(1, most, AT_ONCE):
@@ -138,7 +124,7 @@ class _Writer:
 
     def ended(self, row: np.ndarray) -> tuple[str, bool]:
         """The text of new tokens, and whether it has come to its end."""
-        ends = np.flatnonzero(row == self.end)
+        ends = np.flatnonzero(row == end_of_text_id(self.tokenizer))
         row = row[: ends[0]] if len(ends) else row
         text = b"".join(bytes_of(self.tokenizer, int(token)) for token in row)
         text = text.decode("utf-8", "replace")
@@ -150,7 +136,6 @@ class _Writer:
 def _begin(graph, parameters, sampler, are_apart, samples, tokens, lengths, state) -> Any:
     """The first token of every sample, and the state that it is drawn from."""
     features, state = read(reader(graph, parameters, are_apart), tokens, lengths, state)
-
     each = jnp.repeat(jnp.arange(len(tokens)), samples)
     first = draw(graph, parameters, features[each], sampler, 0, tokens.dtype)
     return first, take_rows(state, each)

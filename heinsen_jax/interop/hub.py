@@ -190,7 +190,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Any], name: str) -> str:
 # {workdir.resolve().name}
 
 A model trained with heinsen_jax. All of its settings are in
-[config.json](config.json): `python train.py --config config.json` repeats the run.
+[config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run.
 
 | | |
 |---|---|

@@ -138,7 +138,7 @@ def main() -> None:
             except KeyboardInterrupt:
                 print()
 
-    tyro.cli(run, description=__doc__)
+    tyro.cli(run, prog="python -m heinsen_jax.chat", description=__doc__)
 
 
 def _line() -> str | None:

@@ -21,3 +21,10 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
             return 2
 
     return wrapped
+
+
+def without_extra(missing: ImportError, extra: str, module: str) -> BaseException:
+    """What a module that needs an extra of this package raises without it: where the module is the
+    program, an end with one clear line."""
+    message = f"{missing}: install what it needs, pip install 'heinsen_jax[{extra}]'"
+    return SystemExit(f"error: {message}") if module == "__main__" else ImportError(message)

@@ -97,7 +97,7 @@ def main() -> None:
         for name, value in found.items():
             print(f"  {name.replace('_', ' ')}: {value:.4f}")
 
-    tyro.cli(run)
+    tyro.cli(run, prog="python -m heinsen_jax.evaluate")
 
 
 def _run_tasks(

@@ -48,7 +48,7 @@ def main() -> None:
             print(text, end="", flush=True)
         print()
 
-    tyro.cli(run)
+    tyro.cli(run, prog="python -m heinsen_jax.generate")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.data import end_of_text_id
-from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.states import keeps_rows_apart, reader, start_rows, take_rows
@@ -36,9 +36,7 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as missing:
-    raise ImportError(
-        f"{missing}: install what the harness needs, pip install 'heinsen_jax[harness]'"
-    ) from missing
+    raise without_extra(missing, "harness", __name__) from missing
 
 PIECE = 512  # tokens of a document that are read at once
 GIVEN, WANTED = slice(None, -1), slice(1, None)

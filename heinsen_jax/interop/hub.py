@@ -19,7 +19,7 @@ import tyro
 from flax import nnx
 
 from heinsen_jax.data import save_tokenizer
-from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
@@ -29,9 +29,7 @@ try:
     from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 except ImportError as missing:
-    raise ImportError(
-        f"{missing}: install what the hub needs, pip install 'heinsen_jax[hub]'"
-    ) from missing
+    raise without_extra(missing, "hub", __name__) from missing
 
 __all__ = ["card", "from_pretrained", "push", "save_pretrained"]
 
@@ -239,7 +237,11 @@ def main() -> None:
         """Uploads a run's model, or a saved one, to the hub."""
         print(f"pushed to {push(workdir, repo_id, private=private, best=not latest)}")
 
-    tyro.extras.subcommand_cli_from_dict({"save": save, "push": push_run}, description=__doc__)
+    tyro.extras.subcommand_cli_from_dict(
+        {"save": save, "push": push_run},
+        prog="python -m heinsen_jax.interop.hub",
+        description=__doc__,
+    )
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def main() -> int:
             return 130
         return 0
 
-    return tyro.cli(run)
+    return tyro.cli(run, prog="python -m heinsen_jax.study")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,22 @@
+"""Without an extra, what needs it names it: as a program in one line, else as ImportError."""
+
+import runpy
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "needs"),
+    [
+        ("heinsen_jax.interop.hub", "hub", "huggingface_hub"),
+        ("heinsen_jax.interop.harness", "harness", "lm_eval.__main__"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of runpy, where it was imported before
+def test_it_is_named(module, extra, needs, monkeypatch):
+    monkeypatch.setitem(sys.modules, needs, None)
+    with pytest.raises(SystemExit, match=rf"^error: .*{needs}.*heinsen_jax\[{extra}\]"):
+        runpy.run_module(module, run_name="__main__")
+    with pytest.raises(ImportError, match=rf"{needs}.*heinsen_jax\[{extra}\]"):
+        runpy.run_module(module, run_name="imported")

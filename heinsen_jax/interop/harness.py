@@ -321,7 +321,7 @@ def run_tasks(
       options: of `lm_eval.simple_evaluate`.
 
     Raises:
-      UserError: a task is not known.
+      UserError: a task is not known, or its data are not to be had.
     """
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"--include-path {include_path} is no folder: give that of the tasks' YAML")
@@ -332,9 +332,14 @@ def run_tasks(
             "--include-path FOLDER adds those of its YAML files"
         )
     chosen: list[Any] = [*tasks]
-    results: Any = simple_evaluate(
-        Harnessed(**model), tasks=chosen, task_manager=manager, **options
-    )
+    adapter: Any = Harnessed(**model)
+    try:
+        results: Any = simple_evaluate(adapter, tasks=chosen, task_manager=manager, **options)
+    except (ConnectionError, FileNotFoundError) as error:
+        raise UserError(
+            f"--tasks {' '.join(tasks)}: the data of one of them are not to be had, from the "
+            f"Hugging Face Hub or a file that its YAML names ({' '.join(str(error).split())})"
+        ) from error
     return results
 
 

@@ -266,6 +266,17 @@ def test_unknown_tasks_are_named(run, arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["nobody/nothing_of_mine", "json"])
+def test_data_that_are_not_to_be_had(run, place, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    files = {"data_files": {"test": str(tmp_path / "nowhere.jsonl")}} if place == "json" else {}
+    task = {"task": "away", "dataset_path": place, "dataset_kwargs": files, "test_split": "test"}
+    (tmp_path / "away.yaml").write_text(json.dumps(TASKS["words_perplexity"] | task))
+    with pytest.raises(UserError, match=r"--tasks away: the data .* \(.*(nothing_of_mine|nowhere)"):
+        harness.run_tasks({"workdir": str(run)}, tasks=["away"], include_path=tmp_path)
+
+
 def test_without_the_harness_it_says_what_to_install(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)

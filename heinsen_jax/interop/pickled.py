@@ -6,6 +6,7 @@ called; here those that make up tensors are known, and all others are refused.
 """
 
 import collections
+import io
 import math
 import pickle
 import zipfile
@@ -41,6 +42,8 @@ def read_pickled(path: Path) -> Any:
     try:
         with zipfile.ZipFile(path) as archive:
             return _Reader(path, archive).load()
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except zipfile.BadZipFile:
@@ -59,7 +62,7 @@ class _Reader(pickle.Unpickler):
             raise zipfile.BadZipFile
         self._path, self._archive, self._folder = path, archive, name.removesuffix("data.pkl")
         self._little = self._byte_order() == b"little"
-        super().__init__(archive.open(name))
+        super().__init__(io.BytesIO(archive.read(name)))
 
     def _byte_order(self) -> bytes:
         name = f"{self._folder}byteorder"
@@ -70,14 +73,17 @@ class _Reader(pickle.Unpickler):
             case "collections", "OrderedDict":
                 return collections.OrderedDict
             case "torch._utils", "_rebuild_tensor_v2":
-                return _view
+                return self._view
             case "torch._utils", "_rebuild_parameter":
                 return lambda tensor, *_: tensor
             case "torch", _ if global_name in _STORAGES:
                 return np.dtype(_STORAGES[global_name])
-        raise UserError(
-            f"{self._path} holds {module_name}.{global_name}, which is not read: save the model's "
-            "state_dict() alone, torch.save(model.state_dict(), path)"
+        raise self._refusal(f"{module_name}.{global_name}")
+
+    def _refusal(self, what: str) -> UserError:
+        return UserError(
+            f"{self._path} holds {what}, which is not read: save the model's state_dict() alone, "
+            "torch.save(model.state_dict(), path)"
         )
 
     def persistent_load(self, pid: Any, /) -> np.ndarray:
@@ -89,10 +95,20 @@ class _Reader(pickle.Unpickler):
             raise ValueError(f"storage {key} holds {len(storage)} of {number} numbers")
         return storage
 
-
-def _view(storage: np.ndarray, offset: int, size: Any, stride: Any, *_: Any) -> np.ndarray:
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if math.prod(size) and not 0 <= offset <= last < len(storage):
-        raise ValueError(f"a tensor of shape {tuple(size)} is larger than its storage")
-    steps = [step * storage.itemsize for step in stride]
-    return np.lib.stride_tricks.as_strided(storage[offset:], size, steps).copy()
+    def _view(
+        self,
+        storage: np.ndarray,
+        offset: int,
+        size: Any,
+        stride: Any,
+        _requires_grad: bool = False,
+        _hooks: Any = None,
+        marks: Any = None,
+    ) -> np.ndarray:
+        if marks:  # that its numbers stand for others, their negatives or conjugates
+            raise self._refusal(f"a tensor with {marks}")
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if math.prod(size) and not 0 <= offset <= last < len(storage):
+            raise ValueError(f"a tensor of shape {tuple(size)} is larger than its storage")
+        steps = [step * storage.itemsize for step in stride]
+        return np.lib.stride_tricks.as_strided(storage[offset:], size, steps).copy()

@@ -30,7 +30,10 @@ def main() -> int:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("--config", required=True, help="a name, a file, or a run's config.json")
+    parser.add_argument(
+        "-h", "--help", action="store_true", help="this, and with --config also every field"
+    )
+    parser.add_argument("--config", help="a name, a file, or a run's config.json: has to be given")
     parser.add_argument("--workdir", help="the run's folder; runs/<name of the config> by default")
     parser.add_argument(
         "--dry-run", action="store_true", help="compile, rehearse, say what it takes; do not train"
@@ -48,6 +51,13 @@ def main() -> int:
         help="seconds after which a silent process counts as dead, and the others end",
     )
     options, overrides = parser.parse_known_args()
+    if options.help:
+        parser.print_help()
+        if options.config is not None:
+            override(load_config(options.config), ["--help"])
+        return 0
+    if options.config is None:
+        parser.error("--config is missing: give a name, as quickstart, a file, or --help")
     distributed.initialize(
         options.coordinator,
         options.num_processes,

@@ -13,6 +13,7 @@ import jax
 import pytest
 from flax import nnx
 
+from heinsen_jax.train import main
 from heinsen_jax.training.checkpoint import load_run
 
 pytestmark = pytest.mark.xdist_group("train")  # one worker makes what tests share
@@ -72,6 +73,24 @@ def finish(place: Path, *arguments: str) -> tuple[int, str, str]:
 
 def train(*arguments: str) -> tuple[str, ...]:
     return (str(ROOT / "train.py"), "--config", "tiny.py", *arguments)
+
+
+def test_help_is_of_options_and_with_a_configuration_of_its_fields(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
+    assert main() == 0
+    assert "--workdir" in (options := capsys.readouterr().out)
+    assert "--model.num-layers" not in options
+    monkeypatch.setattr(sys, "argv", [*train("--help")])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main()
+    shown = capsys.readouterr().out
+    assert shown.startswith(options)
+    assert "--model.num-layers" in shown
+    monkeypatch.setattr(sys, "argv", ["train.py", "--dry-run"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main()
+    assert "--config is missing: give a name" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

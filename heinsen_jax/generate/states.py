@@ -35,11 +35,7 @@ def repeated(model: LanguageModel, state: LanguageModelState, number: int) -> La
     batch = _batch_axes(model, state)
 
     def one(axis: int, x: Array, has_rows: bool) -> Array:
-        if not has_rows:
-            return x
-        axis += batch
-        x = jnp.expand_dims(x, axis)
-        return jnp.broadcast_to(x, (*x.shape[:axis], number, *x.shape[axis + 1 :]))
+        return _with_axis(x, axis + batch, number) if has_rows else x
 
     return _by_part(one, state, _have_rows(model, state))
 
@@ -48,10 +44,7 @@ def to_rows(model: LanguageModel, state: LanguageModelState, rows: int) -> Langu
     """The state of texts `[rows]`, with a row for each also where all share a number."""
 
     def one(axis: int, x: Array, has_rows: bool) -> Array:
-        if has_rows:
-            return x
-        x = jnp.expand_dims(x, axis)
-        return jnp.broadcast_to(x, (*x.shape[:axis], rows, *x.shape[axis + 1 :]))
+        return x if has_rows else _with_axis(x, axis, rows)
 
     return _by_part(one, state, _have_rows(model, state))
 
@@ -108,6 +101,11 @@ def reader(graph: Any, parameters: Any, are_apart: bool) -> Read:
         return nnx.merge(graph, parameters).features(tokens, state=state, return_state=True)
 
     return read if are_apart else jax.vmap(read, in_axes=(0, AXES), out_axes=(0, AXES))
+
+
+def _with_axis(x: Array, axis: int, size: int) -> Array:
+    """x, `size` times along a new axis."""
+    return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
 
 
 def _by_part(function: Callable, state: LanguageModelState, *others: Any) -> LanguageModelState:

@@ -129,7 +129,12 @@ def stream(
     key: Array | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[int]:
-    """`generate` for one prompt `[T]`, without end, a token at a time. The same tokens."""
+    """`generate` for one prompt `[T]`, without end, a token at a time. The same tokens.
+
+    Raises:
+      UserError: an argument is out of its range; or, when it comes to that, the model has positions
+        for no more tokens.
+    """
     tokens = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
     check_prompts(model, tokens)

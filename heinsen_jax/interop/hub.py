@@ -134,34 +134,13 @@ def card(workdir: Path, step: int, arrays: dict[str, Any], name: str) -> str:
     it, fetched by that name."""
     config: Any = read_config(workdir)
     model, data, training = config["model"], config["data"], config["training"]
-    found = {
-        name.removeprefix("validation/"): value
-        for row in read_metrics(workdir)
-        if row["step"] == step
-        for name, value in row.items()
-        if name.startswith("validation/")
-    }
+    found = _measured(workdir, step)
     source = Path(data["corpus"]).name if "corpus" in data else data["task"]  # no one's folders
     writes = "corpus" in data and model["is_causal"]
     attention = model["attention"]
     attention = attention if isinstance(attention, str) else ", ".join(attention)
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=str(source),
-            dataset_name=str(source),
-            metric_type=name,
-            metric_value=round(value, 4),
-        )
-        for name, value in found.items()
-    ]
-    header = ModelCardData(
-        library_name="heinsen_jax",
-        pipeline_tag="text-generation" if writes else None,
-        tags=["jax", "flax", "heinsen_jax", f"{attention}-attention"],
-        model_name=workdir.resolve().name if results else None,
-        eval_results=results or None,
-    )
+    title = workdir.resolve().name
+    header = _metadata(title, attention, source, found, writes)
     rows = {
         "parameters": f"{sum(x.size for x in arrays.values()):,}",
         "attention": attention,
@@ -182,10 +161,10 @@ def card(workdir: Path, step: int, arrays: dict[str, Any], name: str) -> str:
         commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
     measured = f"| | validation |\n|---|---|\n{measured}" if found else "Not measured."
     return f"""---
-{header.to_yaml()}
+{header}
 ---
 
-# {workdir.resolve().name}
+# {title}
 
 A model trained with heinsen_jax. All of its settings are in
 [config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run.
@@ -216,6 +195,40 @@ It knows the text it was trained on, and nothing was done to make what it writes
 
 Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
 """
+
+
+def _measured(workdir: Path, step: int) -> dict[str, float]:
+    """What validation found at a step."""
+    return {
+        name.removeprefix("validation/"): value
+        for row in read_metrics(workdir)
+        if row["step"] == step
+        for name, value in row.items()
+        if name.startswith("validation/")
+    }
+
+
+def _metadata(
+    title: str, attention: str, source: str, found: dict[str, float], writes: bool
+) -> str:
+    """What the hub reads of a card: YAML, with results as a model-index."""
+    results = [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=source,
+            dataset_name=source,
+            metric_type=name,
+            metric_value=round(value, 4),
+        )
+        for name, value in found.items()
+    ]
+    return ModelCardData(
+        library_name="heinsen_jax",
+        pipeline_tag="text-generation" if writes else None,
+        tags=["jax", "flax", "heinsen_jax", f"{attention}-attention"],
+        model_name=title if results else None,
+        eval_results=results or None,
+    ).to_yaml()
 
 
 @command_line

@@ -8,6 +8,7 @@ import tiktoken
 from heinsen_jax.data import end_of_text_id, get_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
+from heinsen_jax.generate.text import bytes_of
 from tests.models.mechanisms_test import build
 
 TOKENIZER = get_tokenizer("bytes")
@@ -80,6 +81,7 @@ def test_ids_of_no_token_are_shown_as_such():
     gaps = tiktoken.Encoding(
         "gaps", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=special
     )
+    assert bytes_of(gaps, 260).decode() == "\N{REPLACEMENT CHARACTER}"
     key = jax.random.key(0)
     texts = complete(build("log", **SIZES), gaps, ["a"], 60, key=key, num_samples=9)
     assert any("\N{REPLACEMENT CHARACTER}" in text for text in texts[0])

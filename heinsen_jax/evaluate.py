@@ -55,49 +55,59 @@ def main() -> None:
             model = {"workdir": str(workdir), "latest": latest, "batch_size": batch_size or 16}
             options = {"tasks": [*tasks], "limit": limit, "num_fewshot": num_fewshot}
             _run_tasks(model, options, include_path, output)
-            return
-        model, tokenizer, step = load_run(workdir, best=not latest)
-        experiment = load_config(workdir / CONFIG_FILE)
-        settings: Any = experiment.data
-        if max_batches is not None and max_batches < 1:
-            raise UserError(f"--max-batches {max_batches} must be at least 1")
-        if tokenizer is None and (data is not None or sequence_length is not None):
-            raise UserError(
-                f"{workdir} holds a run that learned a task, which has its own lengths: leave out "
-                "--data and --sequence-length"
-            )
-        if data is not None:
-            settings = replace(settings, corpus=data, validation_fraction=None)
-        if sequence_length is not None:
-            if sequence_length < 1:
-                raise UserError(f"--sequence-length {sequence_length} must be at least 1")
-            settings = replace(settings, sequence_length=sequence_length)
-        dataset = text.load(settings)
-        if tokenizer and text.fingerprint(dataset.tokenizer) != text.fingerprint(tokenizer):
-            raise UserError(
-                f"--data {settings.corpus} is of the tokenizer {dataset.tokenizer.name}, which "
-                f"differs from that of {workdir}: prepare it with the latter"
-            )
-        graph, parameters = nnx.split(model)
-        masked_fraction = experiment.training.masked_fraction
-        objective = objective_of(experiment.model, masked_fraction, dataset.vocab_size)
-        mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-        with jax.set_mesh(mesh):
-            found = evaluate(
-                make_evaluation_step(graph, objective),
-                parameters,
-                dataset,
-                settings,
-                mesh,
-                max_batches=max_batches,
-                is_causal=experiment.model.is_causal,
-            )
-        what = dataset.name if tokenizer is None else settings.corpus
-        print(f"{workdir}, step {step}, on {what}:")
-        for name, value in found.items():
-            print(f"  {name.replace('_', ' ')}: {value:.4f}")
+        else:
+            _run_text(workdir, data, sequence_length, max_batches, latest)
 
     tyro.cli(run, prog="python -m heinsen_jax.evaluate")
+
+
+def _run_text(
+    workdir: Path,
+    data: str | None,
+    sequence_length: int | None,
+    max_batches: int | None,
+    latest: bool,
+) -> None:
+    model, tokenizer, step = load_run(workdir, best=not latest)
+    experiment = load_config(workdir / CONFIG_FILE)
+    settings: Any = experiment.data
+    if max_batches is not None and max_batches < 1:
+        raise UserError(f"--max-batches {max_batches} must be at least 1")
+    if tokenizer is None and (data is not None or sequence_length is not None):
+        raise UserError(
+            f"{workdir} holds a run that learned a task, which has its own lengths: leave out "
+            "--data and --sequence-length"
+        )
+    if data is not None:
+        settings = replace(settings, corpus=data, validation_fraction=None)
+    if sequence_length is not None:
+        if sequence_length < 1:
+            raise UserError(f"--sequence-length {sequence_length} must be at least 1")
+        settings = replace(settings, sequence_length=sequence_length)
+    dataset = text.load(settings)
+    if tokenizer and text.fingerprint(dataset.tokenizer) != text.fingerprint(tokenizer):
+        raise UserError(
+            f"--data {settings.corpus} is of the tokenizer {dataset.tokenizer.name}, which "
+            f"differs from that of {workdir}: prepare it with the latter"
+        )
+    graph, parameters = nnx.split(model)
+    masked_fraction = experiment.training.masked_fraction
+    objective = objective_of(experiment.model, masked_fraction, dataset.vocab_size)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        found = evaluate(
+            make_evaluation_step(graph, objective),
+            parameters,
+            dataset,
+            settings,
+            mesh,
+            max_batches=max_batches,
+            is_causal=experiment.model.is_causal,
+        )
+    what = dataset.name if tokenizer is None else settings.corpus
+    print(f"{workdir}, step {step}, on {what}:")
+    for name, value in found.items():
+        print(f"  {name.replace('_', ' ')}: {value:.4f}")
 
 
 def _run_tasks(

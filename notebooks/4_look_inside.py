@@ -18,7 +18,6 @@
 # %%
 import contextlib
 import io
-import logging
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +82,6 @@ plt.grid(alpha=0.3)
 # the model back.
 
 # %%
-logging.getLogger("absl").setLevel("ERROR")
 model, tokenizer, step = load_run(workdir)
 text = "def read(self, size=-1):\n    return self.file.read(size)\n"
 tokens = jnp.array(tokenizer.encode_ordinary(text))

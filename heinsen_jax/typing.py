@@ -24,7 +24,7 @@ from typing import Any, TypeVar, dataclass_transform
 
 import pydantic
 from beartype import beartype
-from jaxtyping import Array, Bool, Complex, Float, Inexact, Int, Integer, jaxtyped
+from jaxtyping import Array, Bool, Complex, Float, Inexact, Int, Integer, Shaped, jaxtyped
 
 __all__ = [
     "Array",
@@ -34,6 +34,7 @@ __all__ = [
     "Inexact",
     "Int",
     "Integer",
+    "Shaped",
     "config_dataclass",
     "typed",
 ]

@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
-from heinsen_jax.ops.log_attention.tokens import varying_like
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array
 

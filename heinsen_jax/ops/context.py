@@ -13,7 +13,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from heinsen_jax.ops.arguments import document_starts
-from heinsen_jax.ops.log_attention.tokens import varying_like
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.typing import Array
 
 Tree = TypeVar("Tree")

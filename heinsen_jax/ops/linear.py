@@ -21,7 +21,7 @@ from heinsen_jax.ops.arguments import (
     is_there,
     without_padding,
 )
-from heinsen_jax.ops.log_attention.tokens import chunked, each_head, unchunked, varying_like
+from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk, varying_like
 from heinsen_jax.typing import Array
 
 CHUNK = 64  # tokens whose weights are formed at once
@@ -266,9 +266,9 @@ def _causal(tokens: _Tokens, state: LinearAttentionState, *, sees_itself: bool =
         states, document = _states(before, chunks)
         same = documents[..., :, None] == documents[..., None, :]
         weights = jnp.einsum("jxcf,jxdf->jxcd", query, key)
-        weights = jnp.where(each_head(sees & same, heads), weights, 0)
+        weights = jnp.where(repeat_rows(sees & same, heads), weights, 0)
         sees_state = documents == document[:-1, :, None]
-        query = jnp.where(each_head(sees_state[..., None], heads), query, 0)
+        query = jnp.where(repeat_rows(sees_state[..., None], heads), query, 0)
         numerator = jnp.einsum("jxcd,jxdv->jxcv", weights, value)
         numerator = numerator + jnp.einsum("jxcf,jxfv->jxcv", query, states.s[:-1])
         total = jnp.sum(weights, -1) + jnp.einsum("jxcf,jxf->jxc", query, states.z[:-1])
@@ -280,7 +280,7 @@ def _causal(tokens: _Tokens, state: LinearAttentionState, *, sees_itself: bool =
     (after, _), sums = lax.scan(add_and_read, first, chunks)
 
     def joined(x: Array) -> Array:
-        return unchunked(x.reshape(-1, *x.shape[2:]), batch, heads)[:, :length]
+        return unchunk(x.reshape(-1, *x.shape[2:]), batch, heads)[:, :length]
 
     return jax.tree.map(joined, sums), after
 
@@ -310,7 +310,7 @@ def _in_chunks(tokens: _Tokens, blocks: int, count: int, size: int) -> _Tokens:
 
     def cut(x: Array, mode: Any = "constant") -> Array:
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-        x = chunked(x, size)
+        x = chunk(x, size)
         return x.reshape(blocks, count, *x.shape[1:])
 
     documents = jnp.broadcast_to(tokens.documents[..., None, None], (batch, length, groups, 1))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
-from heinsen_jax.ops.log_attention.tokens import varying_like
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.typing import Array
 
 Layer = Callable[[Array], Array]

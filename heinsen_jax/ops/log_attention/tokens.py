@@ -1,11 +1,15 @@
 """The arrays of one call, and the chunks that they are cut into."""
 
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from heinsen_jax.ops.layout import chunk as chunked  # noqa: F401
+from heinsen_jax.ops.layout import repeat_rows as each_head  # noqa: F401
+from heinsen_jax.ops.layout import unchunk as unchunked  # noqa: F401
+from heinsen_jax.ops.layout import varying_like  # noqa: F401
 from heinsen_jax.typing import Array
 
 Tree = TypeVar("Tree")
@@ -50,29 +54,6 @@ class Tokens:
         return jnp.cumsum(chunked(starts, size)[..., 0], -1)
 
 
-def chunked(x: Array, size: int) -> Array:
-    """`[B, J C, G, (R,) F]` -> `[J, X, R C, F]`, X = B G: contractions are batched products."""
-    if x.ndim == 4:
-        x = x[:, :, :, None]
-    batch, length, groups, heads, features = x.shape
-    x = x.reshape(batch, length // size, size, groups, heads, features)
-    x = jnp.transpose(x, (1, 0, 3, 4, 2, 5))
-    return x.reshape(length // size, batch * groups, heads * size, features)
-
-
-def unchunked(x: Array, batch: int, heads: int) -> Array:
-    """The inverse: `[J, X, R C, F]` -> `[B, J C, G, R, F]`."""
-    chunks, folds, rows, features = x.shape
-    x = x.reshape(chunks, batch, folds // batch, heads, rows // heads, features)
-    x = jnp.transpose(x, (1, 0, 4, 2, 3, 5))
-    return x.reshape(batch, chunks * rows // heads, folds // batch, heads, features)
-
-
-def each_head(x: Array, heads: int) -> Array:
-    """`[..., C, F]` repeated for the rows of every head: `[..., R C, F]`."""
-    return x if heads == 1 else jnp.concatenate([x] * heads, -2)
-
-
 def fold(state: Tree) -> Tree:
     """`[B, G, ...]` -> `[X, ...]`"""
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state)
@@ -82,12 +63,3 @@ def unfold(state: Tree, tokens: Tokens) -> Tree:
     """`[X, ...]` -> `[B, G, ...]`"""
     batch, _, groups, _ = tokens.key.shape
     return jax.tree.map(lambda x: x.reshape(batch, groups, *x.shape[1:]), state)
-
-
-def varying_like(tree: Tree, example: Any) -> Tree:
-    """The same arrays, but differing between the devices of an enclosing `jax.shard_map` where any
-    array of `example` does: loops and branches ask for equal types, of which that is a part."""
-    never = jnp.zeros((), bool)
-    for x in jax.tree.leaves(example):
-        never |= jnp.any(x[:0] != 0)  # of nothing, hence false, but a result of x all the same
-    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)

@@ -1,0 +1,49 @@
+"""Array layouts that several ops share: chunks of tokens, folded heads, types inside `shard_map`.
+
+Public arrays are `[B, T, G, (R,) F]`: R query heads share each of G key/value heads. Inside an op,
+batch and key/value heads are folded into one axis X = B G and tokens are cut into J chunks of C, so
+that every contraction is one batched matrix product.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from heinsen_jax.typing import Array, Shaped
+
+Tree = TypeVar("Tree")
+
+
+def chunk(x: Shaped[Array, "B T G *F"], size: int) -> Shaped[Array, "J X RC F"]:
+    """`[B, J C, G, (R,) F]` -> `[J, X, R C, F]` with C = size."""
+    if x.ndim == 4:
+        x = x[:, :, :, None]
+    batch, length, groups, heads, features = x.shape
+    x = x.reshape(batch, length // size, size, groups, heads, features)
+    x = jnp.transpose(x, (1, 0, 3, 4, 2, 5))
+    return x.reshape(length // size, batch * groups, heads * size, features)
+
+
+def unchunk(
+    x: Shaped[Array, "J X RC F"], batch: int, heads: int
+) -> Shaped[Array, "B T G {heads} F"]:
+    """The inverse: `[J, X, R C, F]` -> `[B, J C, G, R, F]`."""
+    chunks, folds, rows, features = x.shape
+    x = x.reshape(chunks, batch, folds // batch, heads, rows // heads, features)
+    x = jnp.transpose(x, (1, 0, 4, 2, 3, 5))
+    return x.reshape(batch, chunks * rows // heads, folds // batch, heads, features)
+
+
+def repeat_rows(x: Shaped[Array, "*N C F"], heads: int) -> Shaped[Array, "*N RC F"]:
+    """`[..., C, F]` once for each query head: `[..., R C, F]`."""
+    return x if heads == 1 else jnp.concatenate([x] * heads, -2)
+
+
+def varying_like(tree: Tree, example: object) -> Tree:
+    """The same arrays, but varying over the devices of an enclosing `jax.shard_map` where any array
+    of `example` does: loops and branches require equal types, of which that is a part."""
+    never = jnp.zeros((), bool)
+    for x in jax.tree.leaves(example):
+        never |= jnp.any(x[:0] != 0)  # of no elements, hence false, but a result of x all the same
+    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)

@@ -24,12 +24,14 @@ from typing import Any, TypeVar, dataclass_transform
 
 import pydantic
 from beartype import beartype
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Complex, Float, Inexact, Int, Integer, Shaped, jaxtyped
 
 __all__ = [
     "Array",
     "Bool",
     "Complex",
+    "DTypeLike",
     "Float",
     "Inexact",
     "Int",

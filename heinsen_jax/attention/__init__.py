@@ -10,6 +10,7 @@ from heinsen_jax.attention.log import LogAttention
 from heinsen_jax.attention.registry import build, configure, mechanism, names
 from heinsen_jax.ops.log_attention import (
     Chunked,
+    HeinsenAttentionState,
     LogAttentionState,
     heinsen_attention,
     log_attention,
@@ -23,6 +24,7 @@ __all__ = [
     "Chunked",
     "HeadsConfig",
     "LogAttention",
+    "HeinsenAttentionState",
     "LogAttentionState",
     "build",
     "configure",

@@ -1,5 +1,6 @@
 """Log-attention as a layer: the residual branch of Heinsen's (2024) language model."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import linear
 from heinsen_jax.ops.log_attention import (
     Chunked,
+    HeinsenAttentionState,
     LogAttentionState,
     heinsen_attention,
     log_attention,
@@ -167,17 +169,17 @@ class LogAttention(HeadedAttention):
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> LogAttentionState | WindowCache:
+    ) -> LogAttentionState | HeinsenAttentionState | WindowCache:
         del capacity  # the same for any number of tokens
         groups, dtype = self.num_kv_heads, jnp.promote_types(self.param_dtype, jnp.float32)
         if self.config.window_size is None:
-            sizes = groups, self.key_depth, self.value_depth
             is_log = self.config.values == "log"
-            of_values = dtype if is_log else jnp.promote_types(dtype, jnp.complex64)
-            state = LogAttentionState.empty(batch_shape, *sizes, of_values)
+            kind = LogAttentionState if is_log else HeinsenAttentionState
+            sizes = groups, self.key_depth, self.value_depth
+            state = kind.empty(batch_shape, *sizes, dtype)
             if self.config.decay is None:
                 return state
-            return LogAttentionState(state.log_s, state.log_z, jnp.zeros_like(state.log_z))
+            return dataclasses.replace(state, log_decay=jnp.zeros_like(state.log_z))
         depths = self.key_depth, self.value_depth, self._rates_of_a_head
         shapes = [(groups, depth) for depth in depths if depth]
         return WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)

@@ -26,6 +26,7 @@ from heinsen_jax.ops.local import (
 )
 from heinsen_jax.ops.log_attention import (
     Chunked,
+    HeinsenAttentionState,
     LogAttentionState,
     heinsen_attention,
     log_attention,
@@ -48,6 +49,7 @@ __all__ = [
     "Chunked",
     "CompressedCache",
     "Compression",
+    "HeinsenAttentionState",
     "LinearAttentionState",
     "LogAttentionState",
     "Routing",

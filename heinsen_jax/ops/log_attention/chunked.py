@@ -1,229 +1,295 @@
-"""Log-attention by matrix products over chunks where they are exact, by halves elsewhere.
+"""Log-attention over blocks of tokens, each by the cheapest tier that is exact on it.
 
-Three tiers, chosen block by block from two scalars measured beforehand:
+Tiers, chosen block by block from two scalars that are measured beforehand:
 
-1. `one_level`: masked matrix products over chunks. Needs the range of exponents to hold how far
-   keys *rise* inside a chunk above what its first query sees, plus the *span* of log-values;
-2. `exact.mean_attention`: by halves, for any keys and decays. Needs room for the span alone;
-   values in linear space, as in `heinsen_attention`, have none;
-3. `exact.log_attention`: by halves in log space, for everything.
+1. `single_level`: masked matrix products over chunks. The range of exponents must hold how far keys
+   *rise* inside a chunk above those that its first query attends to, plus the *span* of log-values.
+2. `exact` with averages in linear space: any keys and decays. The range must hold the span alone;
+   values in linear space have none, so for `heinsen_attention` this is the last tier.
+3. `exact` with averages in log space: everything.
 
-Nothing is clamped.
+Nothing is clamped. The backward pass is written out, not left to differentiation of `lax.scan` and
+`lax.switch`, which would keep copies of every block's inputs and the residuals of all tiers.
 """
 
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.ops.log_attention import exact, one_level
-from heinsen_jax.ops.log_attention.blockwise import Streamed, Tiers, run
-from heinsen_jax.ops.log_attention.passes import read_all
-from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
-from heinsen_jax.ops.log_attention.tokens import Tokens
-from heinsen_jax.ops.numerics import safe_log, where_empty
-from heinsen_jax.typing import Array
+from heinsen_jax.ops.layout import chunk, unchunk, varying_like
+from heinsen_jax.ops.log_attention import exact, single_level
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, pad_tokens
+from heinsen_jax.ops.log_attention.state import read_all
+from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
+from heinsen_jax.typing import Array, DTypeLike, Float, Int
 
-# In how many pieces slower tiers compute a block: so many that all tiers of a call need little more
-# memory than the first. For log-values, averages hold those in linear space as well.
-PIECES_OF_MEANS = 1
-PIECES_OF_MEANS_OF_LOGS = 2
-PIECES_OF_SUMS = 8
+T = TypeVar("T")
 
-
-BLOCK_ON_CPU = 1024  # what caches hold
+MULTIPLE = 16  # of which every chunk is one
+BLOCK_ON_CPU = 1024  # tokens that caches hold
 ELEMENTS_OF_BLOCK = 2**28  # on accelerators: 1 GiB of float32, in few large operations
+
+Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log Y, and log Z
 
 
 @dataclass(frozen=True)
 class Chunked:
     """Sizes of the chunked form; an instance can be given as `implementation`.
 
-    What is None is chosen: for CPUs, small blocks that caches hold; for accelerators, few large
-    operations, and chunks of which states take about as much memory as weights do.
+    Fields that are None are chosen: for CPUs, small blocks that caches hold; for accelerators, few
+    large operations, and chunks whose states need about as much memory as their weights.
 
     Attributes:
       chunk_size: tokens whose [C, C] weights are formed at once; a multiple of 16.
-      block_size: tokens processed in parallel before the state is handed on, and for which a tier
+      block_size: tokens processed in parallel before the state is carried on, and for which a tier
         is chosen; a multiple of chunk_size.
-      recompute: whether backward computes weights again, from the state before each block: in the
-        memory of one block, and some 20% more time. False keeps them. None: if there are several
-        blocks.
-      safe_range: the part of the exponent range, log(1 / smallest normal number), that a block may
-        use. The rest is margin for sums and for gradients.
-      side_by_side: whether the states of a block's chunks are formed in a tree, not one by one.
-      half: whether factors of matrix products are rounded to bfloat16; sums and states are not.
-        None: if all inputs are bfloat16.
+      remat: whether the backward pass computes weights again, from the state before each block: in
+        the memory of one block, at the cost of some 20% more time. False keeps them as residuals.
+        None: if there are several blocks.
+      exponent_budget: the fraction of the exponent range, log(1 / smallest normal number), that a
+        block may use. The rest is margin for sums and for gradients.
+      parallel_scan: whether the states of a block's chunks are formed in a tree, not one by one.
+      matmul_dtype: what factors of matrix products are rounded to; sums and states are not. None:
+        bfloat16 if all inputs are bfloat16, else float32.
 
     Examples:
       >>> key = jnp.zeros((40, 1, 2))
-      >>> log_attention(key, key, key, implementation=Chunked(chunk_size=16)).shape
+      >>> log_attention(key, key, key, implementation=Chunked(chunk_size=32)).shape
       (40, 1, 2)
     """
 
     chunk_size: int | None = None
     block_size: int | None = None
-    recompute: bool | None = None
-    safe_range: float = 0.7
-    side_by_side: bool | None = None
-    half: bool | None = None
+    remat: bool | None = None
+    exponent_budget: float = 0.7
+    parallel_scan: bool | None = None
+    matmul_dtype: Literal["bfloat16", "float32"] | None = None
 
     def __post_init__(self) -> None:
         size = self.chunk_size
-        if size is not None and (size < 1 or size % exact.MULTIPLE):
-            raise ValueError(f"chunk_size must be a multiple of {exact.MULTIPLE}, is {size}")
+        if size is not None and (size < 1 or size % MULTIPLE):
+            raise ValueError(f"chunk_size must be a multiple of {MULTIPLE}, is {size}")
         if self.block_size is None:
             return
-        least = exact.MULTIPLE if size is None else size
+        least = MULTIPLE if size is None else size
         if self.block_size < 1 or self.block_size % least:
             raise ValueError(
                 f"block_size must be a multiple of chunk_size={least}, is {self.block_size}"
             )
 
-    def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
-        """Output, log Z and the state after all tokens: in log space if that is where `state` is,
-        with values in linear space if it is a `MeanState`."""
-        form, length = self.form(tokens), tokens.length
-        num_blocks = -(-length // self._block(tokens, form.chunk_size))
-        block_size = -(-length // (num_blocks * form.chunk_size)) * form.chunk_size
-        recompute = num_blocks > 1 if self.recompute is None else self.recompute
-        kind = _log_tiers if isinstance(state, LogAttentionState) else _mean_tiers
-        tiers = kind(self, form, block_size, recompute)
-        result: Any = run(tiers, padded(tokens, num_blocks * block_size), state)
-        (y, log_z), after = result
+    def causal(
+        self, inputs: Inputs, state: Averages, *, is_log: bool, is_half: bool = False
+    ) -> tuple[Array, Array, Averages]:
+        """Output, log Z and the state after all tokens: in log space if values and state are."""
+        plan, length = self._plan(inputs, is_log, is_half), inputs.length
+        padded = pad_tokens(inputs, -(-length // plan.block_size) * plan.block_size)
+        folded = Averages(*(x.reshape(-1, *x.shape[2:]) for x in state))
+        (y, log_z), after = _attend(plan, padded, folded)
+        after = Averages(*(x.reshape(of.shape) for x, of in zip(after, state, strict=True)))
         return y[:, :length], log_z[:, :length], after
 
-    def form(self, tokens: Tokens) -> one_level.Form:
-        """Of the first tier, for such tokens."""
-        on_cpu = jax.default_backend() == "cpu"
-        chunk = self.chunk_size
-        if chunk is None:
-            depth = math.sqrt(tokens.key.shape[-1] * tokens.value.shape[-1])
-            chunk = 64 if on_cpu or depth <= 64 else 128
-            chunk = chunk if self.block_size is None else math.gcd(chunk, self.block_size)
-        side_by_side = not on_cpu if self.side_by_side is None else self.side_by_side
-        return one_level.Form(chunk, bool(self.half), side_by_side)
-
-    def _block(self, tokens: Tokens, chunk: int) -> int:
-        if self.block_size is not None:
-            return self.block_size
-        if jax.default_backend() == "cpu":
-            return max(chunk, BLOCK_ON_CPU // chunk * chunk)
-        batch, _, groups, heads, depth = tokens.query.shape
-        of_token = batch * groups * heads * (chunk + depth + tokens.value.shape[-1])
-        return max(BLOCK_ON_CPU, ELEMENTS_OF_BLOCK // max(of_token, 1)) // chunk * chunk
-
-    def bidirectional(self, tokens: Tokens, state: Any) -> tuple[Array, Any]:
-        """Output and the state after all tokens, all of which every query sees."""
-        if isinstance(state, MeanState):
-            return read_all(tokens, state)
-        low, high = _log_value_range(tokens.value, state)
+    def bidirectional(
+        self, inputs: Inputs, state: Averages, *, is_log: bool
+    ) -> tuple[Array, Averages]:
+        """Output and the state after all tokens, each query attending to all of them."""
+        if not is_log:
+            return read_all(inputs, state, is_log=False)
+        low, high = log_value_range(inputs.value, state.mean)
+        span = jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
         scale = where_empty(high, 0.0)
 
-        def by_means(tokens: Tokens, state: LogAttentionState):
-            tokens, means = _to_means(tokens, state, scale)
-            y, means = read_all(tokens, means)
-            return safe_log(y) + scale[:, None, :, None], means.to_logs(scale[:, :, None])
+        def linear(inputs: Inputs, state: Averages) -> tuple[Array, Averages]:
+            value = jnp.exp(inputs.value - scale[:, None])
+            state = state._replace(mean=jnp.exp(state.mean - scale[:, :, None]))
+            y, after = read_all(replace(inputs, value=value), state, is_log=False)
+            mean = safe_log(after.mean) + scale[:, :, None]
+            return safe_log(y) + scale[:, None, :, None], after._replace(mean=mean)
 
-        tier = first_safe((_span(low, high) - self.limit(tokens.key.dtype))[None])
-        return lax.switch(tier, (by_means, jax.checkpoint(read_all)), tokens, state)
+        tier = first_safe((span - self.budget(inputs.key.dtype))[None])
+        in_logs = jax.checkpoint(partial(read_all, is_log=True))
+        return lax.switch(tier, (linear, in_logs), inputs, state)
 
-    def limit(self, dtype: Any) -> float:
-        """How many nats apart the exponents of a block may lie."""
-        return -self.safe_range * math.log(jnp.finfo(dtype).smallest_normal)
+    def budget(self, dtype: DTypeLike) -> float:
+        """By how many nats the exponents of a block may differ."""
+        return -self.exponent_budget * math.log(jnp.finfo(dtype).smallest_normal)
 
-
-def _log_tiers(options: Chunked, form: one_level.Form, block_size: int, recompute: bool) -> Tiers:
-    def choose(tokens: Tokens, state: LogAttentionState):
-        tokens, state = lax.stop_gradient((tokens, state))
-        low, high = _log_value_range(tokens.value, state)
-        scales, rise = one_level.scales_and_rise(tokens, state.log_z, form)
-        span = _span(low, high)
-        used = jnp.stack([span + rise, span])
-        return first_safe(used - options.limit(span.dtype)), (where_empty(high, 0.0), scales)
-
-    def in_logs(attention: Any, tokens: Tokens, state: LogAttentionState, scale: Array):
-        tokens, means = _to_means(tokens, state, scale)
-        y, log_z, means = attention(tokens, means)
-        log_y = safe_log(y) + scale[:, None, :, None]
-        return (log_y, log_z), means.to_logs(scale[:, :, None])
-
-    def one(tokens: Tokens, state: LogAttentionState, found: Any):
-        scale, scales = found
-        products = partial(one_level.mean_attention, scales=scales, form=form)
-        return in_logs(products, tokens, state, scale)
-
-    def two(tokens: Tokens, state: LogAttentionState):
-        scale = where_empty(_log_value_range(tokens.value, state)[1], 0.0)
-        return in_logs(exact.mean_attention, tokens, state, scale)
-
-    def three(tokens: Tokens, state: LogAttentionState):
-        log_y, log_z, state = exact.log_attention(tokens, state)
-        return (log_y, log_z), state
-
-    others = (  # under `jit`, so as to be traced once: many transformations ask for their shapes
-        Streamed(jax.jit(two), _piece(block_size, PIECES_OF_MEANS_OF_LOGS)),
-        Streamed(jax.jit(three), _piece(block_size, PIECES_OF_SUMS)),
-    )
-    return Tiers(choose, one, others, block_size, recompute)
-
-
-def _mean_tiers(options: Chunked, form: one_level.Form, block_size: int, recompute: bool) -> Tiers:
-    def choose(tokens: Tokens, state: MeanState):
-        tokens, state = lax.stop_gradient((tokens, state))
-        largest = jnp.maximum(
-            jnp.max(jnp.abs(tokens.value), 1), jnp.max(jnp.abs(state.mean), -2, initial=0)
+    def _plan(self, inputs: Inputs, is_log: bool, is_half: bool) -> "Plan":
+        on_cpu = jax.default_backend() == "cpu"
+        chunk_size = self.chunk_size
+        if chunk_size is None:
+            depth = math.sqrt(inputs.key.shape[-1] * inputs.value.shape[-1])
+            chunk_size = 64 if on_cpu or depth <= 64 else 128
+            chunk_size = math.gcd(chunk_size, self.block_size or chunk_size)
+        block_size = self.block_size
+        if block_size is None:
+            tokens = BLOCK_ON_CPU
+            if not on_cpu:
+                batch, _, groups, heads, depth = inputs.query.shape
+                of_token = batch * groups * heads * (chunk_size + depth + inputs.value.shape[-1])
+                tokens = max(tokens, ELEMENTS_OF_BLOCK // max(of_token, 1))
+            block_size = max(1, tokens // chunk_size) * chunk_size
+        num_blocks = -(-inputs.length // block_size)
+        return Plan(
+            form=single_level.Form(
+                chunk_size,
+                is_half=is_half if self.matmul_dtype is None else self.matmul_dtype == "bfloat16",
+                parallel_scan=not on_cpu if self.parallel_scan is None else self.parallel_scan,
+            ),
+            block_size=-(-inputs.length // (num_blocks * chunk_size)) * chunk_size,
+            remat=num_blocks > 1 if self.remat is None else self.remat,
+            is_log=is_log,
+            budget=self.budget(inputs.key.dtype),
         )
-        scales, rise = one_level.scales_and_rise(tokens, state.log_z, form)
-        # Backward multiplies values by 1 / Z <= exp(rise): large ones use up the range as well.
-        used = rise + jnp.log(jnp.max(largest, initial=1))
-        # Large values stay as they are: dividing by them would lose small ones before them.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One call: `Chunked` with every size chosen.
+
+    Attributes:
+      is_log: whether values and outputs are logarithms.
+      budget: by how many nats the exponents of a block may differ.
+    """
+
+    form: single_level.Form
+    block_size: int
+    remat: bool
+    is_log: bool
+    budget: float
+
+
+class Measured(NamedTuple):
+    """What is known of a block before it is computed; without gradient.
+
+    Attributes:
+      tier: index of the first tier that is exact on the block.
+      scale: by what values are divided in linear space, or its logarithm.
+      scales: of the fast tier's exponents.
+    """
+
+    tier: Int[Array, ""]
+    scale: Float[Array, "B G V"]
+    scales: single_level.Scales
+
+
+class Saved(NamedTuple):
+    """What the backward pass needs of a block, besides the inputs and outputs of the call."""
+
+    before: Averages
+    after: Averages
+    measured: Measured
+    residuals: single_level.Residuals | tuple[()]  # of the fast tier; zeros from other tiers
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(plan: Plan, inputs: Inputs, state: Averages) -> tuple[Outputs, Averages]:
+    """((output, log Z), state after all tokens), whose number is a multiple of the block's."""
+    return _forward(replace(plan, remat=True), inputs, state)[0]
+
+
+def _forward(plan: Plan, inputs: Inputs, state: Averages):
+    def step(carry: tuple[Averages, Outputs], index: Int[Array, ""]):
+        before, outputs = carry
+        (of_block, after), saved = _block(plan, _slice(inputs, index, plan.block_size), before)
+        return (after, _write(outputs, of_block, index)), saved
+
+    num_blocks = inputs.length // plan.block_size
+    if num_blocks == 1:
+        (outputs, after), saved = _block(plan, inputs, state)
+    else:
+        y = jnp.zeros((*inputs.query.shape[:-1], inputs.value.shape[-1]), inputs.value.dtype)
+        outputs = varying_like((y, y[..., 0]), inputs)
+        (after, outputs), saved = lax.scan(step, (state, outputs), jnp.arange(num_blocks))
+    return (outputs, after), (inputs, outputs[0], saved)
+
+
+def _backward(
+    plan: Plan, residuals: tuple[Inputs, Array, Saved], cotangents: tuple[Outputs, Averages]
+) -> tuple[Inputs, Averages]:
+    inputs, y, saved = residuals
+    d_outputs, d_after = cotangents
+
+    def step(carry: tuple[Averages, Inputs], xs: tuple[Int[Array, ""], Saved]):
+        d_after, d_inputs = carry
+        index, saved = xs
+        block = _slice((inputs, y, d_outputs), index, plan.block_size)
+        d_block, d_before = _block_backward(plan, *block, saved, d_after)
+        return (d_before, _write(d_inputs, d_block, index)), None
+
+    if inputs.length == plan.block_size:
+        return _block_backward(plan, inputs, y, d_outputs, saved, d_after)
+    d_inputs = jax.tree.map(jnp.zeros_like, replace(inputs, starts=None))
+    indices = jnp.arange(inputs.length // plan.block_size)
+    (d_state, d_inputs), _ = lax.scan(step, (d_after, d_inputs), (indices, saved), reverse=True)
+    return d_inputs, d_state
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, Averages], Saved]:
+    """((output, log Z), state after the block), and what the backward pass needs."""
+    measured = _measure(plan, inputs, state)
+
+    def fast(inputs: Inputs, state: Averages):
+        return _fast(plan, inputs, state, measured)
+
+    def slow(space: exact.Space, inputs: Inputs, state: Averages):
+        nothing = jax.eval_shape(lambda: fast(inputs, state)[1])
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
+        return _exact(plan, space, inputs, state, measured), varying_like(nothing, inputs)
+
+    tiers = [fast, partial(slow, exact.LINEAR), partial(slow, exact.LOG)][: 3 if plan.is_log else 2]
+    result, kept = lax.switch(measured.tier, tiers, inputs, state)
+    return result, Saved(state, result[1], measured, kept)
+
+
+def _block_backward(
+    plan: Plan, inputs: Inputs, y: Array, d_outputs: Outputs, saved: Saved, d_after: Averages
+) -> tuple[Inputs, Averages]:
+    """Cotangents of a block's inputs, `starts` being None, and of the state before it."""
+
+    def fast(d_outputs: Outputs, d_after: Averages):
+        return _fast_backward(plan, inputs, saved, d_outputs, d_after)
+
+    def slow(space: exact.Space, d_outputs: Outputs, d_after: Averages):
+        return _exact_backward(plan, space, inputs, y, saved, d_outputs, d_after)
+
+    tiers = [fast, partial(slow, exact.LINEAR), partial(slow, exact.LOG)][: 3 if plan.is_log else 2]
+    return lax.switch(saved.measured.tier, tiers, d_outputs, d_after)
+
+
+def _measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
+    """Chooses the tier. Memory-bound reductions, no matrix products."""
+    inputs, state = lax.stop_gradient((inputs, state))
+    scales, rise = single_level.scales_and_rise(inputs, state.log_z, plan.form)
+    batch, _, groups, _ = inputs.key.shape
+    mean = state.mean.reshape(batch, groups, *state.mean.shape[1:])
+    if plan.is_log:
+        low, high = log_value_range(inputs.value, mean)
+        span = jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
+        used, scale = jnp.stack([span + rise, span]), where_empty(high, 0.0)
+    else:
+        largest = jnp.maximum(
+            jnp.max(jnp.abs(inputs.value), 1), jnp.max(jnp.abs(mean), -2, initial=0)
+        )
+        # The backward pass multiplies values by 1 / Z <= exp(rise): large ones use the range, too.
+        used = (rise + jnp.log(jnp.max(largest, initial=1)))[None]
+        # Values above 1 stay as they are: dividing by them would lose small ones before them.
         scale = jnp.where(largest == 0, 1, jnp.minimum(1, largest))
-        return first_safe(used - options.limit(rise.dtype)), (scale, scales)
-
-    def one(tokens: Tokens, state: MeanState, found: Any):
-        scale, scales = found
-        tokens = replace(tokens, value=tokens.value / scale[:, None])
-        state = replace(state, mean=state.mean / scale[:, :, None])
-        y, log_z, state = one_level.mean_attention(tokens, state, scales, form)
-        after = replace(state, mean=state.mean * scale[:, :, None])
-        return (y * scale[:, None, :, None], log_z), after
-
-    def two(tokens: Tokens, state: MeanState):
-        y, log_z, state = exact.mean_attention(tokens, state)
-        return (y, log_z), state
-
-    return Tiers(
-        choose,
-        one,
-        (Streamed(jax.jit(two), _piece(block_size, PIECES_OF_MEANS)),),
-        block_size,
-        recompute,
-    )
+    return Measured(first_safe(used - plan.budget), scale, scales)
 
 
-def _piece(block_size: int, number: int) -> int:
-    """Tokens of the largest equal pieces that are at least `number`, or the smallest there are."""
-    sizes = range(exact.MULTIPLE, max(exact.MULTIPLE, block_size // number) + 1, exact.MULTIPLE)
-    return max(size for size in sizes if block_size % size == 0)
-
-
-def _to_means(tokens: Tokens, state: LogAttentionState, scale: Array) -> tuple[Tokens, MeanState]:
-    """Values in linear space, divided by exp(scale), `[B, G, V]`."""
-    value = jnp.exp(tokens.value - scale[:, None])
-    return replace(tokens, value=value), state.to_means(scale[:, :, None])
-
-
-def _log_value_range(log_value: Array, state: LogAttentionState) -> tuple[Array, Array]:
-    """Smallest and largest log-value of each feature `[B, G, V]`, the state's averages included;
-    those of log 0 = -inf, which any range holds, left out. (inf, -inf) where there are none."""
-    log_value, state = lax.stop_gradient((log_value, state))
-    log_mean = state.log_s - where_empty(state.log_z, jnp.inf)[..., None]
+def log_value_range(log_value: Array, log_mean: Array) -> tuple[Array, Array]:
+    """Smallest and largest log-value of each feature `[B, G, V]`, those of the state included and
+    log 0 = -inf, which any range holds, excluded. (inf, -inf) where there are none."""
+    log_value, log_mean = lax.stop_gradient((log_value, log_mean))
 
     def smallest(x: Array, axis: int) -> Array:
         return jnp.min(jnp.where(x == -jnp.inf, jnp.inf, x), axis, initial=jnp.inf)
@@ -235,25 +301,115 @@ def _log_value_range(log_value: Array, state: LogAttentionState) -> tuple[Array,
     return low, high
 
 
-def _span(low: Array, high: Array) -> Array:
-    return jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
+def _fast(plan: Plan, inputs: Inputs, state: Averages, measured: Measured):
+    inputs, state = _to_linear(plan, inputs, state, measured.scale)
+    result, residuals = single_level.forward(plan.form, inputs, state, measured.scales)
+    return _from_linear(plan, result, measured.scale), () if plan.remat else residuals
 
 
-def padded(tokens: Tokens, length: int) -> Tokens:
-    """With unseen tokens at the end, which widen no range of values."""
-    missing = length - tokens.length
-    if not missing:
-        return tokens
+def _fast_backward(
+    plan: Plan, inputs: Inputs, saved: Saved, d_outputs: Outputs, d_after: Averages
+) -> tuple[Inputs, Averages]:
+    scale, residuals = saved.measured.scale, saved.residuals
+    if not isinstance(residuals, single_level.Residuals):
+        linear = _to_linear(plan, inputs, saved.before, scale)
+        _, residuals = single_level.forward(plan.form, *linear, saved.measured.scales)
+    batch, _, _, heads, _ = inputs.query.shape
+    y, value = unchunk(residuals.y, batch, heads), unchunk(residuals.value, batch, 1)[:, :, :, 0]
+    d_result = _d_from_linear(plan, (d_outputs, d_after), scale, y, residuals.mean_end)
+    d_linear = single_level.backward(plan.form, inputs, residuals, *d_result)
+    return _d_to_linear(plan, *d_linear, scale, value, residuals.mean)
 
-    def pad(x: Array | None, **options: Any) -> Any:
-        if x is None:
-            return None
-        return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], **options)
 
-    return Tokens(
-        query=pad(tokens.query),
-        key=pad(tokens.key, constant_values=-jnp.inf),
-        value=pad(tokens.value, mode="edge"),
-        log_decay=pad(tokens.log_decay),
-        starts=pad(tokens.starts),
-    )
+def _exact(
+    plan: Plan, space: exact.Space, inputs: Inputs, state: Averages, measured: Measured
+) -> tuple[Outputs, Averages]:
+    is_linear = space is exact.LINEAR
+    if is_linear:
+        inputs, state = _to_linear(plan, inputs, state, measured.scale)
+    (y, log_z), after = exact.forward(space, exact.chunks_of(inputs), state)
+    batch, _, _, heads, _ = inputs.query.shape
+    log_z = unchunk(log_z[..., None], batch, heads)[..., 0]
+    result = (unchunk(y, batch, heads), log_z), after
+    return _from_linear(plan, result, measured.scale) if is_linear else result
+
+
+def _exact_backward(
+    plan: Plan, space: exact.Space, inputs: Inputs, y: Array, saved: Saved, d_outputs, d_after
+) -> tuple[Inputs, Averages]:
+    scale, linear, before = saved.measured.scale, inputs, saved.before
+    d_result = d_outputs, d_after
+    if space is exact.LINEAR:
+        linear, before = _to_linear(plan, inputs, before, scale)
+        mean = _enter(plan, saved.after.mean, _of_state(scale))
+        y = _enter(plan, y, scale[:, None, :, None])
+        d_result = _d_from_linear(plan, d_result, scale, y, mean)
+    chunks = exact.chunks_of(linear)
+    (d_y, d_log_z), d_after = d_result
+    size = chunks.key.shape[-2]
+    d_outputs = chunk(d_y, size), chunk(d_log_z[..., None], size)[..., 0]
+    d_chunks, d_before = exact.backward(space, chunks, before, d_outputs, d_after)
+    d_inputs = exact.inputs_of(d_chunks, inputs)
+    if space is exact.LINEAR:
+        return _d_to_linear(plan, d_inputs, d_before, scale, linear.value, before.mean)
+    return d_inputs, d_before
+
+
+def _enter(plan: Plan, x: Array, scale: Array) -> Array:
+    """A value in linear space, divided by the scale."""
+    return jnp.exp(x - scale) if plan.is_log else x / scale
+
+
+def _to_linear(
+    plan: Plan, inputs: Inputs, state: Averages, scale: Array
+) -> tuple[Inputs, Averages]:
+    value = _enter(plan, inputs.value, scale[:, None])
+    mean = _enter(plan, state.mean, _of_state(scale))
+    return replace(inputs, value=value), state._replace(mean=mean)
+
+
+def _d_to_linear(
+    plan: Plan, d_inputs: Inputs, d_state: Averages, scale: Array, value: Array, mean: Array
+) -> tuple[Inputs, Averages]:
+    """Cotangents of what `_to_linear` is given, from those of its results `value` and `mean`."""
+    of_value = value if plan.is_log else 1 / scale[:, None]
+    of_mean = mean if plan.is_log else 1 / _of_state(scale)
+    d_inputs = replace(d_inputs, value=d_inputs.value * of_value)
+    return d_inputs, d_state._replace(mean=d_state.mean * of_mean)
+
+
+def _from_linear(
+    plan: Plan, result: tuple[Outputs, Averages], scale: Array
+) -> tuple[Outputs, Averages]:
+    (y, log_z), after = result
+
+    def leave(x: Array, scale: Array) -> Array:
+        return safe_log(x) + scale if plan.is_log else x * scale
+
+    y, mean = leave(y, scale[:, None, :, None]), leave(after.mean, _of_state(scale))
+    return (y, log_z), after._replace(mean=mean)
+
+
+def _d_from_linear(
+    plan: Plan, d_result: tuple[Outputs, Averages], scale: Array, y: Array, mean: Array
+) -> tuple[Outputs, Averages]:
+    """Cotangents of what `_from_linear` is given, `y` and `mean` among it."""
+    (d_y, d_log_z), d_after = d_result
+    of_y = reciprocal(y) if plan.is_log else scale[:, None, :, None]
+    of_mean = reciprocal(mean) if plan.is_log else _of_state(scale)
+    return (d_y * of_y, d_log_z), d_after._replace(mean=d_after.mean * of_mean)
+
+
+def _of_state(scale: Array) -> Float[Array, "X 1 V"]:
+    return scale.reshape(-1, 1, scale.shape[-1])
+
+
+def _slice(tree: T, index: Int[Array, ""], size: int) -> T:
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index * size, size, 1), tree)
+
+
+def _write(whole: T, block: T, index: Int[Array, ""]) -> T:
+    def put(x: Array, part: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, part, index * part.shape[1], 1)
+
+    return jax.tree.map(put, whole, block)

@@ -1,62 +1,53 @@
-"""Log-attention as the paper writes it: the states after every token, by associative scan.
+"""Log-attention as the paper writes it: the state after every token, by a blocked scan.
 
 Exact for any finite input, in log space or (for values of either sign) as convex averages. Holds
 `[T, K, V]` states: short sequences only.
 """
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax import lax
 
 from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
-from heinsen_jax.ops.log_attention import state as log_states
-from heinsen_jax.ops.log_attention.passes import read_all
-from heinsen_jax.ops.log_attention.state import LogAttentionState, MeanState
-from heinsen_jax.ops.log_attention.tokens import Tokens
-from heinsen_jax.ops.numerics import log_difference, log_sum_exp, share, where_empty
-from heinsen_jax.typing import Array
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
+from heinsen_jax.ops.log_attention.state import read_all, read_averages
+from heinsen_jax.ops.numerics import log_sum_exp, share, where_empty
+from heinsen_jax.typing import Array, Float
 
 
 @dataclass(frozen=True)
 class Scan:
-    """As `Chunked`, by eqs. (4)-(6): log Y_t = LSE_K(Q_t + H_S,t) - LSE_K(Q_t + H_Z,t)."""
+    """implementation="scan": eqs. (4)-(6), log Y_t = LSE_K(Q_t + H_S,t) - LSE_K(Q_t + H_Z,t)."""
 
-    def causal(self, tokens: Tokens, state: Any) -> tuple[Array, Array, Any]:
-        decay = tokens.decay_and_starts
+    def causal(
+        self, inputs: Inputs, state: Averages, *, is_log: bool
+    ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
+        decay = inputs.decay_and_starts
         if decay is None:
-            decay = jnp.zeros((1, tokens.length, 1, 1), tokens.key.dtype)
-        if isinstance(state, MeanState):
-            h_z = log_linear_recurrence(decay, tokens.key, initial=state.log_z, axis=1)
-            before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
+            decay = jnp.zeros((1, inputs.length, 1, 1), inputs.key.dtype)
+        h_z = log_linear_recurrence(decay, inputs.key, initial=state.log_z, axis=1)
+        before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
+        kept, added = before + decay, inputs.key
+        log_z = log_sum_exp(inputs.query + h_z[..., None, :], -1)
+        total = where_empty(h_z, jnp.inf)
+        if is_log:
+            terms = (added - total)[..., None] + inputs.value[..., None, :]
+            mean = log_linear_recurrence(
+                (kept - total)[..., None], terms, initial=state.mean, axis=1
+            )
+            logits = inputs.query + h_z[..., None, :] - where_empty(log_z, jnp.inf)[..., None]
+            y = log_sum_exp(logits[..., None] + mean[..., None, :, :], -2)
+        else:
             mean = linear_recurrence(
-                share(before + decay, h_z)[..., None],
-                share(tokens.key, h_z)[..., None] * tokens.value[..., None, :],
+                share(kept, h_z)[..., None],
+                share(added, h_z)[..., None] * inputs.value[..., None, :],
                 initial=state.mean,
                 axis=1,
             )
-            y = MeanState(h_z, mean).attend(tokens.query)
-            log_z = log_sum_exp(tokens.query + h_z[..., None, :], -1)
-            return y, log_z, MeanState(h_z[:, -1], mean[:, -1])
-        # Log S and log Z are of the size of keys, their difference is not: keys near 0 lose less.
-        middle = lax.stop_gradient(_middle(tokens.key, state.log_z))
-        tokens = replace(tokens, key=tokens.key - middle[:, None])
-        state = log_states.decayed(state, -middle)
-        h_z = log_linear_recurrence(decay, tokens.key, initial=state.log_z, axis=1)
-        terms = tokens.key[..., :, None] + tokens.value[..., None, :]
-        h_s = log_linear_recurrence(decay[..., None], terms, initial=state.log_s, axis=1)
-        log_s = log_sum_exp(tokens.query[..., None] + h_s[..., None, :, :], -2)
-        log_z = log_sum_exp(tokens.query + h_z[..., None, :], -1)
-        after = LogAttentionState(h_s[:, -1], h_z[:, -1])
-        log_y = log_difference(log_s, log_z[..., None])
-        return log_y, log_z + middle[:, None], log_states.decayed(after, middle)
+            y = read_averages(Averages(h_z, mean), inputs.query)
+        return y, log_z, Averages(h_z[:, -1], mean[:, -1])
 
-    def bidirectional(self, tokens: Tokens, state: Any) -> tuple[Array, Any]:
-        return read_all(tokens, state)
-
-
-def _middle(key: Array, log_z: Array) -> Array:
-    """The largest key of each head, those of the state included, `[B, G, 1]`; 0 if all are -inf."""
-    largest = jnp.maximum(jnp.max(key, 1), log_z)
-    return where_empty(jnp.max(largest, -1, keepdims=True), 0.0)
+    def bidirectional(
+        self, inputs: Inputs, state: Averages, *, is_log: bool
+    ) -> tuple[Float[Array, "B T G R V"], Averages]:
+        return read_all(inputs, state, is_log=is_log)

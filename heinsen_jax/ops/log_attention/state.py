@@ -1,4 +1,4 @@
-"""The constant-size state of log-attention, and its algebra: exact, in log space."""
+"""The constant-size states of log-attention, and their algebra."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.blocks import scan_blocks
-from heinsen_jax.ops.log_attention.tokens import varying_like
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.numerics import (
     einsum,
     log_add_exp,
     log_difference,
     log_sum_exp,
     share,
+    signed_log_difference,
     where_empty,
 )
-from heinsen_jax.typing import Array
-
-State = TypeVar("State", "LogAttentionState", "MeanState")
+from heinsen_jax.typing import Array, Complex, DTypeLike, Float
 
 BLOCK = 64  # tokens whose [K, V] log sums are held at a time
 
@@ -32,19 +32,19 @@ BLOCK = 64  # tokens whose [K, V] log sums are held at a time
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LogAttentionState:
-    """All that log-attention keeps of the tokens it has seen (Heinsen, 2024, eq. 6).
+    """The state of `log_attention`: sums over tokens, in log space (Heinsen, 2024, eq. 6).
 
         H_S = LSE_s(K_s + log V_s)        H_Z = LSE_s(K_s)
 
     The state of no tokens is log 0 = -inf everywhere; states of disjoint sets of tokens merge into
-    the state of their union, in any order. Size does not depend on the number of tokens. For values
-    of either sign `log_s` is complex, log|S| + i pi (S < 0).
+    the state of their union. Its size does not depend on the number of tokens. For complex
+    log-values, of values of either sign, `log_s` is complex: log|S| + i pi (S < 0).
 
     Attributes:
       log_s: H_S `[..., num_kv_heads, key_depth, value_depth]`.
       log_z: H_Z `[..., num_kv_heads, key_depth]`.
-      log_decay: all decay of the tokens seen `[..., num_kv_heads, key_depth]`: what `merge`
-        multiplies earlier states by. None stands for none.
+      log_decay: the total decay of the tokens `[..., num_kv_heads, key_depth]`, by which `merge`
+        decays earlier states; None for no decay.
 
     Examples:
       >>> state = LogAttentionState.empty((), num_kv_heads=1, key_depth=2, value_depth=1)
@@ -54,9 +54,9 @@ class LogAttentionState:
       [[[6.0]]]
     """
 
-    log_s: Array
-    log_z: Array
-    log_decay: Array | None = None
+    log_s: Float[Array, "*B G K V"] | Complex[Array, "*B G K V"]
+    log_z: Float[Array, "*B G K"]
+    log_decay: Float[Array, "*B G K"] | None = None
 
     @classmethod
     def empty(
@@ -65,7 +65,7 @@ class LogAttentionState:
         num_kv_heads: int,
         key_depth: int,
         value_depth: int,
-        dtype=jnp.float32,
+        dtype: DTypeLike = jnp.float32,
     ) -> LogAttentionState:
         """The state of no tokens: log 0 = -inf, not eq. (7)'s zeros, which would be a token."""
         shape = (*batch_shape, num_kv_heads, key_depth)
@@ -76,50 +76,41 @@ class LogAttentionState:
         )
 
     def absorb(
-        self, key: Array, log_value: Array, log_decay: Array | None = None
+        self,
+        key: Float[Array, "*B S G K"],
+        log_value: Float[Array, "*B S G V"],
+        log_decay: Float[Array, ...] | None = None,
     ) -> LogAttentionState:
-        """Adds tokens, eq. (6) and (8).
+        """The state of these tokens after those of the state, eqs. (6) and (8).
 
         Args:
           key: `[..., S, num_kv_heads, key_depth]`.
           log_value: `[..., S, num_kv_heads, value_depth]`, real.
           log_decay: `[..., S, num_kv_heads]` or `[..., S, num_kv_heads, key_depth]`, the log of
-            what each token multiplies the state before it by; none when None.
+            the factor by which each token multiplies the state before it; None for no decay.
 
-        Returns:
-          The state of the tokens seen before and these.
+        Raises:
+          ValueError: shapes do not fit the state.
         """
-        self.check(key=key, log_value=log_value)
-        earlier = self
-        if log_decay is not None:
-            if log_decay.ndim < key.ndim:
-                log_decay = log_decay[..., None]
-            log_decay = jnp.broadcast_to(log_decay, key.shape)
-            key = key + decay_to_end(log_decay, -3)
-            total = jnp.sum(log_decay, -3)
-            earlier = decayed(self, total)
-            total = total if self.log_decay is None else self.log_decay + total
-            earlier = replace(earlier, log_decay=total)
-        return absorb(earlier, jnp.moveaxis(key, -3, -2), jnp.moveaxis(log_value, -3, -2))
+        check_state(self, key=key, log_value=log_value)
+        key, total = _decayed_keys(key, log_decay)
+        return absorb(_decayed(self, total), *(jnp.moveaxis(x, -3, -2) for x in (key, log_value)))
 
-    def attend(self, query: Array) -> Array:
-        """Reads the state for any queries, eq. (5): log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z).
+    def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
+        """Reads the state, eq. (5): log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z).
 
         Args:
           query: `[..., T, num_heads, key_depth]`; num_heads a multiple of num_kv_heads.
 
         Returns:
           log Y `[..., T, num_heads, value_depth]`; log 0 = -inf from an empty state.
+
+        Raises:
+          ValueError: the shape does not fit the state.
         """
-        self.check(query=query)
-        *batch, length, num_heads, depth = query.shape
+        check_state(self, query=query)
         groups = self.log_z.shape[-2]
-        grouped = query.reshape(*batch, length, groups, num_heads // groups, depth)
-        rows = num_heads // groups * length
-        log_y = attend(self, jnp.moveaxis(grouped, -4, -2).reshape(*batch, groups, rows, depth))
-        value_depth = log_y.shape[-1]
-        log_y = log_y.reshape(*batch, groups, num_heads // groups, length, value_depth)
-        return jnp.moveaxis(log_y, -2, -4).reshape(*batch, length, num_heads, value_depth)
+        return _queries_of(attend(self, _rows_of(query, groups)), query, groups)
 
     def merge(self, other: LogAttentionState) -> LogAttentionState:
         """The state of both states' tokens; `empty` is neutral.
@@ -127,101 +118,165 @@ class LogAttentionState:
         Associative, and commutative where `other` has no decay: that, like all of `other`'s tokens,
         comes after those of this state.
         """
-        earlier, log_decay = self, self.log_decay
-        if other.log_decay is not None:
-            earlier = decayed(self, other.log_decay)
-            log_decay = other.log_decay if log_decay is None else log_decay + other.log_decay
-        if jnp.iscomplexobj(self.log_s) or jnp.iscomplexobj(other.log_s):
-            merged = earlier.to_means().merge(other.to_means()).to_logs()
+        earlier = _decayed(self, other.log_decay)
+        logs = earlier.log_s, other.log_s
+        log_z = log_add_exp(earlier.log_z, other.log_z)
+        if any(jnp.iscomplexobj(x) for x in logs):
+            log_s = join_signs(log_add_exp(*(split_signs(x) for x in logs)))
         else:
-            merged = LogAttentionState(
-                log_add_exp(earlier.log_s, other.log_s), log_add_exp(earlier.log_z, other.log_z)
-            )
-        return replace(merged, log_decay=log_decay)
+            log_s = log_add_exp(*logs)
+        return LogAttentionState(log_s, log_z, earlier.log_decay)
 
-    def to_means(self, log_scale: Array | None = None) -> MeanState:
-        """The same state as averages of values, each divided by exp(log_scale)."""
-        ratio = self.log_s - where_empty(self.log_z, jnp.inf)[..., None]
-        if log_scale is not None:
-            ratio = ratio - log_scale
-        mean = jnp.exp(ratio)
-        if jnp.iscomplexobj(mean):
-            mean = jnp.where(jnp.abs(ratio.imag) > jnp.pi / 2, -1, 1) * jnp.exp(ratio.real)
-        return MeanState(self.log_z, mean)
+    def to_averages(self) -> Averages:
+        """Averages of values in log space; log_s is real."""
+        return Averages(self.log_z, self.log_s - where_empty(self.log_z, jnp.inf)[..., None])
 
-    def check(self, **arrays: Array) -> None:
-        """Raises ValueError where `query`, `key`, `value` or `log_value` do not fit this state."""
-        groups, key_depth = self.log_z.shape[-2:]
-        for name, array in arrays.items():
-            depth = self.log_s.shape[-1] if name.endswith("value") else key_depth
-            heads_fit = array.ndim >= 3 and (
-                array.shape[-2] % groups == 0 if name == "query" else array.shape[-2] == groups
-            )
-            if (
-                not heads_fit
-                or array.shape[-1] != depth
-                or array.shape[:-3] != self.log_z.shape[:-2]
-            ):
-                raise ValueError(
-                    f"{name} of shape {array.shape} does not fit a state with batch shape "
-                    f"{self.log_z.shape[:-2]}, {groups} key/value heads and depth {depth}: "
-                    f"expected [*batch, tokens, heads, {depth}]"
-                )
+    @classmethod
+    def from_averages(cls, averages: Averages) -> LogAttentionState:
+        log_z, mean = averages
+        return cls(mean + log_z[..., None], log_z)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class MeanState:
-    """The same information with values in linear space, of either sign.
+class HeinsenAttentionState:
+    """The state of `heinsen_attention`: averages of values of any sign, in linear space.
+
+        M = sum_s exp(K_s - H_Z) V_s        H_Z = LSE_s(K_s)
+
+    The state of no tokens is M = 0, H_Z = log 0 = -inf; states of disjoint sets of tokens merge
+    into the state of their union. No average exceeds the largest value, so nothing overflows. The
+    size does not depend on the number of tokens.
 
     Attributes:
-      log_z: H_Z `[..., K]`.
-      mean: exp(H_S - H_Z) `[..., K, V]`, the average of the values under each key feature's
-        softmax over tokens; 0 where there are none. Never larger than the largest value.
+      mean: M `[..., num_kv_heads, key_depth, value_depth]`, the average of the values under each
+        key feature's softmax over tokens.
+      log_z: H_Z `[..., num_kv_heads, key_depth]`.
+      log_decay: the total decay of the tokens `[..., num_kv_heads, key_depth]`, by which `merge`
+        decays earlier states; None for no decay.
+
+    Examples:
+      >>> state = HeinsenAttentionState.empty((), num_kv_heads=1, key_depth=2, value_depth=1)
+      >>> value = jnp.array([2.0, -4.0, 8.0]).reshape(3, 1, 1)
+      >>> state.absorb(jnp.zeros((3, 1, 2)), value).attend(jnp.zeros((1, 1, 2))).round().tolist()
+      [[[2.0]]]
     """
 
-    log_z: Array
-    mean: Array
+    mean: Float[Array, "*B G K V"]
+    log_z: Float[Array, "*B G K"]
+    log_decay: Float[Array, "*B G K"] | None = None
 
     @classmethod
-    def of(cls, key: Array, value: Array) -> MeanState:
-        """The state of tokens: key `[..., S, K]`, value `[..., S, V]` of either sign."""
-        log_z = log_sum_exp(key, -2)
-        shares = share(key, log_z[..., None, :])
-        return cls(log_z, einsum("...sk,...sv->...kv", shares, value))
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        num_kv_heads: int,
+        key_depth: int,
+        value_depth: int,
+        dtype: DTypeLike = jnp.float32,
+    ) -> HeinsenAttentionState:
+        """The state of no tokens."""
+        shape = (*batch_shape, num_kv_heads, key_depth)
+        return cls(jnp.zeros((*shape, value_depth), dtype), jnp.full(shape, -jnp.inf, dtype))
 
-    def attend(self, query: Array) -> Array:
-        """Y = softmax_K(Q + H_Z) M for query `[..., T, K]`; 0 from an empty state."""
-        logits = query + self.log_z[..., None, :]
-        weights = share(logits, log_sum_exp(logits, -1)[..., None])
-        return einsum("...tk,...kv->...tv", weights, self.mean)
+    def absorb(
+        self,
+        key: Float[Array, "*B S G K"],
+        value: Float[Array, "*B S G V"],
+        log_decay: Float[Array, ...] | None = None,
+    ) -> HeinsenAttentionState:
+        """The state of these tokens after those of the state.
 
-    def merge(self, other: MeanState) -> MeanState:
-        log_z = log_add_exp(self.log_z, other.log_z)
-        mean = share(self.log_z, log_z)[..., None] * self.mean
-        mean = mean + share(other.log_z, log_z)[..., None] * other.mean
-        return MeanState(log_z, mean)
+        Args:
+          key: `[..., S, num_kv_heads, key_depth]`.
+          value: `[..., S, num_kv_heads, value_depth]`, of any sign.
+          log_decay: as of `LogAttentionState.absorb`.
 
-    def to_logs(self, log_scale: Array | None = None) -> LogAttentionState:
-        """The same state in log space: real, given the `log_scale` the values were divided by."""
-        nothing = self.mean == 0
-        log_s = self.log_z[..., None] + jnp.log(jnp.where(nothing, 1, jnp.abs(self.mean)))
-        if log_scale is not None:
-            log_s = log_s + log_scale
-        log_s = jnp.where(nothing, -jnp.inf, log_s)
-        if log_scale is None:
-            phase = jnp.where(self.mean < 0, jnp.pi, 0).astype(log_s.dtype)
-            log_s = lax.complex(log_s, phase)
-        return LogAttentionState(log_s, self.log_z)
+        Raises:
+          ValueError: shapes do not fit the state.
+        """
+        check_state(self, key=key, value=value)
+        key, total = _decayed_keys(key, log_decay)
+        added = averages_of(*(jnp.moveaxis(x, -3, -2) for x in (key, value)))
+        earlier = _decayed(self, total)
+        merged = merge_averages(earlier.to_averages(), added)
+        return replace(self.from_averages(merged), log_decay=earlier.log_decay)
+
+    def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
+        """Reads the state: Y = softmax_K(Q + H_Z) M.
+
+        Args:
+          query: `[..., T, num_heads, key_depth]`; num_heads a multiple of num_kv_heads.
+
+        Returns:
+          Y `[..., T, num_heads, value_depth]`; 0 from an empty state.
+
+        Raises:
+          ValueError: the shape does not fit the state.
+        """
+        check_state(self, query=query)
+        groups = self.log_z.shape[-2]
+        y = read_averages(self.to_averages(), _rows_of(query, groups))
+        return _queries_of(y, query, groups)
+
+    def merge(self, other: HeinsenAttentionState) -> HeinsenAttentionState:
+        """As `LogAttentionState.merge`."""
+        earlier = _decayed(self, other.log_decay)
+        merged = merge_averages(earlier.to_averages(), other.to_averages())
+        return replace(self.from_averages(merged), log_decay=earlier.log_decay)
+
+    def to_averages(self) -> Averages:
+        return Averages(self.log_z, self.mean)
+
+    @classmethod
+    def from_averages(cls, averages: Averages) -> HeinsenAttentionState:
+        return cls(averages.mean, averages.log_z)
 
 
-def decayed(state: State, log_decay: Array) -> State:
-    """A state whose tokens have been decayed by `[..., K]`, or by `[..., 1]`."""
+State = TypeVar("State", LogAttentionState, HeinsenAttentionState)
+
+
+def averages_of(key: Float[Array, "*B S K"], value: Float[Array, "*B S V"]) -> Averages:
+    """The averages of tokens, in linear space."""
+    log_z = log_sum_exp(key, -2)
+    shares = share(key, log_z[..., None, :])
+    return Averages(log_z, einsum("...sk,...sv->...kv", shares, value))
+
+
+def merge_averages(earlier: Averages, later: Averages) -> Averages:
+    """Of both, in linear space."""
+    log_z = log_add_exp(earlier.log_z, later.log_z)
+    kept, added = (share(x.log_z, log_z)[..., None] * x.mean for x in (earlier, later))
+    return Averages(log_z, kept + added)
+
+
+def read_averages(state: Averages, query: Float[Array, "*B T K"]) -> Float[Array, "*B T V"]:
+    """Y = softmax_K(Q + log Z) M, in linear space; 0 of no tokens."""
+    logits = query + state.log_z[..., None, :]
+    weights = share(logits, log_sum_exp(logits, -1)[..., None])
+    return einsum("...tk,...kv->...tv", weights, state.mean)
+
+
+def decayed_averages(state: Averages, log_decay: Array, *, is_log: bool) -> Averages:
+    """A state whose tokens have been decayed by `[*B, K]`, or by `[*B, 1]`."""
     log_z = state.log_z + log_decay
-    if isinstance(state, MeanState):
-        nothing_left = (log_z == -jnp.inf)[..., None]
-        return replace(state, log_z=log_z, mean=jnp.where(nothing_left, 0, state.mean))
-    return replace(state, log_z=log_z, log_s=state.log_s + log_decay[..., None])
+    nothing = -jnp.inf if is_log else 0
+    return Averages(log_z, jnp.where((log_z == -jnp.inf)[..., None], nothing, state.mean))
+
+
+def read_all(inputs: Inputs, state: Averages, *, is_log: bool) -> tuple[Array, Averages]:
+    """Output and the state after all tokens, each query attending to all of them, eq. (3)."""
+    key, value = (jnp.moveaxis(x, 1, 2) for x in (inputs.key, inputs.value))
+    batch, length, groups, heads, depth = inputs.query.shape
+    rows = jnp.moveaxis(inputs.query, 1, 3).reshape(batch, groups, heads * length, depth)
+    if is_log:
+        sums = absorb(LogAttentionState.from_averages(state), key, value)
+        y, after = attend(sums, rows), sums.to_averages()
+    else:
+        after = merge_averages(state, averages_of(key, value))
+        y = read_averages(after, rows)
+    y = y.reshape(batch, groups, heads, length, value.shape[-1])
+    return jnp.moveaxis(y, 3, 1), after
 
 
 @partial(jax.jit, inline=True)
@@ -258,3 +313,73 @@ def attend(state: LogAttentionState, query: Array) -> Array:
     _, log_y = scan_blocks(read_block, None, (query,), block_size=BLOCK)
     assert log_y is not None
     return log_y
+
+
+def split_signs(x: Complex[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
+    """Logarithms of values of either sign -> those of their positive and their negative parts."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.complex64))
+    is_negative = jnp.abs(x.imag) > jnp.pi / 2
+    parts = [jnp.where(is_negative, -jnp.inf, x.real), jnp.where(is_negative, x.real, -jnp.inf)]
+    return jnp.concatenate(parts, -1)
+
+
+def join_signs(x: Float[Array, "*B 2*V"]) -> Complex[Array, "*B V"]:
+    """The logarithm of the difference of positive and negative parts."""
+    size, is_negative = signed_log_difference(*jnp.split(x, 2, -1))
+    return lax.complex(size, jnp.where(is_negative, jnp.pi, 0).astype(size.dtype))
+
+
+def check_state(state: State, **arrays: Array) -> None:
+    """Raises ValueError where `query`, `key`, `value` or `log_value` do not fit the state."""
+    groups, key_depth = state.log_z.shape[-2:]
+    values = state.log_s if isinstance(state, LogAttentionState) else state.mean
+    for name, array in arrays.items():
+        depth = values.shape[-1] if name.endswith("value") else key_depth
+        heads_fit = array.ndim >= 3 and (
+            array.shape[-2] % groups == 0 if name == "query" else array.shape[-2] == groups
+        )
+        if not heads_fit or array.shape[-1] != depth or array.shape[:-3] != state.log_z.shape[:-2]:
+            raise ValueError(
+                f"{name} of shape {array.shape} does not fit a state with batch shape "
+                f"{state.log_z.shape[:-2]}, {groups} key/value heads and depth {depth}: "
+                f"expected [*batch, tokens, heads, {depth}]"
+            )
+
+
+def _decayed(state: State, log_decay: Array | None) -> State:
+    """A state decayed by `[..., K]`, which is added to its total decay."""
+    if log_decay is None:
+        return state
+    total = log_decay if state.log_decay is None else state.log_decay + log_decay
+    log_z = state.log_z + log_decay
+    if isinstance(state, LogAttentionState):
+        return replace(
+            state, log_s=state.log_s + log_decay[..., None], log_z=log_z, log_decay=total
+        )
+    mean = jnp.where((log_z == -jnp.inf)[..., None], 0, state.mean)
+    return replace(state, mean=mean, log_z=log_z, log_decay=total)
+
+
+def _decayed_keys(key: Array, log_decay: Array | None) -> tuple[Array, Array | None]:
+    """Keys as they are after the last token, and the total decay `[..., K]`."""
+    if log_decay is None:
+        return key, None
+    if log_decay.ndim < key.ndim:
+        log_decay = log_decay[..., None]
+    log_decay = jnp.broadcast_to(log_decay, key.shape)
+    return key + decay_to_end(log_decay, -3), jnp.sum(log_decay, -3)
+
+
+def _rows_of(query: Array, groups: int) -> Float[Array, "*B G RT K"]:
+    """Queries `[..., T, N, K]` as rows of their key/value heads."""
+    *batch, length, num_heads, depth = query.shape
+    grouped = query.reshape(*batch, length, groups, num_heads // groups, depth)
+    return jnp.moveaxis(grouped, -4, -2).reshape(*batch, groups, -1, depth)
+
+
+def _queries_of(rows: Array, query: Array, groups: int) -> Float[Array, "*B T N V"]:
+    """The inverse of `_rows_of`."""
+    *batch, length, num_heads, _ = query.shape
+    depth = rows.shape[-1]
+    rows = rows.reshape(*batch, groups, num_heads // groups, length, depth)
+    return jnp.moveaxis(rows, -2, -4).reshape(*batch, length, num_heads, depth)

@@ -1,0 +1,73 @@
+"""The arrays of one call of log-attention in one layout: `Inputs`, and `Averages` of a state."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from heinsen_jax.typing import Array, Bool, Float
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Inputs:
+    """Tokens on axis 1 of every array; R query heads share each of G key/value heads.
+
+    Attributes:
+      query: `[B, T, G, R, K]`.
+      key: `[B, T, G, K]`; -inf masks a token.
+      value: `[B, T, G, V]`, values or log-values.
+      log_decay: `[B, T, G, K]` or `[B, T, G, 1]`, None for no decay.
+      starts: `[B, T]`, whether a token begins a segment.
+    """
+
+    query: Float[Array, "B T G R K"]
+    key: Float[Array, "B S G K"]
+    value: Float[Array, "B S G V"]
+    log_decay: Float[Array, "B S G _"] | None = None
+    starts: Bool[Array, "B S"] | None = None
+
+    @property
+    def length(self) -> int:
+        return self.key.shape[1]
+
+    @property
+    def decay_and_starts(self) -> Float[Array, "B S G _"] | None:
+        """`log_decay`, with -inf where a segment starts; None if there is neither."""
+        if self.starts is None:
+            return self.log_decay
+        decay = jnp.zeros_like(self.key[..., :1]) if self.log_decay is None else self.log_decay
+        return jnp.where(self.starts[..., None, None], -jnp.inf, decay)
+
+
+class Averages(NamedTuple):
+    """A state as averages of values, in linear space or as their logarithms.
+
+    Attributes:
+      log_z: `[*B, K]`, log of the sum of exp(K_s) over tokens.
+      mean: `[*B, K, V]`, the average of values under each key feature's softmax over tokens; of no
+        tokens it is 0, or -inf as a logarithm. Never larger than the largest value.
+    """
+
+    log_z: Float[Array, "*B K"]
+    mean: Float[Array, "*B K V"]
+
+
+def pad_tokens(inputs: Inputs, length: int) -> Inputs:
+    """With masked tokens at the end, which extend no range of values."""
+    missing = length - inputs.length
+    if not missing:
+        return inputs
+
+    def widths(x: Array) -> list[tuple[int, int]]:
+        return [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]
+
+    decay, starts = inputs.log_decay, inputs.starts
+    return Inputs(
+        query=jnp.pad(inputs.query, widths(inputs.query)),
+        key=jnp.pad(inputs.key, widths(inputs.key), constant_values=-jnp.inf),
+        value=jnp.pad(inputs.value, widths(inputs.value), mode="edge"),
+        log_decay=None if decay is None else jnp.pad(decay, widths(decay)),
+        starts=None if starts is None else jnp.pad(starts, widths(starts)),
+    )

@@ -1,0 +1,166 @@
+"""Windows and bidirectional attention: compositions of causal passes and reads of a state.
+
+A pass returns log Z with its output, so that passes over disjoint sets of tokens merge exactly:
+
+    Z = Z_1 + Z_2,    Y = (Z_1 / Z) Y_1 + (Z_2 / Z) Y_2
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.linear_recurrence import decay_to_end
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
+from heinsen_jax.ops.log_attention.state import decayed_averages
+from heinsen_jax.ops.numerics import log_add_exp, log_difference, share
+from heinsen_jax.typing import Array, Bool, Float
+
+
+class Implementation(Protocol):
+    """If `is_log`, values, outputs and averages of the state are logarithms."""
+
+    def causal(
+        self, inputs: Inputs, state: Averages, *, is_log: bool
+    ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
+        """Output, log Z and the state after all tokens."""
+        ...
+
+    def bidirectional(
+        self, inputs: Inputs, state: Averages, *, is_log: bool
+    ) -> tuple[Float[Array, "B T G R V"], Averages]:
+        """Output and the state after all tokens, each query attending to all of them; without
+        decay and segments."""
+        ...
+
+
+def bidirectional(
+    implementation: Implementation, inputs: Inputs, state: Averages, *, is_log: bool
+) -> tuple[Float[Array, "B T G R V"], Averages]:
+    """Output and the state after all tokens, each query attending to all of its segment; with
+    decay, as the last token finds it."""
+    if inputs.starts is not None:
+        return _whole_segments(implementation, inputs, state, is_log)
+    if inputs.log_decay is not None:
+        key = inputs.key + decay_to_end(inputs.log_decay, 1)
+        state = decayed_averages(state, jnp.sum(inputs.log_decay, 1), is_log=is_log)
+        inputs = replace(inputs, key=key, log_decay=None)
+    return implementation.bidirectional(inputs, state, is_log=is_log)
+
+
+def windowed(
+    implementation: Implementation, inputs: Inputs, state: Averages, window: int, *, is_log: bool
+) -> Float[Array, "B T G R V"]:
+    """Causal, over the last `window` tokens; `state` gives the shape of a state only.
+
+    Segments are cut into blocks of that many tokens. A query attends to its own block up to itself,
+    and to the end of the block before, in reversed order.
+    """
+    position = _positions(inputs)
+    starts = position % window == 0
+    inputs, empty = replace(inputs, starts=starts), _empty(state, is_log)
+    recent = implementation.causal(inputs, empty, is_log=is_log)[:2]
+
+    # Query t reads the end of the block before from its first visible token, t - window + 1.
+    before = inputs
+    if inputs.log_decay is not None:
+        so_far = _running_sum(inputs.log_decay, starts)
+        before = Inputs(
+            query=inputs.query + so_far[:, :, :, None],
+            key=inputs.key + _decay_to_segment_end(inputs.log_decay, starts),
+            value=inputs.value,
+            starts=starts,
+        )
+    before = _reversed(replace(before, query=_moved(before.query, 1 - window)))
+    y, log_z, _ = implementation.causal(before, empty, is_log=is_log)
+    earlier = _moved(y[:, ::-1], window - 1), _moved(log_z[:, ::-1], window - 1)
+    reaches_back = (position >= window) & (position % window != window - 1)
+    return _merge(recent, _only(reaches_back, earlier, is_log), is_log)
+
+
+def _whole_segments(
+    implementation: Implementation, inputs: Inputs, state: Averages, is_log: bool
+) -> tuple[Array, Averages]:
+    """Each query attends to the tokens of its segment up to itself, and to those after it."""
+    assert inputs.starts is not None
+    y, log_z, after = implementation.causal(inputs, state, is_log=is_log)
+    # In reversed order, the state at the next token holds all that follows a query.
+    reverse = _reversed(replace(inputs, query=_moved(inputs.query, 1)))
+    y_later, log_z_later, _ = implementation.causal(reverse, _empty(state, is_log), is_log=is_log)
+    later = _moved(y_later[:, ::-1], -1), _moved(log_z_later[:, ::-1], -1)
+    continues = jnp.logical_not(_ends(inputs.starts))
+    return _merge((y, log_z), _only(continues, later, is_log), is_log), after
+
+
+Reading = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # output, log Z
+
+
+def _merge(a: Reading, b: Reading, is_log: bool) -> Float[Array, "B T G R V"]:
+    (y_a, log_z_a), (y_b, log_z_b) = ((y, log_z[..., None]) for y, log_z in (a, b))
+    log_z = log_add_exp(log_z_a, log_z_b)
+    if is_log:
+        return log_difference(log_add_exp(y_a + log_z_a, y_b + log_z_b), log_z)
+    return share(log_z_a, log_z) * y_a + share(log_z_b, log_z) * y_b
+
+
+def _only(where: Bool[Array, "B T"], reading: Reading, is_log: bool) -> Reading:
+    """A reading by the queries `where`, and of no tokens by the others."""
+    y, log_z = reading
+    where = where[:, :, None, None]
+    nothing = -jnp.inf if is_log else 0.0
+    return jnp.where(where[..., None], y, nothing), jnp.where(where, log_z, -jnp.inf)
+
+
+def _empty(state: Averages, is_log: bool) -> Averages:
+    """The state of no tokens, of the shape of `state`."""
+    nothing = -jnp.inf if is_log else 0.0
+    return Averages(jnp.full_like(state.log_z, -jnp.inf), jnp.full_like(state.mean, nothing))
+
+
+def _reversed(inputs: Inputs) -> Inputs:
+    """In reversed order, segments beginning at their last token. Without decay."""
+    assert inputs.starts is not None
+    return Inputs(
+        inputs.query[:, ::-1],
+        inputs.key[:, ::-1],
+        inputs.value[:, ::-1],
+        starts=_ends(inputs.starts)[:, ::-1],
+    )
+
+
+def _positions(inputs: Inputs) -> Array:
+    """Of tokens in their segments, `[B, T]`."""
+    position = jnp.broadcast_to(jnp.arange(inputs.length)[None], inputs.key.shape[:2])
+    if inputs.starts is None:
+        return position
+    return position - lax.cummax(jnp.where(inputs.starts, position, 0), axis=1)
+
+
+def _ends(starts: Array) -> Array:
+    """Whether a token is the last of its segment."""
+    return jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
+
+
+def _moved(x: Array, by: int) -> Array:
+    """x with token t at t + `by`, and zeros elsewhere."""
+    length = x.shape[1]
+    widths = [(0, 0), (max(by, 0), max(-by, 0)), *[(0, 0)] * (x.ndim - 2)]
+    return lax.slice_in_dim(jnp.pad(x, widths), max(-by, 0), max(-by, 0) + length, axis=1)
+
+
+def _running_sum(x: Array, starts: Array) -> Array:
+    """Of x `[B, T, G, F]` over tokens, beginning anew at `starts`; a sum may be -inf."""
+
+    def compose(earlier, later):
+        (start_1, sum_1), (start_2, sum_2) = earlier, later
+        return start_1 | start_2, jnp.where(start_2, sum_2, sum_1 + sum_2)
+
+    return lax.associative_scan(compose, (starts[..., None, None], x), axis=1)[1]
+
+
+def _decay_to_segment_end(log_decay: Array, starts: Array) -> Array:
+    """`decay_to_end` within segments."""
+    ends = _ends(starts)
+    of_next = jnp.where(ends[..., None, None], 0.0, _moved(log_decay, -1))
+    return _running_sum(of_next[:, ::-1], ends[:, ::-1])[:, ::-1]

@@ -23,7 +23,12 @@ matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 def share(term: Array, total: Array) -> Array:
     """exp(term - total): the part of a log-space total that a term makes up; 0 of an empty one."""
-    return jnp.exp(term - where_empty(total, jnp.inf))
+    return jnp.exp(term - finite(total))
+
+
+def finite(x: Array) -> Array:
+    """x, with -inf replaced by the lowest finite number, so that -inf minus it is -inf, not NaN."""
+    return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
 def where_empty(x: Array, substitute: float) -> Array:
@@ -60,7 +65,7 @@ def log_sum_exp(x: Array, axis: int) -> Array:
     """log(sum(exp(x))) over one axis; -inf where that axis is empty or holds nothing but -inf."""
     largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
     total = jnp.sum(share(x, largest), axis)
-    return safe_log(total) + where_empty(jnp.squeeze(largest, axis), 0.0)
+    return safe_log(total) + finite(jnp.squeeze(largest, axis))
 
 
 def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
@@ -101,7 +106,7 @@ class Scaled:
         return Scaled(self.at(exponent) + other.at(exponent), exponent)
 
     def log(self) -> Array:
-        return safe_log(self.factor) + where_empty(self.exponent, 0.0)
+        return safe_log(self.factor) + finite(self.exponent)
 
 
 @typed

@@ -9,7 +9,7 @@ from jax import lax
 
 from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, without_padding
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
-from heinsen_jax.ops.log_attention import LogAttentionState, heinsen_attention
+from heinsen_jax.ops.log_attention import HeinsenAttentionState, heinsen_attention
 from heinsen_jax.ops.numerics import log_add_exp
 from heinsen_jax.typing import Array
 
@@ -29,7 +29,7 @@ def performer_attention(
     segment_ids: Array | None = None,
     key_value_seq_lengths: Array | None = None,
     epsilon: float | None = None,
-    initial_state: LogAttentionState | LinearAttentionState | None = None,
+    initial_state: HeinsenAttentionState | LinearAttentionState | None = None,
     return_state: bool = False,
     implementation: Literal["log_space", "published"] | None = None,
 ) -> Any:
@@ -53,7 +53,7 @@ def performer_attention(
       is_causal, segment_ids, key_value_seq_lengths: as in `heinsen_attention`.
       epsilon: what is added to each feature, whatever the size of the others; None for 0, or for
         1e-3 with kernel="relu". It biases weights by about epsilon.
-      initial_state, return_state: a `LogAttentionState` with depth M, as in `heinsen_attention`,
+      initial_state, return_state: a `HeinsenAttentionState` with depth M, as in `heinsen_attention`,
         or a `LinearAttentionState` with kernel="relu".
       implementation: "log_space"; "published", features relative to their largest, those of keys
         over all positions, later ones too, plus epsilon, 1e-4 when None, and if causal 1e-6 more of

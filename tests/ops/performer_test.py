@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen_jax.ops import LogAttentionState
+from heinsen_jax.ops import HeinsenAttentionState
 from heinsen_jax.ops.linear import LinearAttentionState
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
 
@@ -142,7 +142,7 @@ def test_pieces_and_tokens_are_as_the_whole(kernel):
         if kernel == "relu":
             state = LinearAttentionState.empty((2,), 1, M, 2)
         else:
-            state = LogAttentionState.empty((2,), 1, M, 2, jnp.complex64)
+            state = HeinsenAttentionState.empty((2,), 1, M, 2)
         start = 0
         for size in sizes:
             part = [x[:, start : start + size] for x in arrays[:3]]

@@ -225,6 +225,8 @@ def check(arguments: Arguments, *, return_state: bool) -> None:
             "local_window_size with initial_state or return_state: a state does not hold single "
             "tokens, so none can leave it; pass the last local_window_size - 1 tokens again"
         )
+    if arguments.state is not None:
+        _check_state(arguments, arguments.state)
     chosen = arguments.implementation
     if not (chosen is None or isinstance(chosen, Chunked) or chosen in IMPLEMENTATIONS):
         raise ValueError(
@@ -251,8 +253,6 @@ def _check_arrays(arguments: Arguments) -> None:
     )
     decays = key.shape[:-1], key.shape
     check_array("log_decay", arguments.log_decay, decays, jnp.floating)
-    if arguments.state is not None:
-        _check_state(arguments, arguments.state)
 
 
 def _check_state(arguments: Arguments, state: State) -> None:

@@ -1,15 +1,13 @@
 """Log-attention over blocks of tokens, each by the cheapest tier that is exact on it.
 
-Tiers, chosen block by block from two scalars that are measured beforehand:
+Two tiers, chosen block by block from a scalar that is measured beforehand:
 
 1. `single_level`: masked matrix products over chunks. The range of exponents must hold how far keys
    *rise* inside a chunk above those that its first query attends to, plus the *span* of log-values.
-2. `exact` with averages in linear space: any keys and decays. The range must hold the span alone;
-   values in linear space have none, so for `heinsen_attention` this is the last tier.
-3. `exact` with averages in log space: everything.
+2. `exact`: everything else.
 
 Nothing is clamped. The backward pass is written out, not left to differentiation of `lax.scan` and
-`lax.switch`, which would keep copies of every block's inputs and the residuals of all tiers.
+`lax.cond`, which would keep copies of every block's inputs and the residuals of both tiers.
 """
 
 import math
@@ -84,10 +82,10 @@ class Chunked:
             )
 
     def causal(
-        self, inputs: Inputs, state: Averages, *, is_log: bool, is_half: bool = False
+        self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Array, Array, Averages]:
         """Output, log Z and the state after all tokens: in log space if values and state are."""
-        plan, length = self._plan(inputs, is_log, is_half), inputs.length
+        plan, length = self.plan(inputs, is_log=is_log), inputs.length
         padded = pad_tokens(inputs, -(-length // plan.block_size) * plan.block_size)
         folded = Averages(*(x.reshape(-1, *x.shape[2:]) for x in state))
         (y, log_z), after = _attend(plan, padded, folded)
@@ -119,7 +117,8 @@ class Chunked:
         """By how many nats the exponents of a block may differ."""
         return -self.exponent_budget * math.log(jnp.finfo(dtype).smallest_normal)
 
-    def _plan(self, inputs: Inputs, is_log: bool, is_half: bool) -> "Plan":
+    def plan(self, inputs: Inputs, *, is_log: bool) -> "Plan":
+        """Every size chosen, for such inputs on this platform."""
         on_cpu = jax.default_backend() == "cpu"
         chunk_size = self.chunk_size
         if chunk_size is None:
@@ -134,11 +133,11 @@ class Chunked:
                 of_token = batch * groups * heads * (chunk_size + depth + inputs.value.shape[-1])
                 tokens = max(tokens, ELEMENTS_OF_BLOCK // max(of_token, 1))
             block_size = max(1, tokens // chunk_size) * chunk_size
-        num_blocks = -(-inputs.length // block_size)
+        num_blocks = max(1, -(-inputs.length // block_size))
         return Plan(
             form=single_level.Form(
                 chunk_size,
-                is_half=is_half if self.matmul_dtype is None else self.matmul_dtype == "bfloat16",
+                is_half=self.matmul_dtype == "bfloat16",
                 parallel_scan=not on_cpu if self.parallel_scan is None else self.parallel_scan,
             ),
             block_size=-(-inputs.length // (num_blocks * chunk_size)) * chunk_size,
@@ -182,9 +181,8 @@ class Saved(NamedTuple):
     """What the backward pass needs of a block, besides the inputs and outputs of the call."""
 
     before: Averages
-    after: Averages
     measured: Measured
-    residuals: single_level.Residuals | tuple[()]  # of the fast tier; zeros from other tiers
+    residuals: single_level.Residuals | tuple[()]  # of the fast tier; zeros from the other
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -206,24 +204,24 @@ def _forward(plan: Plan, inputs: Inputs, state: Averages):
         y = jnp.zeros((*inputs.query.shape[:-1], inputs.value.shape[-1]), inputs.value.dtype)
         outputs = varying_like((y, y[..., 0]), inputs)
         (after, outputs), saved = lax.scan(step, (state, outputs), jnp.arange(num_blocks))
-    return (outputs, after), (inputs, outputs[0], saved)
+    return (outputs, after), (inputs, saved)
 
 
 def _backward(
-    plan: Plan, residuals: tuple[Inputs, Array, Saved], cotangents: tuple[Outputs, Averages]
+    plan: Plan, residuals: tuple[Inputs, Saved], cotangents: tuple[Outputs, Averages]
 ) -> tuple[Inputs, Averages]:
-    inputs, y, saved = residuals
+    inputs, saved = residuals
     d_outputs, d_after = cotangents
 
     def step(carry: tuple[Averages, Inputs], xs: tuple[Int[Array, ""], Saved]):
         d_after, d_inputs = carry
         index, saved = xs
-        block = _slice((inputs, y, d_outputs), index, plan.block_size)
+        block = _slice((inputs, d_outputs), index, plan.block_size)
         d_block, d_before = _block_backward(plan, *block, saved, d_after)
         return (d_before, _write(d_inputs, d_block, index)), None
 
     if inputs.length == plan.block_size:
-        return _block_backward(plan, inputs, y, d_outputs, saved, d_after)
+        return _block_backward(plan, inputs, d_outputs, saved, d_after)
     d_inputs = jax.tree.map(jnp.zeros_like, replace(inputs, starts=None))
     indices = jnp.arange(inputs.length // plan.block_size)
     (d_state, d_inputs), _ = lax.scan(step, (d_after, d_inputs), (indices, saved), reverse=True)
@@ -235,37 +233,35 @@ _attend.defvjp(_forward, _backward)
 
 def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, Averages], Saved]:
     """((output, log Z), state after the block), and what the backward pass needs."""
-    measured = _measure(plan, inputs, state)
+    measured = measure(plan, inputs, state)
 
     def fast(inputs: Inputs, state: Averages):
         return _fast(plan, inputs, state, measured)
 
-    def slow(space: exact.Space, inputs: Inputs, state: Averages):
+    def slow(inputs: Inputs, state: Averages):
         nothing = jax.eval_shape(lambda: fast(inputs, state)[1])
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
-        return _exact(plan, space, inputs, state, measured), varying_like(nothing, inputs)
+        return _exact(plan, inputs, state), varying_like(nothing, inputs)
 
-    tiers = [fast, partial(slow, exact.LINEAR), partial(slow, exact.LOG)][: 3 if plan.is_log else 2]
-    result, kept = lax.switch(measured.tier, tiers, inputs, state)
-    return result, Saved(state, result[1], measured, kept)
+    result, kept = lax.switch(measured.tier, (fast, slow), inputs, state)
+    return result, Saved(state, measured, kept)
 
 
 def _block_backward(
-    plan: Plan, inputs: Inputs, y: Array, d_outputs: Outputs, saved: Saved, d_after: Averages
+    plan: Plan, inputs: Inputs, d_outputs: Outputs, saved: Saved, d_after: Averages
 ) -> tuple[Inputs, Averages]:
     """Cotangents of a block's inputs, `starts` being None, and of the state before it."""
 
-    def fast(d_outputs: Outputs, d_after: Averages):
+    def fast(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
         return _fast_backward(plan, inputs, saved, d_outputs, d_after)
 
-    def slow(space: exact.Space, d_outputs: Outputs, d_after: Averages):
-        return _exact_backward(plan, space, inputs, y, saved, d_outputs, d_after)
+    def slow(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
+        return _exact_backward(plan, inputs, saved.before, d_outputs, d_after)
 
-    tiers = [fast, partial(slow, exact.LINEAR), partial(slow, exact.LOG)][: 3 if plan.is_log else 2]
-    return lax.switch(saved.measured.tier, tiers, d_outputs, d_after)
+    return lax.switch(saved.measured.tier, (fast, slow), d_outputs, d_after)
 
 
-def _measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
+def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
     """Chooses the tier. Memory-bound reductions, no matrix products."""
     inputs, state = lax.stop_gradient((inputs, state))
     scales, rise = single_level.scales_and_rise(inputs, state.log_z, plan.form)
@@ -274,16 +270,16 @@ def _measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
     if plan.is_log:
         low, high = log_value_range(inputs.value, mean)
         span = jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
-        used, scale = jnp.stack([span + rise, span]), where_empty(high, 0.0)
+        used, scale = span + rise, where_empty(high, 0.0)
     else:
         largest = jnp.maximum(
             jnp.max(jnp.abs(inputs.value), 1), jnp.max(jnp.abs(mean), -2, initial=0)
         )
         # The backward pass multiplies values by 1 / Z <= exp(rise): large ones use the range, too.
-        used = (rise + jnp.log(jnp.max(largest, initial=1)))[None]
+        used = rise + jnp.log(jnp.max(largest, initial=1))
         # Values above 1 stay as they are: dividing by them would lose small ones before them.
         scale = jnp.where(largest == 0, 1, jnp.minimum(1, largest))
-    return Measured(first_safe(used - plan.budget), scale, scales)
+    return Measured(first_safe((used - plan.budget)[None]), scale, scales)
 
 
 def log_value_range(log_value: Array, log_mean: Array) -> tuple[Array, Array]:
@@ -321,38 +317,23 @@ def _fast_backward(
     return _d_to_linear(plan, *d_linear, scale, value, residuals.mean)
 
 
-def _exact(
-    plan: Plan, space: exact.Space, inputs: Inputs, state: Averages, measured: Measured
-) -> tuple[Outputs, Averages]:
-    is_linear = space is exact.LINEAR
-    if is_linear:
-        inputs, state = _to_linear(plan, inputs, state, measured.scale)
+def _exact(plan: Plan, inputs: Inputs, state: Averages) -> tuple[Outputs, Averages]:
+    space = exact.LOG if plan.is_log else exact.LINEAR
     (y, log_z), after = exact.forward(space, exact.chunks_of(inputs), state)
     batch, _, _, heads, _ = inputs.query.shape
     log_z = unchunk(log_z[..., None], batch, heads)[..., 0]
-    result = (unchunk(y, batch, heads), log_z), after
-    return _from_linear(plan, result, measured.scale) if is_linear else result
+    return (unchunk(y, batch, heads), log_z), after
 
 
 def _exact_backward(
-    plan: Plan, space: exact.Space, inputs: Inputs, y: Array, saved: Saved, d_outputs, d_after
+    plan: Plan, inputs: Inputs, before: Averages, d_outputs: Outputs, d_after: Averages
 ) -> tuple[Inputs, Averages]:
-    scale, linear, before = saved.measured.scale, inputs, saved.before
-    d_result = d_outputs, d_after
-    if space is exact.LINEAR:
-        linear, before = _to_linear(plan, inputs, before, scale)
-        mean = _enter(plan, saved.after.mean, _of_state(scale))
-        y = _enter(plan, y, scale[:, None, :, None])
-        d_result = _d_from_linear(plan, d_result, scale, y, mean)
-    chunks = exact.chunks_of(linear)
-    (d_y, d_log_z), d_after = d_result
+    space = exact.LOG if plan.is_log else exact.LINEAR
+    chunks = exact.chunks_of(inputs)
     size = chunks.key.shape[-2]
-    d_outputs = chunk(d_y, size), chunk(d_log_z[..., None], size)[..., 0]
+    d_outputs = chunk(d_outputs[0], size), chunk(d_outputs[1][..., None], size)[..., 0]
     d_chunks, d_before = exact.backward(space, chunks, before, d_outputs, d_after)
-    d_inputs = exact.inputs_of(d_chunks, inputs)
-    if space is exact.LINEAR:
-        return _d_to_linear(plan, d_inputs, d_before, scale, linear.value, before.mean)
-    return d_inputs, d_before
+    return exact.inputs_of(d_chunks, inputs), d_before
 
 
 def _enter(plan: Plan, x: Array, scale: Array) -> Array:

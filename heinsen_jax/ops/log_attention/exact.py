@@ -11,9 +11,9 @@ more softmax for each feature updates it. Scores are `log_matmul`s, exact for an
 Decays are added up, never subtracted, so that -inf, the start of a segment, is exact as well. All
 outputs are convex averages: no value is too large.
 
-Averages are formed in linear space (`attend_linear`) or, for log-values whose span exceeds the
-range of floating point, in log space (`attend_log`): a sum of shares times values is then the LSE
-of log-shares plus log-values. Nothing else differs.
+Averages are formed in linear space (`LINEAR`) or, of log-values, in log space (`LOG`), where a sum
+of shares times values is one more `log_matmul`: a product where the span of the log-values allows,
+and term by term where it does not. Nothing else differs.
 """
 
 import math
@@ -28,11 +28,11 @@ from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.numerics import (
     einsum,
+    finite,
     log_add_exp,
     log_matmul,
     log_sum_exp,
     matmul,
-    where_empty,
 )
 from heinsen_jax.typing import Array, Float
 
@@ -72,7 +72,7 @@ def _update_linear(kept: Array, mean: Array, added: Array, value: Array) -> Arra
 
 
 def _read_log(near: Array, value: Array, past: Array, mean: Array) -> Array:
-    return log_add_exp(log_sum_exp(near[..., None] + value[:, None], -2), log_matmul(past, mean))
+    return log_add_exp(log_matmul(near, value), log_matmul(past, mean))
 
 
 def _update_log(kept: Array, mean: Array, added: Array, value: Array) -> Array:
@@ -105,12 +105,10 @@ def backward(
 
     def step(d_after: Averages, xs: tuple[Chunk, Averages, Outputs]) -> tuple[Averages, Chunk]:
         tokens, before, d_outputs = xs
-
-        def both(tokens: Chunk, before: Averages) -> tuple[Outputs, Averages]:
-            return _attend(space, tokens, before), _absorb(space, tokens, before)
-
-        d_chunk, d_before = jax.vjp(both, tokens, before)[1]((d_outputs, d_after))
-        return d_before, d_chunk
+        d_tokens, d_before = _attend_backward(space, tokens, before, d_outputs)
+        d_absorbed, d_kept = _absorb_backward(space, tokens, before, d_after)
+        d_tokens = jax.tree.map(jnp.add, d_tokens, d_absorbed)
+        return jax.tree.map(jnp.add, d_before, d_kept), d_tokens
 
     _, before = lax.scan(absorb, state, chunks)
     d_state, d_chunks = lax.scan(step, d_after, (chunks, before, d_outputs), reverse=True)
@@ -144,25 +142,69 @@ def inputs_of(d_chunks: Chunk, inputs: Inputs) -> Inputs:
 
 
 def _attend(space: Space, tokens: Chunk, state: Averages) -> Outputs:
+    near, past = _logits(tokens.query, tokens.key, tokens.decay, state.log_z)
+    log_z = log_sum_exp(jnp.concatenate([near, past], -1), -1)
+    total = finite(log_z)[..., None]
+    return space.read(near - total, tokens.value, past - total, state.mean), log_z
+
+
+def _attend_backward(
+    space: Space, tokens: Chunk, state: Averages, d_outputs: Outputs
+) -> tuple[Chunk, Averages]:
     query, key, value, decay = tokens
-    near, past = _scores(query, key, decay), query + state.log_z[:, None]
-    if decay is not None:
-        from_start, _ = _decay_from_start_and_to_end(decay)
-        past = past + repeat_rows(from_start, query.shape[1] // key.shape[1])
-    log_z = log_add_exp(log_sum_exp(near, -1), log_sum_exp(past, -1))
-    total = where_empty(log_z, jnp.inf)[..., None]
-    return space.read(near - total, value, past - total, state.mean), log_z
+    (near, past), of_logits = jax.vjp(_logits, query, key, decay, state.log_z)
+    d_y, d_log_z = d_outputs
+    total = finite(log_sum_exp(jnp.concatenate([near, past], -1), -1))[..., None]
+    near, past = near - total, past - total
+    d_near, d_value, d_past, d_mean = jax.vjp(space.read, near, value, past, state.mean)[1](d_y)
+    d_total = (d_log_z - jnp.sum(d_near, -1) - jnp.sum(d_past, -1))[..., None]
+    d_logits = d_near + jnp.exp(near) * d_total, d_past + jnp.exp(past) * d_total
+    d_query, d_key, d_decay, d_state = of_logits(d_logits)
+    return Chunk(d_query, d_key, d_value, d_decay), Averages(d_state, d_mean)
 
 
 def _absorb(space: Space, tokens: Chunk, state: Averages) -> Averages:
-    _, added, value, decay = tokens
-    kept = state.log_z
-    if decay is not None:
-        from_start, to_end = _decay_from_start_and_to_end(decay)
-        kept, added = kept + from_start[:, -1], added + to_end
+    kept, added = _logits_at_end(tokens.key, tokens.decay, state.log_z)
     log_z = log_add_exp(kept, log_sum_exp(added, 1))
-    total = where_empty(log_z, jnp.inf)
-    return Averages(log_z, space.update(kept - total, state.mean, added - total[:, None], value))
+    total = finite(log_z)
+    mean = space.update(kept - total, state.mean, added - total[:, None], tokens.value)
+    return Averages(log_z, mean)
+
+
+def _absorb_backward(
+    space: Space, tokens: Chunk, state: Averages, d_after: Averages
+) -> tuple[Chunk, Averages]:
+    query, key, value, decay = tokens
+    (kept, added), of_logits = jax.vjp(_logits_at_end, key, decay, state.log_z)
+    total = finite(log_add_exp(kept, log_sum_exp(added, 1)))
+    kept, added = kept - total, added - total[:, None]
+    update = jax.vjp(space.update, kept, state.mean, added, value)[1]
+    d_kept, d_mean, d_added, d_value = update(d_after.mean)
+    d_total = d_after.log_z - d_kept - jnp.sum(d_added, 1)
+    d_logits = d_kept + jnp.exp(kept) * d_total, d_added + jnp.exp(added) * d_total[:, None]
+    d_key, d_decay, d_state = of_logits(d_logits)
+    return Chunk(jnp.zeros_like(query), d_key, d_value, d_decay), Averages(d_state, d_mean)
+
+
+def _logits(
+    query: Array, key: Array, decay: Array | None, log_z: Array
+) -> tuple[Float[Array, "X RC C"], Float[Array, "X RC K"]]:
+    """A and P."""
+    near, past = _scores(query, key, decay), query + log_z[:, None]
+    if decay is not None:
+        from_start, _ = _decay_from_start_and_to_end(decay)
+        past = past + repeat_rows(from_start, query.shape[1] // key.shape[1])
+    return near, past
+
+
+def _logits_at_end(
+    key: Array, decay: Array | None, log_z: Array
+) -> tuple[Float[Array, "X K"], Float[Array, "X C K"]]:
+    """log Z of the state and the keys, as the state after the chunk has them."""
+    if decay is None:
+        return log_z, key
+    from_start, to_end = _decay_from_start_and_to_end(decay)
+    return log_z + from_start[:, -1], key + to_end
 
 
 def _scores(query: Array, key: Array, decay: Array | None) -> Float[Array, "X RC C"]:

@@ -4,7 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
+from heinsen_jax.ops import (
+    HeinsenAttentionState,
+    LogAttentionState,
+    heinsen_attention,
+    log_attention,
+)
 from heinsen_jax.ops.log_attention import call
 
 each_function = pytest.mark.parametrize("function", [log_attention, heinsen_attention])
@@ -15,6 +20,7 @@ def arrays(query=(4, 2, 3), key=(4, 2, 3), value=(4, 2, 5)):
 
 
 STATE = LogAttentionState.empty((), 2, 3, 5)
+STATES = {log_attention: LogAttentionState, heinsen_attention: HeinsenAttentionState}
 
 
 @each_function
@@ -36,13 +42,15 @@ STATE = LogAttentionState.empty((), 2, 3, 5)
         ({"key": (4, 0, 3), "value": (4, 0, 5)}, {}, "must be a multiple of num_kv_heads 0"),
         ({"query": (5, 2, 3)}, {}, "causal attention needs as many queries as keys"),
         ({}, {"implementation": "fast"}, r"None or one of \[.*\], not 'fast'"),
-        ({}, {"initial_state": LogAttentionState.empty((1,), 2, 3, 5)}, "does not fit a state"),
-        ({}, {"initial_state": LogAttentionState.empty((), 1, 3, 5)}, "does not fit a state"),
-        ({}, {"initial_state": LogAttentionState.empty((), 2, 4, 5)}, "does not fit a state"),
-        ({}, {"initial_state": LogAttentionState.empty((), 2, 3, 4)}, "value of shape .* does not"),
+        ({}, {"initial_state": ((1,), 2, 3, 5)}, "does not fit a state"),
+        ({}, {"initial_state": ((), 1, 3, 5)}, "does not fit a state"),
+        ({}, {"initial_state": ((), 2, 4, 5)}, "does not fit a state"),
+        ({}, {"initial_state": ((), 2, 3, 4)}, "value of shape .* does not"),
     ],
 )
 def test_arguments_that_do_not_fit(function, shapes, keywords, message):
+    if "initial_state" in keywords:
+        keywords = {"initial_state": STATES[function].empty(*keywords["initial_state"])}
     with pytest.raises(ValueError, match=message):
         function(*arrays(**shapes), **keywords)
 
@@ -56,7 +64,14 @@ def test_integers_are_refused(position):
         log_attention(*inputs)
 
 
-def test_log_attention_refuses_the_complex_state_of_heinsen_attention():
+@each_function
+def test_the_state_of_the_other_function_is_refused(function):
+    kind = HeinsenAttentionState if function is log_attention else LogAttentionState
+    with pytest.raises(ValueError, match=f"initial_state is a {kind.__name__}, must be a"):
+        function(*arrays(), initial_state=kind.empty((), 2, 3, 5))
+
+
+def test_real_log_values_refuse_a_complex_state():
     with pytest.raises(ValueError, match=r"initial_state\.log_s is complex"):
         log_attention(*arrays(), initial_state=LogAttentionState.empty((), 2, 3, 5, jnp.complex64))
 
@@ -90,8 +105,8 @@ def test_segments_of_other_queries(function):
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"local_window_size": 0}, "local_window_size must be a whole number >= 1, is 0"),
-        ({"local_window_size": 2.0}, "local_window_size must be a whole number >= 1, is 2.0"),
+        ({"local_window_size": 0}, "local_window_size must be an integer >= 1, is 0"),
+        ({"local_window_size": 2.0}, "local_window_size must be an integer >= 1, is 2.0"),
         ({"segment_ids": jnp.zeros(3, int)}, r"segment_ids must have shape \(4,\), has \(3,\)"),
         ({"segment_ids": jnp.ones(4)}, "segment_ids must be of a kind of integer, is float32"),
         (
@@ -112,8 +127,8 @@ def test_calls_alike_are_compiled_once():
     """Outside `jit`, where everything else about a call takes a thousandth of its compilation."""
     query, key, log_value = np.random.default_rng(0).standard_normal((3, 1, 11, 2, 3), np.float32)
     log_attention(query, key, log_value)
-    compiled = call._compiled._cache_size()
+    compiled = call.attend._cache_size()
     log_attention(query + 1, key, log_value)
-    assert call._compiled._cache_size() == compiled
+    assert call.attend._cache_size() == compiled
     log_attention(query, key, log_value, is_causal=False)
-    assert call._compiled._cache_size() == compiled + 1
+    assert call.attend._cache_size() == compiled + 1

@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
+from heinsen_jax.ops import (
+    HeinsenAttentionState,
+    LogAttentionState,
+    heinsen_attention,
+    log_attention,
+)
 
 FAST = ("scan", "chunked")
 IMPLEMENTATIONS = ("reference", *FAST)
@@ -95,6 +100,15 @@ def random_cotangents(inputs: Inputs, seed: int = 0) -> tuple[np.ndarray, LogAtt
     return output, LogAttentionState(jnp.asarray(log_s), jnp.asarray(draw(*batch, groups, depth)))
 
 
+def averages(state: LogAttentionState) -> HeinsenAttentionState:
+    """A state of log-values, real or complex, as that of the values."""
+    ratio = state.log_s - jnp.where(jnp.isneginf(state.log_z), jnp.inf, state.log_z)[..., None]
+    mean = jnp.exp(jnp.real(ratio))
+    if jnp.iscomplexobj(ratio):
+        mean = jnp.where(jnp.abs(jnp.imag(ratio)) > np.pi / 2, -mean, mean)
+    return HeinsenAttentionState(mean, state.log_z, state.log_decay)
+
+
 def in_float64(tree: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), tree)
 
@@ -145,7 +159,7 @@ def _differentiate_mean(inputs: Inputs, cotangent, implementation: Any, is_causa
     def call(inputs: Inputs):
         return heinsen_attention(
             *inputs[:3],
-            initial_state=inputs.state,
+            initial_state=None if inputs.state is None else averages(inputs.state),
             is_causal=is_causal,
             implementation=implementation,
         )

@@ -8,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen_jax.ops.log_attention import Chunked, LogAttentionState, log_attention
-from heinsen_jax.ops.log_attention.chunked import _log_tiers, _mean_tiers
-from heinsen_jax.ops.log_attention.one_level import Form
-from heinsen_jax.ops.log_attention.tokens import Tokens
+from heinsen_jax.ops.log_attention import Chunked, log_attention
+from heinsen_jax.ops.log_attention.chunked import measure
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from tests.ops.log_attention.cases import assert_within
 
 pytestmark = [pytest.mark.usefixtures("as_users_compile"), pytest.mark.slow]
 
 DEFAULT = Chunked()
-ALWAYS_FIRST = Chunked(safe_range=math.inf)
-ALWAYS_LAST = Chunked(safe_range=-1.0)
+ALWAYS_FIRST = Chunked(exponent_budget=math.inf)
+ALWAYS_LAST = Chunked(exponent_budget=-1.0)
 TOKENS = np.arange(128, dtype=np.float32)[:, None, None]
 
 
@@ -46,12 +45,12 @@ def in_float64(arrays):
         return value_and_gradients(*(x.astype(np.float64) for x in arrays), "reference")
 
 
-def chosen_tier(query, key, log_value, kind=_log_tiers, **keywords) -> int:
-    tokens = Tokens(query.reshape(2, 128, 2, 2, 4), key, log_value, **keywords)
-    state = LogAttentionState.empty((2,), 2, 4, 3)
-    state = state if kind is _log_tiers else state.to_means()
-    tiers = kind(DEFAULT, Form(64), block_size=128, recompute=False)
-    return int(jax.jit(tiers.choose)(tokens, state)[0])
+def chosen_tier(query, key, value, is_log=True, **keywords) -> int:
+    tokens = Inputs(query.reshape(2, 128, 2, 2, 4), key, value, **keywords)
+    nothing = jnp.full((4, 4, 3), -jnp.inf if is_log else 0.0)
+    state = Averages(jnp.full((4, 4), -jnp.inf), nothing)
+    plan = DEFAULT.plan(tokens, is_log=is_log)
+    return int(jax.jit(partial(measure, plan))(tokens, state).tier)
 
 
 CHOICES = {
@@ -82,9 +81,9 @@ def test_the_cheapest_tier_that_is_exact_is_chosen(name):
 
 def test_values_in_linear_space_never_need_log_space():
     query, key, value = inputs(value_slope=1e30)
-    assert chosen_tier(query, key, value, _mean_tiers) == 1
-    assert chosen_tier(query, key, value / 1e30, _mean_tiers) == 0
-    assert chosen_tier(query, key + 10 * TOKENS, value / 1e30, _mean_tiers) == 1
+    assert chosen_tier(query, key, value, is_log=False) == 1
+    assert chosen_tier(query, key, value / 1e30, is_log=False) == 0
+    assert chosen_tier(query, key + 10 * TOKENS, value / 1e30, is_log=False) == 1
 
 
 def test_decay_and_documents_count_for_the_choice():
@@ -131,7 +130,7 @@ def test_every_tier_serves_ordinary_inputs(options):
 
 @pytest.mark.parametrize("slope", [0.3, 0.6, 0.7, 0.8])
 def test_products_serve_all_that_they_are_chosen_for(slope):
-    """Right up to the limit, the gradient included: safe_range leaves enough margin."""
+    """Right up to the limit, the gradient included: exponent_budget leaves enough margin."""
     arrays = inputs(key_slope=slope)
     assert chosen_tier(*arrays) == 0
     log_y, gradients = value_and_gradients(*arrays, DEFAULT)
@@ -147,7 +146,7 @@ def test_one_unsafe_block_leaves_the_others_to_products():
     key = key.copy()
     key[:, 100:] += 1e4
     log_y, _ = value_and_gradients(query, key, log_value, Chunked(32, 64))
-    fast = Chunked(chunk_size=32, block_size=64, safe_range=math.inf)
+    fast = Chunked(chunk_size=32, block_size=64, exponent_budget=math.inf)
     fast_log_y, _ = value_and_gradients(query, key, log_value, fast)
     np.testing.assert_array_equal(log_y[:, :64], fast_log_y[:, :64])
     expected, _ = in_float64((query, key, log_value))

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from heinsen_jax.ops.log_attention.gpu import Fused
 from jax.experimental.pallas import mosaic_gpu
 
 from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention import gpu
-from heinsen_jax.ops.log_attention.gpu import Fused
 from heinsen_jax.ops.log_attention.scan import Scan
 from tests.ops.log_attention import cases, families, keywords_test
 from tests.ops.log_attention.cases import Case, Inputs

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
-from tests.ops.log_attention.cases import Case, assert_within, random_inputs
+from heinsen_jax.ops import (
+    HeinsenAttentionState,
+    LogAttentionState,
+    heinsen_attention,
+    log_attention,
+)
+from tests.ops.log_attention.cases import Case, assert_within, averages, random_inputs
 
 SEEDS = st.integers(0, 2**32 - 1)
 STDS = st.sampled_from([1.0, 30.0, 1000.0])
@@ -28,13 +33,25 @@ def random_state(seed: int, std: float = 1.0) -> LogAttentionState:
     return state_of(*random_inputs(CASE, seed, std)[1:3])
 
 
+NO_AVERAGES = HeinsenAttentionState.empty(*SHAPE)
+
+
 @jax.jit
-def signed_state_of(query, key, value) -> LogAttentionState:
+def linear_state_of(query, key, value) -> HeinsenAttentionState:
     return heinsen_attention(query, key, value, return_state=True)[1]
 
 
-def signed_state(seed: int) -> LogAttentionState:
-    return signed_state_of(*random_inputs(CASE, seed)[:3])
+def linear_state(seed: int) -> HeinsenAttentionState:
+    return linear_state_of(*random_inputs(CASE, seed)[:3])
+
+
+@jax.jit
+def complex_state_of(query, key, value) -> LogAttentionState:
+    return log_attention(query, key, jnp.log(value.astype(jnp.complex64)), return_state=True)[1]
+
+
+def complex_state(seed: int) -> LogAttentionState:
+    return complex_state_of(*random_inputs(CASE, seed)[:3])
 
 
 def assert_equal(a: LogAttentionState, b: LogAttentionState, bound: float) -> None:
@@ -43,8 +60,8 @@ def assert_equal(a: LogAttentionState, b: LogAttentionState, bound: float) -> No
     np.testing.assert_array_equal(np.imag(a.log_s), np.imag(b.log_s))
 
 
-def assert_same_means(a: LogAttentionState, b: LogAttentionState) -> None:
-    assert_within(a.to_means().mean, b.to_means().mean, 1e-5)
+def assert_same_means(a: HeinsenAttentionState, b: HeinsenAttentionState) -> None:
+    assert_within(a.mean, b.mean, 1e-5)
     assert_within(a.log_z, b.log_z, 1e-5)
 
 
@@ -58,12 +75,30 @@ def test_merge_is_commutative_and_associative_with_a_neutral_element(seed, std):
 
 
 @given(SEEDS)
-def test_signed_states_merge_likewise(seed):
-    a, b, c = (signed_state((seed + i) % 2**32) for i in range(3))
+def test_linear_states_merge_likewise(seed):
+    a, b, c = (linear_state((seed + i) % 2**32) for i in range(3))
     assert_same_means(a.merge(b).merge(c), a.merge(b.merge(c)))
     assert_same_means(a.merge(b), b.merge(a))
-    assert_same_means(a.merge(EMPTY), a)
-    assert_same_means(EMPTY.merge(a), a)
+    assert_same_means(a.merge(NO_AVERAGES), a)
+    assert_same_means(NO_AVERAGES.merge(a), a)
+
+
+@given(SEEDS)
+def test_complex_states_merge_like_those_of_their_values(seed):
+    a, b = (complex_state((seed + i) % 2**32) for i in range(2))
+    merged = linear_state(seed).merge(linear_state((seed + 1) % 2**32))
+    assert_same_means(averages(a.merge(b)), merged)
+    assert_same_means(averages(a.merge(EMPTY)), averages(a))
+
+
+@given(SEEDS, st.integers(0, 6))
+def test_a_linear_state_absorbs_and_reads_what_heinsen_attention_does(seed, split):
+    query, key, value, _ = random_inputs(CASE, seed)
+    first, second = (NO_AVERAGES.absorb(key[:, x], value[:, x]) for x in np.s_[:split, split:])
+    assert_same_means(first.merge(second), linear_state(seed))
+    y = first.merge(second).attend(query[:, -1:])
+    expected = heinsen_attention(query[:, -1:], key, value, is_causal=False)
+    assert_within(y, expected, 1e-5)
 
 
 @given(SEEDS, STDS, st.integers(0, 6))
@@ -130,18 +165,17 @@ def test_a_state_is_a_pytree_of_two_arrays():
     assert isinstance(jax.tree.unflatten(structure, leaves), LogAttentionState)
 
 
-def test_states_of_any_sign_round_trip_through_means():
-    state = signed_state(0)
-    assert np.any(np.imag(state.log_s) != 0)
-    back = state.to_means().to_logs()
-    assert_equal(back, state, 2e-6)
+def test_a_state_of_averages_is_real_and_half_the_bytes_of_complex_logs():
+    state, logs = linear_state(0), complex_state(0)
+    assert state.mean.dtype == jnp.float32
+    assert 2 * state.mean.nbytes == logs.log_s.nbytes
 
 
 def test_log_s_of_signed_values_is_the_complex_logarithm():
     _, key, value, _ = random_inputs(CASE, 0)
     weights = np.exp(key.astype(np.float64))
     expected = np.einsum("bsgk,bsgv->bgkv", weights, value)
-    np.testing.assert_allclose(np.exp(np.asarray(signed_state(0).log_s)), expected, atol=1e-4)
+    np.testing.assert_allclose(np.exp(np.asarray(complex_state(0).log_s)), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize(

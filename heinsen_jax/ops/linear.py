@@ -30,9 +30,16 @@ CHUNKS_IN_BLOCK = 8  # that are computed in parallel; backward keeps a state for
 FeatureMap = Literal["elu1", "relu", "identity"] | Callable[[Array], Array]
 
 
+@jax.custom_jvp
 def elu1(x: Array) -> Array:
     """elu(x) + 1, as exp(x) below 0: the sum would round to 0 there."""
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))
+    return jnp.maximum(x, 0) + jnp.exp(jnp.minimum(x, 0))
+
+
+@elu1.defjvp
+def _elu1_jvp(primals, tangents):
+    features = elu1(*primals)
+    return features, jnp.minimum(features, 1) * tangents[0]
 
 
 FEATURE_MAPS = {"elu1": elu1, "relu": jax.nn.relu, "identity": lambda x: x}
@@ -159,13 +166,13 @@ def linear_attention(
         (query / largest).reshape(size, length, groups, heads // groups, features),
         key.reshape(size, sources, groups, features),
         value.astype(dtype).reshape(size, sources, groups, value_depth),
-        _documents(key.shape[:-2], segment_ids, there),
+        _segments(segment_ids, there),
     )
     state = LinearAttentionState(
         initial_state.s.astype(dtype).reshape(size * groups, features, value_depth),
         initial_state.z.astype(dtype).reshape(size * groups, features),
     )
-    both_ways = _bidirectional if segment_ids is None else _within_documents
+    both_ways = _bidirectional if segment_ids is None else _within_segments
     (numerator, total), after = (_causal if is_causal else both_ways)(tokens, state)
     total = total.reshape(largest.shape) + epsilon / largest
     y = _divided(numerator.reshape(*batch, length, heads, value_depth), total).astype(output_dtype)
@@ -205,11 +212,12 @@ def _features(feature_map: FeatureMap, query: Array, key: Array) -> tuple[Array,
     return features
 
 
-def _documents(tokens: tuple[int, ...], segment_ids: Array | None, there: Array | None) -> Array:
-    """How many segments have begun up to each of `(*B, S)` tokens, after the first: `[B, S]`."""
+def _segments(segment_ids: Array | None, valid: Array | None) -> Array | None:
+    """How many segments have begun up to each token, after the first: `[*B, S]` -> `[B, S]`."""
     if segment_ids is None:
-        return jnp.zeros((math.prod(tokens[:-1]), tokens[-1]), jnp.int32)
-    begins = document_starts(segment_ids, there).reshape(math.prod(tokens[:-1]), tokens[-1])
+        return None
+    *batch, length = segment_ids.shape
+    begins = document_starts(segment_ids, valid).reshape(math.prod(batch), length)
     return jnp.cumsum(begins, -1, dtype=jnp.int32)
 
 
@@ -221,16 +229,17 @@ def _divided(numerator: Array, total: Array) -> Array:
 
 
 class _Tokens(NamedTuple):
-    """query `[B, T, G, R, F]`, key `[B, S, G, F]`, value `[B, S, G, V]`, documents `[B, S]`."""
+    """query `[B, T, G, R, F]`, key `[B, S, G, F]`, value `[B, S, G, V]`, and segments `[B, S]`, or
+    None for one segment."""
 
     query: Array
     key: Array
     value: Array
-    documents: Array
+    segments: Array | None
 
 
 def _bidirectional(tokens: _Tokens, state: LinearAttentionState):
-    """As `_causal`, every query seeing all tokens, of one document."""
+    """As `_causal`, every query attending to all tokens, of one segment."""
     query, key, value, _ = tokens
     batch, _, groups, _ = key.shape
     s = jnp.einsum("bsgf,bsgv->bgfv", key, value).reshape(state.s.shape) + state.s
@@ -240,44 +249,47 @@ def _bidirectional(tokens: _Tokens, state: LinearAttentionState):
     return (numerator, total[..., None]), LinearAttentionState(s, z)
 
 
-def _within_documents(tokens: _Tokens, state: LinearAttentionState):
-    """As `_causal`, every query seeing all tokens of its document: those up to it, those after."""
+def _within_segments(tokens: _Tokens, state: LinearAttentionState):
+    """As `_causal`, every query attending to all tokens of its segment: those up to it, those after
+    it."""
     sums, after = _causal(tokens, state)
-    backwards = _Tokens(*(jnp.flip(x, 1) for x in tokens))
-    later, _ = _causal(backwards, jax.tree.map(jnp.zeros_like, state), sees_itself=False)
+    backwards = jax.tree.map(partial(jnp.flip, axis=1), tokens)
+    later, _ = _causal(backwards, jax.tree.map(jnp.zeros_like, state), attends_to_itself=False)
     return jax.tree.map(lambda x, y: x + jnp.flip(y, 1), sums, later), after
 
 
-@partial(jax.jit, static_argnames="sees_itself", inline=True)  # compiled once, outside of others
-def _causal(tokens: _Tokens, state: LinearAttentionState, *, sees_itself: bool = True):
+@partial(jax.jit, static_argnames="attends_to_itself", inline=True)  # compiled once outside others
+def _causal(tokens: _Tokens, state: LinearAttentionState, *, attends_to_itself: bool = True):
     """phi(q) S `[B, T, G, R, V]`, phi(q) . Z `[B, T, G, R, 1]`, and the state after all tokens.
 
-    Blocks of chunks follow one another; in a block, chunks are summed first, then each reads what
-    came before it and its own tokens. Backward keeps the states between blocks alone.
+    A scan over blocks of chunks: in a block, the sums of all chunks are formed first; then each
+    chunk reads the state before it and its own tokens. Backward keeps the states between blocks
+    alone.
     """
     batch, length, _, heads, _ = tokens.query.shape
     blocks = max(1, -(-length // (CHUNK * CHUNKS_IN_BLOCK)))
     size = min(CHUNK, max(1, length))
     chunks = _in_chunks(tokens, blocks, max(1, -(-length // (blocks * size))), size)
-    sees = jnp.tri(size, k=0 if sees_itself else -1, dtype=bool)[None, None]
+    causal = jnp.tri(size, k=0 if attends_to_itself else -1, dtype=bool)[None, None]
 
     def add_and_read(before, chunks: _Tokens):
-        query, key, value, documents = chunks
-        states, document = _states(before, chunks)
-        same = documents[..., :, None] == documents[..., None, :]
-        weights = jnp.einsum("jxcf,jxdf->jxcd", query, key)
-        weights = jnp.where(repeat_rows(sees & same, heads), weights, 0)
-        sees_state = documents == document[:-1, :, None]
-        query = jnp.where(repeat_rows(sees_state[..., None], heads), query, 0)
+        query, key, value, segments = chunks
+        states, segment = _states(before, chunks)
+        weights, visible = jnp.einsum("jxcf,jxdf->jxcd", query, key), causal
+        if segments is not None and segment is not None:
+            visible = visible & (segments[..., :, None] == segments[..., None, :])
+            reads_state = (segments == segment[:-1, :, None])[..., None]
+            query = jnp.where(repeat_rows(reads_state, heads), query, 0)
+        weights = jnp.where(repeat_rows(visible, heads), weights, 0)
         numerator = jnp.einsum("jxcd,jxdv->jxcv", weights, value)
         numerator = numerator + jnp.einsum("jxcf,jxfv->jxcv", query, states.s[:-1])
-        total = jnp.sum(weights, -1) + jnp.einsum("jxcf,jxf->jxc", query, states.z[:-1])
-        return jax.tree.map(lambda x: x[-1], (states, document)), (numerator, total[..., None])
+        total = jnp.sum(weights, -1) + jnp.sum(query * states.z[:-1, :, None], -1)
+        return jax.tree.map(lambda x: x[-1], (states, segment)), (numerator, total[..., None])
 
     if blocks > 1:
         add_and_read = jax.checkpoint(add_and_read, prevent_cse=False)
-    first = varying_like((state, jnp.zeros_like(chunks.documents[0, 0, :, 0])), tokens)
-    (after, _), sums = lax.scan(add_and_read, first, chunks)
+    segment = None if chunks.segments is None else jnp.zeros_like(chunks.segments[0, 0, :, 0])
+    (after, _), sums = lax.scan(add_and_read, varying_like((state, segment), tokens), chunks)
 
     def joined(x: Array) -> Array:
         return unchunk(x.reshape(-1, *x.shape[2:]), batch, heads)[:, :length]
@@ -286,33 +298,42 @@ def _causal(tokens: _Tokens, state: LinearAttentionState, *, sees_itself: bool =
 
 
 def _states(before, chunks: _Tokens):
-    """The state before the first chunk and after each `[J + 1, X, ...]`, of the tokens of the
-    document `[J + 1, X]` that is the last one there."""
-    state, document = before
-    last = chunks.documents[..., -1]
-    document = jnp.concatenate([document[None], last])
-    key = jnp.where((chunks.documents == last[..., None])[..., None], chunks.key, 0)
-    s = jnp.concatenate([state.s[None], jnp.einsum("jxcf,jxcv->jxfv", key, chunks.value)])
-    z = jnp.concatenate([state.z[None], jnp.sum(key, -2)])
-    counts = jnp.tri(len(document), dtype=bool)[..., None] & (document[:, None] == document[None])
-    counts = counts.astype(s.dtype)
-    # A sum that is carried on: it must not be rounded as products may be.
-    s = jnp.einsum("jix,ixfv->jxfv", counts, s, precision=lax.Precision.HIGHEST)
-    z = jnp.einsum("jix,ixf->jxf", counts, z, precision=lax.Precision.HIGHEST)
-    return LinearAttentionState(s, z), document
+    """The state before each chunk and after the last `[J + 1, X, ...]`, of the tokens of the
+    segment `[J + 1, X]` that is the last one up to there."""
+    (state, segment), key = before, chunks.key
+    counts, axes = jnp.tri(len(key) + 1, len(key), -1, state.s.dtype), "ji,i...->j..."
+    state, segments = jax.tree.map(lambda x: x[None], state), None
+    if chunks.segments is not None:
+        last = chunks.segments[..., -1]
+        key = jnp.where((chunks.segments == last[..., None])[..., None], key, 0)
+        segments = jnp.concatenate([segment[None], last])
+        counts, axes = counts[..., None] * (segments[:, None] == last[None]), "jix,ix...->jx..."
+        carried = (segments == segment[None])[..., None]
+        s = jnp.where(carried[..., None], state.s, 0)
+        state = LinearAttentionState(s, jnp.where(carried, state.z, 0))
+
+    def add(total: Array, more: Array) -> Array:
+        # Sums are carried from block to block: they must not be rounded as products may be.
+        return total + jnp.einsum(axes, counts, more, precision=lax.Precision.HIGHEST)
+
+    s = add(state.s, jnp.einsum("jxcf,jxcv->jxfv", key, chunks.value))
+    return LinearAttentionState(s, add(state.z, jnp.sum(key, -2))), segments
 
 
 def _in_chunks(tokens: _Tokens, blocks: int, count: int, size: int) -> _Tokens:
-    """query `[I, J, X, R C, F]`, key `[I, J, X, C, F]`, value `[I, J, X, C, V]` and documents
-    `[I, J, X, C]`, with tokens without features at the end, of the last document."""
+    """query `[I, J, X, R C, F]`, key `[I, J, X, C, F]`, value `[I, J, X, C, V]` and segments
+    `[I, J, X, C]`, with tokens without features at the end, of the last segment."""
     batch, length, groups, _ = tokens.key.shape
     missing = blocks * count * size - length
 
     def cut(x: Array, mode: Any = "constant") -> Array:
-        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+        if missing:
+            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
         x = chunk(x, size)
         return x.reshape(blocks, count, *x.shape[1:])
 
-    documents = jnp.broadcast_to(tokens.documents[..., None, None], (batch, length, groups, 1))
-    documents = cut(documents, "edge" if length else "constant")[..., 0]
-    return _Tokens(cut(tokens.query), cut(tokens.key), cut(tokens.value), documents)
+    segments = None
+    if tokens.segments is not None:
+        segments = jnp.broadcast_to(tokens.segments[..., None, None], (batch, length, groups, 1))
+        segments = cut(segments, "edge" if length else "constant")[..., 0]
+    return _Tokens(cut(tokens.query), cut(tokens.key), cut(tokens.value), segments)

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
@@ -69,14 +70,16 @@ def _pool(window: int, tokens: Tokens, segments: Array | None) -> Tokens:
     ids = None if segments is None else layout.cut(segments, None)
     pooled = _products(chunks, ids, count, window)
     if count > 1:
-        ends = jax.tree.map(lambda x: x[:, :, -1], pooled)  # averages of a whole chunk
+        ends = jax.tree.map(lambda x: x[:, size - 1 :: size], pooled)  # averages of a whole chunk
         end_ids = None if ids is None else ids[:, :, -1]
         past = _pool(count - 1, ends, end_ids)
         past = Tokens(_later(past.x, 1, 0.0), _later(past.logits, 1, -jnp.inf))
-        past = jax.tree.map(lambda x: x[:, :, None], past)
+        past = jax.tree.map(partial(jnp.repeat, repeats=size, axis=1), past)
         if ids is not None and end_ids is not None:
             same = ids == _later(end_ids, 1, 0)[:, :, None]
-            past = past._replace(logits=jnp.where(same, past.logits, -jnp.inf))
+            past = past._replace(
+                logits=jnp.where(same.reshape(past.logits.shape), past.logits, -jnp.inf)
+            )
         pooled = merged(pooled, past)
     return jax.tree.map(layout.joined, pooled)
 
@@ -127,10 +130,10 @@ class _Layout(NamedTuple):
         return x[:, : (blocks - 1) * self.chunks + math.ceil(rest / self.size)]
 
     def joined(self, x: Array) -> Array:
-        """What `cut` has cut, without what was filled up."""
+        """`[X, chunks C, ...]` -> `[X, T, ...]`: without what `cut` has filled up."""
         blocks = math.ceil(self.length / self.block)
-        x = _filled(x, 1, blocks * self.chunks, 0)
-        x = x.reshape(len(x), blocks, self.chunks * self.size, *x.shape[3:])[:, :, : self.block]
+        x = _filled(x, 1, blocks * self.chunks * self.size, 0)
+        x = x.reshape(len(x), blocks, self.chunks * self.size, *x.shape[2:])[:, :, : self.block]
         return x.reshape(len(x), blocks * self.block, *x.shape[3:])[:, : self.length]
 
 
@@ -149,29 +152,40 @@ def _later(x: Array, steps: int, fill: float) -> Array:
 
 
 def _products(chunks: Tokens, ids: Array | None, count: int, window: int) -> Tokens:
-    """Averages of what a window holds of its last chunk and of the one `count` before."""
+    """Averages `[X, chunks C, ...]` of what a window holds of its last chunk and of the one `count`
+    before."""
     x, logits = chunks
-    size = logits.shape[-1]
-    own = jnp.tri(size, dtype=bool)[None, None]
-    has_earlier = logits.shape[1] > count
+    folds, number, size = logits.shape
+    own = jnp.broadcast_to(jnp.tri(size, dtype=bool), (folds, number, size, size))
+    has_earlier = number > count
+
+    def by_row(x: Array) -> Array:
+        # Elementwise operations on two short axes are unrolled: they take long to compile.
+        return x.reshape(folds * number * size, size)
 
     def pairs(x: Array, fill: float) -> Array:
         """x of the token that a row reads in a column."""
         earlier = _later(x, count, fill) if has_earlier else jnp.full_like(x, fill)
-        return jnp.where(own, x[:, :, None], earlier[:, :, None])
+        return by_row(jnp.where(own, x[:, :, None], earlier[:, :, None]))
 
     scores = pairs(logits, -jnp.inf)
     if window < size:
-        index = jnp.arange(size)
+        index = np.arange(size)
         age = (index[:, None] - index[None]) % size
-        scores = jnp.where((age < window)[None, None], scores, -jnp.inf)
+        visible = jnp.broadcast_to(jnp.asarray(age < window), own.shape)
+        scores = jnp.where(by_row(visible), scores, -jnp.inf)
     if ids is not None:
-        scores = jnp.where(pairs(ids, -1) == ids[..., None], scores, -jnp.inf)
+        scores = jnp.where(pairs(ids, -1) == ids.reshape(-1, 1), scores, -jnp.inf)
     largest = where_empty(jnp.max(scores, -1, keepdims=True), 0.0)
     weights = jnp.exp(scores - largest)
-    total = jnp.sum(weights, -1, keepdims=True)
-    weights = weights * reciprocal(total)  # before the products: x may be large
-    y = jnp.where(own, weights, 0.0) @ x
+    total = jnp.sum(weights, -1, keepdims=True)  # at least 1, or of nothing
+    weights = weights / jnp.maximum(total, 1.0)  # before the products: x may be large
+
+    def products(mask: Array, x: Array) -> Array:
+        return jnp.where(by_row(mask), weights, 0.0).reshape(own.shape) @ x
+
+    y = products(own, x)
     if has_earlier:
-        y = y + jnp.where(own, 0.0, weights) @ _later(x, count, 0.0)
-    return Tokens(y, (safe_log(total) + largest)[..., 0])
+        y = y + products(~own, _later(x, count, 0.0))
+    log_total = (jnp.log(total) + largest).reshape(folds, number * size)
+    return Tokens(y.reshape(folds, number * size, y.shape[-1]), log_total)

@@ -118,11 +118,11 @@ def dot_product_attention(
         )
     _refuse("tiled", given)
     assert isinstance(query_offset, int)
-    problem = tiled.Problem(rule, scale, query.shape[-3], key.shape[-3], query_offset)
+    problem = tiled.Problem(rule, query.shape[-3], key.shape[-3], query_offset)
     groups = key.shape[-2]
     y = tiled.attention(
         problem,
-        folded(query, groups),
+        scale * folded(query, groups),
         folded(key, groups)[:, 0],
         folded(value, groups)[:, 0],
         *(None if x is None else jnp.repeat(x, groups, 0) for x in ids),

@@ -1,13 +1,14 @@
-"""Exact softmax attention a tile of queries at a time, against only the tiles of keys that it sees.
+"""Exact softmax attention, a block of scores at a time, of visible keys alone.
 
-A tile of queries holds its scores with all the keys it sees, and nothing else of quadratic size is
-ever held: backward forms them again from log Z (Dao et al., 2022, arXiv:2205.14135),
+One loop runs over blocks of scores, each of one tile of queries and a few of the tiles of keys that
+are visible to it; nothing else of quadratic size is ever held. The softmax is completed from block
+to block, with the largest score m and the sum Z of exp(S - m) so far. Backward computes the scores
+again (Dao et al., 2022, arXiv:2205.14135),
 
-    P = exp(S - log Z),    dS = P (dY V^T - sum_v dY Y)
+    P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y)
     dQ = dS K,             dK = dS^T Q,                    dV = P^T dY
 
-Which tiles are seen follows from a `Mask` when a call is traced; tiles of queries that see about as
-many are computed by one loop.
+Which tiles are visible follows from a `Mask` when a call is traced.
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.ops.numerics import where_empty
+from heinsen_jax.ops.numerics import share
 from heinsen_jax.typing import Array
 
 SIZE = 128  # of a tile
+OVERHEAD = 1.0  # of a block on a CPU, in tiles of keys that could be computed in its time
+OVERHEAD_ELSEWHERE = 8.0
 
 
 @dataclass(frozen=True)
@@ -31,26 +35,24 @@ class Problem:
     """What is known when a call is traced.
 
     Attributes:
-      mask: which positions see which.
-      scale: of the scores.
-      queries: how many there are, in multiples of `SIZE` with padding.
-      keys: how many there are, without padding.
+      mask: which positions attend to which.
+      queries: how many there are.
+      keys: how many there are.
       offset: the position of the first query.
     """
 
     mask: Mask
-    scale: float
     queries: int
     keys: int
     offset: int
 
 
-class Arrays(NamedTuple):
+class _Tiles(NamedTuple):
     """In tiles of C tokens, X batch entries and key/value heads, R query heads of each.
 
     query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`, and ids, of which a
-    query sees only its own: `[I, X, C]` and `[J + 1, X, C]`, or None. The last tile of keys is one
-    that nothing sees.
+    query attends only to its own: `[I, X, C]` and `[J + 1, X, C]`, or None. The last tile of keys
+    is padding.
     """
 
     query: Array
@@ -69,20 +71,20 @@ def attention(
     query_ids: Array | None,
     key_ids: Array | None,
 ) -> Array:
-    """Y `[X, R, T, V]` of query `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`; a query sees
-    what the mask lets it see among keys `[X, S]` of its own id `[X, T]`; 0 if that is nothing."""
+    """Y `[X, R, T, V]` of query `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query attends
+    to what the mask allows among keys `[X, S]` of its own id `[X, T]`; Y = 0 if that is nothing."""
     length = query.shape[2]
-    arrays = Arrays(
+    tiles = _Tiles(
         _tiles(query, 0),
         _tiles(key[:, None], 1),
         _tiles(value[:, None], 1),
         None if query_ids is None else _tiles(query_ids[:, None, :, None], 0)[..., 0],
         None if key_ids is None else _tiles(key_ids[:, None, :, None], 1)[..., 0],
     )
-    y: Array = _attention(problem, arrays)
-    tiles, folds, rows, depth = y.shape
-    y = y.reshape(tiles, folds, rows // SIZE, SIZE, depth)
-    y = jnp.moveaxis(y, 0, 2).reshape(folds, rows // SIZE, tiles * SIZE, depth)
+    y: Array = _attention(problem, tiles)
+    count, folds, rows, depth = y.shape
+    y = y.reshape(count, folds, rows // SIZE, SIZE, depth)
+    y = jnp.moveaxis(y, 0, 2).reshape(folds, rows // SIZE, count * SIZE, depth)
     return y[:, :, :length]
 
 
@@ -95,122 +97,131 @@ def _tiles(x: Array, more: int) -> Array:
     return jnp.moveaxis(x, 2, 0).reshape(tiles, folds, heads * SIZE, features)
 
 
-class _Group(NamedTuple):
-    """Tiles of queries `[I']`, and tiles of keys that each sees, `[I', L]`; J stands for none."""
+class _Blocks(NamedTuple):
+    """The tile of queries of each block of scores `[B]`, and its tiles of keys `[B, L]`; J stands
+    for none."""
 
-    rows: np.ndarray
-    seen: np.ndarray
+    row: np.ndarray
+    columns: np.ndarray
 
 
 @lru_cache(maxsize=256)
-def _groups(problem: Problem) -> tuple[_Group, ...]:
+def _blocks(problem: Problem, overhead: float) -> _Blocks:
     tiles = -(-problem.keys // SIZE)
     keys = np.arange(problem.keys)[None]
-    found: dict[int, list[tuple[int, np.ndarray]]] = {}
-    for row in range(-(-problem.queries // SIZE)):
-        queries = np.arange(row * SIZE, min((row + 1) * SIZE, problem.queries))[:, None]
-        sees = np.any(problem.mask(problem.offset + queries, keys), 0)
-        sees = np.pad(sees, (0, tiles * SIZE - problem.keys))
-        seen = np.flatnonzero(sees.reshape(tiles, SIZE).any(1))
-        width = min(_rounded(len(seen)), tiles)
-        found.setdefault(width, []).append(
-            (row, np.pad(seen, (0, width - len(seen)), "constant", constant_values=tiles))
-        )
-    return tuple(
-        _Group(*(np.array(x, np.int32) for x in zip(*group, strict=True)))
-        for _, group in sorted(found.items())
-    )
+    visible = []
+    for start in range(0, problem.queries, SIZE):
+        queries = np.arange(start, min(start + SIZE, problem.queries))[:, None]
+        is_visible = np.any(problem.mask(problem.offset + queries, keys), 0)
+        is_visible = np.pad(is_visible, (0, tiles * SIZE - problem.keys))
+        visible.append(np.flatnonzero(is_visible.reshape(tiles, SIZE).any(1)))
+    widths = np.arange(1, 1 + max(1, *map(len, visible)))
+    counts = -(-np.array([*map(len, visible)])[None] // widths[:, None])  # blocks of each row
+    best = np.argmin(counts.sum(1) * (widths + overhead))
+    width = widths[best]
+    row = np.repeat(np.arange(len(visible)), counts[best])
+    columns = [np.pad(x, (0, -len(x) % width), constant_values=tiles) for x in visible]
+    columns = np.concatenate(columns).reshape(-1, width)
+    return _Blocks(row.astype(np.int32), columns.astype(np.int32))
 
 
-def _rounded(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, ...: few loops, and little in vain."""
-    power = 1 << max(count - 1, 0).bit_length()
-    return 3 * power // 4 if power >= 4 and count <= 3 * power // 4 else power
+def _over_blocks(problem: Problem, step, sums, example: _Tiles):
+    """`lax.scan` of `step(sums, row, columns)` over all blocks: the sums."""
+    sums = varying_like(sums, example)
+    overhead = OVERHEAD if jax.default_backend() == "cpu" else OVERHEAD_ELSEWHERE
+    blocks = jax.tree.map(jnp.asarray, _blocks(problem, overhead))
+    return lax.scan(lambda sums, block: (step(sums, *block), None), sums, blocks)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(problem: Problem, arrays: Arrays) -> Array:
-    return _forward(problem, arrays)[0]
+def _attention(problem: Problem, tiles: _Tiles) -> Array:
+    return _forward(problem, tiles)[0]
 
 
-def _scores(problem: Problem, arrays: Arrays, row: Array, seen: Array) -> Array:
-    """Scores `[X, R C, L C]` of a tile of queries, -inf where it must not see."""
-    query, key = arrays.query[row], arrays.key[seen]
-    folds, rows, _ = query.shape
+def _forward(problem: Problem, tiles: _Tiles):
+    def step(sums, row: Array, columns: Array):
+        largest, total, y = _row(sums, row)
+        scores, _, value = _scores(problem, tiles, row, columns)
+        new = jnp.maximum(largest, jnp.max(scores, -1, keepdims=True))
+        weights, kept = share(scores, new), share(largest, new)
+        total = kept * total + jnp.sum(weights, -1, keepdims=True)
+        y = kept * y + weights @ value
+        return jax.tree.map(partial(_set_row, row), sums, (new, total, y))
+
+    shape, dtype = tiles.query.shape[:-1], tiles.query.dtype
+    zeros = jnp.zeros((*shape, 1), dtype)
+    y = jnp.zeros((*shape, tiles.value.shape[-1]), dtype)
+    empty = jnp.full_like(zeros, -jnp.inf), zeros, y
+    largest, total, y = _over_blocks(problem, step, empty, tiles)
+    inverse = 1 / jnp.where(total == 0, 1.0, total)
+    y = inverse * y
+    return y, (tiles, y, largest, inverse)
+
+
+def _backward(problem: Problem, residuals, d_y: Array):
+    tiles, y, largest, inverse = residuals
+    d_y = inverse * d_y  # so that the weights need not be divided
+    mean = jnp.sum(d_y * y, -1, keepdims=True)
+
+    def step(sums: _Tiles, row: Array, columns: Array) -> _Tiles:
+        scores, key, value = _scores(problem, tiles, row, columns)
+        query, d_y_row, mean_row, m, d_query = _row(
+            (tiles.query, d_y, mean, largest, sums.query), row
+        )
+        # A score that is computed again may be rounded up from the maximum.
+        weights = share(jnp.minimum(scores, m), m)
+        d_scores = weights * (jnp.einsum("xrv,xlv->xrl", d_y_row, value) - mean_row)
+        d_key = jnp.einsum("xrk,xrl->xkl", query, d_scores)  # a transposed result is small
+        d_value = jnp.einsum("xrv,xrl->xvl", d_y_row, weights)
+        return _Tiles(
+            _set_row(row, sums.query, d_query + d_scores @ key),
+            _add_columns(columns, sums.key, d_key),
+            _add_columns(columns, sums.value, d_value),
+            None,
+            None,
+        )
+
+    zeros = jax.tree.map(jnp.zeros_like, tiles._replace(query_ids=None, key_ids=None))
+    return (_over_blocks(problem, step, zeros, tiles),)
+
+
+def _row(tree, row: Array):
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), tree)
+
+
+def _set_row(row: Array, x: Array, of_row: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, of_row, row, 0)
+
+
+def _add_columns(columns: Array, x: Array, more: Array) -> Array:
+    """`[J + 1, X, C, F]` with `[X, F, L C]` added to some tiles."""
+    more = more.reshape(*more.shape[:2], len(columns), SIZE)
+    return x.at[columns].add(jnp.transpose(more, (2, 0, 3, 1)))
+
+
+def _columns(x: Array, columns: Array) -> Array:
+    """`[J + 1, X, C, F]` -> `[X, L C, F]`"""
+    x = jnp.moveaxis(x[columns], 0, 1)
+    return x.reshape(len(x), -1, x.shape[-1])
+
+
+def _scores(problem: Problem, tiles: _Tiles, row: Array, columns: Array):
+    """A block of scores `[X, R C, L C]`, -inf of keys that are not visible, and those keys and
+    their values `[X, L C, F]`."""
+    query = _row(tiles.query, row)
+    key, value = _columns(tiles.key, columns), _columns(tiles.value, columns)
     within = jnp.arange(SIZE)
     queries = problem.offset + row * SIZE + within
-    keys = (seen[:, None] * SIZE + within[None]).reshape(-1)
+    keys = (columns[:, None] * SIZE + within[None]).reshape(-1)
     visible = problem.mask(queries[:, None], keys[None]) & (keys < problem.keys)[None]
-    visible = visible[None]
-    if arrays.query_ids is not None and arrays.key_ids is not None:
-        ids = jnp.moveaxis(arrays.key_ids[seen], 0, 1).reshape(folds, 1, -1)
-        visible = visible & (arrays.query_ids[row][..., None] == ids)
-    scores = problem.scale * jnp.einsum("xrk,lxck->xrlc", query, key)
-    scores = scores.reshape(folds, rows // SIZE, SIZE, -1)
-    return jnp.where(visible[:, None], scores, -jnp.inf).reshape(folds, rows, -1)
-
-
-def _values(arrays: Arrays, seen: Array) -> Array:
-    """`[X, L C, V]`"""
-    value = jnp.moveaxis(arrays.value[seen], 0, 1)
-    return value.reshape(value.shape[0], -1, value.shape[-1])
-
-
-def _forward(problem: Problem, arrays: Arrays):
-    def one(nothing, tile):
-        row, seen = tile
-        scores = _scores(problem, arrays, row, seen)
-        largest = where_empty(jnp.max(scores, -1, keepdims=True), 0.0)
-        weights = jnp.exp(jnp.minimum(scores - largest, 0.0))
-        total = jnp.sum(weights, -1, keepdims=True)
-        total = jnp.where(total == 0, 1.0, total)
-        y = jnp.einsum("xrl,xlv->xrv", weights, _values(arrays, seen)) / total
-        return nothing, (y, largest + jnp.log(total))
-
-    _, (y, log_z) = _over_groups(problem, one, None)
-    return y, (arrays, y, log_z)
-
-
-def _over_groups(problem: Problem, one, sums):
-    """`lax.scan` of `one(sums, (row, seen tiles))` over all tiles of queries: the sums, and results
-    in the order of the tiles."""
-    groups = _groups(problem)
-    results = []
-    for rows, seen in groups:
-        sums, result = lax.scan(one, sums, (jnp.asarray(rows), jnp.asarray(seen)))
-        results.append(result)
-    order = np.argsort(np.concatenate([rows for rows, _ in groups]))
-    return sums, jax.tree.map(lambda *parts: jnp.concatenate(parts)[order], *results)
-
-
-def _backward(problem: Problem, saved, d_y: Array):
-    arrays, y, log_z = saved
-
-    def one(sums, tile):
-        row, seen = tile
-        query, d_row = arrays.query[row], d_y[row]
-        scores = _scores(problem, arrays, row, seen)
-        weights = jnp.exp(jnp.minimum(scores - log_z[row], 0.0))  # rounded otherwise than before
-        d_weights = jnp.einsum("xrv,xlv->xrl", d_row, _values(arrays, seen))
-        dot = jnp.einsum("xrv,xrv->xr", d_row, y[row])
-        d_scores = problem.scale * weights * (d_weights - dot[..., None])
-        by_tile = d_scores.reshape(*d_scores.shape[:2], -1, SIZE)
-        d_query = jnp.einsum("xrlc,lxck->xrk", by_tile, arrays.key[seen])
-        d_key = jnp.einsum("xrlc,xrk->lxck", by_tile, query)
-        d_value = jnp.einsum("xrlc,xrv->lxcv", weights.reshape(by_tile.shape), d_row)
-
-        def add(index, sums):
-            def put(total: Array, part: Array) -> Array:
-                tile = seen[index]
-                return lax.dynamic_update_index_in_dim(total, total[tile] + part[index], tile, 0)
-
-            return jax.tree.map(put, sums, (d_key, d_value))
-
-        return lax.fori_loop(0, len(seen), add, sums), d_query
-
-    sums = jnp.zeros_like(arrays.key), jnp.zeros_like(arrays.value)
-    sums, d_query = _over_groups(problem, one, sums)
-    return (Arrays(d_query, *sums, None, None),)
+    visible = visible[None, None]
+    if tiles.query_ids is not None and tiles.key_ids is not None:
+        key_ids = _columns(tiles.key_ids[..., None], columns)
+        same = _row(tiles.query_ids, row)[..., None] == jnp.swapaxes(key_ids, -1, -2)
+        visible = visible & same[:, None]
+    scores = jnp.einsum("xrk,xlk->xrl", query, key)
+    by_head = scores.reshape(len(query), -1, SIZE, scores.shape[-1])
+    return jnp.where(visible, by_head, -jnp.inf).reshape(scores.shape), key, value
 
 
 _attention.defvjp(_forward, _backward)

@@ -15,7 +15,7 @@ from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, param
 from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
 from heinsen_jax.typing import Array, Features, Float, Integer
 
-PositionState: TypeAlias = Float[Array, "*B D"] | Integer[Array, ""] | tuple[()]
+PositionState: TypeAlias = Float[Array, "*B D"] | Integer[Array, "*B"] | tuple[()]
 
 
 class PositionRecurrence(nnx.Module):

@@ -14,6 +14,26 @@ import hypothesis
 import jax
 import numpy as np
 import pytest
+from jaxtyping import install_import_hook
+
+CHECKED = [
+    "heinsen_jax.attention",
+    "heinsen_jax.config",
+    "heinsen_jax.data",
+    "heinsen_jax.distributed",
+    "heinsen_jax.environment",
+    "heinsen_jax.evaluate",
+    "heinsen_jax.generate",
+    "heinsen_jax.interop",
+    "heinsen_jax.models",
+    "heinsen_jax.on_ray",
+    "heinsen_jax.sharding",
+    "heinsen_jax.study",
+    "heinsen_jax.training",
+    "heinsen_jax.typing",
+]
+TYPECHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+install_import_hook(CHECKED, TYPECHECKER)
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN_FOLDER = ROOT.parent / "shared" / "golden"

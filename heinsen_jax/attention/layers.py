@@ -17,7 +17,7 @@ RMS_EPSILON = 1e-6
 
 
 class LayerOptions(TypedDict):
-    """What a layer is told besides its sizes.
+    """Options of a layer besides its sizes.
 
     Attributes:
       dtype: of activations and matrix products; that of the inputs when None.
@@ -31,7 +31,7 @@ class LayerOptions(TypedDict):
 
 
 class DenseOptions(TypedDict):
-    """What `linear` tells `nnx.Linear` besides the options of a layer."""
+    """Initialisers and logical axes of an `nnx.Linear`."""
 
     kernel_init: nnx.Initializer
     bias_init: nnx.Initializer
@@ -54,7 +54,7 @@ def linear(
 
 
 def dense_options(inputs: int, logical_axes: tuple[str, str]) -> DenseOptions:
-    """First values and named axes of a dense layer."""
+    """Initialisers and logical axes of a dense layer of so many inputs."""
     return {
         "kernel_init": uniform(inputs**-0.5),
         "bias_init": uniform(inputs**-0.5),

@@ -16,7 +16,7 @@ TokenStates: TypeAlias = TokenCache | WindowCache
 
 
 class MaskKeywords(TypedDict, total=False):
-    """What is asked of `MaskedAttention.between`, besides whether it is causal."""
+    """Keywords of `MaskedAttention.between` besides `is_causal`."""
 
     segment_ids: Integer[Array, "*B T"] | None
     query_offset: int | Integer[Array, ""]

@@ -28,7 +28,7 @@ from heinsen_jax.ops.log_attention import Chunked
 from heinsen_jax.typing import DTypeLike
 
 FieldValue: TypeAlias = bool | int | float | str | Chunked | None
-"""Of a field of some mechanism's configuration."""
+"""The value of a field of a mechanism's configuration."""
 
 _MECHANISMS: dict[str, type[Attention]] = {
     "log": LogAttention,

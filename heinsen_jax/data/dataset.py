@@ -20,7 +20,7 @@ class Batch(NamedTuple):
 
 @runtime_checkable
 class DataSettings(Protocol):
-    """What the configurations of all sources of data have in common."""
+    """Fields that the configuration of every data source has."""
 
     @property
     def sequence_length(self) -> int: ...

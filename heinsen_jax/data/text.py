@@ -117,7 +117,7 @@ class TokenDataset:
 
         def row(number: int) -> Batch:
             batch = rows[number]
-            assert batch is not None  # as of data sets that are filtered
+            assert batch is not None  # None only where data sets are filtered
             return batch
 
         return row

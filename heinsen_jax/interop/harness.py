@@ -392,7 +392,7 @@ def run_tasks(
             f"--tasks {' '.join(tasks)}: the data of one of them are not to be had, from the "
             f"Hugging Face Hub or a file that its YAML names ({' '.join(str(error).split())})"
         ) from error
-    assert results is not None  # as of processes other than the first
+    assert results is not None  # None only on processes other than the first
     return results
 
 

@@ -19,7 +19,7 @@ from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
 
 Option: TypeAlias = tuple[str, int | float | bool | str]
-"""Of a mechanism, as in `model.attention_options`."""
+"""A field of a mechanism's configuration, as in `model.attention_options`."""
 Section: TypeAlias = AnyDataConfig | LanguageModelConfig | OptimizerConfig | TrainingConfig
 Choice: TypeAlias = int | float | bool | str | tuple[Option | str | int, ...] | Section | None
 """The value of a field, or of a whole section."""

@@ -14,7 +14,7 @@ from heinsen_jax.environment import Environment
 
 
 class Row(TypedDict):
-    """What is recorded of a run: its `metrics` or why it `failed`, what it cost, where it ran."""
+    """The record of a run: its `metrics` or why it `failed`, its costs, and where it ran."""
 
     labels: NotRequired[dict[str, str]]
     fingerprint: NotRequired[str]

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Taken(Generic[T]):
-    """A batch, or why there is none."""
+    """A batch, or the error raised in its place."""
 
     batch: T | None = None
     error: BaseException | None = None

@@ -37,8 +37,8 @@ class Predictions(NamedTuple):
             return cross_entropy(self.readout, self.features, self.targets, self.counted)
 
 
-Tokens: TypeAlias = Integer[Array, "B T+1"]
-There: TypeAlias = Bool[Array, "B T"]
+Tokens: TypeAlias = Integer[Array, "B L"]
+There: TypeAlias = Bool[Array, "B L-1"]
 RandomKey: TypeAlias = Key[Array, ""]
 Objective: TypeAlias = Callable[[LanguageModel, Tokens, There, RandomKey], Predictions]
 

@@ -64,10 +64,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
-def decay_mask(parameters: PyTree[Array]) -> PyTree[bool]:
+def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
     """Which parameters weight decay acts on: a pytree of booleans."""
 
-    def is_decayed(path: jax.tree_util.KeyPath, _: Array) -> bool:
+    def is_decayed(path: jax.tree_util.KeyPath, _: Array | jax.ShapeDtypeStruct) -> bool:
         return any(getattr(entry, "key", None) in DECAYED for entry in path)
 
     return jax.tree_util.tree_map_with_path(is_decayed, parameters)

@@ -4,6 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar, cast
 
 from heinsen_jax.errors import UserError
@@ -20,7 +21,7 @@ class Taken(Generic[T]):
 
 
 def punctual(
-    batches: Iterator[T], source: str, *, timeout: float, warn: Callable[[str], None]
+    batches: Iterator[T], source: str | Path, *, timeout: float, warn: Callable[[str], None]
 ) -> Iterator[T]:
     """The same batches; a source that is slow is named, and one that is dead ends the run.
 
@@ -51,7 +52,9 @@ def punctual(
         yield cast(T, taken.batch)
 
 
-def _wait(into: "queue.Queue[T]", source: str, timeout: float, warn: Callable[[str], None]) -> T:
+def _wait(
+    into: "queue.Queue[T]", source: str | Path, timeout: float, warn: Callable[[str], None]
+) -> T:
     try:
         return into.get(timeout=timeout / 10)
     except queue.Empty:

@@ -27,7 +27,7 @@ class TrainState:
     """
 
     step: Integer[Array, ""]
-    parameters: nnx.State
+    parameters: PyTree[Array]
     optimizer: PyTree[Array]
     guard: Guard
 

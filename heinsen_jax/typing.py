@@ -22,7 +22,7 @@ next to their features, so that every contraction is one batched matrix product:
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import TypeAlias, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, dataclass_transform
 
 import jax
 import pydantic
@@ -66,8 +66,11 @@ __all__ = [
     "typed",
 ]
 
-JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
-"""A value of a JSON file. A module that annotates with it must import it by this name."""
+if TYPE_CHECKING:
+    JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
+else:  # beartype resolves no recursive alias
+    JSON = Mapping | Sequence | str | int | float | bool | None
+"""A value of a JSON file."""
 
 Features: TypeAlias = Float[Array, "*B T D"]
 Query: TypeAlias = Float[Array, "*B T N K"]

@@ -10,9 +10,8 @@ import io
 import math
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -33,10 +32,7 @@ _STORAGES = {
 }
 
 
-Tensors: TypeAlias = "np.ndarray | Mapping[str, Tensors] | Sequence[Tensors]"
-
-
-def read_pickled(path: Path) -> Tensors:
+def read_pickled(path: Path) -> object:
     """What `torch.save` wrote, with NumPy arrays in place of tensors.
 
     Raises:
@@ -72,9 +68,7 @@ class _Reader(pickle.Unpickler):
         name = f"{self._folder}byteorder"
         return self._archive.read(name) if name in self._archive.namelist() else b"little"
 
-    def find_class(
-        self, module_name: str, global_name: str, /
-    ) -> Callable[..., Tensors] | np.dtype:
+    def find_class(self, module_name: str, global_name: str, /) -> Callable[..., object] | np.dtype:
         match module_name, global_name:
             case "collections", "OrderedDict":
                 return collections.OrderedDict
@@ -108,7 +102,7 @@ class _Reader(pickle.Unpickler):
         size: tuple[int, ...],
         stride: tuple[int, ...],
         _requires_grad: bool = False,
-        _hooks: dict[str, Tensors] | None = None,
+        _hooks: dict[str, object] | None = None,
         marks: dict[str, bool] | None = None,
     ) -> np.ndarray:
         if marks:  # that its numbers stand for others, their negatives or conjugates

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.pickled import Tensors, read_pickled
+from heinsen_jax.interop.pickled import read_pickled
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.typing import ArrayLike
 
@@ -140,7 +140,7 @@ def to_file(model: LanguageModel, path: str | Path) -> None:
     save_file(to_state_dict(model), path)
 
 
-def _are_arrays(entries: Mapping[str, Tensors]) -> TypeGuard[Mapping[str, np.ndarray]]:
+def _are_arrays(entries: Mapping[str, object]) -> TypeGuard[Mapping[str, np.ndarray]]:
     return all(isinstance(x, np.ndarray) for x in entries.values())
 
 

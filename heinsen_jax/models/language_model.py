@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.core import Tracer
@@ -110,7 +111,7 @@ class LanguageModel(nnx.Module):
     @overload
     def __call__(
         self,
-        tokens: Integer[Array, "*B T"],
+        tokens: Integer[Array | np.ndarray, "*B T"],
         *,
         state: LanguageModelState | None = None,
         return_state: Literal[False] = False,
@@ -119,7 +120,7 @@ class LanguageModel(nnx.Module):
     @overload
     def __call__(
         self,
-        tokens: Integer[Array, "*B T"],
+        tokens: Integer[Array | np.ndarray, "*B T"],
         *,
         state: LanguageModelState | None = None,
         return_state: Literal[True],
@@ -127,7 +128,7 @@ class LanguageModel(nnx.Module):
 
     def __call__(
         self,
-        tokens: Integer[Array, "*B T"],
+        tokens: Integer[Array | np.ndarray, "*B T"],
         *,
         state: LanguageModelState | None = None,
         return_state: bool = False,
@@ -155,7 +156,7 @@ class LanguageModel(nnx.Module):
 
     def features(
         self,
-        tokens: Integer[Array, "*B T"],
+        tokens: Integer[Array | np.ndarray, "*B T"],
         *,
         state: LanguageModelState | None = None,
         return_state: bool = False,
@@ -168,7 +169,7 @@ class LanguageModel(nnx.Module):
             state = self.init_state(batch_shape)
         before: PyTree = self.position.init_state(batch_shape) if state is None else state.position
         with jax.named_scope("position"):
-            x = constrain(self.embed(tokens), "tokens", None)
+            x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
             x, position = self.position(x, state=before)
 
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
@@ -272,7 +273,7 @@ def _through(
     return lax.scan(apply_turn, x, (parameters, states))
 
 
-def check_tokens(tokens: Shaped[Array, "*B T"], vocab_size: int) -> None:
+def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:
     """Refuses ids outside the vocabulary, which an embedding look-up would turn into NaN."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, are {tokens.dtype}")

@@ -60,6 +60,7 @@ def main() -> None:
     if options.corpus is not None:
         config = replace(config, data=replace(config.data, corpus=options.corpus))
     dataset = data.load(config.data)
+    assert isinstance(dataset, data.TokenDataset)
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         result = train(Path(folder), dataset, config)

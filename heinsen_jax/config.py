@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pydantic
 import tyro
@@ -22,7 +22,7 @@ from heinsen_jax.data import (
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig
-from heinsen_jax.training.checkpoint import CONFIG_FILE, read_config
+from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import config_dataclass
@@ -181,7 +181,7 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
     temporary.replace(workdir / CONFIG_FILE)
 
 
-def as_json(config: ExperimentConfig) -> dict[str, Any]:
+def as_json(config: ExperimentConfig) -> SavedConfig:
     """The configuration as nested dictionaries of plain values."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 

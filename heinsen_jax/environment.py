@@ -5,14 +5,29 @@ import platform
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import jax
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 
 
-def environment() -> dict[str, Any]:
+class Environment(TypedDict):
+    """Hardware, versions, commit, date."""
+
+    date: str
+    commit: str
+    uncommitted_changes: bool
+    python: str
+    jax: str
+    backend: str
+    device: str
+    num_devices: int
+    cpu: str
+    cpu_cores: int | None
+
+
+def environment() -> Environment:
     """Hardware, versions, commit, date."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

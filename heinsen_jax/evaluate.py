@@ -8,14 +8,16 @@ import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, cast
 
 import jax
+import tiktoken
 import tyro
 from flax import nnx
 
 from heinsen_jax import data as text
 from heinsen_jax.config import load_config
+from heinsen_jax.data import DataConfig, Dataset
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
@@ -52,7 +54,8 @@ def main() -> None:
         if output is not None and not output.parent.is_dir():
             raise UserError(f"--output {output}: there is no folder {output.parent}: make it first")
         if tasks:
-            model = {"workdir": str(workdir), "latest": latest, "batch_size": batch_size or 16}
+            model: dict[str, str | bool | int] = {"workdir": str(workdir), "latest": latest}
+            model["batch_size"] = batch_size or 16
             options = {"tasks": [*tasks], "limit": limit, "num_fewshot": num_fewshot}
             _run_tasks(model, options, include_path, output)
         else:
@@ -70,7 +73,7 @@ def _run_text(
 ) -> None:
     model, tokenizer, step = load_run(workdir, best=not latest)
     experiment = load_config(workdir / CONFIG_FILE)
-    settings: Any = experiment.data
+    settings = experiment.data
     if max_batches is not None and max_batches < 1:
         raise UserError(f"--max-batches {max_batches} must be at least 1")
     if tokenizer is None and (data is not None or sequence_length is not None):
@@ -78,18 +81,15 @@ def _run_text(
             f"{workdir} holds a run that learned a task, which has its own lengths: leave out "
             "--data and --sequence-length"
         )
-    if data is not None:
+    if data is not None and isinstance(settings, DataConfig):
         settings = replace(settings, corpus=data, validation_fraction=None)
     if sequence_length is not None:
         if sequence_length < 1:
             raise UserError(f"--sequence-length {sequence_length} must be at least 1")
         settings = replace(settings, sequence_length=sequence_length)
-    dataset = text.load(settings)
-    if tokenizer and text.fingerprint(dataset.tokenizer) != text.fingerprint(tokenizer):
-        raise UserError(
-            f"--data {settings.corpus} is of the tokenizer {dataset.tokenizer.name}, which "
-            f"differs from that of {workdir}: prepare it with the latter"
-        )
+    dataset = cast(Dataset, text.load(settings))
+    if isinstance(settings, DataConfig):
+        _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
     graph, parameters = nnx.split(model)
     masked_fraction = experiment.training.masked_fraction
     objective = objective_of(experiment.model, masked_fraction, dataset.vocab_size)
@@ -104,14 +104,27 @@ def _run_text(
             max_batches=max_batches,
             is_causal=experiment.model.is_causal,
         )
-    what = dataset.name if tokenizer is None else settings.corpus
+    what = settings.corpus if isinstance(settings, DataConfig) else dataset.name
     print(f"{workdir}, step {step}, on {what}:")
     for name, value in found.items():
         print(f"  {name.replace('_', ' ')}: {value:.4f}")
 
 
+def _check_tokenizer(
+    workdir: Path, ours: tiktoken.Encoding | None, corpus: str, theirs: tiktoken.Encoding | None
+) -> None:
+    if ours and theirs and text.fingerprint(ours) != text.fingerprint(theirs):
+        raise UserError(
+            f"--data {corpus} is of the tokenizer {theirs.name}, which differs from that of "
+            f"{workdir}: prepare it with the latter"
+        )
+
+
 def _run_tasks(
-    model: dict[str, Any], options: dict[str, Any], include_path: Path | None, output: Path | None
+    model: dict[str, str | bool | int],
+    options: dict[str, list[str] | int | None],
+    include_path: Path | None,
+    output: Path | None,
 ) -> None:
     try:  # imported when it is asked for: it is an extra
         harness = importlib.import_module("heinsen_jax.interop.harness")

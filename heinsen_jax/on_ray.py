@@ -2,17 +2,20 @@
 
 import importlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from heinsen_jax.errors import UserError
 
 Key = TypeVar("Key", bound=Hashable)
+Result = TypeVar("Result")
 RETRIES = 3  # of a call whose node is lost
 
 
 def calls(
-    function: Callable[..., Any], arguments: Mapping[Key, tuple[Any, ...]], **needs: Any
-) -> Iterator[tuple[Key, Any]]:
+    function: Callable[..., Result],
+    arguments: Mapping[Key, tuple],
+    **needs: float,
+) -> Iterator[tuple[Key, Result]]:
     """Each key with `function(*arguments[key])`, as they end; when one raises, so does this.
 
     `ray.init` finds the cluster as ever: by RAY_ADDRESS, by `ray job submit`, or it starts one on

@@ -11,7 +11,7 @@ The axes of the mesh:
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import jax
 import numpy as np
@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, PyTree, config_dataclass
+
+Tree = TypeVar("Tree")
 
 RULES: dict[str, tuple[str, ...]] = {
     # of parameters
@@ -109,14 +111,14 @@ def constrain(x: Array, *axes: str | None) -> Array:
     return lax.with_sharding_constraint(x, spec(mesh, x.shape, (*names, *axes)))
 
 
-def shardings(tree: Any, mesh: Mesh) -> Any:
+def shardings(tree: PyTree, mesh: Mesh) -> PyTree[NamedSharding]:
     """A `NamedSharding` for each array of a pytree: by the logical axes that its variable carries
     (a further, first axis stacks layers and is not split); replicated where it carries none."""
 
-    def shard(node: Any) -> Any:
+    def shard(node: PyTree) -> PyTree[NamedSharding]:
         axes = node.get_metadata().get("logical_axes", ()) if isinstance(node, nnx.Variable) else ()
 
-        def one(leaf: Any) -> NamedSharding:
+        def one(leaf: Array | jax.ShapeDtypeStruct) -> NamedSharding:
             names = [RULES[axis] for axis in axes]
             names = [()] * (leaf.ndim - len(names)) + names
             for size, mesh_axes in zip(leaf.shape, names, strict=True):
@@ -157,14 +159,15 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
+def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
     """This process's share of a batch: of each array in it, one over the devices of all."""
     index, count = share_of_process(mesh)
 
     def whole(rows: np.ndarray) -> Array:
         shape = len(rows) * count, *rows.shape[1:]
 
-        def part(place: Any) -> np.ndarray:
+        def part(place: tuple[slice, ...] | None) -> np.ndarray:
+            assert place is not None
             start, stop, _ = place[0].indices(shape[0])
             return rows[start - index * len(rows) : stop - index * len(rows)]
 

@@ -1,4 +1,5 @@
-"""The legend of shape letters, and decorators: one checks them, one makes configurations.
+"""The legend of shape letters, the types of arrays and pytrees, and decorators: one checks shapes,
+one makes configurations, one makes states.
 
 Public arrays are laid out as in `jax.nn.dot_product_attention`, with any leading axes:
 
@@ -19,27 +20,64 @@ next to their features, so that every contraction is one batched matrix product:
     C     tokens in a chunk; J: chunks
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, dataclass_transform
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, dataclass_transform
 
+import jax
 import pydantic
 from beartype import beartype
-from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Complex, Float, Inexact, Int, Integer, Shaped, jaxtyped
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import (
+    Array,
+    Bool,
+    Complex,
+    Float,
+    Inexact,
+    Int,
+    Integer,
+    Key,
+    PyTree,
+    Shaped,
+    jaxtyped,
+)
 
 __all__ = [
+    "JSON",
     "Array",
+    "ArrayLike",
     "Bool",
     "Complex",
     "DTypeLike",
+    "Features",
     "Float",
     "Inexact",
     "Int",
     "Integer",
+    "Key",
+    "Keys",
+    "Mixed",
+    "PyTree",
+    "Query",
     "Shaped",
+    "Values",
     "config_dataclass",
+    "pytree_dataclass",
     "typed",
 ]
+
+if TYPE_CHECKING:
+    JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
+else:  # beartype resolves no recursive alias
+    JSON = Mapping | Sequence | str | int | float | bool | None
+"""A value of a JSON file."""
+
+Features: TypeAlias = Float[Array, "*B T D"]
+Query: TypeAlias = Float[Array, "*B T N K"]
+Keys: TypeAlias = Float[Array, "*B S G K"]
+Values: TypeAlias = Float[Array, "*B S G V"]
+Mixed: TypeAlias = Float[Array, "*B T N V"]
+"""Averages of values: one for each query."""
 
 F = TypeVar("F", bound=Callable)
 T = TypeVar("T")
@@ -53,7 +91,39 @@ def typed(function: F) -> F:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config_dataclass(cls: type[T]) -> type[T]:
     """A configuration: fields by keyword, their types and ranges checked, others refused."""
-    decorate: Any = pydantic.dataclasses.dataclass(
-        config=pydantic.ConfigDict(extra="forbid"), frozen=True, kw_only=True
-    )
-    return decorate(cls)
+    config = pydantic.ConfigDict(extra="forbid")
+    made = pydantic.dataclasses.dataclass(cls, config=config, frozen=True, kw_only=True)
+    return cast("type[T]", made)
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
+def pytree_dataclass(cls: type[T]) -> type[T]:
+    """A frozen dataclass that is a pytree; fields with `metadata={"static": True}` are no leaves.
+
+    Unlike `jax.tree_util.register_dataclass`, JAX rebuilds instances without calling `__init__`:
+    their leaves may then be shardings, shapes or axes in place of arrays, and are not checked.
+    """
+    made = dataclass(frozen=True)(cls)
+    assert is_dataclass(made)
+    static = [x.name for x in fields(made) if x.metadata.get("static", False)]
+    dynamic = [x.name for x in fields(made) if x.name not in static]
+    keys = [jax.tree_util.GetAttrKey(name) for name in dynamic]
+
+    def flatten(instance: T) -> tuple[list[PyTree], tuple[Hashable, ...]]:
+        leaves = [getattr(instance, name) for name in dynamic]
+        return leaves, tuple(getattr(instance, name) for name in static)
+
+    def flatten_with_keys(
+        instance: T,
+    ) -> tuple[list[tuple[Hashable, PyTree]], tuple[Hashable, ...]]:
+        leaves, constants = flatten(instance)
+        return list(zip(keys, leaves, strict=True)), constants
+
+    def unflatten(constants: tuple[Hashable, ...], leaves: Iterable[PyTree]) -> T:
+        instance = object.__new__(cls)
+        for name, value in zip((*dynamic, *static), (*leaves, *constants), strict=True):
+            object.__setattr__(instance, name, value)
+        return instance
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    return cls

@@ -12,8 +12,28 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import jaxtyping
 import numpy as np
 import pytest
+
+CHECKED = [
+    "heinsen_jax.attention",
+    "heinsen_jax.config",
+    "heinsen_jax.data",
+    "heinsen_jax.distributed",
+    "heinsen_jax.environment",
+    "heinsen_jax.evaluate",
+    "heinsen_jax.generate",
+    "heinsen_jax.interop",
+    "heinsen_jax.models",
+    "heinsen_jax.on_ray",
+    "heinsen_jax.sharding",
+    "heinsen_jax.study",
+    "heinsen_jax.training",
+    "heinsen_jax.typing",
+]
+TYPECHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+jaxtyping.install_import_hook(CHECKED, TYPECHECKER)
 
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN_FOLDER = ROOT.parent / "shared" / "golden"
@@ -74,6 +94,15 @@ def memory_maps() -> int:
         return Path("/proc/self/maps").read_bytes().count(b"\n")
     except OSError:
         return 0
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Runs a test as users run the package, without checks of annotations: for errors that the
+    package itself raises for values of wrong types."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TypeAlias, Unpack
 
 import jax.numpy as jnp
 import pydantic
@@ -11,14 +11,16 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.layers import layer_norm, linear, parameter
+from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, parameter
 from heinsen_jax.ops.additive import (
     AdditiveState,
     additive_pooling,
     additive_summary,
     additive_weights,
 )
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, Features, config_dataclass
+
+AdditiveStates: TypeAlias = tuple[AdditiveState, AdditiveState]
 
 
 @config_dataclass
@@ -29,7 +31,7 @@ class AdditiveConfig(AttentionConfig):
     """Tokens that are averaged, up to a token itself; all when None."""
 
 
-class AdditiveAttention(Attention):
+class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
     """Additive attention: two averages of tokens, under weights of their own, for each head.
 
         p = pool(x Wq; wq) Wp,    m = p * (x Wk)
@@ -47,7 +49,7 @@ class AdditiveAttention(Attention):
         causal=True, bidirectional=True, streaming=True, segments=True, mergeable=True
     )
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
@@ -60,14 +62,16 @@ class AdditiveAttention(Attention):
         self.query_weights = parameter(nnx.initializers.zeros, width, **options)
         self.key_weights = parameter(nnx.initializers.zeros, width, **options)
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
-        first, second = (None, None) if call.state is None else call.state
-        pooled, first = self._pool(self.query(x), self.query_weights, call._replace(state=first))
+    def mix(
+        self, x: Features, call: Call[AdditiveStates]
+    ) -> tuple[Features, AdditiveStates | None]:
+        first, second = call.state or (None, None)
+        pooled, first = self._pool(self.query(x), self.query_weights, call.with_state(first))
         mixed = self.project(pooled) * self.key(x)
         between = self.norm(x + mixed)
-        pooled, second = self._pool(between, self.key_weights, call._replace(state=second))
+        pooled, second = self._pool(between, self.key_weights, call.with_state(second))
         y = mixed + pooled.astype(mixed.dtype) * self.value(x)
-        return y, None if call.state is None else (first, second)
+        return y, None if first is None or second is None else (first, second)
 
     def importance(self, x: Array) -> tuple[Array, Array]:
         """The weights of the two averages, `[..., T, S, num_heads]`: how much of each token s is in
@@ -82,11 +86,13 @@ class AdditiveAttention(Attention):
     def _heads(self, x: Array) -> Array:
         return x.reshape(*x.shape[:-1], self.num_heads, self.model_dim // self.num_heads)
 
-    def _logits(self, x: Array, weights: nnx.Param) -> Array:
+    def _logits(self, x: Array, weights: nnx.Param[Array]) -> Array:
         heads, weight = self._heads(x), self._heads(weights[...]).astype(x.dtype)
         return jnp.einsum("...nd,nd->...n", heads, weight) / heads.shape[-1] ** 0.5
 
-    def _pool(self, x: Array, weights: nnx.Param, call: Call) -> tuple[Array, AdditiveState | None]:
+    def _pool(
+        self, x: Array, weights: nnx.Param[Array], call: Call[AdditiveState]
+    ) -> tuple[Array, AdditiveState | None]:
         arrays, window = (self._heads(x), self._logits(x, weights)), self.config.window_size
         if window is None:
             pooled, state = devices.recur(
@@ -98,13 +104,13 @@ class AdditiveAttention(Attention):
                 state_axes=(None, "heads"),
             )
         else:
-            options = {"local_window_size": window} | call.keywords
-            pooled, state = call.recur(additive_pooling, *arrays, **options)
+            op = partial(additive_pooling, local_window_size=window)
+            pooled, state = call.recur(op, *arrays, **call.keywords)
         return pooled.reshape(x.shape), state
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> tuple[AdditiveState, AdditiveState]:
+    ) -> AdditiveStates:
         del capacity  # the same for any number of tokens
         sizes = self.num_heads, self.model_dim // self.num_heads, self.config.window_size
         empty = AdditiveState.empty(batch_shape, *sizes, self.param_dtype)

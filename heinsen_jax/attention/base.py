@@ -2,14 +2,30 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import (
+    ClassVar,
+    Generic,
+    Literal,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+    runtime_checkable,
+)
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.sharding import splits_tokens
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, DTypeLike, Features, Float, Integer, PyTree, config_dataclass
+
+StateT = TypeVar("StateT")
+OtherT = TypeVar("OtherT")
+ConfigT = TypeVar("ConfigT", bound="AttentionConfig")
 
 
 @dataclass(frozen=True)
@@ -42,29 +58,49 @@ class AttentionConfig:
     """What is chosen of a mechanism; each has fields of its own, all with defaults."""
 
 
-class Call(NamedTuple):
+class OpKeywords(TypedDict, total=False):
+    """Keywords that ops of whole sequences share."""
+
+    is_causal: bool
+    segment_ids: Integer[Array, "*B T"] | None
+
+
+@dataclass(frozen=True)
+class Call(Generic[StateT]):
     """What is asked of a mechanism, once it is known to be declared: `Attention.__call__` has the
     meanings. There is a state before, or none is wanted."""
 
-    source: Array | None = None
+    source: Float[Array, "*B S D"] | None = None
     is_causal: bool = True
-    segment_ids: Array | None = None
-    state: Any = None
+    segment_ids: Integer[Array, "*B T"] | None = None
+    state: StateT | None = None
 
     @property
-    def keywords(self) -> dict[str, Any]:
+    def keywords(self) -> OpKeywords:
         """Of an op over a whole text."""
         return {"is_causal": self.is_causal, "segment_ids": self.segment_ids}
 
-    def recur(self, op: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Array, Any]:
+    def with_state(self, state: OtherT | None) -> "Call[OtherT]":
+        """The same with another state."""
+        return Call(self.source, self.is_causal, self.segment_ids, state)
+
+    def recur(
+        self,
+        op: Callable[..., Array | tuple[Array, StateT]],
+        *arguments: PyTree,
+        **keywords: Unpack[OpKeywords],
+    ) -> tuple[Array, StateT | None]:
         """The result of an op that takes `initial_state`, and the state after, if there is one."""
         if self.state is None:
-            return op(*arguments, **options), None
-        return op(*arguments, initial_state=self.state, return_state=True, **options)
+            return cast(Array, op(*arguments, **keywords)), None
+        result = op(*arguments, initial_state=self.state, return_state=True, **keywords)
+        return cast("tuple[Array, StateT]", result)
 
 
-class Attention(nnx.Module):
+class Attention(nnx.Module, Generic[ConfigT, StateT]):
     """A layer that mixes tokens: `[..., T, D] -> [..., T, D]`, with explicit state.
+
+    Generic in the mechanism's configuration and state; the latter is `Never` without streaming.
 
     Subclasses declare `capabilities` and `Config`; they implement `create`, `mix`, and `init_state`
     if they stream.
@@ -85,32 +121,56 @@ class Attention(nnx.Module):
         self,
         model_dim: int,
         num_heads: int,
-        config: Any = None,
+        config: ConfigT | None = None,
         *,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         self.model_dim = model_dim
         self.num_heads = num_heads
-        self.config: Any = self.Config() if config is None else config
+        self.config = cast(ConfigT, self.Config() if config is None else config)
         self.dtype = dtype
         self.param_dtype = jnp.dtype(param_dtype)
         self.create(dtype=dtype, param_dtype=self.param_dtype, rngs=rngs)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         """Makes the parameters; the options are those of `layers`."""
+
+    @overload
+    def __call__(
+        self,
+        x: Features,
+        *,
+        source: Float[Array, "*B S D"] | None = None,
+        is_causal: bool | None = None,
+        segment_ids: Integer[Array, "*B T"] | None = None,
+        state: StateT | None = None,
+        return_state: Literal[False] = False,
+    ) -> Features: ...
+
+    @overload
+    def __call__(
+        self,
+        x: Features,
+        *,
+        source: Float[Array, "*B S D"] | None = None,
+        is_causal: bool | None = None,
+        segment_ids: Integer[Array, "*B T"] | None = None,
+        state: StateT | None = None,
+        return_state: Literal[True],
+    ) -> tuple[Features, StateT]: ...
 
     def __call__(
         self,
-        x: Array,
+        x: Features,
         *,
-        source: Array | None = None,
+        source: Float[Array, "*B S D"] | None = None,
         is_causal: bool | None = None,
-        segment_ids: Array | None = None,
-        state: Any = None,
+        segment_ids: Integer[Array, "*B T"] | None = None,
+        state: StateT | None = None,
         return_state: bool = False,
-    ) -> Any:
+    ) -> Features | tuple[Features, StateT]:
         """Mixes tokens.
 
         Args:
@@ -151,17 +211,17 @@ class Attention(nnx.Module):
             raise NotImplementedError("a state with is_causal=False or source: give all tokens")
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
-        y, state = self.mix(x, Call(source, is_causal, segment_ids, state))
-        return (y, state) if return_state else y
+        y, after = self.mix(x, Call(source, is_causal, segment_ids, state))
+        return (y, cast(StateT, after)) if return_state else y
 
     def _can(self) -> list[str]:
         return [x.name for x in fields(Capabilities) if getattr(self.capabilities, x.name)]
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Features, call: Call[StateT]) -> tuple[Features, StateT | None]:
         """The mechanism: y, and the state after x if there is one before it."""
         raise NotImplementedError
 
-    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> Any:
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> StateT:
         """The state before the first token.
 
         Args:
@@ -176,7 +236,16 @@ class Attention(nnx.Module):
         return bytes_of_state(self, context_length)
 
 
-def bytes_of_state(module: Any, context_length: int) -> int:
+@runtime_checkable
+class HasState(Protocol):
+    """A module with a state, such as a mechanism or a model."""
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> PyTree[Array]: ...
+
+
+def bytes_of_state(module: HasState, context_length: int) -> int:
     """Bytes of the state that a module's `init_state` makes for one text of so many tokens."""
     state = jax.eval_shape(lambda: module.init_state((), capacity=context_length))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -1,14 +1,16 @@
 """The patterns of sparse transformers, as a layer."""
 
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import block_rule, block_sparse_attention
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -26,7 +28,7 @@ class BlockSparseConfig(RotaryConfig):
         block_rule(self.pattern, self.block_size, self.num_summaries)
 
 
-class BlockSparseAttention(RotaryAttention):
+class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
     """Block-sparse attention: the state holds all keys and values, or those of the local pattern.
 
     To alternate with dense layers, mix mechanisms: `attention=("block_sparse", "softmax")`.
@@ -38,7 +40,7 @@ class BlockSparseAttention(RotaryAttention):
     Config = BlockSparseConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         if self.config.pattern != "fixed":  # whose blocks begin with the text, not a document
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
@@ -49,7 +51,7 @@ class BlockSparseAttention(RotaryAttention):
     def reach(self) -> int | None:
         return self.config.block_size - 1 if self.config.pattern == "local" else None
 
-    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
+    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
         return block_sparse_attention(
             query,
             key,

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, DTypeLike, Float, Integer, pytree_dataclass
 
 AXIS = -3  # of tokens
 
@@ -28,7 +26,7 @@ class Cache(Protocol):
         """How many there have been; as many as there is room for when None."""
         ...
 
-    def widened(self, capacity: int) -> Any:
+    def widened(self, capacity: int) -> Cache:
         """The same tokens, with room for more."""
         ...
 
@@ -43,8 +41,7 @@ def check_room(capacity: int, before: Array, count: int) -> None:
         )
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class TokenCache:
     """What is kept of every token so far, such as keys and values.
 
@@ -57,15 +54,15 @@ class TokenCache:
       length: how many slots are taken, a scalar.
     """
 
-    arrays: tuple[Array, ...]
-    length: Array | None = None
+    arrays: tuple[Float[Array, "*B capacity G _"], ...]
+    length: Integer[Array, ""] | None = None
 
     @classmethod
     def empty(
         cls,
         batch_shape: Sequence[int],
         shapes: Sequence[tuple[int, int]],
-        dtype: Any,
+        dtype: DTypeLike,
         capacity: int | None,
     ) -> TokenCache:
         """For arrays of `shapes` = (heads, depth) a token."""
@@ -107,8 +104,7 @@ class TokenCache:
         return TokenCache(tuple(jnp.pad(x, padding) for x in self.arrays), length)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class WindowCache:
     """What is kept of the last tokens: of one shape, however many there have been.
 
@@ -117,15 +113,15 @@ class WindowCache:
       seen: how many tokens there have been, a scalar: the first slots may be of none.
     """
 
-    arrays: tuple[Array, ...]
-    seen: Array
+    arrays: tuple[Float[Array, "*B size G _"], ...]
+    seen: Integer[Array, ""]
 
     @classmethod
     def empty(
         cls,
         batch_shape: Sequence[int],
         shapes: Sequence[tuple[int, int]],
-        dtype: Any,
+        dtype: DTypeLike,
         size: int,
     ) -> WindowCache:
         arrays = tuple(jnp.zeros((*batch_shape, size, *shape), dtype) for shape in shapes)

@@ -1,17 +1,17 @@
 """Attention that is heavy for some tokens and light for all, as a layer."""
 
-from typing import Any
+from typing import Never, Unpack
 
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
-from heinsen_jax.attention.layers import parameter, uniform
+from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention, SlidingWindowConfig
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.colt5 import Routing, conditional_attention, route, soft_top_k
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, Features, config_dataclass
 
 SPREAD = 9 / 8  # of the soft selection over the hard one
 
@@ -28,7 +28,7 @@ class ConditionalConfig(AttentionConfig):
     """Tokens that the heavy branch sees."""
 
 
-class ConditionalAttention(Attention):
+class ConditionalAttention(Attention[ConditionalConfig, Never]):
     """CoLT5's conditional attention: a window for all tokens, and full attention among a few, which
     routers of their own choose as queries and as keys and values.
 
@@ -42,7 +42,7 @@ class ConditionalAttention(Attention):
     Config = ConditionalConfig
     capabilities = Capabilities(bidirectional=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         window = SlidingWindowConfig(window_size=self.config.window_size)
         sizes = self.model_dim, self.num_heads
@@ -52,13 +52,13 @@ class ConditionalAttention(Attention):
         self.query_router = parameter(init, self.model_dim, **options)
         self.source_router = parameter(init, self.model_dim, **options)
 
-    def _route(self, x: Array, router: nnx.Param, most: int) -> Routing:
+    def _route(self, x: Array, router: nnx.Param[Array], most: int) -> Routing:
         count = min(most, x.shape[-2])
         scores = jnp.einsum("...td,d->...t", x, router[...].astype(x.dtype))
         scores = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
         return route(soft_top_k(scores, min(SPREAD * count, x.shape[-2])), count)
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Features, call: Call[Never]) -> tuple[Features, None]:
         y = conditional_attention(
             x,
             lambda x: self.light(x, is_causal=False).astype(x.dtype),

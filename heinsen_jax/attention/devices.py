@@ -1,26 +1,30 @@
 """Mechanisms whose states merge, on the devices of a mesh."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TypeVar, cast
 
 import jax
+from jax.sharding import PartitionSpec
 
 from heinsen_jax.attention.base import Call
-from heinsen_jax.ops.context import over_context, summary_of
+from heinsen_jax.ops.context import Mergeable, over_context, summary_of
 from heinsen_jax.sharding import current_mesh, spec
 from heinsen_jax.typing import Array
 
+MergeableT = TypeVar("MergeableT", bound=Mergeable)
+
 
 def recur(
-    call: Call,
-    op: Callable[..., Any],
+    call: Call[MergeableT],
+    op: Callable[..., Array | tuple[Array, MergeableT]],
     *arrays: Array,
-    empty: Any,
-    summary: Callable[..., Any] | None = None,
+    empty: MergeableT,
+    summary: Callable[..., MergeableT] | None = None,
     state_axes: tuple[str | None, ...] = ("heads",),
     tokens_axis: int = -3,
-) -> tuple[Array, Any]:
+) -> tuple[Array, MergeableT | None]:
     """`call.recur(op, *arrays)`; if a mesh is set, each device has its own texts, tokens and heads.
 
     Devices then share nothing but states, where texts are split (see `ops.context`).
@@ -44,22 +48,27 @@ def recur(
     batch = arrays[0].ndim + tokens_axis
     rows = ("batch", *[None] * (batch - 1)) if batch else ()
 
-    def place(axes: tuple[str | None, ...], x: Array) -> Any:
+    def place(axes: tuple[str | None, ...], x: Array) -> PartitionSpec:
         axes = (*rows, *axes)
         _check_heads(mesh.shape.get("tensor", 1), x.shape[axes.index("heads")])
         return spec(mesh, x.shape, (*axes, *[None] * (x.ndim - len(axes))))
 
     of_arrays = tuple(place(("tokens", "heads"), x) for x in arrays)
     of_states = jax.tree.map(partial(place, state_axes), empty)
-    of_tokens_alone = jax.sharding.PartitionSpec(*of_arrays[0][: batch + 1])
+    of_tokens_alone = PartitionSpec(*of_arrays[0][: batch + 1])
     wants_state = call.state is not None
 
-    def on_device(arrays: Any, segment_ids: Any, empty: Any, state: Any) -> tuple[Array, Any]:
-        here = call._replace(segment_ids=segment_ids, state=state)
+    def on_device(
+        arrays: tuple[Array, ...],
+        segment_ids: Array | None,
+        empty: MergeableT,
+        state: MergeableT | None,
+    ) -> tuple[Array, MergeableT | None]:
+        here = replace(call, segment_ids=segment_ids, state=state)
         if of_arrays[0][batch] is None:
             return here.recur(op, *arrays, **here.keywords)
         return over_context(
-            partial(op, return_state=True),
+            cast("Callable[..., tuple[Array, MergeableT]]", partial(op, return_state=True)),
             *arrays,
             summary=summary or summary_of(op),
             empty=empty,

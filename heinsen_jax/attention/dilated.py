@@ -3,10 +3,11 @@
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import dilated_attention
 from heinsen_jax.ops.masks import Mask, Strided, Window
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -19,7 +20,7 @@ class DilatedConfig(RotaryConfig):
     """Positions from one of them to the next; 1 leaves no gaps."""
 
 
-class DilatedAttention(RotaryAttention):
+class DilatedAttention(RotaryAttention[DilatedConfig]):
     """Dilated sliding windows: the state holds the keys and values of all tokens one reaches over.
 
     References:
@@ -35,7 +36,7 @@ class DilatedAttention(RotaryAttention):
     def reach(self) -> int:
         return (self.config.window_size - 1) * self.config.dilation
 
-    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
+    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
         return dilated_attention(
             query,
             key,

@@ -1,38 +1,43 @@
 """Log-attention as the `attention_fn` of Flax's own layers of attention."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from flax import linen, nnx
+from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.ops.arguments import check_heads, check_same_length
 from heinsen_jax.ops.log_attention import heinsen_attention
 from heinsen_jax.ops.log_attention.api import Implementation
 from heinsen_jax.ops.log_attention.masked import masked_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, DTypeLike, Mixed
+
+AnyArray: TypeAlias = Array | np.ndarray
 
 
 def log_attention_fn(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: AnyArray,
+    key: AnyArray,
+    value: AnyArray,
     *,
-    mask: Array | np.ndarray | None = None,
-    bias: Array | None = None,
+    mask: AnyArray | None = None,
+    bias: AnyArray | None = None,
     is_causal: bool = False,
     implementation: Implementation | None = None,
     dropout_rng: Array | None = None,
     dropout_rate: float = 0.0,
     broadcast_dropout: bool = True,
     deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    input_positions: Any = None,
-    qk_attn_weights_einsum: Any = None,
-    attn_weights_value_einsum: Any = None,
-) -> Array:
+    dtype: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    module: nnx.Module | linen.Module | None = None,
+    input_positions: AnyArray | None = None,
+    qk_attn_weights_einsum: Callable[..., Array] | None = None,
+    attn_weights_value_einsum: Callable[..., Array] | None = None,
+) -> Mixed:
     r"""For `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(LSE_K(Q_t + K_s))           (1)
@@ -122,7 +127,7 @@ def _refuse(fields: dict[str, tuple[bool, str]]) -> None:
             raise NotImplementedError(f"log_attention_fn: {name}: {mend}")
 
 
-def _checked(mask: Any, query: Array, key: Array) -> Any:
+def _checked(mask: AnyArray, query: Array, key: Array) -> AnyArray:
     """Bool, with as many axes as `[*B, num_heads, T, S]`; a NumPy array where values are known."""
     full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
     missing = len(full) - np.ndim(mask)
@@ -136,7 +141,9 @@ def _checked(mask: Any, query: Array, key: Array) -> Any:
     return mask.reshape(shape).astype(bool)
 
 
-def _simplest(mask: Any, is_causal: bool, query: Array, key: Array) -> tuple[Any, bool]:
+def _simplest(
+    mask: AnyArray, is_causal: bool, query: Array, key: Array
+) -> tuple[AnyArray | None, bool]:
     """What says the same: a mask of keys, or None, where that can be known; whether causal too."""
     length, sources = query.shape[-3], key.shape[-3]
     if is_causal and length == 1:
@@ -153,14 +160,14 @@ def _simplest(mask: Any, is_causal: bool, query: Array, key: Array) -> tuple[Any
     return None if mask.all() else mask, is_causal
 
 
-def _without_unseen(key: Array, value: Array, mask: Any) -> tuple[Array, Array]:
+def _without_unseen(key: Array, value: Array, mask: AnyArray) -> tuple[Array, Array]:
     """With keys of -inf, and values of 0, where a mask `[*B, num_kv_heads, 1, S]` is False."""
     seen = jnp.swapaxes(jnp.asarray(mask), -1, -3)  # [*B, S, 1, num_kv_heads]
     seen = jnp.swapaxes(seen, -1, -2)
     return jnp.where(seen, key, -jnp.inf), jnp.where(seen, value, 0)
 
 
-def _under_mask(query: Array, key: Array, value: Array, mask: Any, is_causal: bool) -> Array:
+def _under_mask(query: Array, key: Array, value: Array, mask: AnyArray, is_causal: bool) -> Array:
     *batch, length, _, _ = query.shape
     sources = key.shape[-3]
     mask = jnp.broadcast_to(mask, (*batch, mask.shape[-3], length, sources))

@@ -1,15 +1,16 @@
 """What mechanisms with queries, keys and values have in common: projections to heads, and back."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Call
-from heinsen_jax.attention.layers import dense_options, linear, rms_norm
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.attention.base import Attention, AttentionConfig, Call, StateT
+from heinsen_jax.attention.layers import LayerOptions, dense_options, linear, rms_norm
+from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -29,7 +30,10 @@ class HeadsConfig(AttentionConfig):
     scaled by what is learned for each feature."""
 
 
-class HeadedAttention(Attention):
+HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
+
+
+class HeadedAttention(Attention[HeadsT, StateT]):
     """Queries, keys and values of each head, `attend` between them, and a projection back.
 
         q | k | v = x W1 + b1          of each key/value head, next to one another
@@ -44,7 +48,7 @@ class HeadedAttention(Attention):
 
     Config = HeadsConfig
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         chosen, model_dim, num_heads = self.config, self.model_dim, self.num_heads
         self.num_kv_heads = self.default_kv_heads()
         if num_heads % self.num_kv_heads:
@@ -69,19 +73,24 @@ class HeadedAttention(Attention):
     def default_kv_heads(self) -> int:
         return self.config.num_kv_heads or self.num_heads
 
-    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: Call[StateT]
+    ) -> tuple[Mixed, StateT | None]:
         """The mechanism: `[..., T, N, V]`, and the state after it if there is one before."""
         raise NotImplementedError
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Features, call: Call[StateT]) -> tuple[Features, StateT | None]:
         query, key, value = self.heads(x, call.source)
         with jax.named_scope("mechanism"):
             y, state = self.attend(query, key, value, call)
         return self.back(y), state
 
     def heads(
-        self, x: Array, source: Array | None = None, project: "HeadProjection | None" = None
-    ) -> tuple[Array, Array, Array]:
+        self,
+        x: Features,
+        source: Float[Array, "*B S D"] | None = None,
+        project: "HeadProjection | None" = None,
+    ) -> tuple[Query, Keys, Values]:
         """Queries `[..., T, N, K]` of x; keys `[..., S, G, K]` and values of x, or of a source."""
         sizes = self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
         query, key, value = (project or self.project).heads(x, source, *sizes)
@@ -89,7 +98,7 @@ class HeadedAttention(Attention):
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
-    def back(self, y: Array) -> Array:
+    def back(self, y: Mixed) -> Features:
         """`[..., T, N, V]` -> `[..., T, D]`"""
         y = y.reshape(*y.shape[:-2], self.num_heads * self.value_depth)
         if self.config.gated:
@@ -101,19 +110,23 @@ class HeadProjection(nnx.Linear):
     """One matrix product for the queries, keys and values of all heads."""
 
     def __init__(
-        self, inputs: int, outputs: int, logical_axes: tuple[str, str], **options: Any
+        self,
+        inputs: int,
+        outputs: int,
+        logical_axes: tuple[str, str],
+        **options: Unpack[LayerOptions],
     ) -> None:
         super().__init__(inputs, outputs, **dense_options(inputs, logical_axes), **options)
 
     def heads(
         self,
-        x: Array,
-        source: Array | None,
+        x: Features,
+        source: Float[Array, "*B S D"] | None,
         num_heads: int,
         num_kv_heads: int,
         key_depth: int,
         value_depth: int,
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Query, Keys, Values]:
         """Queries `[..., T, N, K]` of x, keys `[..., S, G, K]` and values of x or of a source."""
         of_queries = num_heads // num_kv_heads * key_depth
 
@@ -129,7 +142,7 @@ class HeadProjection(nnx.Linear):
         query = query.reshape(*query.shape[:-2], num_heads, key_depth)
         return query, rest[..., :key_depth], rest[..., key_depth:]
 
-    def _part(self, x: Array, apart: Any, part: slice) -> Array:
+    def _part(self, x: Array, apart: Callable[[Array], Array], part: slice) -> Array:
         """The product with a part of the columns of each key/value head."""
         assert self.bias is not None
         kernel, bias = apart(self.kernel[...])[..., part], apart(self.bias[...])[..., part]

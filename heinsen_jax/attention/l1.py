@@ -1,14 +1,14 @@
 """Attention by L1 distances, as a layer."""
 
-from typing import Any
+from typing import Unpack
 
 import pydantic
 
 from heinsen_jax.attention.base import Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.attention.masked import MaskedAttention, MaskKeywords
 from heinsen_jax.ops.l1 import l1_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -19,7 +19,7 @@ class L1Config(HeadsConfig):
     """1 adds a key at distance 0, of value 0: what is far from all keys attends to nothing."""
 
 
-class L1Attention(MaskedAttention):
+class L1Attention(MaskedAttention[L1Config]):
     """Softmax attention whose scores are negative L1 distances: the state holds all keys and
     values."""
 
@@ -28,6 +28,16 @@ class L1Attention(MaskedAttention):
         causal=True, bidirectional=True, streaming=True, cross=True, segments=True
     )
 
-    def between(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+    def between(
+        self,
+        query: Query,
+        key: Keys,
+        value: Values,
+        *,
+        is_causal: bool = True,
+        **keywords: Unpack[MaskKeywords],
+    ) -> Mixed:
         bias = self.config.denominator_bias
-        return l1_attention(query, key, value, denominator_bias=bias, **options)
+        return l1_attention(
+            query, key, value, is_causal=is_causal, denominator_bias=bias, **keywords
+        )

@@ -1,6 +1,6 @@
 """Attention by L1 distances along the edges of a graph, as a layer."""
 
-from typing import Any
+from typing import Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +8,9 @@ import pydantic
 
 from heinsen_jax.attention.base import Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.attention.masked import MaskedAttention, MaskKeywords
 from heinsen_jax.ops.l1_sparse import l1_sparse_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -25,7 +25,7 @@ class L1SparseConfig(HeadsConfig):
     """Whether it also sees those 2, 4, 8, ... windows away: about log2 T more."""
 
 
-class L1SparseAttention(MaskedAttention):
+class L1SparseAttention(MaskedAttention[L1SparseConfig]):
     """L1 attention along edges: to the nearest tokens, and to some ever farther away.
 
     `l1_sparse_attention` takes any graph; this one serves texts. The state holds all keys and
@@ -42,24 +42,30 @@ class L1SparseAttention(MaskedAttention):
         distances = [*range(min(near, length)), *(int(d) for d in far if 0 < d < length)]
         return np.array(distances, np.int32)
 
-    def between(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
-        is_causal, query_offset = options["is_causal"], options.get("query_offset", 0)
+    def between(
+        self,
+        query: Query,
+        key: Keys,
+        value: Values,
+        *,
+        is_causal: bool = True,
+        **keywords: Unpack[MaskKeywords],
+    ) -> Mixed:
+        query_offset = keywords.get("query_offset", 0)
         length, sources = query.shape[-3], key.shape[-3]
         distances = self.distances(sources)
         if not is_causal:
             distances = np.concatenate([distances, -distances[1:]])
-        namespace: Any = np if isinstance(query_offset, int) else jnp
-        at = namespace.arange(length)[:, None]
+        at = (np if isinstance(query_offset, int) else jnp).arange(length)[:, None]
         source = query_offset + at - distances[None]
-        destination = namespace.broadcast_to(at, source.shape)
         there = (source >= 0) & (source < sources)
         if isinstance(query_offset, int):
-            edges = np.stack([destination[there], source[there]], -1)
+            edges = np.stack([np.nonzero(there)[0], source[there]], -1)
         else:  # a number of edges that is not known: the others go to one query more
             padding = [(0, 0)] * query.ndim
             padding[-3] = (0, 1)
             query = jnp.pad(query, padding)
-            ends = jnp.where(there, destination, length), jnp.where(there, source, 0)
+            ends = jnp.where(there, at, length), jnp.where(there, source, 0)
             edges = jnp.stack([x.reshape(-1) for x in ends], -1)
         bias = self.config.denominator_bias
         y = l1_sparse_attention(query, key, value, edges, denominator_bias=bias)

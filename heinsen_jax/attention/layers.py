@@ -4,16 +4,39 @@ All take the options of a layer, `dtype, param_dtype, rngs`, as keywords.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, DTypeLike, Key
 
 LAYER_NORM_EPSILON = 1e-5
 RMS_EPSILON = 1e-6
+
+
+class LayerOptions(TypedDict):
+    """Options of a layer besides its sizes.
+
+    Attributes:
+      dtype: of activations and matrix products; that of the inputs when None.
+      param_dtype: of parameters.
+      rngs: the source of the initial weights.
+    """
+
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    rngs: nnx.Rngs
+
+
+class DenseOptions(TypedDict):
+    """Initialisers and logical axes of an `nnx.Linear`."""
+
+    kernel_init: nnx.Initializer
+    bias_init: nnx.Initializer
+    kernel_metadata: dict[str, tuple[str, ...]]
+    bias_metadata: dict[str, tuple[str, ...]]
 
 
 def linear(
@@ -22,7 +45,7 @@ def linear(
     logical_axes: tuple[str, str],
     *,
     use_bias: bool = True,
-    **options: Any,
+    **options: Unpack[LayerOptions],
 ) -> nnx.Linear:
     """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and named axes (see `sharding`)."""
     return nnx.Linear(
@@ -30,8 +53,8 @@ def linear(
     )
 
 
-def dense_options(inputs: int, logical_axes: tuple[str, str]) -> dict[str, Any]:
-    """What `linear` tells `nnx.Linear`."""
+def dense_options(inputs: int, logical_axes: tuple[str, str]) -> DenseOptions:
+    """Initialisers and logical axes of a dense layer of so many inputs."""
     return {
         "kernel_init": uniform(inputs**-0.5),
         "bias_init": uniform(inputs**-0.5),
@@ -40,37 +63,36 @@ def dense_options(inputs: int, logical_axes: tuple[str, str]) -> dict[str, Any]:
     }
 
 
-def layer_norm(size: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> nnx.LayerNorm:
+def layer_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.LayerNorm:
     """Layer normalisation, in the parameters' type."""
-    del dtype
     return nnx.LayerNorm(
         size,
         epsilon=LAYER_NORM_EPSILON,
-        param_dtype=jnp.dtype(param_dtype),
+        param_dtype=jnp.dtype(options["param_dtype"]),
         scale_metadata={"logical_axes": ("embed",)},
         bias_metadata={"logical_axes": ("embed",)},
-        rngs=rngs,
+        rngs=options["rngs"],
     )
 
 
-def rms_norm(size: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs) -> nnx.RMSNorm:
+def rms_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.RMSNorm:
     """Normalisation by the root of the mean square, in the parameters' type."""
-    del dtype
-    return nnx.RMSNorm(size, epsilon=RMS_EPSILON, param_dtype=jnp.dtype(param_dtype), rngs=rngs)
+    param_dtype = jnp.dtype(options["param_dtype"])
+    return nnx.RMSNorm(size, epsilon=RMS_EPSILON, param_dtype=param_dtype, rngs=options["rngs"])
 
 
 def parameter(
-    init: nnx.Initializer, *shape: int, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
-) -> nnx.Param:
+    init: nnx.Initializer, *shape: int, **options: Unpack[LayerOptions]
+) -> nnx.Param[Array]:
     """A parameter of its own."""
-    del dtype
-    return nnx.Param(init(rngs.params(), shape, jnp.dtype(param_dtype)))
+    param_dtype = jnp.dtype(options["param_dtype"])
+    return nnx.Param(init(options["rngs"].params(), shape, param_dtype))
 
 
 def uniform(bound: float) -> nnx.Initializer:
     """An initialiser of values uniform in +-bound."""
 
-    def init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> Array:
+    def init(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
         return jax.random.uniform(key, tuple(shape), dtype, -bound, bound)
 
     return init

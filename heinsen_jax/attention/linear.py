@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 
@@ -10,7 +10,7 @@ from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -21,7 +21,7 @@ class LinearConfig(HeadsConfig):
     """Of queries and keys; elu1 is elu(x) + 1."""
 
 
-class LinearAttention(HeadedAttention):
+class LinearAttention(HeadedAttention[LinearConfig, LinearAttentionState]):
     """Linear attention: the state is a matrix and a vector for each head.
 
     References:
@@ -31,7 +31,9 @@ class LinearAttention(HeadedAttention):
     Config = LinearConfig
     capabilities = Capabilities.all()
 
-    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: Call[LinearAttentionState]
+    ) -> tuple[Mixed, LinearAttentionState | None]:
         op = partial(linear_attention, feature_map=self.config.feature_map)
         empty = self.init_state(query.shape[:-3])
         return devices.recur(call, op, query, key, value, empty=empty)

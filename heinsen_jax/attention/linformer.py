@@ -1,14 +1,14 @@
 """Attention over projected positions, as a layer."""
 
-from typing import Any
+from typing import Never, Unpack
 
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import parameter, uniform
+from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
 from heinsen_jax.ops.linformer import linformer_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -21,7 +21,7 @@ class LinformerConfig(HeadsConfig):
     """Rows that the positions are projected to."""
 
 
-class LinformerAttention(HeadedAttention):
+class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
     """Linformer: softmax attention over a fixed number of learned averages of all positions.
 
     References:
@@ -31,13 +31,15 @@ class LinformerAttention(HeadedAttention):
     Config = LinformerConfig
     capabilities = Capabilities(bidirectional=True, cross=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         shape = self.config.max_length, self.config.rank
         init = uniform(self.config.max_length**-0.5)
         self.of_keys = parameter(init, *shape, **options)
         self.of_values = parameter(init, *shape, **options)
 
-    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: Call[Never]
+    ) -> tuple[Mixed, None]:
         of_keys, of_values = self.of_keys[...], self.of_values[...]
         return linformer_attention(query, key, value, of_keys, of_values), None

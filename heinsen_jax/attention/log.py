@@ -44,7 +44,10 @@ class LogConfig(HeadsConfig):
     """Of `log_attention`; None chooses."""
 
 
-class LogAttention(HeadedAttention):
+State = LogAttentionState | HeinsenAttentionState | WindowCache
+
+
+class LogAttention(HeadedAttention[LogConfig, State]):
     """Projections, log-attention, and a gated output; no parameter is in the attention itself.
 
         q | k | log v = x W1 + b1                   of each key/value head, next to one another
@@ -89,6 +92,7 @@ class LogAttention(HeadedAttention):
             else:
                 self._check_order(call, x.shape[-2])
                 empty = self.init_state(x.shape[:-2])
+                assert not isinstance(empty, WindowCache)
                 mixed, state = devices.recur(call, self._attend, query, *seen, empty=empty)
         return self.back(mixed), state
 
@@ -159,6 +163,7 @@ class LogAttention(HeadedAttention):
             raise NotImplementedError(
                 "LogAttention: a window and segment_ids together with a state"
             )
+        assert isinstance(call.state, WindowCache)
         arrays, after = call.state.append(*new)
         size = call.state.size
         padding = [(0, 0)] * query.ndim

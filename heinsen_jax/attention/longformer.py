@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
-import jax
 import jax.numpy as jnp
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
+from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.ops.local import longformer_attention
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Features,
+    Float,
+    Keys,
+    Mixed,
+    Query,
+    Values,
+    config_dataclass,
+    pytree_dataclass,
+)
 
 
 @config_dataclass
@@ -28,8 +37,7 @@ class LongformerConfig(HeadsConfig):
     """The first tokens of a text, which all see, and which see all, by projections of their own."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class LongformerState:
     """The last tokens, and the global ones.
 
@@ -40,10 +48,10 @@ class LongformerState:
     """
 
     window: WindowCache
-    first: tuple[Array, ...]
+    first: tuple[Float[Array, "*B num_global G _"], ...]
 
 
-class LongformerAttention(HeadedAttention):
+class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
     """Sliding windows, and a few global tokens with query, key and value projections of their own.
 
     References:
@@ -53,12 +61,14 @@ class LongformerAttention(HeadedAttention):
     Config = LongformerConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         sizes = self.project.in_features, self.project.out_features
         self.project_global = HeadProjection(*sizes, ("embed", "heads"), **options)
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+    def mix(
+        self, x: Features, call: Call[LongformerState]
+    ) -> tuple[Features, LongformerState | None]:
         heads, own = self.heads(x), self.heads(x, project=self.project_global)
         if call.state is not None:
             y, state = self._stream(heads, own, call.state)
@@ -73,7 +83,12 @@ class LongformerAttention(HeadedAttention):
         )
         return self.back(y), None
 
-    def _stream(self, heads: Any, own: Any, state: LongformerState) -> tuple[Array, Any]:
+    def _stream(
+        self,
+        heads: tuple[Query, Keys, Values],
+        own: tuple[Query, Keys, Values],
+        state: LongformerState,
+    ) -> tuple[Mixed, LongformerState]:
         query, key, value = heads
         own_query, own_key, own_value = own
         length, count = query.shape[-3], self.config.num_global_tokens

@@ -1,19 +1,29 @@
 """What all forms of softmax attention have in common as layers."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias, TypedDict, Unpack
 
 import jax.numpy as jnp
 
 from heinsen_jax.attention.base import Call
 from heinsen_jax.attention.cache import TokenCache, WindowCache
-from heinsen_jax.attention.heads import HeadedAttention
+from heinsen_jax.attention.heads import HeadedAttention, HeadsT
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Integer, Keys, Mixed, Query, Values
+
+TokenStates: TypeAlias = TokenCache | WindowCache
 
 
-class MaskedAttention(HeadedAttention):
+class MaskKeywords(TypedDict, total=False):
+    """Keywords of `MaskedAttention.between` besides `is_causal`."""
+
+    segment_ids: Integer[Array, "*B T"] | None
+    query_offset: int | Integer[Array, ""]
+    key_value_seq_lengths: Integer[Array, "*B 2"]
+
+
+class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
     """Softmax attention that sees what a rule says; the state holds keys and values it needs."""
 
     def rule(self) -> Mask | None:
@@ -25,20 +35,34 @@ class MaskedAttention(HeadedAttention):
         """How many tokens before itself a query may see; any number when None."""
         return None
 
-    def placed(self, query: Array, key: Array, before: int | Array) -> tuple[Array, Array]:
+    def placed(
+        self, query: Query, key: Keys, before: int | Integer[Array, ""]
+    ) -> tuple[Query, Keys]:
         """Both with what their places say, where that is in them, after so many tokens."""
         del before
         return query, key
 
-    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
+    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
         """The mechanism over a whole text."""
         return self.between(query, key, value, **call.keywords)
 
-    def between(self, query: Array, key: Array, value: Array, **options: Any) -> Array:
+    def between(
+        self,
+        query: Query,
+        key: Keys,
+        value: Values,
+        *,
+        is_causal: bool = True,
+        **keywords: Unpack[MaskKeywords],
+    ) -> Mixed:
         """The mechanism between any queries and keys, with keywords of `dot_product_attention`."""
-        return dot_product_attention(query, key, value, mask=self.rule(), **options)
+        return dot_product_attention(
+            query, key, value, mask=self.rule(), is_causal=is_causal, **keywords
+        )
 
-    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: Call[TokenStates]
+    ) -> tuple[Mixed, TokenStates | None]:
         state = call.state
         query, key = self.placed(query, key, 0 if state is None else state.seen)
         if state is None:
@@ -51,12 +75,10 @@ class MaskedAttention(HeadedAttention):
             return state.or_nan(y), state
         arrays, after = state.append(key, value)
         there = state.bounds(query.shape[-3], query.shape[:-3])
-        options = {"query_offset": state.size, "key_value_seq_lengths": there}
-        return self.between(query, *arrays, is_causal=True, **options), after
+        keywords: MaskKeywords = {"query_offset": state.size, "key_value_seq_lengths": there}
+        return self.between(query, *arrays, is_causal=True, **keywords), after
 
-    def init_state(
-        self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> TokenCache | WindowCache:
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:
         shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
         dtype, reach = jnp.dtype(self.dtype or self.param_dtype), self.reach()
         if reach is None:

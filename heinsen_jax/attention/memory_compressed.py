@@ -1,7 +1,8 @@
 """Attention over compressed keys and values, as a layer."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Unpack
 
 import jax.numpy as jnp
 import pydantic
@@ -9,13 +10,13 @@ from flax import nnx
 
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import parameter, uniform
+from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
 from heinsen_jax.ops.memory_compressed import (
     CompressedCache,
     Compression,
     memory_compressed_attention,
 )
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import DTypeLike, Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -28,7 +29,7 @@ class MemoryCompressedConfig(HeadsConfig):
     """Tokens that a state has room for if it is not said otherwise."""
 
 
-class MemoryCompressedAttention(HeadedAttention):
+class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, CompressedCache]):
     """Softmax attention over keys and values that a strided convolution has compressed.
 
     A query sees a learned null key, and the groups that are complete at its position if causal: the
@@ -41,7 +42,7 @@ class MemoryCompressedAttention(HeadedAttention):
     Config = MemoryCompressedConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, cross=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         groups, factor = self.num_kv_heads, self.config.factor
 
@@ -55,16 +56,18 @@ class MemoryCompressedAttention(HeadedAttention):
 
         self.of_keys, self.of_values = parameters(self.key_depth), parameters(self.value_depth)
 
-    def _compressions(self, dtype: Any) -> list[Compression]:
+    def _compressions(self, dtype: DTypeLike) -> list[Compression]:
         return [
             Compression(*(of[name][...].astype(dtype) for name in ("kernel", "bias", "null")))
             for of in (self.of_keys, self.of_values)
         ]
 
-    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: Call[CompressedCache]
+    ) -> tuple[Mixed, CompressedCache | None]:
         arrays = query, key, value, *self._compressions(query.dtype)
-        options = {"is_causal": call.is_causal, "pad": "right"}
-        return call.recur(memory_compressed_attention, *arrays, **options)
+        op = partial(memory_compressed_attention, pad="right")
+        return call.recur(op, *arrays, is_causal=call.is_causal)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Unpack
 
 import jax.numpy as jnp
 import pydantic
@@ -10,10 +10,10 @@ import pydantic
 from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.layers import linear, parameter, rms_norm, uniform
+from heinsen_jax.attention.layers import LayerOptions, linear, parameter, rms_norm, uniform
 from heinsen_jax.ops.mla import mla_attention
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, Features, config_dataclass
 
 
 @config_dataclass
@@ -33,7 +33,7 @@ class LatentConfig(AttentionConfig):
     """Of the queries' own bottleneck; none by default."""
 
 
-class LatentAttention(Attention):
+class LatentAttention(Attention[LatentConfig, TokenCache]):
     """MLA: keys and values of all heads are made of one short vector a token, which is what the
     state holds, with a rotated key that all heads share.
 
@@ -47,7 +47,7 @@ class LatentAttention(Attention):
     Config = LatentConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         chosen, model_dim, num_heads = self.config, self.model_dim, self.num_heads
         self.key_depth = chosen.key_depth or head_depth(model_dim, num_heads)
@@ -67,7 +67,7 @@ class LatentAttention(Attention):
         self.value_up = parameter(init, num_heads, self.rank, self.value_depth, **options)
         self.output = dense(num_heads * self.value_depth, model_dim, ("heads", "embed"))
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+    def mix(self, x: Features, call: Call[TokenCache]) -> tuple[Features, TokenCache | None]:
         state = call.state
         query = x if self.config.query_rank is None else self.query_norm(self.query_down(x))
         depth = self.key_depth + self.rotary_depth

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +11,9 @@ import pydantic
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.ops.log_attention import LogAttentionState
+from heinsen_jax.ops.log_attention import HeinsenAttentionState
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -27,7 +26,7 @@ class PerformerConfig(HeadsConfig):
     """Of the random features, which are not trained."""
 
 
-class PerformerAttention(HeadedAttention):
+class PerformerAttention(HeadedAttention[PerformerConfig, HeinsenAttentionState]):
     """FAVOR+: an estimate of softmax attention at constant cost per token.
 
     References:
@@ -42,7 +41,9 @@ class PerformerAttention(HeadedAttention):
         default = math.ceil(self.key_depth * math.log(max(self.key_depth, 3)))
         return self.config.num_features or default
 
-    def attend(self, query: Array, key: Array, value: Array, call: Call) -> tuple[Array, Any]:
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: Call[HeinsenAttentionState]
+    ) -> tuple[Mixed, HeinsenAttentionState | None]:
         seed = jax.random.key(self.config.seed)
         features = orthogonal_features(seed, self.num_features, self.key_depth)
         op = partial(performer_attention, projection=features)
@@ -51,8 +52,8 @@ class PerformerAttention(HeadedAttention):
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> LogAttentionState:
+    ) -> HeinsenAttentionState:
         del capacity  # the same for any number of tokens
         sizes = self.num_kv_heads, self.num_features, self.value_depth
-        dtype = jnp.promote_types(self.param_dtype, jnp.complex64)
-        return LogAttentionState.empty(batch_shape, *sizes, dtype)
+        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
+        return HeinsenAttentionState.empty(batch_shape, *sizes, dtype)

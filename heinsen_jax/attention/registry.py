@@ -1,6 +1,6 @@
 """Every mechanism by name."""
 
-from typing import Any
+from typing import TypeAlias
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,6 +24,11 @@ from heinsen_jax.attention.rmt import RecurrentMemoryAttention
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.attention.tglobal import TransientGlobalAttention
+from heinsen_jax.ops.log_attention import Chunked
+from heinsen_jax.typing import DTypeLike
+
+FieldValue: TypeAlias = bool | int | float | str | Chunked | None
+"""The value of a field of a mechanism's configuration."""
 
 _MECHANISMS: dict[str, type[Attention]] = {
     "log": LogAttention,
@@ -72,7 +77,7 @@ def mechanism(name: str) -> type[Attention]:
     return _MECHANISMS[name]
 
 
-def configure(name: str, **config: Any) -> AttentionConfig:
+def configure(name: str, **config: FieldValue) -> AttentionConfig:
     """A mechanism's configuration.
 
     Raises:
@@ -92,9 +97,9 @@ def build(
     model_dim: int,
     num_heads: int,
     rngs: nnx.Rngs,
-    dtype: Any = None,
-    param_dtype: Any = jnp.float32,
-    **config: Any,
+    dtype: DTypeLike | None = None,
+    param_dtype: DTypeLike = jnp.float32,
+    **config: FieldValue,
 ) -> Attention:
     """A mechanism by name, with fields of its configuration as further keywords.
 

@@ -1,17 +1,18 @@
 """Attention within segments, with memory from each to the next, as a layer."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Unpack
 
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
-from heinsen_jax.attention.layers import layer_norm, parameter
+from heinsen_jax.attention.layers import LayerOptions, layer_norm, parameter
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Features, config_dataclass
 
 
 @config_dataclass
@@ -24,7 +25,7 @@ class RecurrentMemoryConfig(AttentionConfig):
     """Vectors handed from each segment to the next."""
 
 
-class RecurrentMemoryAttention(Attention):
+class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
     """A recurrent memory in every layer: softmax attention over [memory | segment | memory].
 
         [_, x + y, m'] = s + attention(norm(s)),    s = [m | x | m]
@@ -39,21 +40,20 @@ class RecurrentMemoryAttention(Attention):
     Config = RecurrentMemoryConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         self.attention = SoftmaxAttention(self.model_dim, self.num_heads, **options)
         self.norm = layer_norm(self.model_dim, **options)
         shape = self.config.num_memories, self.model_dim
         self.memory = parameter(nnx.initializers.normal(1.0), *shape, **options)
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
-        y, state = call.recur(
+    def mix(self, x: Features, call: Call[SegmentState]) -> tuple[Features, SegmentState | None]:
+        op = partial(
             segment_recurrence,
             lambda s: s + self.attention(self.norm(s)).astype(s.dtype),
-            x,
-            self.memory[...] if call.state is None else None,
             segment_length=self.config.segment_length,
         )
+        y, state = call.recur(op, x, self.memory[...] if call.state is None else None)
         return (y - x).astype(x.dtype), state
 
     def init_state(

@@ -1,13 +1,14 @@
 """Softmax attention whose queries and keys may be turned by angles, as layers."""
 
-from typing import Any
+from typing import TypeVar, Unpack
 
 import jax.numpy as jnp
 
 from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, Integer, Keys, Query, config_dataclass
 
 
 @config_dataclass
@@ -19,7 +20,10 @@ class RotaryConfig(HeadsConfig):
     scores depend on how far apart they are."""
 
 
-class RotaryAttention(MaskedAttention):
+RotaryT = TypeVar("RotaryT", bound=RotaryConfig)
+
+
+class RotaryAttention(MaskedAttention[RotaryT]):
     """Softmax attention by products of queries and keys, which may be rotary.
 
     Raises:
@@ -28,14 +32,16 @@ class RotaryAttention(MaskedAttention):
 
     Config = RotaryConfig
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         if self.config.rotary and self.key_depth % 2:
             raise ValueError(
                 f"rotary turns pairs of features, but key_depth={self.key_depth}: make it even"
             )
 
-    def placed(self, query: Array, key: Array, before: int | Array) -> tuple[Array, Array]:
+    def placed(
+        self, query: Query, key: Keys, before: int | Integer[Array, ""]
+    ) -> tuple[Query, Keys]:
         if not self.config.rotary:
             return query, key
         query, key = (rotary(x, before + jnp.arange(x.shape[-3])) for x in (query, key))

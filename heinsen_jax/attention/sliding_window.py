@@ -3,10 +3,11 @@
 import pydantic
 
 from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import sliding_window_attention
 from heinsen_jax.ops.masks import Window
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -17,7 +18,7 @@ class SlidingWindowConfig(RotaryConfig):
     """Tokens a query sees, itself included; on each side, if not causal."""
 
 
-class SlidingWindowAttention(RotaryAttention):
+class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     """Sliding-window attention: the state holds the keys and values of one window.
 
     References:
@@ -33,7 +34,7 @@ class SlidingWindowAttention(RotaryAttention):
     def reach(self) -> int:
         return self.config.window_size - 1
 
-    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
+    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
         return sliding_window_attention(
             query,
             key,

@@ -3,9 +3,10 @@
 from typing import Literal
 
 from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -16,7 +17,7 @@ class SoftmaxConfig(RotaryConfig):
     """Of `dot_product_attention`, over a whole text; None chooses."""
 
 
-class SoftmaxAttention(RotaryAttention):
+class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
     """Multi-head softmax attention: the state holds all keys and values.
 
     References:
@@ -28,7 +29,7 @@ class SoftmaxAttention(RotaryAttention):
         causal=True, bidirectional=True, streaming=True, cross=True, segments=True
     )
 
-    def over_all(self, query: Array, key: Array, value: Array, call: Call) -> Array:
+    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
         return dot_product_attention(
             query,
             key,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import field, replace
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,10 @@ from jax import lax
 from heinsen_jax.attention.base import Call, Capabilities
 from heinsen_jax.attention.cache import WindowCache, check_room
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import parameter, rms_norm, uniform
+from heinsen_jax.attention.layers import LayerOptions, parameter, rms_norm, uniform
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, Features, Float, config_dataclass, pytree_dataclass
 
 
 @config_dataclass
@@ -37,8 +37,7 @@ class TransientGlobalConfig(HeadsConfig):
     """Tokens that a state has room for if it is not said otherwise."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class TransientGlobalState:
     """The last tokens, and summaries of all blocks so far.
 
@@ -52,9 +51,9 @@ class TransientGlobalState:
     """
 
     window: WindowCache
-    key: Array
-    value: Array
-    begun: Array
+    key: Float[Array, "*B blocks G K"]
+    value: Float[Array, "*B blocks G V"]
+    begun: Float[Array, "*B D"]
     block_size: int = field(metadata={"static": True})
 
     @property
@@ -73,7 +72,7 @@ class TransientGlobalState:
         return replace(self, key=key, value=value)
 
 
-class TransientGlobalAttention(HeadedAttention):
+class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientGlobalState]):
     """LongT5's attention: the nearest tokens, and summaries of all blocks, in one softmax.
 
     Summaries are normalised sums of a block's inputs, with the projections of the tokens. Queries
@@ -87,14 +86,16 @@ class TransientGlobalAttention(HeadedAttention):
     Config = TransientGlobalConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
-    def create(self, **options: Any) -> None:
+    def create(self, **options: Unpack[LayerOptions]) -> None:
         super().create(**options)
         self.global_norm = rms_norm(self.model_dim, **options)
         init, shape = uniform(0.02), (self.config.num_buckets, self.num_heads)
         self.local_bias = parameter(init, *shape, **options)
         self.global_bias = parameter(init, *shape, **options)
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+    def mix(
+        self, x: Features, call: Call[TransientGlobalState]
+    ) -> tuple[Features, TransientGlobalState | None]:
         if call.state is None:
             return self._over_all(x, call.is_causal), None
         check_room(call.state.capacity, call.state.length, x.shape[-2])
@@ -154,7 +155,7 @@ class TransientGlobalAttention(HeadedAttention):
         ]
         return far, begun
 
-    def _bias(self, table: nnx.Param, offset: Array) -> Array:
+    def _bias(self, table: nnx.Param[Array], offset: Array) -> Array:
         """`[num_heads, T, S]`, by the buckets of relative positions `[T, S]`."""
         options = {"num_buckets": self.config.num_buckets, "max_distance": self.config.max_distance}
         bucket = relative_position_bucket(offset, is_bidirectional=False, **options)

@@ -235,15 +235,15 @@ def _read_openwebtext(file: BinaryIO, name: str) -> Iterator[Document]:
                     yield Document(re.sub(r"\n\n\n+", "\n\n", page).strip())
 
 
-def _pages(subset: BinaryIO, name: str) -> Iterator[str]:
+def _pages(subset: io.BufferedReader, name: str) -> Iterator[str]:
     with tarfile.open(fileobj=subset, mode="r|xz") as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".txt"):
                 yield _decode(_open_member(archive, member).read(), f"{name}: {member.name}")
 
 
-def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> BinaryIO:
-    return cast(BinaryIO, archive.extractfile(member))  # None only for what is no file
+def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> io.BufferedReader:
+    return cast(io.BufferedReader, archive.extractfile(member))  # None only for what is no file
 
 
 _READERS: dict[Kind, Callable[[BinaryIO, str], Iterator[Document]]] = {

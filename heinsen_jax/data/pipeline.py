@@ -2,24 +2,25 @@
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, overload
 
 import grain
 import numpy as np
 import pydantic
 
-from heinsen_jax.data.dataset import Batch, Dataset
+from heinsen_jax.data.dataset import Batch, Dataset, DataSettings, Settings
 from heinsen_jax.data.tasks import AnyTask, Task, TaskDataset
-from heinsen_jax.data.text import DataConfig, load_text
+from heinsen_jax.data.text import DataConfig, TokenDataset, load_text
 from heinsen_jax.errors import UserError
+from heinsen_jax.typing import JSON
 
 ENDLESS = 1 << 60  # sequences
 
 
-def _kind(config: Any) -> str:
+def _kind(config: DataConfig | Task | dict[str, JSON]) -> str:
     """What a configuration, or a dictionary of its fields, is of."""
     get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    return get("task") or "text"
+    return str(get("task") or "text")
 
 
 AnyDataConfig = Annotated[
@@ -28,14 +29,22 @@ AnyDataConfig = Annotated[
 """Of a text, or of a task."""
 
 
-def load(config: DataConfig | Task) -> Any:
+@overload
+def load(config: DataConfig) -> TokenDataset: ...
+
+
+@overload
+def load(config: AnyTask) -> TaskDataset: ...
+
+
+def load(config: AnyDataConfig) -> TokenDataset | TaskDataset:
     """The data set that `config` names; a text is prepared first where that is still to be done."""
     return TaskDataset(config) if isinstance(config, Task) else load_text(config)
 
 
 def train_batches(
-    dataset: Dataset,
-    config: Any,
+    dataset: Dataset[Settings],
+    config: Settings,
     *,
     seed: int,
     start_step: int = 0,
@@ -66,8 +75,8 @@ def train_batches(
 
 
 def validation_batches(
-    dataset: Dataset,
-    config: Any,
+    dataset: Dataset[Settings],
+    config: Settings,
     *,
     name: str = "",
     max_batches: int | None = None,
@@ -90,7 +99,7 @@ def validation_batches(
         yield Batch(*(np.stack(x) for x in zip(*found, strict=True)))
 
 
-def _local_batch(config: Any, process_count: int) -> int:
+def _local_batch(config: DataSettings, process_count: int) -> int:
     if config.batch_size % process_count:
         raise UserError(
             f"batch_size={config.batch_size} cannot be shared by {process_count} processes: "

@@ -7,7 +7,7 @@ asked to predict what was drawn at random. Example i of a seed is always the sam
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, cast, overload
 
 import numpy as np
 import pydantic
@@ -34,14 +34,14 @@ class Task:
         """Tokens `[n]`, at most sequence_length + 1, and which of them are answers."""
         raise NotImplementedError
 
-    def at_length(self, length: int) -> Any:
+    def at_length(self, length: int) -> "AnyTask":
         """The same task at one of the `test_lengths`."""
         raise NotImplementedError
 
     @property
     def longest(self) -> int:
         """Tokens that a model sees at once, at most."""
-        task: Any = self
+        task = cast("AnyTask", self)
         tested = [task, *(task.at_length(length) for length in self.test_lengths)]
         return max(task.sequence_length for task in tested)
 
@@ -294,18 +294,18 @@ class TaskDataset:
     train_tokens: None = None
     bytes_per_token: None = None
 
-    def __init__(self, task: Any) -> None:
+    def __init__(self, task: AnyTask) -> None:
         self.name, self.vocab_size = task.task, task.vocab_size
 
-    def train_row(self, config: Task, seed: int) -> Callable[[int], Batch]:
+    def train_row(self, config: AnyTask, seed: int) -> Callable[[int], Batch]:
         return partial(_example, config, (0, seed))
 
-    def validation_rows(self, config: Task) -> dict[str, Sequence[Batch]]:
+    def validation_rows(self, config: AnyTask) -> dict[str, Sequence[Batch]]:
         tests = {str(length): config.at_length(length) for length in config.test_lengths}
         return {name: _Examples(task, (1,)) for name, task in {"": config, **tests}.items()}
 
 
-def _example(task: Any, stream: tuple[int, ...], number: int) -> Batch:
+def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
     drawn, answers = task.draw(np.random.default_rng((*stream, number)))
     tokens = np.full(task.sequence_length + 1, PADDING, np.int32)
     mask = np.zeros(task.sequence_length, bool)
@@ -316,11 +316,19 @@ def _example(task: Any, stream: tuple[int, ...], number: int) -> Batch:
 class _Examples(Sequence[Batch]):
     """The first `validation_examples` of a stream."""
 
-    def __init__(self, task: Task, stream: tuple[int, ...]) -> None:
+    def __init__(self, task: AnyTask, stream: tuple[int, ...]) -> None:
         self._task, self._stream = task, stream
 
     def __len__(self) -> int:
         return self._task.validation_examples
 
-    def __getitem__(self, index: Any) -> Batch:
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
         return _example(self._task, self._stream, index)

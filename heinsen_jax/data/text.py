@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, overload
 
 import grain
 import numpy as np
@@ -113,8 +113,14 @@ class TokenDataset:
             return Batch(source.read(shard, start, length + 1), everything)
 
         starts = grain.MapDataset.source(_train_windows(source, length))
-        rows: Any = starts.seed(seed).shuffle().repeat().random_map(read)
-        return rows.__getitem__
+        rows = starts.seed(seed).shuffle().repeat().random_map(read)
+
+        def row(number: int) -> Batch:
+            batch = rows[number]
+            assert batch is not None  # None only where data sets are filtered
+            return batch
+
+        return row
 
     def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
         """The text once, in order: every token but the first of a shard is predicted once; and so
@@ -174,7 +180,15 @@ class _ValidationRows(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._windows)
 
-    def __getitem__(self, index: Any) -> Batch:
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
         shard, start = self._windows[index]
         found = self._source.read(shard, start, self._length + 1)
         missing = self._length + 1 - len(found)

@@ -1,6 +1,7 @@
 """Prompts of different lengths in one batch, each read as if it were alone."""
 
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,18 @@ from jax import lax
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.states import Read, where_rows
 from heinsen_jax.models import LanguageModelState
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, ArrayLike, Bool, Float, Integer
 
 PIECE = 32  # tokens that are read at once
 
 Padding = Literal["right", "left"]
+Lengths: TypeAlias = ArrayLike | Sequence[int]
+Carry: TypeAlias = tuple[Float[Array, "B 1 D"], LanguageModelState]
 
 
-def to_the_right(tokens: Array, lengths: Any, padding: Padding) -> tuple[Array, Array]:
+def to_the_right(
+    tokens: Integer[Array, "*B T"], lengths: Lengths, padding: Padding
+) -> tuple[Integer[Array, "B T"], Integer[Array, "B"]]:
     """Prompts `[B, T]` with what pads them after them, and how long they are `[B]`.
 
     Raises:
@@ -42,8 +47,11 @@ def to_the_right(tokens: Array, lengths: Any, padding: Padding) -> tuple[Array, 
 
 
 def read(
-    reader: Read, tokens: Array, lengths: Array, state: LanguageModelState
-) -> tuple[Array, LanguageModelState]:
+    reader: Read,
+    tokens: Integer[Array, "B T"],
+    lengths: Integer[Array, "B"],
+    state: LanguageModelState,
+) -> tuple[Float[Array, "B 1 D"], LanguageModelState]:
     """Features `[B, 1, D]` of each row's last token, and the states after it.
 
     All rows are read together, PIECE tokens at a time and then one by one; those which have ended
@@ -51,17 +59,17 @@ def read(
     """
     length = tokens.shape[1]
 
-    def step(carry: Any, here: Array, is_read: Array) -> Any:
+    def step(carry: Carry, here: Integer[Array, "B T"], is_read: Bool[Array, "B"]) -> Carry:
         features, state = carry
         new, after = reader(here, state)
         features = jnp.where(is_read[:, None, None], new[:, -1:], features)
         return features, where_rows(is_read, after, state)
 
-    def piece(carry: Any, index: Array) -> tuple[Any, None]:
+    def piece(carry: Carry, index: Integer[Array, ""]) -> tuple[Carry, None]:
         here = lax.dynamic_slice_in_dim(tokens, index * PIECE, PIECE, 1)
         return step(carry, here, (index + 1) * PIECE <= lengths), None
 
-    def one(carry: Any, index: Array) -> tuple[Any, None]:
+    def one(carry: Carry, index: Integer[Array, ""]) -> tuple[Carry, None]:
         place = lengths // PIECE * PIECE + index
         here = jnp.take_along_axis(tokens, place[:, None], 1, mode="clip")
         return step(carry, here, place < lengths), None

@@ -1,7 +1,6 @@
 """Which token comes next, given logits."""
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import field
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +9,12 @@ from jax import lax
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.language_model import check_tokens
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Float, Integer, Key, Shaped, pytree_dataclass
 
 
-def filter_logits(logits: Array, temperature: float | Array, top_k: int | None) -> Array:
+def filter_logits(
+    logits: Float[Array, "*B V"], temperature: float | Float[Array, ""], top_k: int | None
+) -> Float[Array, "*B V"]:
     """logits / temperature, with -inf for all strictly below the k-th largest."""
     logits = logits / temperature
     if top_k is None:
@@ -22,8 +23,7 @@ def filter_logits(logits: Array, temperature: float | Array, top_k: int | None) 
     return jnp.where(logits < kth, -jnp.inf, logits)
 
 
-@partial(jax.tree_util.register_dataclass)
-@dataclass(frozen=True)
+@pytree_dataclass
 class Sampler:
     """How tokens are drawn.
 
@@ -34,8 +34,8 @@ class Sampler:
       num_tokens: only ids below this are drawn.
     """
 
-    key: Array
-    temperature: float | Array
+    key: Key[Array, "*B"]
+    temperature: float | Float[Array, ""]
     top_k: int | None = field(metadata={"static": True})
     num_tokens: int = field(metadata={"static": True})
 
@@ -45,7 +45,7 @@ class Sampler:
         model: LanguageModel,
         temperature: float,
         top_k: int | None,
-        key: Array | None,
+        key: Shaped[Array, "..."] | None,
         num_tokens: int | None,
     ) -> "Sampler":
         """Checked against the model.
@@ -70,7 +70,9 @@ class Sampler:
             drawn = jax.random.wrap_key_data(drawn)  # of jax.random.PRNGKey
         return cls(drawn, temperature, top_k, num_tokens)
 
-    def draw(self, logits: Array, position: int | Array) -> Array:
+    def draw(
+        self, logits: Float[Array, "*B V"], position: int | Integer[Array, ""]
+    ) -> Integer[Array, "*B"]:
         """The token at a position of the new ones, for logits `[*B, V]`."""
         logits = logits[..., : self.num_tokens]
         if self.top_k == 1:
@@ -79,14 +81,14 @@ class Sampler:
         if not self.key.shape:
             return jax.random.categorical(jax.random.fold_in(self.key, position), logits)
 
-        def one(key: Array, logits: Array) -> Array:
+        def one(key: Key[Array, ""], logits: Float[Array, "V"]) -> Integer[Array, ""]:
             return jax.random.categorical(jax.random.fold_in(key, position), logits)
 
         rows = logits.reshape(-1, logits.shape[-1])
         return jax.vmap(one)(self.key.reshape(-1), rows).reshape(logits.shape[:-1])
 
 
-def check_prompts(model: LanguageModel, tokens: Array) -> None:
+def check_prompts(model: LanguageModel, tokens: Shaped[Array, "..."]) -> None:
     if tokens.ndim == 0 or tokens.shape[-1] == 0:
         raise UserError("the prompt has no tokens: give at least one, for example end of text")
     check_tokens(tokens, model.config.vocab_size)

@@ -5,8 +5,9 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,16 @@ from safetensors.numpy import save_file
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.models.blocks import BlockState
+from heinsen_jax.models.position import PositionState
 from heinsen_jax.training.weights import named
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer
 
-AXES: Any = LanguageModelState(position=0, blocks=1)
-"""Where the first batch axis of states is: those of blocks are stacked, layer by layer."""
+POSITION_AXIS, BLOCKS_AXIS = 0, 1
+"""The first batch axis of the parts of a state: those of blocks are stacked, layer by layer."""
 
-Read = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
+Rows: TypeAlias = Integer[Array, "B"]
+Read: TypeAlias = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
 
 
 def repeated(model: LanguageModel, state: LanguageModelState, number: int) -> LanguageModelState:
@@ -77,7 +81,7 @@ def check_one(model: LanguageModel, state: LanguageModelState) -> None:
 
 
 def where_rows(
-    chosen: Array, state: LanguageModelState, other: LanguageModelState
+    chosen: Bool[Array, "B"], state: LanguageModelState, other: LanguageModelState
 ) -> LanguageModelState:
     """`state` in the rows that are chosen `[B]`, and the other in others."""
 
@@ -89,18 +93,37 @@ def where_rows(
     return _by_part(one, state, other)
 
 
-def take_rows(state: LanguageModelState, rows: Array) -> LanguageModelState:
+def take_rows(state: LanguageModelState, rows: Rows) -> LanguageModelState:
     """Of texts `[B]`, those in these rows; each as often as it is named."""
     return _by_part(lambda axis, x: jnp.take(x, rows, axis), state)
 
 
-def reader(graph: Any, parameters: Any, are_apart: bool) -> Read:
+def reader(graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, are_apart: bool) -> Read:
     """Reads tokens `[*B, T]` after a state; if rows are not kept apart, of `to_rows`."""
 
-    def read(tokens: Array, state: LanguageModelState) -> Any:
-        return nnx.merge(graph, parameters).features(tokens, state=state, return_state=True)
+    def read(
+        tokens: Integer[Array, "*B T"], state: LanguageModelState
+    ) -> tuple[Features, LanguageModelState]:
+        model = nnx.merge(graph, parameters)
+        features, after = model.features(tokens, state=state, return_state=True)
+        assert after is not None
+        return features, after
 
-    return read if are_apart else jax.vmap(read, in_axes=(0, AXES), out_axes=(0, AXES))
+    def read_row(
+        tokens: Integer[Array, "T"], position: PositionState, blocks: tuple[BlockState, ...]
+    ) -> tuple[Float[Array, "T D"], PositionState, tuple[BlockState, ...]]:
+        features, after = read(tokens, LanguageModelState(position, blocks))
+        return features, after.position, after.blocks
+
+    def read_rows(
+        tokens: Integer[Array, "B T"], state: LanguageModelState
+    ) -> tuple[Float[Array, "B T D"], LanguageModelState]:
+        axes = 0, POSITION_AXIS, BLOCKS_AXIS
+        by_row = jax.vmap(read_row, in_axes=axes, out_axes=axes)
+        features, position, blocks = by_row(tokens, state.position, state.blocks)
+        return features, LanguageModelState(position, blocks)
+
+    return read if are_apart else read_rows
 
 
 def _with_axis(x: Array, axis: int, size: int) -> Array:
@@ -108,30 +131,32 @@ def _with_axis(x: Array, axis: int, size: int) -> Array:
     return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
 
 
-def _by_part(function: Callable, state: LanguageModelState, *others: Any) -> LanguageModelState:
+def _by_part(
+    function: Callable[..., Array], state: LanguageModelState, *others: LanguageModelState
+) -> LanguageModelState:
     """function(axis of the batch, leaf, ...) of all leaves."""
-
-    def part(name: str) -> Any:
-        axis = getattr(AXES, name)
-        trees = [getattr(tree, name) for tree in (state, *others)]
-        return jax.tree.map(lambda *leaves: function(axis, *leaves), *trees)
-
-    return LanguageModelState(part("position"), part("blocks"))
+    states = state, *others
+    return LanguageModelState(
+        jax.tree.map(partial(function, POSITION_AXIS), *(x.position for x in states)),
+        jax.tree.map(partial(function, BLOCKS_AXIS), *(x.blocks for x in states)),
+    )
 
 
-def _shapes(model: LanguageModel, batch_shape: Sequence[int], state: Any) -> Any:
+def _shapes(
+    model: LanguageModel, batch_shape: Sequence[int], state: LanguageModelState
+) -> LanguageModelState:
     """Of a state like this one, of other texts."""
     has_room = any(x.length is not None for x in _caches(state))
     capacity = 1 if has_room else None
     return jax.eval_shape(lambda: model.init_state(batch_shape, capacity=capacity))
 
 
-def _caches(state: Any) -> list[Any]:
+def _caches(state: LanguageModelState) -> list[Cache]:
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Cache))
     return [x for x in nodes if isinstance(x, Cache)]
 
 
-def _have_rows(model: LanguageModel, state: Any) -> LanguageModelState:
+def _have_rows(model: LanguageModel, state: LanguageModelState) -> LanguageModelState:
     alone, one = (_shapes(model, batch, state) for batch in ((), (1,)))
     return jax.tree.map(lambda x, y: x.ndim < y.ndim, alone, one)
 
@@ -196,7 +221,7 @@ def _real(x: np.ndarray) -> np.ndarray:
     return x.view(np.finfo(x.dtype).dtype).reshape(*x.shape, 2) if np.iscomplexobj(x) else x
 
 
-def _described(state: LanguageModelState) -> dict[str, Any]:
+def _described(state: LanguageModelState) -> dict[str, tuple[list[int], str]]:
     return {name: ([*x.shape], str(x.dtype)) for name, x in named(state).items()}
 
 

@@ -4,7 +4,6 @@ import codecs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,9 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import reader, start_rows, take_rows
-from heinsen_jax.generate.tokens import check_room, draw, go_on
+from heinsen_jax.generate.tokens import Carry, check_room, draw, go_on
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Integer, Shaped
 
 AT_ONCE = 32  # tokens that are drawn between two looks for what ends a text
 
@@ -34,7 +33,7 @@ def complete(
     num_samples: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
-    key: Array | None = None,
+    key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
 ) -> list[list[str]]:
     """What the model writes after each prompt: `num_samples` texts each.
@@ -110,7 +109,13 @@ class _Writer:
     sampler: Sampler
     are_apart: bool
 
-    def write(self, tokens: Array, lengths: Array, state: Any, most: int) -> list[str]:
+    def write(
+        self,
+        tokens: Integer[Array, "B T"],
+        lengths: Integer[Array, "B"],
+        state: LanguageModelState,
+        most: int,
+    ) -> list[str]:
         options = *nnx.split(self.model), self.sampler, self.are_apart
         samples = len(self.sampler.key) // len(tokens)
         carry = _begin(*options, samples, tokens, lengths, state)
@@ -133,7 +138,16 @@ class _Writer:
 
 
 @partial(jax.jit, static_argnames=("graph", "are_apart", "samples"))
-def _begin(graph, parameters, sampler, are_apart, samples, tokens, lengths, state) -> Any:
+def _begin(
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    sampler: Sampler,
+    are_apart: bool,
+    samples: int,
+    tokens: Integer[Array, "B T"],
+    lengths: Integer[Array, "B"],
+    state: LanguageModelState,
+) -> Carry:
     """The first token of every sample, and the state that it is drawn from."""
     features, state = read(reader(graph, parameters, are_apart), tokens, lengths, state)
     each = jnp.repeat(jnp.arange(len(tokens)), samples)
@@ -142,7 +156,14 @@ def _begin(graph, parameters, sampler, are_apart, samples, tokens, lengths, stat
 
 
 @partial(jax.jit, static_argnames=("graph", "are_apart"), donate_argnames="carry")
-def _more(graph, parameters, sampler, are_apart, carry, position) -> Any:
+def _more(
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    sampler: Sampler,
+    are_apart: bool,
+    carry: Carry,
+    position: Integer[Array, ""],
+) -> tuple[Carry, Integer[Array, "B new"]]:
     rows = reader(graph, parameters, are_apart)
     return go_on(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
 

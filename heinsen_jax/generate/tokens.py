@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +11,65 @@ from flax import nnx
 from jax import lax
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.prompts import Padding, read, to_the_right
+from heinsen_jax.generate.prompts import Lengths, Padding, read, to_the_right
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import Read, keeps_rows_apart, reader, to_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Shaped
+
+Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
 
 MORE_TOKENS = 256  # that a stream makes room for, and at least as many as it has made
 
 
+@overload
 def generate(
     model: LanguageModel,
-    tokens: Array,
+    tokens: ArrayLike,
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    key: Array | None = None,
+    key: Shaped[Array, "..."] | None = None,
+    state: LanguageModelState | None = None,
+    num_tokens: int | None = None,
+    return_state: Literal[False] = False,
+    lengths: Lengths | None = None,
+    padding: Padding = "right",
+) -> Integer[Array, "*B new"]: ...
+
+
+@overload
+def generate(
+    model: LanguageModel,
+    tokens: ArrayLike,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    key: Shaped[Array, "..."] | None = None,
+    state: LanguageModelState | None = None,
+    num_tokens: int | None = None,
+    return_state: Literal[True],
+    lengths: Lengths | None = None,
+    padding: Padding = "right",
+) -> tuple[Integer[Array, "*B new"], LanguageModelState]: ...
+
+
+def generate(
+    model: LanguageModel,
+    tokens: ArrayLike,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
     num_tokens: int | None = None,
     return_state: bool = False,
-    lengths: Any = None,
+    lengths: Lengths | None = None,
     padding: Padding = "right",
-) -> Any:
+) -> Integer[Array, "*B new"] | tuple[Integer[Array, "*B new"], LanguageModelState]:
     """Continues each row of tokens.
 
     Logits are divided by the temperature; then all below the k-th largest are dropped (ties with it
@@ -102,12 +138,12 @@ def generate(
             )
         state = to_rows(model, state, len(tokens))
     if max_new_tokens == 0:
-        new = jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
+        new, after = jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype), state
     else:
-        new, state = _generate(
+        new, after = _generate(
             graph, parameters, tokens, lengths, state, sampler, max_new_tokens, are_apart
         )
-    return (new, state) if return_state else new
+    return (new, after) if return_state else new
 
 
 def check_room(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
@@ -122,11 +158,11 @@ def check_room(model: LanguageModel, state: LanguageModelState, new: int, fed: i
 
 def stream(
     model: LanguageModel,
-    tokens: Array,
+    tokens: ArrayLike,
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
-    key: Array | None = None,
+    key: Shaped[Array, "..."] | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[int]:
     """`generate` for one prompt `[T]`, without end, a token at a time. The same tokens.
@@ -135,14 +171,14 @@ def stream(
       UserError: an argument is out of its range; or, when it comes to that, the model has positions
         for no more tokens.
     """
-    tokens = jnp.asarray(tokens)
+    fed = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
-    check_prompts(model, tokens)
+    check_prompts(model, fed)
     graph, parameters = nnx.split(model)
     state, room = model.init_state(()), 0
     left = model.remaining(state)
     for position in range(sys.maxsize):
-        if (needed := tokens.shape[-1]) > room:  # seldom: each other shape is compiled anew
+        if (needed := fed.shape[-1]) > room:  # seldom: each other shape is compiled anew
             room = needed + MORE_TOKENS + position
             state = model.with_room(state, room)
         room -= needed
@@ -150,23 +186,33 @@ def stream(
             raise UserError(
                 "the text is as long as the model has positions for, model.max_length: it ends here"
             )
-        token, state = _next_token(graph, parameters, tokens, state, sampler, position)
+        token, state = _next_token(graph, parameters, fed, state, sampler, position)
         yield int(token)
-        tokens = token[None]
+        fed = token[None]
 
 
 @partial(jax.jit, static_argnames="graph")
 def _next_token(
-    graph: Any, parameters: Any, tokens: Array, state: Any, sampler: Sampler, position: int
-) -> tuple[Array, LanguageModelState]:
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    tokens: Integer[Array, "*B T"],
+    state: LanguageModelState,
+    sampler: Sampler,
+    position: Integer[Array, ""],
+) -> Carry:
     """Feeds tokens `[*B, T]` and draws the one that follows."""
     features, state = reader(graph, parameters, True)(tokens, state)
     return draw(graph, parameters, features, sampler, position, tokens.dtype), state
 
 
 def draw(
-    graph: Any, parameters: Any, features: Array, sampler: Sampler, position: Any, dtype: Any
-) -> Array:
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    features: Features,
+    sampler: Sampler,
+    position: int | Integer[Array, ""],
+    dtype: DTypeLike,
+) -> Integer[Array, "*B"]:
     """The token that follows the last of features `[*B, T, D]`."""
     logits = nnx.merge(graph, parameters).readout(features[..., -1:, :])[..., 0, :]
     return sampler.draw(logits, position).astype(dtype)
@@ -174,15 +220,15 @@ def draw(
 
 @partial(jax.jit, static_argnames=("graph", "max_new_tokens", "are_apart"))
 def _generate(
-    graph: Any,
-    parameters: Any,
-    tokens: Array,
-    lengths: Array | None,
-    state: Any,
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    tokens: Integer[Array, "*B T"],
+    lengths: Integer[Array, "B"] | None,
+    state: LanguageModelState,
     sampler: Sampler,
     max_new_tokens: int,
     are_apart: bool,
-) -> tuple[Array, LanguageModelState]:
+) -> tuple[Integer[Array, "*B new"], LanguageModelState]:
     rows = reader(graph, parameters, are_apart)
     if lengths is None:
         features, state = rows(tokens, state)
@@ -195,11 +241,16 @@ def _generate(
 
 
 def go_on(
-    graph: Any, parameters: Any, rows: Read, sampler: Sampler, carry: Any, positions: Array
-) -> tuple[Any, Array]:
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    rows: Read,
+    sampler: Sampler,
+    carry: Carry,
+    positions: Integer[Array, "new"],
+) -> tuple[Carry, Integer[Array, "*B new"]]:
     """(the last token, the state before it) after further tokens, and these, `[*B, positions]`."""
 
-    def step(carry: tuple[Array, Any], position: Array) -> tuple[tuple[Array, Any], Array]:
+    def step(carry: Carry, position: Integer[Array, ""]) -> tuple[Carry, Integer[Array, "*B"]]:
         token, state = carry
         features, state = rows(token[..., None], state)
         token = draw(graph, parameters, features, sampler, position, token.dtype)

@@ -9,10 +9,11 @@ importing this module is enough for `lm_eval.simple_evaluate(model="heinsen_jax"
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Required, TypeAlias, TypedDict, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +25,16 @@ from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.states import keeps_rows_apart, reader, start_rows, take_rows
-from heinsen_jax.models import LanguageModelState
+from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.training.checkpoint import load_run
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import JSON, Array, Bool, Float, Integer, Key
 
 try:
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.evaluator import simple_evaluate
+    from lm_eval.result_schema import EvalResults
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
 except ImportError as missing:
@@ -41,6 +43,29 @@ except ImportError as missing:
 PIECE = 512  # tokens of a document that are read at once
 GIVEN, WANTED = slice(None, -1), slice(1, None)
 SMALLEST = 16  # tokens of padded texts: few shapes are compiled
+
+
+T = TypeVar("T")
+Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
+"""The texts, and the tokens, of a context and its continuation."""
+
+
+@runtime_checkable
+class Asked(Protocol):
+    """A request, `lm_eval.api.instance.Instance`, whose arguments depend on its kind."""
+
+    @property
+    def args(self) -> tuple: ...
+
+
+class Options(TypedDict, total=False):
+    """Keywords of `complete`."""
+
+    stop: Required[list[str]]
+    max_new_tokens: Required[int]
+    top_k: int | None
+    temperature: float
+    key: Key[Array, ""]
 
 
 class Harnessed(TemplateLM):
@@ -67,7 +92,7 @@ class Harnessed(TemplateLM):
         max_gen_toks: int | str = 256,
         latest: bool = False,
         share: bool = True,
-        **unknown: Any,
+        **unknown: JSON,
     ) -> None:
         super().__init__()
         self.folder = workdir or pretrained
@@ -98,26 +123,26 @@ class Harnessed(TemplateLM):
     def tokenizer_name(self) -> str:
         return self.encoding.name
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, int]:
         """What the harness writes beside its results."""
         sizes = jax.tree.map(lambda x: x.size, self.parameters)
         return {"model_num_parameters": sum(jax.tree.leaves(sizes)), "model_step": self.step}
 
     def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
+        self, string: str, add_special_tokens: bool | None = None, **_: JSON
     ) -> list[int]:
         del add_special_tokens  # there are none
         return self.encoding.encode_ordinary(string)
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **unused: Any
+        self, requests: Sequence[Request], **unused: JSON
     ) -> list[tuple[float, bool]]:
         """(log p, whether greedy decoding would say it) of continuations after contexts."""
         del unused
         self._check_lengths([context + continuation for _, context, continuation in requests])
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
-        found: list[Any] = [None] * len(requests)
-        groups: dict[Any, list[int]] = {}
+        found = [(math.nan, False)] * len(requests)
+        groups: dict[tuple[int, ...] | int, list[int]] = {}
         for number, (before, _) in enumerate(cut):
             groups.setdefault(before if self.share else number, []).append(number)
         longest_first = sorted(groups.values(), key=lambda numbers: -len(cut[numbers[0]][0]))
@@ -135,9 +160,8 @@ class Harnessed(TemplateLM):
                     counted = slice(end - len(requests[number][2]), end)
                     value = float(np.sum(log_p[row, counted], dtype=np.float64))
                     found[number] = value, bool(np.all(is_likeliest[row, counted]))
-                    if requests[number][0] is not None:
-                        hook = self.cache_hook.add_partial
-                        hook("loglikelihood", requests[number][0], found[number])
+                    if (texts := requests[number][0]) is not None:
+                        self.cache_hook.add_partial("loglikelihood", texts, found[number])
         return found
 
     def _cut(
@@ -149,7 +173,9 @@ class Harnessed(TemplateLM):
             return (), context + continuation
         return tuple(context[:-1]), context[-1:] + continuation
 
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Asked], disable_tqdm: bool = False
+    ) -> list[float]:
         """log p of documents, each after end of text."""
         del disable_tqdm
         texts = [self.tok_encode(request.args[0]) for request in requests]
@@ -188,12 +214,12 @@ class Harnessed(TemplateLM):
             found[number] += log_p
         return found.tolist()
 
-    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Asked], disable_tqdm: bool = False) -> list[str]:
         """Texts after contexts, greedy unless a task says do_sample."""
         del disable_tqdm
-        found: list[Any] = [None] * len(requests)
-        turns: collections.Counter[Any] = collections.Counter()
-        alike: dict[Any, list[int]] = {}
+        found = [""] * len(requests)
+        turns: collections.Counter[tuple[str, str]] = collections.Counter()
+        alike: dict[tuple[str, int], list[int]] = {}
         for number, request in enumerate(requests):
             context, options = request.args[0], repr(sorted(request.args[1].items()))
             alike.setdefault((options, turns[context, options]), []).append(number)
@@ -208,7 +234,7 @@ class Harnessed(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _options(self, given: dict[str, Any], turn: int) -> dict[str, Any]:
+    def _options(self, given: Mapping[str, Any], turn: int) -> Options:
         """Of `complete`, from what a task says; when the same is asked for several times, as often
         something else is drawn."""
         given = dict(given)
@@ -223,11 +249,11 @@ class Harnessed(TemplateLM):
                 f"generation_kwargs.{min(given)}={given[min(given)]!r} is not known: there are "
                 "until, max_gen_toks, do_sample, temperature, top_k and seed"
             )
-        options = {"stop": stop, "max_new_tokens": most}
+        options: Options = {"stop": stop, "max_new_tokens": most}
         if not is_random or temperature == 0:
-            return options | {"top_k": 1}
+            return {**options, "top_k": 1}
         temperature = 1.0 if temperature is None else temperature
-        return options | {"key": key, "temperature": temperature, "top_k": top_k}
+        return {**options, "key": key, "temperature": temperature, "top_k": top_k}
 
     def _after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """The states after contexts, of which some may be empty, with room for more tokens."""
@@ -266,12 +292,27 @@ register_model("heinsen_jax")(Harnessed)
 
 
 @partial(jax.jit, static_argnames=("graph", "are_apart"))
-def _read(graph, parameters, are_apart, tokens, lengths, state) -> LanguageModelState:
+def _read(
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    are_apart: bool,
+    tokens: Integer[Array, "B T"],
+    lengths: Integer[Array, "B"],
+    state: LanguageModelState,
+) -> LanguageModelState:
     return read(reader(graph, parameters, are_apart), tokens, lengths, state)[1]
 
 
 @partial(jax.jit, static_argnames=("graph", "are_apart", "num_tokens"))
-def _predict(graph, parameters, are_apart, num_tokens, tokens, targets, state) -> Any:
+def _predict(
+    graph: nnx.GraphDef[LanguageModel],
+    parameters: nnx.State,
+    are_apart: bool,
+    num_tokens: int,
+    tokens: Integer[Array, "B T"],
+    targets: Integer[Array, "B T"],
+    state: LanguageModelState,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], LanguageModelState]:
     features, state = reader(graph, parameters, are_apart)(tokens, state)
     readout = nnx.merge(graph, parameters).readout
 
@@ -286,7 +327,7 @@ def _predict(graph, parameters, are_apart, num_tokens, tokens, targets, state) -
     return log_p.T, is_likeliest.T, state
 
 
-def _by(number: int, items: Sequence[Any]) -> Iterator[Any]:
+def _by(number: int, items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Up to `number` items at a time."""
     return (items[start : start + number] for start in range(0, len(items), number))
 
@@ -310,15 +351,21 @@ def _padded_row(numbers: list[int], length: int) -> Array:
 
 
 def run_tasks(
-    model: dict[str, Any], *, tasks: list[str], include_path: Path | None = None, **options: Any
-) -> dict[str, Any]:
+    model: Mapping[str, Any],
+    *,
+    tasks: list[str],
+    include_path: Path | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+) -> EvalResults:
     """What the harness finds out.
 
     Args:
       model: arguments of `Harnessed`.
       tasks: their names.
       include_path: a folder of further ones, as YAML files.
-      options: of `lm_eval.simple_evaluate`.
+      limit: examples of each task; all when None.
+      num_fewshot: examples before each question; as each task says when None.
 
     Raises:
       UserError: a task is not known, or its data are not to be had.
@@ -331,19 +378,25 @@ def run_tasks(
             f"--tasks {min(unknown)} is not known: `lm_eval ls tasks` lists the harness's, and "
             "--include-path FOLDER adds those of its YAML files"
         )
-    chosen: list[Any] = [*tasks]
-    adapter: Any = Harnessed(**model)
+    adapter = Harnessed(**model)
     try:
-        results: Any = simple_evaluate(adapter, tasks=chosen, task_manager=manager, **options)
+        results = simple_evaluate(
+            adapter,
+            tasks=[*tasks],
+            task_manager=manager,
+            limit=limit,
+            num_fewshot=num_fewshot,
+        )
     except (ConnectionError, FileNotFoundError) as error:
         raise UserError(
             f"--tasks {' '.join(tasks)}: the data of one of them are not to be had, from the "
             f"Hugging Face Hub or a file that its YAML names ({' '.join(str(error).split())})"
         ) from error
+    assert results is not None  # None only on processes other than the first
     return results
 
 
-def table(results: dict[str, Any]) -> str:
+def table(results: EvalResults) -> str:
     """For people to read."""
     return make_table(results)
 

@@ -11,19 +11,21 @@ and their index), the tokenizer, and README.md, the card. `heinsen_jax.generate`
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
+import pydantic
 import tiktoken
 import tyro
 from flax import nnx
 
 from heinsen_jax.data import save_tokenizer
 from heinsen_jax.errors import UserError, command_line, without_extra
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
 from heinsen_jax.training.weights import SHARD_BYTES, has_weights, named, save_weights
+from heinsen_jax.typing import Array
 
 try:
     from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
@@ -129,25 +131,27 @@ def push(
     return str(address)
 
 
-def card(workdir: Path, step: int, arrays: dict[str, Any], name: str) -> str:
+def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     """README.md of a saved model: what it is, how it was trained, how good it is, and how to use
     it, fetched by that name."""
-    config: Any = read_config(workdir)
-    model, data, training = config["model"], config["data"], config["training"]
+    config = read_config(workdir)
+    assert config is not None
+    model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
+    data, training = config["data"], config["training"]
     found = _measured(workdir, step)
-    source = Path(data["corpus"]).name if "corpus" in data else data["task"]  # no one's folders
-    writes = "corpus" in data and model["is_causal"]
-    attention = model["attention"]
-    attention = attention if isinstance(attention, str) else ", ".join(attention)
+    is_text = "corpus" in data
+    source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no one's folders
+    writes = is_text and model.is_causal
+    attention = ", ".join(model.turns)
     title = workdir.resolve().name
     header = _metadata(title, attention, source, found, writes)
     rows = {
         "parameters": f"{sum(x.size for x in arrays.values()):,}",
         "attention": attention,
-        "layers": model["num_layers"],
-        "width": model["model_dim"],
-        "heads": model["num_heads"],
-        "vocabulary": f"{model['vocab_size']:,}",
+        "layers": model.num_layers,
+        "width": model.model_dim,
+        "heads": model.num_heads,
+        "vocabulary": f"{model.vocab_size:,}",
         "data": source,
         "tokens in a row of a batch": data.get("sequence_length"),
         "rows": data["batch_size"],

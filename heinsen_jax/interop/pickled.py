@@ -10,8 +10,8 @@ import io
 import math
 import pickle
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +32,7 @@ _STORAGES = {
 }
 
 
-def read_pickled(path: Path) -> Any:
+def read_pickled(path: Path) -> object:
     """What `torch.save` wrote, with NumPy arrays in place of tensors.
 
     Raises:
@@ -68,7 +68,7 @@ class _Reader(pickle.Unpickler):
         name = f"{self._folder}byteorder"
         return self._archive.read(name) if name in self._archive.namelist() else b"little"
 
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
+    def find_class(self, module_name: str, global_name: str, /) -> Callable[..., object] | np.dtype:
         match module_name, global_name:
             case "collections", "OrderedDict":
                 return collections.OrderedDict
@@ -86,7 +86,7 @@ class _Reader(pickle.Unpickler):
             "torch.save(model.state_dict(), path)"
         )
 
-    def persistent_load(self, pid: Any, /) -> np.ndarray:
+    def persistent_load(self, pid: tuple[str, np.dtype, str, str, int], /) -> np.ndarray:
         _, dtype, key, _, number = pid
         content = self._archive.read(f"{self._folder}data/{key}")
         order = "<" if self._little else ">"
@@ -99,11 +99,11 @@ class _Reader(pickle.Unpickler):
         self,
         storage: np.ndarray,
         offset: int,
-        size: Any,
-        stride: Any,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
         _requires_grad: bool = False,
-        _hooks: Any = None,
-        marks: Any = None,
+        _hooks: dict[str, object] | None = None,
+        marks: dict[str, bool] | None = None,
     ) -> np.ndarray:
         if marks:  # that its numbers stand for others, their negatives or conjugates
             raise self._refusal(f"a tensor with {marks}")

@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.typing import ArrayLike
 
 __all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]
 
@@ -36,7 +37,7 @@ _NAMES: dict[str, tuple[str, bool]] = {
 }
 
 
-def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageModel:
+def from_state_dict(arrays: Mapping[str, ArrayLike], *, num_heads: int) -> LanguageModel:
     """The published PyTorch model (Heinsen, 2024) with its weights.
 
     Args:
@@ -84,17 +85,18 @@ def from_state_dict(arrays: Mapping[str, Any], *, num_heads: int) -> LanguageMod
 def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
     """The inverse of `from_state_dict`: what the published PyTorch model loads.
 
-    Raises:
-      ValueError: the model is another one than the published; the message names the field.
+        Raises:
+          ValueError: the model is another one than the published; the message names the field.
 
-    Examples:
-      >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
-      >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 1, "num_heads": 2}
-      >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
-      >>> arrays = to_state_dict(model)
-      >>> arrays["embed.weight"].shape
-      (10, 8)
-      >>> again = from_state_dict(arrays, num_heads=2)
+        Examples:
+          >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
+    from heinsen_jax.typing import ArrayLike
+          >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 1, "num_heads": 2}
+          >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
+          >>> arrays = to_state_dict(model)
+          >>> arrays["embed.weight"].shape
+          (10, 8)
+          >>> again = from_state_dict(arrays, num_heads=2)
     """
     _check_published(model.config)
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))
@@ -118,7 +120,7 @@ def from_file(path: str | Path, *, num_heads: int) -> LanguageModel:
     """
     path = Path(path)
     arrays = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickled(path)
-    if not isinstance(arrays, Mapping) or not all(hasattr(x, "shape") for x in arrays.values()):
+    if not isinstance(arrays, Mapping) or not _are_arrays(arrays):
         found = f"entries {sorted(map(str, arrays))[:5]}" if isinstance(arrays, Mapping) else "none"
         raise UserError(
             f"{path} holds no state dict, of tensors by name ({found}): save the model's "
@@ -138,7 +140,11 @@ def to_file(model: LanguageModel, path: str | Path) -> None:
     save_file(to_state_dict(model), path)
 
 
-def _read_safetensors(path: Path) -> dict[str, Any]:
+def _are_arrays(entries: Mapping[str, object]) -> TypeGuard[Mapping[str, np.ndarray]]:
+    return all(isinstance(x, np.ndarray) for x in entries.values())
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(path)
     except OSError as error:

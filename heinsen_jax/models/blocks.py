@@ -1,17 +1,18 @@
 """Residual blocks: what stands around attention in a layer."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple, Unpack
 
 import jax
 from flax import nnx
 
 from heinsen_jax.attention import mechanism
-from heinsen_jax.attention.layers import layer_norm, linear
+from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.convolution import CausalConvolution
 from heinsen_jax.sharding import constrain
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Features, Float, PyTree
 
 
 class BlockState(NamedTuple):
@@ -22,8 +23,8 @@ class BlockState(NamedTuple):
       convolutions: the last inputs of each, where there are any.
     """
 
-    attention: Any
-    convolutions: tuple[Array, ...] = ()
+    attention: PyTree[Array]
+    convolutions: tuple[Float[Array, "*B last D"], ...] = ()
 
 
 class Block(nnx.Module):
@@ -38,7 +39,7 @@ class Block(nnx.Module):
     wanted.
     """
 
-    def __init__(self, config: LanguageModelConfig, turn: int, **options: Any):
+    def __init__(self, config: LanguageModelConfig, turn: int, **options: Unpack[LayerOptions]):
         self.kind, self.is_causal = config.block, config.is_causal
         self.norm = layer_norm(config.model_dim, **options)
         build = mechanism(config.turns[turn])
@@ -56,11 +57,11 @@ class Block(nnx.Module):
         )
 
     def __call__(
-        self, x: Array, *, state: BlockState | None, return_state: bool
-    ) -> tuple[Array, BlockState | None]:
+        self, x: Features, *, state: BlockState | None, return_state: bool
+    ) -> tuple[Features, BlockState | None]:
         before, after = (None,) * 2 if state is None else state.convolutions, []
 
-        def convolve(x: Array, branch: int) -> Array:
+        def convolve(x: Features, branch: int) -> Features:
             if not self.convolutions:
                 return x
             with jax.named_scope("convolution"):
@@ -72,10 +73,12 @@ class Block(nnx.Module):
             normed = self.norm(x)
         y = convolve(normed, 0)
         with jax.named_scope("attention"):
+            attend = partial(self.attention, y, is_causal=self.is_causal)
             earlier = None if state is None else state.attention
-            options = {"is_causal": self.is_causal, "state": earlier, "return_state": return_state}
-            y = self.attention(y, **options)
-            y, attention = y if return_state else (y, None)
+            if return_state:
+                y, attention = attend(state=earlier, return_state=True)
+            else:
+                y, attention = attend(state=earlier), None
         x = (normed if self.kind == "fastformer" else x) + y.astype(x.dtype)
         if self.kind != "paper":
             with jax.named_scope("mlp"):
@@ -92,11 +95,12 @@ class Block(nnx.Module):
 class Perceptron(nnx.Module):
     """GELU(x W1 + b1) W2 + b2; without b1 and b2, if use_bias is False."""
 
-    def __init__(self, narrow: int, wide: int, *, use_bias: bool = True, **options: Any):
-        options["use_bias"] = use_bias
-        self.up = linear(narrow, wide, ("embed", "mlp"), **options)
-        self.down = linear(wide, narrow, ("mlp", "embed"), **options)
+    def __init__(
+        self, narrow: int, wide: int, *, use_bias: bool = True, **options: Unpack[LayerOptions]
+    ):
+        self.up = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
+        self.down = linear(wide, narrow, ("mlp", "embed"), use_bias=use_bias, **options)
 
-    def __call__(self, x: Array) -> Array:
+    def __call__(self, x: Features) -> Features:
         wide = constrain(self.up(x), "tokens", "mlp")
         return self.down(jax.nn.gelu(wide, approximate=False))

@@ -1,12 +1,14 @@
 """The architecture of a language model."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 import pydantic
 
 from heinsen_jax.attention import AttentionConfig, configure, mechanism
 from heinsen_jax.attention.heads import head_depth
+from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.typing import config_dataclass
 
 Positions = Literal["recurrence", "learned", "none"]
@@ -21,7 +23,7 @@ class BlockDefaults(NamedTuple):
       positions: as the model's field; those of the ends when None.
     """
 
-    options: dict[str, Any]
+    options: Mapping[str, FieldValue]
     convolution_size: int | None = None
     positions: Positions | None = None
 
@@ -151,7 +153,7 @@ class LanguageModelConfig:
             raise ValueError(f"attention={name!r} cannot see later tokens: is_causal must be True")
         known = {field.name for field in dataclasses.fields(config)}
         asked = BLOCKS[self.block].options.items()
-        fields = {option: value for option, value in asked if option in known}
+        fields: dict[str, FieldValue] = {name: value for name, value in asked if name in known}
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}
         for option, value in self.attention_options:

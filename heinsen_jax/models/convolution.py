@@ -1,12 +1,13 @@
 """A short causal convolution of each feature, whose state is the last few tokens."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.typing import Array
+from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.typing import Array, Features, Float
 
 
 class CausalConvolution(nnx.Module):
@@ -17,15 +18,16 @@ class CausalConvolution(nnx.Module):
     The state is the last size - 1 tokens, `[*B, size - 1, D]`.
     """
 
-    def __init__(
-        self, size: int, model_dim: int, *, dtype: Any, param_dtype: Any, rngs: nnx.Rngs
-    ) -> None:
-        param_dtype, self.dtype = jnp.dtype(param_dtype), dtype
-        small = nnx.initializers.uniform(2 / size)(rngs.params(), (size, model_dim), param_dtype)
+    def __init__(self, size: int, model_dim: int, **options: Unpack[LayerOptions]) -> None:
+        self.dtype = options["dtype"]
+        init, key = nnx.initializers.uniform(2 / size), options["rngs"].params()
+        small = init(key, (size, model_dim), jnp.dtype(options["param_dtype"]))
         taps = (small - 1 / size).at[-1].set(1.0)
         self.taps = nnx.Param(taps, logical_axes=("embed",))
 
-    def __call__(self, x: Array, *, state: Array | None) -> tuple[Array, Array]:
+    def __call__(
+        self, x: Features, *, state: Float[Array, "*B last D"] | None
+    ) -> tuple[Features, Float[Array, "*B last D"]]:
         """y `[*B, T, D]`, and the state after x."""
         taps, length = self.taps[...].astype(x.dtype), x.shape[-2]
         if state is None:
@@ -37,6 +39,6 @@ class CausalConvolution(nnx.Module):
         ]
         return sum(parts[1:], parts[0]), together[..., length:, :]
 
-    def init_state(self, batch_shape: Sequence[int]) -> Array:
+    def init_state(self, batch_shape: Sequence[int]) -> Float[Array, "*B last D"]:
         size, model_dim = self.taps.shape
         return jnp.zeros((*batch_shape, size - 1, model_dim), self.dtype or self.taps.dtype)

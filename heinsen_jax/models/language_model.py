@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Literal, TypeAlias, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.attention.base import bytes_of_state
 from heinsen_jax.attention.cache import Cache
-from heinsen_jax.attention.layers import layer_norm, parameter, uniform
-from heinsen_jax.models.blocks import Block
+from heinsen_jax.attention.layers import LayerOptions, layer_norm, parameter, uniform
+from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
-from heinsen_jax.models.position import LearnedPositions, NoPositions, PositionRecurrence
+from heinsen_jax.models.position import (
+    LearnedPositions,
+    NoPositions,
+    PositionRecurrence,
+    PositionState,
+)
 from heinsen_jax.models.readout import Readout
 from heinsen_jax.sharding import constrain
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, Shaped, pytree_dataclass
 
 REMAT_POLICIES = {
     "nothing": None,
@@ -30,21 +36,23 @@ REMAT_POLICIES = {
 """What is kept for the backward pass, by `remat_keeps`."""
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+States: TypeAlias = tuple[BlockState | None, ...]
+
+
+@pytree_dataclass
 class LanguageModelState:
     """What the model keeps of the tokens before. Its size does not depend on their number, if those
     of its attention states do not.
 
     Attributes:
       position: the last h of the position recurrence `[*B, D]`, or with learned positions the
-        number of tokens so far.
+        number of tokens so far, or nothing.
       blocks: the `BlockState`s of each mechanism that takes its turn, those of all its layers
         stacked on a first axis.
     """
 
-    position: Any
-    blocks: Any
+    position: PositionState
+    blocks: tuple[BlockState, ...]
 
 
 class LanguageModel(nnx.Module):
@@ -80,8 +88,11 @@ class LanguageModel(nnx.Module):
             embedding_metadata={"logical_axes": ("vocab", "embed")},
             rngs=rngs,
         )
-        types: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
-        options = {**types, "rngs": rngs}
+        options: LayerOptions = {
+            "dtype": config.dtype,
+            "param_dtype": config.param_dtype,
+            "rngs": rngs,
+        }
         self.position = _positions(config, **options)
         if config.ends == "paper":
             self.norm = layer_norm(config.model_dim, **options)
@@ -89,18 +100,42 @@ class LanguageModel(nnx.Module):
             self.bias = parameter(nnx.initializers.zeros, config.vocab_size, **options)
 
         def stack(turn: int) -> Block:
+            def one(rngs: nnx.Rngs) -> Block:
+                return Block(config, turn, **{**options, "rngs": rngs})
+
             split = nnx.split_rngs(splits=config.num_layers // len(config.turns))
-            return split(nnx.vmap(lambda rngs: Block(config, turn, rngs=rngs, **types)))(rngs)
+            return split(nnx.vmap(one))(rngs)
 
         self.blocks = nnx.List([stack(turn) for turn in range(len(config.turns))])
 
+    @overload
     def __call__(
         self,
-        tokens: Array,
+        tokens: Integer[Array | np.ndarray, "*B T"],
+        *,
+        state: LanguageModelState | None = None,
+        return_state: Literal[False] = False,
+    ) -> Float[Array, "*B T vocab_size"]: ...
+
+    @overload
+    def __call__(
+        self,
+        tokens: Integer[Array | np.ndarray, "*B T"],
+        *,
+        state: LanguageModelState | None = None,
+        return_state: Literal[True],
+    ) -> tuple[Float[Array, "*B T vocab_size"], LanguageModelState]: ...
+
+    def __call__(
+        self,
+        tokens: Integer[Array | np.ndarray, "*B T"],
         *,
         state: LanguageModelState | None = None,
         return_state: bool = False,
-    ) -> Any:
+    ) -> (
+        Float[Array, "*B T vocab_size"]
+        | tuple[Float[Array, "*B T vocab_size"], LanguageModelState | None]
+    ):
         """Logits of every next token; of every token itself, if the model is not causal.
 
         Args:
@@ -121,20 +156,20 @@ class LanguageModel(nnx.Module):
 
     def features(
         self,
-        tokens: Array,
+        tokens: Integer[Array | np.ndarray, "*B T"],
         *,
         state: LanguageModelState | None = None,
         return_state: bool = False,
-    ) -> tuple[Array, LanguageModelState | None]:
+    ) -> tuple[Features, LanguageModelState | None]:
         """What `readout` makes logits of, `[*B, T, model_dim]`, and the state after the tokens,
         None if it is not asked for. As calling the model otherwise."""
         check_tokens(tokens, self.config.vocab_size)
         batch_shape = tokens.shape[:-1]
         if state is None and return_state:
             state = self.init_state(batch_shape)
-        before: Any = self.position.init_state(batch_shape) if state is None else state.position
+        before: PyTree = self.position.init_state(batch_shape) if state is None else state.position
         with jax.named_scope("position"):
-            x = constrain(self.embed(tokens), "tokens", None)
+            x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
             x, position = self.position(x, state=before)
 
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
@@ -148,10 +183,10 @@ class LanguageModel(nnx.Module):
     @property
     def readout(self) -> Readout:
         """Of features: tied to the embedding."""
-        options: Any = {"dtype": self.config.dtype}
-        if self.config.ends == "fastformer":
-            options |= {"bias": self.bias[...], "scale": self.config.model_dim**-0.5}
-        return Readout(self.embed.embedding[...], **options)
+        embedding, dtype = self.embed.embedding[...], self.config.dtype
+        if self.config.ends == "paper":
+            return Readout(embedding, dtype=dtype)
+        return Readout(embedding, self.bias[...], self.config.model_dim**-0.5, dtype)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
@@ -164,10 +199,10 @@ class LanguageModel(nnx.Module):
             all: these states then have their final shape. They grow when None.
         """
 
-        def stacked(blocks: Block) -> Any:
+        def stacked(blocks: Block) -> BlockState:
             graph, parameters = nnx.split(blocks)
 
-            def one(parameters: Any) -> Any:
+            def one(parameters: nnx.State) -> BlockState:
                 return nnx.merge(graph, parameters).init_state(batch_shape, capacity=capacity)
 
             return jax.vmap(one)(parameters)
@@ -186,7 +221,7 @@ class LanguageModel(nnx.Module):
     def with_room(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
         """The state, with room for further tokens where mechanisms hold them all."""
 
-        def widen(node: Any) -> Any:
+        def widen(node: Cache | Array) -> Cache | Array:
             if not isinstance(node, Cache) or isinstance(node.length, Tracer):
                 return node
             taken = node.capacity if node.length is None else int(jnp.max(node.length))
@@ -194,14 +229,14 @@ class LanguageModel(nnx.Module):
                 return node
             return jax.vmap(lambda cache: cache.widened(taken + num_tokens))(node)
 
-        def is_cache(node: Any) -> bool:
+        def is_cache(node: PyTree) -> bool:
             return isinstance(node, Cache)
 
         return replace(state, blocks=jax.tree.map(widen, state.blocks, is_leaf=is_cache))
 
 
 def _positions(
-    config: LanguageModelConfig, **options: Any
+    config: LanguageModelConfig, **options: Unpack[LayerOptions]
 ) -> PositionRecurrence | LearnedPositions | NoPositions:
     if config.position_kind == "none":
         return NoPositions()
@@ -214,16 +249,18 @@ def _positions(
 
 @partial(jax.jit, static_argnums=(0, 1, 2), inline=True)  # outside another `jit`, compiled once
 def _through(
-    graphs: tuple[nnx.GraphDef, ...],
+    graphs: tuple[nnx.GraphDef[Block], ...],
     return_state: bool,
     remat: str | None,
-    x: Array,
-    parameters: tuple[Any, ...],
-    states: tuple[Any, ...],
-) -> tuple[Array, tuple[Any, ...]]:
+    x: Features,
+    parameters: tuple[nnx.State, ...],
+    states: States,
+) -> tuple[Features, States]:
     """x after all blocks, turn by turn; and their states after it."""
 
-    def apply_turn(x: Array, turn: tuple[Any, Any]) -> tuple[Array, Any]:
+    def apply_turn(
+        x: Features, turn: tuple[tuple[nnx.State, ...], States]
+    ) -> tuple[Features, States]:
         after = []
         for graph, parameters, state in zip(graphs, *turn, strict=True):
             block = nnx.merge(graph, parameters)
@@ -236,7 +273,7 @@ def _through(
     return lax.scan(apply_turn, x, (parameters, states))
 
 
-def check_tokens(tokens: Array, vocab_size: int) -> None:
+def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:
     """Refuses ids outside the vocabulary, which an embedding look-up would turn into NaN."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, are {tokens.dtype}")

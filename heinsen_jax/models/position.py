@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, TypeAlias, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,11 @@ from jax.core import Tracer
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Call
-from heinsen_jax.attention.layers import layer_norm, linear, parameter, uniform
+from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, parameter, uniform
 from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Features, Float, Integer
+
+PositionState: TypeAlias = Float[Array, "*B D"] | Integer[Array, "*B"] | tuple[()]
 
 
 class PositionRecurrence(nnx.Module):
@@ -24,10 +26,12 @@ class PositionRecurrence(nnx.Module):
     The state is the last h `[..., D]`, in float32 at least.
     """
 
-    def __init__(self, model_dim: int, **options: Any):
+    def __init__(self, model_dim: int, **options: Unpack[LayerOptions]):
         self.dense = linear(model_dim, 2 * model_dim, ("embed", "mlp"), **options)
 
-    def __call__(self, x: Array, *, state: Array) -> tuple[Array, Array]:
+    def __call__(
+        self, x: Features, *, state: Float[Array, "*B D"]
+    ) -> tuple[Features, Float[Array, "*B D"]]:
         logits, log_inputs = jnp.split(self.dense(x).astype(state.dtype), 2, -1)
         h, after = devices.recur(
             Call(state=RecurrenceState.begun(state)),
@@ -38,20 +42,28 @@ class PositionRecurrence(nnx.Module):
             summary=RecurrenceState.of,
             tokens_axis=-2,
         )
+        assert after is not None
         return x + h.astype(x.dtype), after.h
 
-    def init_state(self, batch_shape: Sequence[int]) -> Array:
+    def init_state(self, batch_shape: Sequence[int]) -> Float[Array, "*B D"]:
         return jnp.zeros((*batch_shape, self.dense.in_features), self.dense.param_dtype)
 
-    def remaining(self, state: Array) -> float:
+    def remaining(self, state: PositionState) -> float:
         """How many further tokens there may be: any number."""
         del state
         return math.inf
 
 
 def _recurrence(
-    log_coefficients: Array, log_inputs: Array, *, initial_state: RecurrenceState, **_: Any
-) -> tuple[Array, RecurrenceState]:
+    log_coefficients: Features,
+    log_inputs: Features,
+    *,
+    initial_state: RecurrenceState,
+    return_state: Literal[True],
+    is_causal: Literal[True],
+    segment_ids: None,
+) -> tuple[Features, RecurrenceState]:
+    del return_state, is_causal, segment_ids
     h = log_linear_recurrence(log_coefficients, log_inputs, initial=initial_state.h)
     last = h[..., -1, :] if h.shape[-2] else initial_state.h
     return h, RecurrenceState(initial_state.log_decay + jnp.sum(log_coefficients, -2), last)
@@ -60,14 +72,14 @@ def _recurrence(
 class NoPositions(nnx.Module):
     """x itself; the state holds nothing."""
 
-    def __call__(self, x: Array, *, state: tuple[()]) -> tuple[Array, tuple[()]]:
+    def __call__(self, x: Features, *, state: tuple[()]) -> tuple[Features, tuple[()]]:
         return x, state
 
     def init_state(self, batch_shape: Sequence[int]) -> tuple[()]:
         del batch_shape
         return ()
 
-    def remaining(self, state: tuple[()]) -> float:
+    def remaining(self, state: PositionState) -> float:
         """How many further tokens there may be: any number."""
         del state
         return math.inf
@@ -81,11 +93,15 @@ class LearnedPositions(nnx.Module):
     `jit`, an error.
     """
 
-    def __init__(self, max_length: int, model_dim: int, *, has_norm: bool, **options: Any):
+    def __init__(
+        self, max_length: int, model_dim: int, *, has_norm: bool, **options: Unpack[LayerOptions]
+    ):
         self.embedding = parameter(uniform(model_dim**-0.5), max_length, model_dim, **options)
         self.norm = layer_norm(model_dim, **options) if has_norm else None
 
-    def __call__(self, x: Array, *, state: Array) -> tuple[Array, Array]:
+    def __call__(
+        self, x: Features, *, state: Integer[Array, ""]
+    ) -> tuple[Features, Integer[Array, ""]]:
         length, after = x.shape[-2], state + x.shape[-2]
         known = length if isinstance(after, Tracer) else int(after)
         if known > (most := self.embedding.shape[0]):
@@ -98,10 +114,11 @@ class LearnedPositions(nnx.Module):
         x = x + jnp.broadcast_to(positions, x.shape).astype(x.dtype)
         return (x if self.norm is None else self.norm(x)), after
 
-    def init_state(self, batch_shape: Sequence[int]) -> Array:
+    def init_state(self, batch_shape: Sequence[int]) -> Integer[Array, ""]:
         del batch_shape  # all texts are equally long
         return jnp.zeros((), jnp.int32)
 
-    def remaining(self, state: Array) -> float:
+    def remaining(self, state: PositionState) -> float:
         """How many further tokens there may be."""
+        assert not isinstance(state, tuple)
         return self.embedding.shape[0] - int(state)

@@ -1,17 +1,15 @@
 """From the features of tokens to logits."""
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
 
 import jax
 import jax.numpy as jnp
 
 from heinsen_jax.sharding import constrain
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, DTypeLike, Features, Float, pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class Readout:
     """logits = (features E^T + b) * scale
 
@@ -22,12 +20,12 @@ class Readout:
       dtype: of the factors of the product; its sums have the type of E.
     """
 
-    embedding: Array
-    bias: Array | None = None
+    embedding: Float[Array, "vocab_size D"]
+    bias: Float[Array, "vocab_size"] | None = None
     scale: float = field(default=1.0, metadata={"static": True})
-    dtype: Any = field(default="float32", metadata={"static": True})
+    dtype: DTypeLike = field(default="float32", metadata={"static": True})
 
-    def __call__(self, features: Array) -> Array:
+    def __call__(self, features: Features) -> Float[Array, "*B T vocab_size"]:
         """Logits `[*B, T, vocab_size]` of features `[*B, T, D]`."""
         features = features.astype(self.dtype)
         of_one_type = features.dtype == self.embedding.dtype

@@ -5,7 +5,7 @@ that does not grow with the text; it merges those before its own, and goes on fr
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from heinsen_jax.typing import Array
 Tree = TypeVar("Tree")
 
 
+@runtime_checkable
 class Mergeable(Protocol):
     """A state of which those of consecutive texts make that of both together."""
 

@@ -1,13 +1,12 @@
 """What studies often choose from: mechanisms, learning rates, seeds."""
 
-from typing import Any
-
 from heinsen_jax import attention
+from heinsen_jax.study.grid import Choice
 
-Choices = dict[str, dict[str, Any]]
+Choices = dict[str, dict[str, Choice]]
 
 
-def mechanism(name: str, **options: Any) -> dict[str, Any]:
+def mechanism(name: str, **options: int | float | str) -> dict[str, Choice]:
     """The fields of a mechanism, with options of its own."""
     pairs = tuple((f"{name}.{field}", value) for field, value in options.items())
     return {"model.attention": name, "model.attention_options": pairs}
@@ -25,7 +24,7 @@ def causal_mechanisms(length: int) -> Choices:
     if length < 16:
         raise ValueError(f"length={length} must be at least 16: windows are parts of it")
     part = length // 4
-    options: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, int]] = {
         "gqa": {"num_kv_heads": 1},
         "sliding_window": {"window_size": part},
         "dilated": {"window_size": part // 2, "dilation": 4},
@@ -35,7 +34,7 @@ def causal_mechanisms(length: int) -> Choices:
         "l1_sparse": {"window_size": part // 4},
         "rmt": {"segment_length": part, "num_memories": 4},
     }
-    log = {
+    log: dict[str, dict[str, int | str]] = {
         "log": {},
         "log, linear values": {"values": "linear"},
         "log, decay by head": {"values": "linear", "decay": "head", "longest_memory": length},

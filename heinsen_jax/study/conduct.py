@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heinsen_jax import data
+from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.grid import Run, Study, describe
 from heinsen_jax.study.report import Row, draw, table
 from heinsen_jax.study.results import RESULTS_FILE, Recorded, best_of, results_of
@@ -64,18 +65,19 @@ def conduct(study: Study, output: Path, executor: Executor, report_only: bool = 
 
 
 def _metric(study: Study, row: Row) -> float:
-    if study.metric not in row["metrics"]:
+    metrics = row.get("metrics", {})
+    if study.metric not in metrics:
         raise UserError(
             f"metric={study.metric!r} of {study.title!r} is not measured: choose one of "
-            f"{', '.join(row['metrics'])}"
+            f"{', '.join(metrics)}"
         )
-    return row["metrics"][study.metric]
+    return metrics[study.metric]
 
 
 def _check(study: Study, first: Sequence[Run]) -> None:
     """That data can be had, and that all settings fit, of any choice and seed."""
-    datasets: dict[Any, Any] = {}
-    models: set[Any] = set()
+    datasets: dict[AnyDataConfig, data.Dataset] = {}
+    models: set[LanguageModelConfig] = set()
     seen: dict[str, Run] = {}
     for run in (run for chosen in first for run in (chosen, *study.then(chosen.labels))):
         config = run.config

@@ -7,13 +7,31 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, run_file
+from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.report import Plot, Ranking
+from heinsen_jax.training.optimizer import OptimizerConfig
+from heinsen_jax.training.settings import TrainingConfig
+from heinsen_jax.typing import JSON
 
-Axes = Mapping[str, Mapping[str, Mapping[str, Any]]]
+Option: TypeAlias = tuple[str, int | float | bool | str]
+"""A field of a mechanism's configuration, as in `model.attention_options`."""
+Section: TypeAlias = AnyDataConfig | LanguageModelConfig | OptimizerConfig | TrainingConfig
+Choice: TypeAlias = int | float | bool | str | tuple[Option | str | int, ...] | Section | None
+"""The value of a field, or of a whole section."""
+Axes = Mapping[str, Mapping[str, Mapping[str, Choice]]]
+
+
+@runtime_checkable
+class DataclassInstance(Protocol):
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
+
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
@@ -78,7 +96,7 @@ class Study:
 
     def run(self, labels: Mapping[str, str]) -> "Run":
         """The run of one label of each axis."""
-        fields: dict[str, Any] = {}
+        fields: dict[str, Choice] = {}
         for axis, label in labels.items():
             for field, value in self.axes[axis][label].items():
                 inside = f"{field}."  # a section replaces what was said of its fields
@@ -127,22 +145,22 @@ def load_study(path: str | Path) -> Study:
     return run_file(find_file(path, CONFIGS / "studies"), "get_study", Study)
 
 
-def _chosen(config: Any) -> dict[str, Any]:
+def _chosen(config: DataclassInstance) -> dict[str, JSON]:
     """What a nested configuration is of, and where it differs from the defaults."""
-    found: dict[str, Any] = {"of": type(config).__name__}
+    found: dict[str, JSON] = {"of": type(config).__name__}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, DataclassInstance):
             found[field.name] = _chosen(value)
         elif value != field.default:
             found[field.name] = value
     return found
 
 
-def _with(config: Any, fields: Mapping[str, Any]) -> Any:
+def _with(config: Config, fields: Mapping[str, Choice]) -> Config:
     """A nested configuration with all these fields replaced at once."""
-    changed: dict[str, Any] = {}
-    inner: dict[str, dict[str, Any]] = {}
+    changed: dict[str, Choice] = {}
+    inner: dict[str, dict[str, Choice]] = {}
     for field, value in fields.items():
         name, _, rest = field.partition(".")
         if not hasattr(config, name):
@@ -153,4 +171,5 @@ def _with(config: Any, fields: Mapping[str, Any]) -> Any:
             changed[name] = value
     for name, of_section in inner.items():
         changed[name] = _with(changed.get(name, getattr(config, name)), of_section)
+    assert isinstance(config, DataclassInstance)
     return replace(config, **changed)

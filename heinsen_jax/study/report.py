@@ -5,13 +5,25 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import matplotlib.figure
 from matplotlib.axes import Axes
 
-Row = dict[str, Any]
-"""What is recorded of a run: its `metrics` or why it `failed`, what it cost, where it ran."""
+from heinsen_jax.environment import Environment
+
+
+class Row(TypedDict):
+    """The record of a run: its `metrics` or why it `failed`, its costs, and where it ran."""
+
+    labels: NotRequired[dict[str, str]]
+    fingerprint: NotRequired[str]
+    metrics: NotRequired[dict[str, float]]
+    failed: NotRequired[str]
+    parameters: int
+    state_bytes: int
+    seconds: float
+    environment: Environment
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,7 @@ def table(results: Sequence[Result], metric: str, shown: Sequence[str]) -> str:
     lines = [[x.replace("_", " ") for x in head], ["---"] * len(head)]
     for result in results:
         found = [(_value(row, metric), row) for row in result.rows]
-        each = [row["failed"] if x is None else f"{x:.4f}" for x, row in found]
+        each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
         mean, *others = (_with_spread(result, name) for name in (metric, *shown))
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
         labels = [*result.compared.values(), *result.tuned.values()]
@@ -162,7 +174,13 @@ def _by(results: Sequence[Result], axis: str) -> list[tuple[str, list[Result]]]:
     return list(groups.items())
 
 
-def _styles() -> Iterator[dict[str, Any]]:
+class Style(TypedDict):
+    color: str
+    marker: str
+    markersize: int
+
+
+def _styles() -> Iterator[Style]:
     """Of lines that are told apart by colour and mark, without end."""
     for number in itertools.count():
         mark = "osv^D*"[(number // 10 + number % 2 * 3) % 6]

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import jax
 import pydantic
@@ -26,7 +27,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.report import Row
-from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER
+from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER, SavedConfig
 from heinsen_jax.training.loop import Diverged, train
 
 LOG_FILE = "log.txt"
@@ -37,7 +38,7 @@ class Stopped(Exception):
     """A signal ended a run before its last step; what it has is saved."""
 
 
-def perform(values: dict[str, Any], workdir: Path) -> Row:
+def perform(values: SavedConfig, workdir: Path) -> Row:
     """Trains from a configuration's plain values: what was measured, and what the model costs.
 
     A run that was stopped goes on, and one that ended is not done again. One that diverged has
@@ -51,7 +52,7 @@ def perform(values: dict[str, Any], workdir: Path) -> Row:
         return json.loads((workdir / ROW_FILE).read_text())
     config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     workdir.mkdir(parents=True, exist_ok=True)
-    start, result = time.monotonic(), {}
+    start, metrics, failed = time.monotonic(), {}, ""
     with (workdir / LOG_FILE).open("a") as log, contextlib.redirect_stdout(log):
         dataset = data.load(config.data)
         record(workdir, config, dataset)
@@ -59,17 +60,26 @@ def perform(values: dict[str, Any], workdir: Path) -> Row:
             ended = train(workdir, dataset, config)
             if ended.signal is not None:
                 raise Stopped
-            result["metrics"] = ended.metrics
+            metrics = ended.metrics
         except Diverged as error:
-            result["failed"] = str(error)
+            failed = str(error)
     seconds = round(time.monotonic() - start, 1)
-    row = {**result, **costs(config), "seconds": seconds, "environment": environment()}
+    row = Row(**costs(config), seconds=seconds, environment=environment())
+    if failed:
+        row["failed"] = failed
+    else:
+        row["metrics"] = metrics
     write_atomically(workdir / ROW_FILE, json.dumps(row).encode())
     shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
     return row
 
 
-def costs(config: ExperimentConfig) -> dict[str, int]:
+class Costs(TypedDict):
+    parameters: int
+    state_bytes: int
+
+
+def costs(config: ExperimentConfig) -> Costs:
     """Parameters of the model, and bytes of its state after a text of the length it learns."""
     model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
@@ -87,7 +97,7 @@ def in_processes(
     """
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    shares: Any = context.SimpleQueue()
+    shares: SimpleQueue[list[int]] = context.SimpleQueue()
     for job in range(jobs):
         shares.put(cores[job::jobs] or cores)
     with ProcessPoolExecutor(jobs, context, _take_cores, (shares,)) as pool:
@@ -147,7 +157,7 @@ def _named(run: Run) -> Iterator[None]:
         ) from error
 
 
-def _take_cores(shares: Any) -> None:
+def _take_cores(shares: SimpleQueue[list[int]]) -> None:
     """Gives a process cores of its own: XLA has as many threads as it may use cores."""
     if cores := shares.get():
         os.sched_setaffinity(0, cores)

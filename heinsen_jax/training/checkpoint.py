@@ -7,7 +7,8 @@ import math
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TypedDict, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -23,6 +24,7 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.seal import damage, seal, seal_the_last
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.training.weights import has_weights, load_weights, named
+from heinsen_jax.typing import JSON
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -30,6 +32,20 @@ CHECKPOINT_FOLDER = "checkpoints"
 EXPECTED = "CheckpointManagerOptions.read_only=True", "Given directory is read only"
 """What Orbax warns of where a folder is only read, which is what was asked for."""
 logging.getLogger("absl").addFilter(lambda record: not record.getMessage().startswith(EXPECTED))
+
+
+Tree = TypeVar("Tree")
+
+
+class SavedConfig(TypedDict):
+    """The file `config.json` of a run: the fields of its `ExperimentConfig`, section by section."""
+
+    seed: int
+    model: dict[str, JSON]
+    data: dict[str, JSON]
+    optimizer: dict[str, JSON]
+    training: dict[str, JSON]
+    mesh: dict[str, JSON]
 
 
 class Checkpoints:
@@ -143,7 +159,7 @@ class Checkpoints:
         except Exception as error:
             raise self._not_written(error) from error
 
-    def restore(self, step: int, abstract: Any) -> Any:
+    def restore(self, step: int, abstract: Tree) -> Tree:
         """A pytree like `abstract` (shapes, dtypes, shardings), of any part of what was saved.
 
         Raises:
@@ -172,7 +188,7 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         """Waits until everything is written."""
         self._manager.close()
         self._on_exit.close()
@@ -217,7 +233,7 @@ def load_run(
     return nnx.merge(graph, parameters), tokenizer, step
 
 
-def _of_checkpoint(workdir: Path, abstract: Any, best: bool) -> tuple[Any, int]:
+def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.State, int]:
     """The parameters and the step of a run's best (or latest) checkpoint."""
     with Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
@@ -226,7 +242,7 @@ def _of_checkpoint(workdir: Path, abstract: Any, best: bool) -> tuple[Any, int]:
         return checkpoints.restore(step, {"parameters": abstract})["parameters"], step
 
 
-def read_config(workdir: Path) -> dict[str, Any] | None:
+def read_config(workdir: Path) -> SavedConfig | None:
     """The resolved configuration that a run's folder records; None where there is no run.
 
     Raises:

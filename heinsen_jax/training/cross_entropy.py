@@ -4,7 +4,7 @@ tokens and a vocabulary of 50,000."""
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +12,26 @@ import optax
 from jax import lax
 
 from heinsen_jax.sharding import current_mesh
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Bool, Float, Integer
+
+Tree = TypeVar("Tree")
 
 LOGITS_AT_ONCE = 2**27  # on each device: 512 MiB of float32
 
 
+Readout: TypeAlias = Callable[[Array], Array]
+Sums: TypeAlias = tuple[Float[Array, ""], Integer[Array, ""]]
+Lot: TypeAlias = tuple[Float[Array, "B T D"], Integer[Array, "B T"], Bool[Array, "B T"]]
+
+
 def cross_entropy(
-    readout: Callable[[Array], Array],
-    features: Array,
-    targets: Array,
-    counted: Array,
+    readout: Readout,
+    features: Float[Array, "B T D"],
+    targets: Integer[Array, "B T"],
+    counted: Bool[Array, "B T"],
     *,
     logits_at_once: int = LOGITS_AT_ONCE,
-) -> tuple[Array, Array]:
+) -> Sums:
     """The sum of losses over tokens that count, in nats, and how many of them are predicted right.
 
         loss = sum_t counted_t (LSE_v(logits_tv) - logits_t,target),    logits = readout(features)
@@ -47,7 +54,12 @@ def cross_entropy(
     return _in_lots(number, readout, features, targets, counted)
 
 
-def _sums(readout: Any, features: Array, targets: Array, counted: Array) -> tuple[Array, Array]:
+def _sums(
+    readout: Readout,
+    features: Float[Array, "B T D"],
+    targets: Integer[Array, "B T"],
+    counted: Bool[Array, "B T"],
+) -> Sums:
     logits = readout(features)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     correct = (jnp.argmax(logits, -1) == targets) & counted
@@ -55,12 +67,18 @@ def _sums(readout: Any, features: Array, targets: Array, counted: Array) -> tupl
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_lots(number, readout, features, targets, counted):
+def _in_lots(
+    number: int,
+    readout: Readout,
+    features: Float[Array, "B T D"],
+    targets: Integer[Array, "B T"],
+    counted: Bool[Array, "B T"],
+) -> Sums:
     tokens = features, targets, counted
     if number == 1:
         return _sums(readout, *tokens)
 
-    def add(sums: Any, lot: Any) -> tuple[Any, None]:
+    def add(sums: Sums, lot: Lot) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, sums, _sums(readout, *lot)), None
 
     lots = jax.tree.map(partial(_lots, number), tokens)
@@ -74,7 +92,7 @@ def _forward(number, readout, features, targets, counted):
         sums, saved = gradients(readout, *tokens)
         return sums, saved
 
-    def add(carry: Any, lot: Any) -> tuple[Any, Array]:
+    def add(carry: tuple[Sums, Readout], lot: Lot) -> tuple[tuple[Sums, Readout], Array]:
         sums, (d_readout, d_features) = gradients(readout, *lot)
         return jax.tree.map(jnp.add, carry, (sums, d_readout)), d_features
 
@@ -107,5 +125,5 @@ def _together(lots: Array) -> Array:
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
-def _zeros(shapes: Any) -> Any:
+def _zeros(shapes: Tree) -> Tree:
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -2,20 +2,22 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
+from flax import nnx
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Dataset, validation_batches
+from heinsen_jax.data import Batch, Dataset, validation_batches
+from heinsen_jax.data.dataset import Settings
 from heinsen_jax.errors import UserError
 from heinsen_jax.sharding import shard_batch, share_of_process
+from heinsen_jax.training.step import Measured
 
 
 def evaluate(
-    step: Callable,
-    parameters: Any,
-    dataset: Dataset,
-    config: Any,
+    step: Callable[[nnx.State, Batch, int], Measured],
+    parameters: nnx.State,
+    dataset: Dataset[Settings],
+    config: Settings,
     mesh: Mesh,
     *,
     max_batches: int | None = None,

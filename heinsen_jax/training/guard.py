@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Bool, Float, Integer, PyTree, pytree_dataclass
 
 MEMORY = 100  # updates that the usual norm is an average of, about
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class Guard:
     """What has been skipped so far.
 
@@ -26,9 +22,9 @@ class Guard:
       usual_norm: a running mean of gradients' norms; 0 before the first.
     """
 
-    skipped: Array
-    in_a_row: Array
-    usual_norm: Array
+    skipped: Integer[Array, ""]
+    in_a_row: Integer[Array, ""]
+    usual_norm: Float[Array, ""]
 
     @classmethod
     def first(cls) -> Guard:
@@ -36,8 +32,12 @@ class Guard:
         return cls(count, count, jnp.zeros((), jnp.float32))
 
     def judge(
-        self, loss: Array, gradients: Any, updates: Any, skip_above: float | None
-    ) -> tuple[Array, Guard]:
+        self,
+        loss: Float[Array, ""],
+        gradients: PyTree[Array],
+        updates: PyTree[Array],
+        skip_above: float | None,
+    ) -> tuple[Bool[Array, ""], Guard]:
         """Whether an update may be made, and the guard after it.
 
         It may if loss, gradients and what is added to parameters are finite, and the gradients'

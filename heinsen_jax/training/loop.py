@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,7 @@ from heinsen_jax.training.state import (
     init_sharded,
     initializer,
 )
-from heinsen_jax.training.step import make_evaluation_step, make_train_step
+from heinsen_jax.training.step import Metrics, make_evaluation_step, make_train_step
 
 
 class Diverged(UserError):
@@ -151,7 +150,7 @@ class _Run:
             print("\n".join(said))
         return Result(0, {})
 
-    def _compiled(self) -> Any:
+    def _compiled(self) -> jax.stages.Compiled:
         """The update, compiled once for all steps: what does not fit it is refused."""
         step = make_train_step(
             self.graph,
@@ -164,10 +163,10 @@ class _Run:
         )
         rows, length = self.data.batch_size, self.data.sequence_length
         of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
-        batch = Batch(of_rows((rows, length + 1), jnp.int32), of_rows((rows, length), bool))
+        batch = Batch._make([of_rows((rows, length + 1), jnp.int32), of_rows((rows, length), bool)])
         return step.lower(self.abstract, batch).compile()
 
-    def _described(self, update: Any) -> list[str]:
+    def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
         return describe(*what, self.count, update)
 
@@ -182,7 +181,7 @@ class _Run:
             process_count=process_count,
         )
 
-    def _steps(self, state: TrainState, start: int, update: Any) -> Result:
+    def _steps(self, state: TrainState, start: int, update: jax.stages.Compiled) -> Result:
         training, clock, metrics = self.training, _Clock(start), {}
         batches = punctual(
             self._batches(start),
@@ -216,7 +215,7 @@ class _Run:
                 self.checkpoints.save(step, state)
         return Result(training.steps, metrics or self._evaluated(state))
 
-    def _report(self, step: int, measured: dict[str, Any], clock: "_Clock") -> None:
+    def _report(self, step: int, measured: Metrics, clock: "_Clock") -> None:
         values = {name: float(x) for name, x in measured.items()}
         in_a_row = int(values.pop("skipped_in_a_row"))
         if in_a_row:

@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import Any
+from types import TracebackType
 
 import jax
 import matplotlib.figure
@@ -70,7 +70,7 @@ class Reporter:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         if self.active:
             self._bar.stop()
             self._file.close()

@@ -6,14 +6,14 @@ An objective maps a model, tokens `[B, T + 1]`, which of the last T are there `[
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.cross_entropy import cross_entropy
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Key
 
 
 class Predictions(NamedTuple):
@@ -27,20 +27,23 @@ class Predictions(NamedTuple):
     """
 
     readout: Callable[[Array], Array]
-    features: Array
-    targets: Array
-    counted: Array
+    features: Features
+    targets: Integer[Array, "B T"]
+    counted: Bool[Array, "B T"]
 
-    def sums(self) -> tuple[Array, Array]:
+    def sums(self) -> tuple[Float[Array, ""], Integer[Array, ""]]:
         """Nats, and how many of the likeliest tokens are right, over all that count."""
         with jax.named_scope("logits"):
             return cross_entropy(self.readout, self.features, self.targets, self.counted)
 
 
-Objective = Callable[[LanguageModel, Array, Array, Array], Predictions]
+Tokens: TypeAlias = Integer[Array, "B L"]
+There: TypeAlias = Bool[Array, "B L-1"]
+RandomKey: TypeAlias = Key[Array, ""]
+Objective: TypeAlias = Callable[[LanguageModel, Tokens, There, RandomKey], Predictions]
 
 
-def next_token(model: LanguageModel, tokens: Array, there: Array, key: Array) -> Predictions:
+def next_token(model: LanguageModel, tokens: Tokens, there: There, key: RandomKey) -> Predictions:
     """Each token is predicted from those before it."""
     del key
     features, _ = model.features(tokens[:, :-1])
@@ -71,14 +74,16 @@ class MaskedTokens:
     num_tokens: int
 
     def __call__(
-        self, model: LanguageModel, tokens: Array, there: Array, key: Array
+        self, model: LanguageModel, tokens: Tokens, there: There, key: RandomKey
     ) -> Predictions:
         text = tokens[:, 1:]
         given, drawn = self.mask(text, key)
         features, _ = model.features(jnp.where(there, given, self.num_tokens))
         return Predictions(model.readout, features, text, drawn & there)
 
-    def mask(self, text: Array, key: Array) -> tuple[Array, Array]:
+    def mask(
+        self, text: Integer[Array, "B T"], key: RandomKey
+    ) -> tuple[Integer[Array, "B T"], Bool[Array, "B T"]]:
         """What the model is given of text `[B, T]`, and which tokens it has to fill in: as many
         of each row."""
         keys = jax.random.split(key, 3)

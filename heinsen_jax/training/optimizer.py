@@ -1,13 +1,13 @@
 """AdamW under a one-cycle learning rate, with weight decay on matrices and embeddings only."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 import optax
 import pydantic
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.typing import config_dataclass
+from heinsen_jax.typing import Array, PyTree, config_dataclass
 
 DECAYED = ("kernel", "embedding", "key_up", "value_up", "of_keys", "of_values")
 """Parameters with weight decay, by the last part of their name; biases and norms have none."""
@@ -64,10 +64,10 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
 
 
-def decay_mask(parameters: Any) -> Any:
+def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
     """Which parameters weight decay acts on: a pytree of booleans."""
 
-    def is_decayed(path: tuple[Any, ...], _: Any) -> bool:
+    def is_decayed(path: jax.tree_util.KeyPath, _: Array | jax.ShapeDtypeStruct) -> bool:
         return any(getattr(entry, "key", None) in DECAYED for entry in path)
 
     return jax.tree_util.tree_map_with_path(is_decayed, parameters)

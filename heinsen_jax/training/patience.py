@@ -3,15 +3,25 @@
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar, cast
 
 from heinsen_jax.errors import UserError
 
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Taken(Generic[T]):
+    """A batch, or the error raised in its place."""
+
+    batch: T | None = None
+    error: BaseException | None = None
+
+
 def punctual(
-    batches: Iterator[T], source: str, *, timeout: float, warn: Callable[[str], None]
+    batches: Iterator[T], source: str | Path, *, timeout: float, warn: Callable[[str], None]
 ) -> Iterator[T]:
     """The same batches; a source that is slow is named, and one that is dead ends the run.
 
@@ -25,26 +35,26 @@ def punctual(
       UserError: no batch came in time.
     """
 
-    def take(into: "queue.Queue[Any]") -> None:
+    def take(into: "queue.Queue[Taken[T]]") -> None:
         try:
-            into.put((next(batches), None))
+            into.put(Taken(batch=next(batches)))
         except BaseException as error:  # whatever it is belongs to who waits
-            into.put((None, error))
+            into.put(Taken(error=error))
 
     while True:
-        into: queue.Queue[Any] = queue.Queue()
+        into: queue.Queue[Taken[T]] = queue.Queue()
         threading.Thread(target=take, args=(into,), daemon=True).start()
-        batch, error = _wait(into, source, timeout, warn)
-        if isinstance(error, StopIteration):
+        taken = _wait(into, source, timeout, warn)
+        if isinstance(taken.error, StopIteration):
             return
-        if error is not None:
-            raise error
-        yield batch
+        if taken.error is not None:
+            raise taken.error
+        yield cast(T, taken.batch)
 
 
 def _wait(
-    into: "queue.Queue[Any]", source: str, timeout: float, warn: Callable[[str], None]
-) -> Any:
+    into: "queue.Queue[T]", source: str | Path, timeout: float, warn: Callable[[str], None]
+) -> T:
     try:
         return into.get(timeout=timeout / 10)
     except queue.Empty:

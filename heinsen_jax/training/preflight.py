@@ -1,24 +1,25 @@
 """What a run will take, said before it begins."""
 
 import time
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Dataset
+from heinsen_jax.data import Batch, Dataset
+from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.training.settings import TrainingConfig
+from heinsen_jax.training.state import TrainState
 
 TIMED = 3  # updates of a rehearsal, of which the first does not count
 
 
 def describe(
     mesh: Mesh,
-    data: Any,
+    data: DataSettings,
     training: TrainingConfig,
     dataset: Dataset,
     parameters: int,
-    compiled: Any,
+    compiled: jax.stages.Compiled,
 ) -> list[str]:
     """Lines that say what runs where, what it takes of a device's memory, and how much is learned.
 
@@ -41,19 +42,21 @@ def describe(
     ]
 
 
-def tokens_per_update(data: Any) -> int:
+def tokens_per_update(data: DataSettings) -> int:
     return data.batch_size * data.sequence_length
 
 
-def memory(compiled: Any) -> str:
+def memory(compiled: jax.stages.Compiled) -> str:
     """What a compiled function takes of a device, as its compiler lays it out."""
     found = compiled.memory_analysis()
+    if found is None:
+        return "an unknown amount"
     arguments, work = found.argument_size_in_bytes, found.temp_size_in_bytes
     work += max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
     return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} to work in)"
 
 
-def rehearse(update: Any, state: Any, batch: Any, steps: int) -> str:
+def rehearse(update: jax.stages.Compiled, state: TrainState, batch: Batch, steps: int) -> str:
     """Runs a few updates, of which nothing is kept, and says how long all will take."""
     seconds = 0.0
     for turn in range(TIMED):

@@ -1,13 +1,14 @@
 """How a run is trained, and whether the parts of an experiment fit one another."""
 
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol, runtime_checkable
 
 import pydantic
 from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.attention import mechanism, names
-from heinsen_jax.data import Dataset
+from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset
+from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
@@ -52,6 +53,7 @@ class TrainingConfig:
     """How much of a text a model has to fill in, if it is not causal."""
 
 
+@runtime_checkable
 class Experiment(Protocol):
     """What `train` needs of an experiment's configuration."""
 
@@ -60,7 +62,7 @@ class Experiment(Protocol):
     @property
     def model(self) -> LanguageModelConfig: ...
     @property
-    def data(self) -> Any: ...
+    def data(self) -> AnyDataConfig: ...
     @property
     def optimizer(self) -> OptimizerConfig: ...
     @property
@@ -78,14 +80,14 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     model, data, training = experiment.model, experiment.data, experiment.training
     vocabulary = dataset.vocab_size
     if model.vocab_size < vocabulary:
-        of = data.task if dataset.tokenizer is None else f"data.tokenizer={data.tokenizer}"
+        of = f"data.tokenizer={data.tokenizer}" if isinstance(data, DataConfig) else data.task
         raise UserError(
             f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of {of}: make it "
             f"at least {vocabulary}"
         )
     if training.sample_tokens:
         if dataset.tokenizer is None:
-            raise UserError(f"{data.task} is of no text to sample: set training.sample_tokens=0")
+            raise UserError(f"{dataset.name} is of no text to sample: set training.sample_tokens=0")
         if not dataset.tokenizer.encode_ordinary(training.sample_prompt):
             raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
     if not model.is_causal:
@@ -109,7 +111,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     return mesh
 
 
-def _check_split(model: LanguageModelConfig, data: Any, mesh: Mesh) -> None:
+def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> None:
     """Whether texts and heads can be split as the mesh asks for."""
     tensor, context = mesh.shape["tensor"], mesh.shape["context"]
     if model.num_heads % tensor:

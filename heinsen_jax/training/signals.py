@@ -4,11 +4,15 @@ import os
 import signal
 import sys
 import threading
-from types import FrameType
-from typing import Any
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import TypeAlias
 
 TOO_LATE = 124
 """The exit code of a run that could not save in time."""
+
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 
 class Signals:
@@ -21,7 +25,7 @@ class Signals:
     def __init__(self, deadline: float):
         self._deadline = deadline
         self._timer: threading.Timer | None = None
-        self._previous: dict[int, Any] = {}
+        self._previous: dict[signal.Signals, Handler] = {}
         self.first = 0
         """The number of the signal that came first; 0 while none has."""
 
@@ -30,7 +34,7 @@ class Signals:
         self._previous = {number: signal.signal(number, self._catch) for number in numbers}
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         if self._timer is not None:

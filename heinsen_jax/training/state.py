@@ -1,7 +1,7 @@
 """What training changes, created where it will lie."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,10 @@ from jax.sharding import Mesh
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.sharding import shardings
 from heinsen_jax.training.guard import Guard
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Integer, PyTree, pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class TrainState:
     """Everything that a checkpoint must hold: the data's place is the step.
 
@@ -27,13 +26,18 @@ class TrainState:
       guard: what it knows of updates that were skipped.
     """
 
-    step: Array
-    parameters: Any
-    optimizer: Any
+    step: Integer[Array, ""]
+    parameters: PyTree[Array]
+    optimizer: PyTree[Array]
     guard: Guard
 
 
-def initializer(model: LanguageModelConfig, optimizer: optax.GradientTransformation, seed: int):
+Init: TypeAlias = Callable[[], TrainState]
+
+
+def initializer(
+    model: LanguageModelConfig, optimizer: optax.GradientTransformation, seed: int
+) -> Init:
     """A function of no arguments that makes the first `TrainState`."""
 
     def init() -> TrainState:
@@ -44,7 +48,7 @@ def initializer(model: LanguageModelConfig, optimizer: optax.GradientTransformat
     return init
 
 
-def abstract_state(init: Any, mesh: Mesh) -> TrainState:
+def abstract_state(init: Init, mesh: Mesh) -> TrainState:
     """The shapes, dtypes and shardings of what `init` makes."""
     shapes = jax.eval_shape(init)
     return jax.tree.map(
@@ -54,11 +58,11 @@ def abstract_state(init: Any, mesh: Mesh) -> TrainState:
     )
 
 
-def init_sharded(init: Any, abstract: TrainState) -> TrainState:
+def init_sharded(init: Init, abstract: TrainState) -> TrainState:
     """Runs `init` with every array created in its place: no device ever holds the whole."""
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
 
 
-def graph_of(model: LanguageModelConfig) -> nnx.GraphDef:
+def graph_of(model: LanguageModelConfig) -> nnx.GraphDef[LanguageModel]:
     """The model without its parameters, for `nnx.merge`."""
     return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,20 @@ from flax import nnx
 from jax import lax
 
 from heinsen_jax.data import Batch
+from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.objective import Objective, next_token
 from heinsen_jax.training.state import TrainState
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Float, Integer, Key, Shaped
 
-Metrics = dict[str, Array]
+Metrics: TypeAlias = dict[str, Shaped[Array, ""]]
+Sums: TypeAlias = tuple[tuple[Float[Array, ""], Float[Array, ""]], nnx.State]
+"""The sum of losses, their number, and the sum's gradient."""
+Measured: TypeAlias = tuple[Float[Array, ""], Integer[Array, ""], Integer[Array, ""]]
+"""The sum of losses, how many predictions are right, and how many they are."""
 
 
 def make_train_step(
-    graph: nnx.GraphDef,
+    graph: nnx.GraphDef[LanguageModel],
     optimizer: optax.GradientTransformation,
     *,
     accumulation_steps: int,
@@ -27,7 +32,7 @@ def make_train_step(
     objective: Objective = next_token,
     seed: int = 0,
     skip_above: float | None = None,
-) -> Any:
+) -> jax.stages.Wrapped:
     """The update under `jax.jit`, (state, batch) -> (state, metrics). Its input state is donated.
 
     What the objective draws at random is a function of the seed and the step. An update that
@@ -38,25 +43,29 @@ def make_train_step(
     """
 
     @partial(jax.value_and_grad, has_aux=True)
-    def of_part(parameters: Any, batch: Batch, key: Array) -> tuple[Array, Array]:
-        """The sum of losses, their number, and the sum's gradient."""
-        said = objective(nnx.merge(graph, parameters), batch.tokens, batch.mask, key)
+    def of_part(
+        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        tokens, there = map(jnp.asarray, batch)
+        said = objective(nnx.merge(graph, parameters), tokens, there, key)
         loss, _ = said.sums()
         return loss, jnp.sum(said.counted, dtype=loss.dtype)
 
-    def gradient(parameters: Any, batch: Batch, key: Array) -> tuple[Array, Any]:
+    def gradient(
+        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], nnx.State]:
         of_batch = of_part if accumulation_steps == 1 else of_parts
         (loss, count), gradients = of_batch(parameters, batch, key)
         return loss / count, jax.tree.map(lambda x: x / count, gradients)
 
-    def of_parts(parameters: Any, batch: Batch, key: Array) -> Any:
+    def of_parts(parameters: nnx.State, batch: Batch, key: Key[Array, ""]) -> Sums:
         # Rows stay on their device: each part takes every accumulation_steps-th row.
         parts = jax.tree.map(
             lambda x: x.reshape(-1, accumulation_steps, x.shape[-1]).swapaxes(0, 1), batch
         )
         keys = jax.random.split(key, accumulation_steps)
 
-        def add(total: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+        def add(total: Sums, part: tuple[Batch, Key[Array, ""]]) -> tuple[Sums, None]:
             return jax.tree.map(jnp.add, total, of_part(parameters, *part)), None
 
         first = jax.tree.map(lambda x: x[0], (parts, keys))
@@ -86,15 +95,15 @@ def make_train_step(
 
 
 def make_evaluation_step(
-    graph: nnx.GraphDef, objective: Objective = next_token
-) -> Callable[[Any, Batch, int], tuple[Array, Array, Array]]:
+    graph: nnx.GraphDef[LanguageModel], objective: Objective = next_token
+) -> Callable[[nnx.State, Batch, int], Measured]:
     """(parameters, batch, its index) -> sum of losses, how many predictions are right, and how many
     they are, compiled."""
 
     @jax.jit
-    def evaluation_step(parameters: Any, batch: Batch, index: Array) -> tuple[Array, Array, Array]:
-        key = jax.random.key(index)
-        said = objective(nnx.merge(graph, parameters), batch.tokens, batch.mask, key)
+    def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
+        tokens, there = map(jnp.asarray, batch)
+        said = objective(nnx.merge(graph, parameters), tokens, there, jax.random.key(index))
         return *said.sums(), jnp.sum(said.counted)
 
     return evaluation_step

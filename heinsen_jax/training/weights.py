@@ -12,13 +12,14 @@ from safetensors.numpy import save_file
 
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.errors import UserError
+from heinsen_jax.typing import Array, PyTree
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 
 
-def named(tree: Any) -> dict[str, Any]:
+def named(tree: PyTree) -> dict[str, Any]:
     """The arrays of a pytree by their paths: what is saved does not depend on container classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -29,11 +30,15 @@ def has_weights(folder: Path) -> bool:
 
 
 def save_weights(
-    folder: Path, arrays: Mapping[str, Any], *, step: int, shard_bytes: int = SHARD_BYTES
+    folder: Path,
+    arrays: Mapping[str, Array | np.ndarray],
+    *,
+    step: int,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes arrays by their names. More than `shard_bytes` are cut into files of at most so many,
     or of one array."""
-    shards: list[dict[str, Any]] = [{}]
+    shards: list[dict[str, Array | np.ndarray]] = [{}]
     for name, x in arrays.items():
         if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > shard_bytes:
             shards.append({})
@@ -55,7 +60,9 @@ def save_weights(
         write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
 
 
-def load_weights(folder: Path, abstract: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+def load_weights(
+    folder: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
+) -> tuple[dict[str, Array], int]:
     """Arrays of the names, shapes, dtypes and shardings of `abstract`, and the step they are of.
 
     Raises:

@@ -69,6 +69,7 @@ def test_rows_with_keys_of_their_own_do_not_depend_on_one_another():
     np.testing.assert_array_equal(generate(model, tokens[1], 30, key=keys[1]), new[1])
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

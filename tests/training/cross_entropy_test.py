@@ -58,6 +58,7 @@ def test_lots_of_any_size(rows, length, logits_at_once, bias, seed):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("unchecked")  # for shapes in place of arrays
 def test_the_logits_of_a_batch_are_never_there():
     """Of 64 x 1024 tokens and GPT-2's vocabulary they would take 13 GB."""
     sizes = LanguageModelConfig()

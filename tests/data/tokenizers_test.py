@@ -62,17 +62,13 @@ def test_file_that_changed_is_read_anew(tmp_path: Path) -> None:
         ("<|endoftext|>", [27, 91, 437, 1659, 5239, 91, 29]),
     ],
 )
-def test_gpt2_file_gives_the_published_ids(
-    published_data: Path, text: str, ids: list[int]
-) -> None:
+def test_gpt2_file_gives_the_published_ids(published_data: Path, text: str, ids: list[int]) -> None:
     encoding = get_tokenizer(str(published_data / "gpt2.tiktoken"))
     assert tokenizers.encoder(encoding)(text).tolist() == ids
     assert (tokenizers.end_of_text_id(encoding), encoding.n_vocab) == (50256, 50257)
 
 
-def test_file_named_after_another_encoding_is_refused(
-    published_data: Path, tmp_path: Path
-) -> None:
+def test_file_named_after_another_encoding_is_refused(published_data: Path, tmp_path: Path) -> None:
     path = shutil.copy(published_data / "gpt2.tiktoken", tmp_path / "cl100k_base.tiktoken")
     with pytest.raises(UserError, match="not the published cl100k_base"):
         get_tokenizer(str(path))

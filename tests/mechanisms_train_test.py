@@ -9,8 +9,6 @@ from heinsen_jax.config import load_config, override
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[1]
 CAUSAL = [name for name in attention.names() if attention.mechanism(name).capabilities.causal]
 MARGIN = 1.5

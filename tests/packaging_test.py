@@ -36,7 +36,6 @@ def wheel(built) -> Path:
     return wheel
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("packaging")
 def test_the_wheel_is_typed_and_has_the_configurations_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -47,7 +46,6 @@ def test_the_wheel_is_typed_and_has_the_configurations_and_nothing_else(wheel):
     assert names - info == package | configs | {"heinsen_jax/py.typed"}
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("packaging")
 def test_outside_a_checkout_the_wheel_trains_what_it_ships(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
@@ -67,7 +65,6 @@ def test_outside_a_checkout_the_wheel_trains_what_it_ships(wheel, tmp_path):
     assert (tmp_path / "runs/quickstart/checkpoints/2").is_dir()
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("packaging")
 def test_the_source_archive_is_the_checkout(built):
     (archive,) = built.glob("*.tar.gz")

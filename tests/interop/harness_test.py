@@ -195,7 +195,6 @@ def tasks(tmp_path_factory):
     return folder, documents
 
 
-@pytest.mark.slow
 def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
@@ -224,7 +223,6 @@ def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
     assert bits == pytest.approx(-total / length / np.log(2), rel=1e-5)
 
 
-@pytest.mark.slow
 def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     manager = harness.TaskManager(include_path=str(tasks[0]), include_defaults=False)
@@ -249,7 +247,6 @@ def test_bad_arguments_are_named(run, change, message):
         Harnessed(**{"workdir": str(run)} | change)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -266,7 +263,6 @@ def test_unknown_tasks_are_named(run, arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["nobody/nothing_of_mine", "json"])
 def test_data_that_are_not_to_be_had(run, place, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-pytestmark = pytest.mark.slow
 
 
 def run(name: str, output: Path, *arguments: str) -> dict:
@@ -18,6 +17,7 @@ def run(name: str, output: Path, *arguments: str) -> dict:
     return json.loads(output.read_text())
 
 
+@pytest.mark.nightly
 def test_training_steps(tmp_path):
     record = run("gpu_training.py", tmp_path / "record.json", "--rows", "2", "--kept", "all")
     chunked, fused = record["steps"]
@@ -26,6 +26,7 @@ def test_training_steps(tmp_path):
     assert sum(record["profile"]["share_of_time"].values()) == pytest.approx(1)
 
 
+@pytest.mark.nightly
 def test_generation(tmp_path):
     sizes = ["--batches", "1", "--contexts", "10", "3000", "--tokens", "4", "--memory", "1e7"]
     record = run("gpu_decoding.py", tmp_path / "record.json", *sizes)

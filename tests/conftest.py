@@ -6,6 +6,7 @@ but for modules that use `as_users_compile`. JAX 0.10 still has older emitters o
 compile log-attention in a quarter of the time: there tests use them, elsewhere the newer ones.
 """
 
+import lzma
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ TYPECHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True
 jaxtyping.install_import_hook(CHECKED, TYPECHECKER)
 
 ROOT = Path(__file__).resolve().parents[1]
-GOLDEN_FOLDER = ROOT.parent / "shared" / "golden"
+GOLDEN_FOLDER = ROOT / "tests" / "golden"
 
 MOST_MEMORY_MAPS = 20_000  # Linux allows 65,530
 
@@ -117,10 +118,16 @@ def golden() -> Callable[[str], Mapping[str, np.ndarray]]:
     """`golden(name)`: the arrays of one file of results of the original implementations."""
 
     def load(name: str) -> Mapping[str, np.ndarray]:
-        file = GOLDEN_FOLDER / f"{name}.npz"
-        if not file.exists():
-            pytest.skip(f"golden cases are kept outside the repository, and {file} does not exist")
-        with np.load(file) as arrays:
+        with np.load(GOLDEN_FOLDER / f"{name}.npz") as arrays:
             return dict(arrays)
 
     return load
+
+
+@pytest.fixture(scope="session")
+def published_data(tmp_path_factory) -> Path:
+    """A folder with the corpus `tinyshakespeare.txt` and GPT-2's vocabulary `gpt2.tiktoken`."""
+    folder = tmp_path_factory.mktemp("published")
+    for file in GOLDEN_FOLDER.glob("*.xz"):
+        (folder / file.stem).write_bytes(lzma.decompress(file.read_bytes()))
+    return folder

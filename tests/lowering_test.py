@@ -14,7 +14,14 @@ from heinsen_jax.training.state import graph_of, initializer
 from heinsen_jax.training.step import make_train_step
 
 PLATFORMS = "tpu", "cuda"
-STREAMING = [name for name in names() if mechanism(name).capabilities.streaming]
+each = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name not in ("linear", "softmax")))
+        for name in names()
+        if mechanism(name).capabilities.streaming
+    ],
+)
 
 
 def config(name: str) -> LanguageModelConfig:
@@ -23,7 +30,7 @@ def config(name: str) -> LanguageModelConfig:
     )
 
 
-@pytest.mark.parametrize("name", STREAMING)
+@each
 def test_an_update(name):
     optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
     state = jax.eval_shape(initializer(config(name), optimizer, 0))
@@ -35,7 +42,7 @@ def test_an_update(name):
     assert exported.platforms == PLATFORMS
 
 
-@pytest.mark.parametrize("name", STREAMING)
+@each
 def test_generation(name):
     model = LanguageModel(config(name), rngs=nnx.Rngs(0))
     graph, parameters = nnx.split(model)

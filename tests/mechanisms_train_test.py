@@ -1,4 +1,4 @@
-"""The quickstart, made smaller, with every mechanism: from words to a trained model."""
+"""The quickstart, made smaller: from words to a trained model; nightly, with every mechanism."""
 
 from pathlib import Path
 
@@ -8,8 +8,6 @@ from heinsen_jax import attention, data
 from heinsen_jax.config import load_config, override
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[1]
 CAUSAL = [name for name in attention.names() if attention.mechanism(name).capabilities.causal]
@@ -24,7 +22,10 @@ def corpus(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "linear")) for name in CAUSAL],
+)
 def test_quickstart(name, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
     words = f"""

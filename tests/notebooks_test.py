@@ -3,6 +3,7 @@
 What they show is left in `build/notebooks`, as HTML.
 """
 
+import ast
 import os
 from pathlib import Path
 
@@ -34,7 +35,16 @@ def test_it_is_paired_and_stripped(script):
 
 
 @each
-@pytest.mark.slow
+def test_what_it_imports_is_there(script):
+    """The rest of it runs nightly."""
+    tree = ast.parse(script.read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert imports
+    exec(compile(ast.Module(imports, []), str(script), "exec"), {})
+
+
+@each
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_it_runs(script):
     notebook = jupytext.read(script)

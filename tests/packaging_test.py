@@ -36,7 +36,6 @@ def wheel(built) -> Path:
     return wheel
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("packaging")
 def test_the_wheel_is_typed_and_has_the_configurations_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
@@ -47,27 +46,37 @@ def test_the_wheel_is_typed_and_has_the_configurations_and_nothing_else(wheel):
     assert names - info == package | configs | {"heinsen_jax/py.typed"}
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("packaging")
-def test_outside_a_checkout_the_wheel_trains_what_it_ships(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    (tmp_path / "words.txt").write_text("abc de f " * 1000)
-    small = "--model.num_layers 1 --model.model_dim 16 --data.corpus words.txt"
-    short = "--training.steps 2 --training.evaluate_every 2 --optimizer.warmup_steps 1"
-    command = [sys.executable, "-m", "heinsen_jax.train", "--config", "quickstart"]
+def run_from(wheel, folder, *arguments: str) -> str:
+    """What the trainer of the wheel says, outside a checkout."""
+    zipfile.ZipFile(wheel).extractall(folder / "site")
     done = subprocess.run(
-        [*command, *small.split(), *short.split()],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "site")},
+        [sys.executable, "-m", "heinsen_jax.train", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder / "site")},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "step 2/2" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.xdist_group("packaging")
+def test_outside_a_checkout_the_wheel_finds_what_it_ships(wheel, tmp_path):
+    said = run_from(wheel, tmp_path, "--config", "quickstart", "--help")
+    assert "--model.num-layers" in said
+
+
+@pytest.mark.nightly
+@pytest.mark.xdist_group("packaging")
+def test_outside_a_checkout_the_wheel_trains_what_it_ships(wheel, tmp_path):
+    (tmp_path / "words.txt").write_text("abc de f " * 1000)
+    small = "--model.num_layers 1 --model.model_dim 16 --data.corpus words.txt"
+    short = "--training.steps 2 --training.evaluate_every 2 --optimizer.warmup_steps 1"
+    said = run_from(wheel, tmp_path, "--config", "quickstart", *small.split(), *short.split())
+    assert "step 2/2" in said
     assert (tmp_path / "runs/quickstart/checkpoints/2").is_dir()
 
 
-@pytest.mark.slow
 @pytest.mark.xdist_group("packaging")
 def test_the_source_archive_is_the_checkout(built):
     (archive,) = built.glob("*.tar.gz")

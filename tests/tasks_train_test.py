@@ -13,8 +13,6 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import __main__ as generate
 from heinsen_jax.training.loop import train
 
-pytestmark = pytest.mark.slow
-
 BASE = load_config(Path(__file__).resolve().parents[1] / "configs/recall.py")
 SOFTMAX = {"attention": "softmax", "attention_options": (), "convolution_size": 2}
 RECALL = replace(

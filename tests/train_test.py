@@ -13,6 +13,8 @@ import jax
 import pytest
 from flax import nnx
 
+from heinsen_jax import distributed, evaluate
+from heinsen_jax.generate.__main__ import main as write
 from heinsen_jax.train import main
 from heinsen_jax.training.checkpoint import load_run
 
@@ -101,6 +103,7 @@ def trained(place) -> str:
 
 
 def final_parameters(workdir: Path) -> list[bytes]:
+    """Of a run that has ended."""
     model, _, step = load_run(workdir, best=False)
     assert step == 300
     return [x.tobytes() for x in jax.tree.leaves(nnx.state(model))]
@@ -150,6 +153,7 @@ def test_sigterm_saves_and_exits_with_143(place, trained):
     assert load_run(place / "stopped", best=False)[2] == said
 
 
+@pytest.mark.nightly
 def test_a_recorded_run_is_repeated_by_its_config(place, trained):
     module = ("-m", "heinsen_jax.train")  # what train.py runs, and what there is without a clone
     arguments = (*module, "--config", "whole/config.json", "--workdir", "again")
@@ -158,16 +162,30 @@ def test_a_recorded_run_is_repeated_by_its_config(place, trained):
     assert final_parameters(place / "again") == final_parameters(place / "whole")
 
 
+def said_by(main, place, monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command line, called in this process."""
+    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)  # only at the start
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code
+    return code, *capsys.readouterr()
+
+
 def generate(*arguments: str) -> tuple[str, ...]:
-    return ("-m", "heinsen_jax.generate", "--workdir", "whole", *arguments)
+    return ("--workdir", "whole", *arguments)
 
 
-def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(place, trained):
+def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(
+    place, trained, monkeypatch, capsys
+):
     texts = []
     for seed in ("1", "1", "2"):
-        options = ("--prompt", "abc d", "--max-new-tokens", "40", "--seed", seed)
-        code, out, err = finish(place, *generate(*options))
-        assert code == 0, err
+        options = generate("--prompt", "abc d", "--max-new-tokens", "40", "--seed", seed)
+        code, out, _ = said_by(write, place, monkeypatch, capsys, *options)
+        assert code == 0
         assert out.startswith("abc d")
         assert len(out) == 5 + 40 + 1
         texts.append(out)
@@ -176,6 +194,7 @@ def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(place, train
 
 def test_evaluate_measures_what_training_did(place, trained):
     last = validation_rows(place / "whole")[-1]
+    (place / "other.txt").write_text("abc de f " * 100)
     arguments = "-m", "heinsen_jax.evaluate", "--workdir", "whole", "--latest", "--max-batches", "2"
     code, out, err = finish(place, *arguments)
     assert code == 0, err
@@ -183,44 +202,72 @@ def test_evaluate_measures_what_training_did(place, trained):
     for name in ("loss", "perplexity", "bits_per_byte"):
         said = float(out.split(f"{name.replace('_', ' ')}: ")[1].split()[0])
         assert said == pytest.approx(last[f"validation/{name}"], abs=1e-4)
+
+
+def test_evaluate_takes_other_data(place, trained, monkeypatch, capsys):
     (place / "other.txt").write_text("abc de f " * 100)
-    code, out, err = finish(place, *arguments, "--data", "other.txt")
-    assert code == 0, err
+    arguments = "--workdir", "whole", "--max-batches", "2", "--data", "other.txt"
+    code, out, _ = said_by(evaluate.main, place, monkeypatch, capsys, *arguments)
+    assert code == 0
     assert "on other.txt" in out
 
 
+TINY = "--config", "tiny.py"
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("main", "arguments", "words"),
     [
-        (train("--model.num_layer", "2"), ["--model.num-layer", "--model.num-layers"]),
-        (train("--model.num_heads", "3"), ["num_heads=3 does not divide model_dim=16"]),
-        (train("--model.num_layers", "two"), ["num-layers", "two"]),
-        (train("--data.corpus", "missing.txt"), ["missing.txt"]),
-        (train("--data.corpus", "empty.txt"), ["empty.txt"]),
-        (train("--model.vocab_size", "100"), ["model.vocab_size=100", "at least 257"]),
-        (train("--workdir", "whole", "--model.num_layers", "3"), ["num_layers is 3 here, 2 there"]),
-        (train("--workdir", "whole", "--data.tokenizer", "few.tiktoken"), ["tokenizer"]),
-        (train("--workdir", "words.txt/run"), ["words.txt/run", "cannot be written"]),
-        ((str(ROOT / "train.py"), "--config", "none.py"), ["none.py", "no such file"]),
-        (("-m", "heinsen_jax.train", "--config", "quick"), ["quick: there is no", "quickstart"]),
-        (generate("--prompt", ""), ["--prompt is empty"]),
-        (generate("--prompt", "a", "--temperature", "0"), ["temperature=0"]),
-        (generate("--prompt", "a", "--top-k", "300"), ["top_k=300"]),
-        (("-m", "heinsen_jax.generate", "--workdir", "no", "--prompt", "a"), ["no holds no run"]),
+        (main, (*TINY, "--model.num_heads", "3"), ["num_heads=3 does not divide model_dim=16"]),
+        (main, (*TINY, "--model.num_layers", "two"), ["num-layers", "two"]),
+        (main, (*TINY, "--data.corpus", "missing.txt"), ["missing.txt"]),
+        (main, (*TINY, "--data.corpus", "empty.txt"), ["empty.txt"]),
+        (main, (*TINY, "--model.vocab_size", "100"), ["model.vocab_size=100", "at least 257"]),
+        (
+            main,
+            (*TINY, "--workdir", "whole", "--model.num_layers", "3"),
+            ["num_layers is 3 here, 2 there"],
+        ),
+        (
+            main,
+            (*TINY, "--workdir", "whole", "--data.tokenizer", "few.tiktoken"),
+            ["tokenizer"],
+        ),
+        (
+            main,
+            (*TINY, "--workdir", "words.txt/run"),
+            ["words.txt/run", "cannot be written"],
+        ),
+        (main, ("--config", "none.py"), ["none.py", "no such file"]),
+        (main, ("--config", "quick"), ["quick: there is no", "quickstart"]),
+        (write, generate("--prompt", ""), ["--prompt is empty"]),
+        (write, generate("--prompt", "a", "--temperature", "0"), ["temperature=0"]),
+        (write, generate("--prompt", "a", "--top-k", "300"), ["top_k=300"]),
+        (write, ("--workdir", "no", "--prompt", "a"), ["no holds no run"]),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else None,
 )
-def test_a_mistake_is_one_clear_line_and_leaves_nothing(place, trained, arguments, words):
+def test_a_mistake_is_one_clear_line_and_leaves_nothing(
+    place, trained, main, arguments, words, monkeypatch, capsys
+):
     (place / "empty.txt").write_text("")
     (place / "few.tiktoken").write_text(
         "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in reversed(range(256)))
     )
     before = final_parameters(place / "whole")
-    code, _, err = finish(place, *arguments)
+    code, _, err = said_by(main, place, monkeypatch, capsys, *arguments)
     assert code == 2
-    assert "Traceback" not in err
     said = " ".join(err.replace("│", " ").split())
     for word in words:
         assert word in said
     assert final_parameters(place / "whole") == before
     assert not (place / "runs" / "tiny" / "config.json").exists()
+
+
+def test_a_mistake_in_a_process_of_its_own_is_no_traceback(place):
+    code, out, err = finish(place, *train("--model.num_layer", "2"))
+    assert code == 2
+    assert "Traceback" not in out + err
+    said = " ".join(err.replace("│", " ").split())
+    assert "--model.num-layer" in said
+    assert "--model.num-layers" in said

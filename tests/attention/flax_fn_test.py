@@ -52,7 +52,6 @@ def check(x: Arrays, mask, *, is_causal: bool = False, is_traced: bool = True, u
         np.testing.assert_allclose(have, want, atol=unit * max(1, np.abs(want).max()), err_msg=name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "is_causal"])
 @pytest.mark.parametrize("is_traced", [True, False], ids=["traced", "known"])
 @pytest.mark.parametrize("name", MASKS)
@@ -66,7 +65,6 @@ def test_shared_key_value_heads(name):
     check(arrays(groups=1), MASKS[name], is_traced=False)
 
 
-@pytest.mark.slow
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(
     st.tuples(*(st.sampled_from([1, size]) for size in FULL)),
@@ -96,7 +94,6 @@ def test_more_keys_than_queries():
     np.testing.assert_allclose(y, average(x, np.ones((6, LENGTH)))[0], atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("std", [30.0, 1e3, 1e30])
 @pytest.mark.parametrize("name", ["causal", "of each head", "of keys, of each head"])
 def test_extreme_queries_and_keys(name, std):

@@ -1,7 +1,7 @@
 """Values and gradients of every mechanism's layer, against its definition in float64."""
 
 from collections.abc import Mapping
-from functools import cache
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +14,13 @@ from heinsen_jax import attention
 from heinsen_jax.ops.performer import orthogonal_features
 from tests.attention.oracles import ORACLES
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.usefixtures("x64")]
 
 MODEL_DIM, NUM_HEADS, BATCH, LENGTH = 24, 4, 2, 13
 STEP = 1e-6  # of differences: errors are near 1e-11, and few kinks, as of |x|, are stepped over
 
-# Sizes at which windows, blocks and segments end within the tokens. Log-attention takes long to
-# compile as it is by default.
+# Sizes at which windows, blocks and segments end within the tokens. Log-attention as it is by
+# default needs long to compile.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "log": ("log", {}),
     "log, window": ("log", {"window_size": 5, "implementation": "scan"}),
@@ -29,10 +29,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "log",
         {"decay": "feature", "num_kv_heads": 2, "implementation": "reference"},
     ),
-    "log, decay and window": ("log", {"decay": "feature", "window_size": 9}),
+    "log, decay and window": (
+        "log",
+        {"decay": "feature", "window_size": 9, "implementation": "scan"},
+    ),
+    "log, decay and window in chunks": ("log", {"decay": "feature", "window_size": 9}),
     "log, not gated": ("log", {"gated": False, "value_depth": 5, "implementation": "scan"}),
     "log, linear values": ("log", {"values": "linear", "gated": False, "implementation": "scan"}),
-    "log, linear values that fade": (
+    "log, linear values that decay": (
         "log",
         {"values": "linear", "decay": "feature", "query_key_norm": True, "value_depth": 5},
     ),
@@ -88,7 +92,11 @@ def cases() -> list[tuple[str, bool]]:
 each = pytest.mark.parametrize(
     ("variant", "is_causal"),
     [
-        pytest.param(*case, id=f"{case[0]}-{'causal' if case[1] else 'bidirectional'}")
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{'causal' if case[1] else 'bidirectional'}",
+            marks=[pytest.mark.nightly] * case[0].endswith("in chunks"),
+        )
         for case in cases()
     ],
 )
@@ -108,7 +116,6 @@ def path_of(keys: Any) -> str:
     return ".".join(str(key.key) for key in keys[:-1])
 
 
-@cache
 def run(variant: str, is_causal: bool) -> Run:
     layer = shapes_of(variant, dtype=jnp.float64, param_dtype=jnp.float64)
     graph, shapes = nnx.split(layer)
@@ -132,9 +139,10 @@ def run(variant: str, is_causal: bool) -> Run:
     return Run(layer, inputs, y, cotangent, gradients)
 
 
-def expected(variant: str, is_causal: bool, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+def expected(
+    layer: Any, variant: str, is_causal: bool, inputs: Mapping[str, np.ndarray]
+) -> np.ndarray:
     name, _ = VARIANTS[variant]
-    layer: Any = run(variant, is_causal).layer
     if name == "performer":  # drawn, not computed
         seed = jax.random.key(layer.config.seed)
         features = orthogonal_features(seed, layer.num_features, layer.key_depth)
@@ -147,22 +155,17 @@ def test_every_mechanism_has_an_oracle():
 
 
 @each
-def test_values(variant, is_causal):
+def test_values_and_gradients(variant, is_causal):
+    """Gradients of x and of each parameter in one direction: against differences of the oracle."""
     have = run(variant, is_causal)
+    oracle = partial(expected, have.layer, variant, is_causal)
     assert have.y.dtype == np.float64
-    want = expected(variant, is_causal, have.inputs)
-    np.testing.assert_allclose(have.y, want, rtol=0, atol=1e-10)
-
-
-@each
-def test_gradients(variant, is_causal):
-    """For x and each parameter, in one direction: against differences of the oracle."""
-    have = run(variant, is_causal)
+    np.testing.assert_allclose(have.y, oracle(have.inputs), rtol=0, atol=1e-10)
     rng = np.random.default_rng(1)
     for name, gradient in have.gradients.items():
         direction = rng.standard_normal(gradient.shape)
         moved = (have.inputs | {name: have.inputs[name] + s * direction} for s in (STEP, -STEP))
-        after, before = (expected(variant, is_causal, inputs) for inputs in moved)
+        after, before = map(oracle, moved)
         terms = have.cotangent * (after - before) / (2 * STEP)
         size = np.sum(np.abs(terms))
         assert size > 1e-3, f"nothing depends on {name}"

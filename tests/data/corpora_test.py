@@ -13,7 +13,6 @@ from heinsen_jax.data.download import Remote, ensure_downloaded
 from heinsen_jax.errors import UserError
 
 CONTENT = b"To be, or not to be\n" * 100_000
-REAL_TEXT = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -75,13 +74,12 @@ def test_wrong_file_saved_by_hand_is_found(tmp_path: Path) -> None:
         ensure_downloaded(remote("http://127.0.0.1:1/nobody"), path)
 
 
-def test_tinyshakespeare_is_the_known_file() -> None:
-    if not REAL_TEXT.exists():
-        pytest.skip(f"needs {REAL_TEXT}")
+def test_tinyshakespeare_is_the_known_file(published_data: Path) -> None:
     known = CORPORA["tinyshakespeare"].remote
     assert known is not None
-    assert len(REAL_TEXT.read_bytes()) == known.size
-    ensure_downloaded(known, REAL_TEXT)
+    path = published_data / "tinyshakespeare.txt"
+    assert path.stat().st_size == known.size
+    ensure_downloaded(known, path)  # checks the hash, and downloads nothing
 
 
 @pytest.mark.parametrize("name", sorted(set(CORPORA) - {"python-stdlib"}))

@@ -21,8 +21,6 @@ from heinsen_jax.data.tokenizers import get_tokenizer, load_tokenizer
 from heinsen_jax.data.units import SplitRule
 from heinsen_jax.errors import UserError
 
-REAL_DATA = Path(__file__).parents[3] / "shared" / "data"
-
 
 def make_folder(path: Path, count: int = 40) -> Path:
     path.mkdir()
@@ -112,11 +110,8 @@ def test_single_text_is_cut_at_its_tail(tmp_path: Path, fraction: float | None) 
     assert bytes(tokens(out, "validation")).decode() == text[cut:]
 
 
-def test_tiny_shakespeare_has_the_usual_token_counts(tmp_path: Path) -> None:
-    ranks = REAL_DATA / "gpt2.tiktoken"
-    if not ranks.exists():
-        pytest.skip(f"needs {ranks}")
-    text = REAL_DATA / "tinyshakespeare.txt"
+def test_tiny_shakespeare_has_the_usual_token_counts(published_data: Path, tmp_path: Path) -> None:
+    ranks, text = published_data / "gpt2.tiktoken", published_data / "tinyshakespeare.txt"
     splits = prepare([str(text)], str(ranks), tmp_path / "out").splits
     assert (splits["train"].tokens, splits["validation"].tokens) == (301_966, 36_059)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -13,9 +13,6 @@ from heinsen_jax.data import tokenizers
 from heinsen_jax.data.tokenizers import END_OF_TEXT, get_tokenizer
 from heinsen_jax.errors import UserError
 
-GPT2_FILE = Path(__file__).parents[3] / "shared" / "data" / "gpt2.tiktoken"
-needs_gpt2 = pytest.mark.skipif(not GPT2_FILE.exists(), reason=f"needs {GPT2_FILE}")
-
 BYTES = get_tokenizer("bytes")
 
 
@@ -57,7 +54,6 @@ def test_file_that_changed_is_read_anew(tmp_path: Path) -> None:
     assert get_tokenizer(str(path)).encode_ordinary("ab") == [97, 98]
 
 
-@needs_gpt2
 @pytest.mark.parametrize(
     ("text", "ids"),
     [
@@ -66,15 +62,14 @@ def test_file_that_changed_is_read_anew(tmp_path: Path) -> None:
         ("<|endoftext|>", [27, 91, 437, 1659, 5239, 91, 29]),
     ],
 )
-def test_gpt2_file_gives_the_published_ids(text: str, ids: list[int]) -> None:
-    encoding = get_tokenizer(str(GPT2_FILE))
+def test_gpt2_file_gives_the_published_ids(published_data: Path, text: str, ids: list[int]) -> None:
+    encoding = get_tokenizer(str(published_data / "gpt2.tiktoken"))
     assert tokenizers.encoder(encoding)(text).tolist() == ids
     assert (tokenizers.end_of_text_id(encoding), encoding.n_vocab) == (50256, 50257)
 
 
-@needs_gpt2
-def test_file_named_after_another_encoding_is_refused(tmp_path: Path) -> None:
-    path = shutil.copy(GPT2_FILE, tmp_path / "cl100k_base.tiktoken")
+def test_file_named_after_another_encoding_is_refused(published_data: Path, tmp_path: Path) -> None:
+    path = shutil.copy(published_data / "gpt2.tiktoken", tmp_path / "cl100k_base.tiktoken")
     with pytest.raises(UserError, match="not the published cl100k_base"):
         get_tokenizer(str(path))
 
@@ -215,10 +210,9 @@ def test_panic_of_the_tokenizer_is_a_clear_error() -> None:
         tokenizers.encoder(encoding)("abc")
 
 
-@needs_gpt2
-def test_gpt2_encodes_real_text_without_loss() -> None:
-    text = (GPT2_FILE.parent / "tinyshakespeare.txt").read_bytes().decode()[:50_000]
-    encoding = get_tokenizer(str(GPT2_FILE))
+def test_gpt2_encodes_real_text_without_loss(published_data: Path) -> None:
+    text = (published_data / "tinyshakespeare.txt").read_bytes().decode()[:50_000]
+    encoding = get_tokenizer(str(published_data / "gpt2.tiktoken"))
     ids = tokenizers.encoder(encoding)(text)
     assert ids.dtype == np.uint32
     assert encoding.decode(ids.tolist()) == text

@@ -26,7 +26,6 @@ def prompts(padding: str):
 @pytest.mark.parametrize(
     ("name", "padding"), [*((name, "right") for name in CAUSAL), ("log", "left")]
 )
-@pytest.mark.slow
 def test_as_alone(name, padding):
     model = build(name, **SIZES)
     tokens, rows = prompts(padding)

@@ -37,7 +37,6 @@ OPTIONS = {"log": (), "log, linear": (("log.values", "linear"), ("log.decay", "h
     ("name", "has_room"),
     [*((name, True) for name in CAUSAL), ("log, linear", False), ("softmax", False)],
 )
-@pytest.mark.slow
 def test_a_file_gives_back_a_state(name, has_room, tmp_path):
     model = build(name.partition(",")[0], options=OPTIONS.get(name, ()), **SIZES)
     state = model.init_state((2,), capacity=20 if has_room else None)

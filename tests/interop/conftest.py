@@ -1,6 +1,5 @@
 """A small trained run."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ def run(small, tmp_path_factory) -> Path:
     """The folder of a run of bytes, which has learned some of its words."""
     folder = tmp_path_factory.mktemp("runs") / "words"
     folder.mkdir()
-    config = dataclasses.replace(small, training=dataclasses.replace(small.training, steps=40))
-    dataset = data.load(config.data)
-    record(folder, config, dataset)
-    train(folder, dataset, config)
+    dataset = data.load(small.data)
+    record(folder, small, dataset)
+    train(folder, dataset, small)
     return folder

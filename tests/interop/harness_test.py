@@ -4,6 +4,7 @@ computation of one text at a time finds."""
 import dataclasses
 import json
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import pytest
 from flax import nnx
 from lm_eval.api.instance import Instance
 from lm_eval.evaluator import simple_evaluate
+from lm_eval.tasks import TaskManager
 
 from heinsen_jax import evaluate
 from heinsen_jax.errors import UserError
@@ -33,7 +35,10 @@ def request(kind: str, *arguments) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
-@pytest.fixture(scope="module", params=["log", "softmax", "learned positions"])
+@pytest.fixture(
+    scope="module",
+    params=["log", pytest.param("softmax", marks=pytest.mark.nightly), "learned positions"],
+)
 def adapter(request, run):
     """Of the run's model; or of one with random weights that keeps tokens."""
     found = Harnessed(str(run), batch_size=3)
@@ -47,10 +52,25 @@ def adapter(request, run):
     return found
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_tasks_only():
+    """The index of all tasks that the harness has needs long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
+        yield
+
+
+@partial(jax.jit, static_argnums=0)
+def forward(graph, parameters, tokens):
+    return nnx.merge(graph, parameters)(tokens)
+
+
 def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """By one pass over one text, with what it does not see after it: few lengths to compile."""
+    """By one pass over one text, padded after its end: few lengths to compile."""
     tokens = np.array([*context, *continuation])[:-1]
-    logits = adapter.model(np.pad(tokens, (0, -len(tokens) % 16)))
+    size = adapter.model.config.max_length or 64
+    padded = np.pad(tokens, (0, -len(tokens) % size))
+    logits = forward(adapter.graph, adapter.parameters, padded)
     logits = np.asarray(logits, np.float64)[len(context) - 1 : len(tokens)]
     logits = logits - logits.max(-1, keepdims=True)
     each = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
@@ -111,7 +131,7 @@ def test_every_context_is_read_once(run, monkeypatch):
 def test_documents_longer_than_learned_are_one_stream(run, monkeypatch):
     monkeypatch.setattr(harness, "PIECE", 64)
     rng = np.random.default_rng(1)
-    texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 90, 4)] + [""]
+    texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 4)] + [""]
     adapter = Harnessed(str(run), batch_size=2)
     requests = [request("loglikelihood_rolling", text) for text in texts]
     found = adapter.loglikelihood_rolling(requests)
@@ -121,9 +141,8 @@ def test_documents_longer_than_learned_are_one_stream(run, monkeypatch):
         assert value == pytest.approx(want, abs=1e-3)
 
 
+@pytest.mark.parametrize("adapter", ["learned positions"], indirect=True)
 def test_with_learned_positions_every_token_is_counted_once(adapter):
-    if adapter.model.config.max_length is None:
-        pytest.skip("there is no end")
     text = " ".join(WORDS * 4)
     tokens, most = adapter.tok_encode(text), adapter.model.config.max_length
     (found,) = adapter.loglikelihood_rolling([request("loglikelihood_rolling", text)])
@@ -195,7 +214,6 @@ def tasks(tmp_path_factory):
     return folder, documents
 
 
-@pytest.mark.slow
 def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(name, "1")
@@ -224,10 +242,14 @@ def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
     assert bits == pytest.approx(-total / length / np.log(2), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+def test_tasks_of_the_harness_are_known():
+    assert TaskManager().match_tasks(["arc_easy"]) == ["arc_easy"]
+
+
 def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    manager = harness.TaskManager(include_path=str(tasks[0]), include_defaults=False)
+    manager = harness.TaskManager(include_path=str(tasks[0]))
     arguments = f"workdir={run},batch_size=2"
     results = simple_evaluate(
         "heinsen_jax", model_args=arguments, tasks=["words_choice"], task_manager=manager, limit=3
@@ -249,7 +271,6 @@ def test_bad_arguments_are_named(run, change, message):
         Harnessed(**{"workdir": str(run)} | change)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -266,7 +287,6 @@ def test_unknown_tasks_are_named(run, arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", ["nobody/nothing_of_mine", "json"])
 def test_data_that_are_not_to_be_had(run, place, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)

@@ -70,7 +70,6 @@ def test_logits_equal_the_originals(original, case):
     np.testing.assert_allclose(logits, case["logits"], atol=1e-10, rtol=0)
 
 
-@pytest.mark.slow
 def test_loss_and_gradients_equal_the_originals(original, case, golden):
     expected = golden("glm_sym_grads")
     tokens = jnp.asarray(case["token_ids"])
@@ -110,7 +109,6 @@ def test_streamed_logits_and_states_equal_the_originals(original, case, size):
             np.testing.assert_allclose(ours[layer], expected, atol=1e-10, rtol=0)
 
 
-@pytest.mark.slow
 @settings(max_examples=10)
 @given(st.permutations([0, 1, 1, 3, 4]), st.integers(0, 2**31))
 def test_chunks_of_any_lengths_equal_one_pass(lengths, seed):
@@ -137,7 +135,6 @@ class Given:
         return self.vectors
 
 
-@pytest.mark.slow
 def test_logits_do_not_depend_on_later_tokens():
     model = LanguageModel(SMALL, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (1, 9), 0, 17)

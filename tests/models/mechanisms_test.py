@@ -15,8 +15,6 @@ from heinsen_jax.generate import generate, stream
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.objective import MaskedTokens
 
-pytestmark = pytest.mark.slow
-
 CAPABILITIES = {name: attention.mechanism(name).capabilities for name in attention.names()}
 CAUSAL = [name for name, can in CAPABILITIES.items() if can.causal]
 SMALL_SIZES = (

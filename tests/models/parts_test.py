@@ -11,8 +11,6 @@ from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.convolution import CausalConvolution
 
-pytestmark = pytest.mark.slow
-
 PARAMETERS = {"dtype": None, "param_dtype": jnp.float32}
 
 

@@ -58,7 +58,7 @@ def last_state(workdir: Path) -> dict[str, np.ndarray]:
         return checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=as_numpy))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("kill")
 def test_killed_at_twenty_moments(tmp_path):
     (tmp_path / "words.txt").write_text("attention at constant cost per token " * 500)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from tests.multi_device.apart import run_apart
 
 SCAN = [["log.implementation", "scan"]]  # compiled in less time, and split in the same way
@@ -15,13 +17,8 @@ def run(options: list, wants_loss: bool, *meshes: dict[str, int]) -> list[dict]:
     return run_apart("meshes_run.py", *arguments)["meshes"]
 
 
-def test_every_axis_and_products_of_them():
-    meshes = [
-        *({axis: size} for axis in AXES for size in (2, 4, 8)),
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        {"data": 2, "tensor": 2, "context": 2},
-        {"fsdp": 2, "context": 4},
-    ]
+def check(meshes: list[dict[str, int]]) -> None:
+    """Each computes what one device does, and a device holds its part only."""
     for sizes, found in zip(meshes, run(SCAN, False, *meshes), strict=True):
         assert found["error"] < 1e-5, (sizes, found)
         parts = [2, 16 // sizes.get("fsdp", 1), 48 // sizes.get("tensor", 1)]
@@ -30,6 +27,17 @@ def test_every_axis_and_products_of_them():
         assert found["memory_to_begin"] < most, "what is split is never whole"
 
 
+def test_products_of_axes():
+    check([{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}])
+
+
+@pytest.mark.nightly
+def test_every_axis_and_products_of_them():
+    meshes = [{axis: size} for axis in AXES for size in (2, 4, 8)]
+    check([*meshes, {"data": 2, "tensor": 2, "context": 2}])
+
+
+@pytest.mark.nightly
 def test_devices_exchange_as_little_as_can_be():
     """Layers are one loop, in whose body a collective operation stands once."""
     data, context = run([], True, {"data": 4}, {"context": 4})
@@ -42,8 +50,12 @@ def test_devices_exchange_as_little_as_can_be():
     assert context["error"] < 1e-5
 
 
-def test_layers_pack_and_stream_over_devices_and_others_refuse():
-    found = run_apart("layers_run.py", json.dumps(["log", "linear", "performer", "additive"]))
+@pytest.mark.parametrize(
+    "names",
+    [["linear"], pytest.param(["log", "performer", "additive"], marks=pytest.mark.nightly)],
+)
+def test_layers_pack_and_stream_over_devices_and_others_refuse(names):
+    found = run_apart("layers_run.py", json.dumps(names))
     for name, errors in found["errors"].items():
         assert errors["packed"] < 1e-5, (name, errors)
         assert errors["streamed"] < 1e-4, (name, errors)

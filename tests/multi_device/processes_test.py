@@ -62,17 +62,23 @@ def parameters(workdir: Path) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(nnx.state(model))]
 
 
+REFUSED = {
+    "--mesh.context 2 --model.attention softmax log": (
+        "mesh.context=2 with model.attention='softmax'"
+    ),
+    "--mesh.context 4 --data.sequence_length 18": "does not divide data.sequence_length=18",
+    "--mesh.tensor 4": "mesh.tensor=4 does not divide model.num_heads=2",
+    "--mesh.fsdp 2 --data.batch_size 2": "data.batch_size=2 must be a multiple",
+    "--coordinator here": "--coordinator, --num-processes and --process-id go together",
+}
+SHORT = "--mesh.tensor 4", "--coordinator here"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            "--mesh.context 2 --model.attention softmax log",
-            "mesh.context=2 with model.attention='softmax'",
-        ),
-        ("--mesh.context 4 --data.sequence_length 18", "does not divide data.sequence_length=18"),
-        ("--mesh.tensor 4", "mesh.tensor=4 does not divide model.num_heads=2"),
-        ("--mesh.fsdp 2 --data.batch_size 2", "data.batch_size=2 must be a multiple"),
-        ("--coordinator here", "--coordinator, --num-processes and --process-id go together"),
+        pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] not in SHORT))
+        for case in REFUSED.items()
     ],
 )
 def test_what_does_not_fit_is_refused_at_once(place, arguments, words):
@@ -100,6 +106,7 @@ def test_two_processes_of_two_devices_equal_one_of_four(place, alone):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_processes_find_one_another_under_slurm(place):
     """By the variables that Slurm sets, which say all that is needed."""
     command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", "slurm", "--dry-run"
@@ -120,11 +127,13 @@ def test_processes_find_one_another_under_slurm(place):
     assert "2 cpu device(s) in 2 process(es): data 2" in out
 
 
+@pytest.mark.nightly
 def test_texts_may_lie_on_two_processes(place, alone):
     run(place, "split", "--mesh.data", "1", "--mesh.context", "2", devices=1, processes=2)
     np.testing.assert_allclose(losses(place / "split"), losses(alone), rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_sigterm_to_one_of_two_stops_both_at_the_same_saved_step(place):
     long = "--training.steps", "100000"
     options = "--workdir", "stopped", *long, "--mesh.fsdp", "2"
@@ -150,6 +159,7 @@ def as_of(place: Path, workdir: str, step: int) -> str:
     return copy.name
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_upon_other_devices_and_processes(place, alone):
     """From 8 devices to 2 processes of 2, to one: same batches, and losses within rounding."""
     eight = "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.context", "2"
@@ -162,6 +172,7 @@ def test_a_run_goes_on_upon_other_devices_and_processes(place, alone):
     np.testing.assert_allclose(losses(place / one), losses(alone), rtol=1e-3)
 
 
+@pytest.mark.nightly
 def test_a_killed_process_ends_the_others(place):
     options = "--workdir", "killed", "--training.steps", "100000", "--heartbeat-timeout", "10"
     processes = train(place, *options, devices=1, processes=2)

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 
 from heinsen_jax.ops.additive import AdditiveState, additive_pooling, additive_weights
 
-pytestmark = pytest.mark.slow
-
 INF = float("inf")
 OPTIONS = ("is_causal", "local_window_size", "return_state")
 
@@ -91,14 +89,10 @@ def assert_as_defined(arrays, seen, atol=1e-12, **options):
     ("length", "window"),
     [
         (1, None),
-        (2, 2),
         (32, 5),
         (33, 32),
-        (63, 33),
         (64, 1),
-        (65, 64),
         (100, 1000),
-        (101, None),
         (131, 97),
     ],
 )
@@ -108,19 +102,15 @@ def test_definition(length, window):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("window", [1027])
-def test_chunks_of_chunks_of_chunks(window):
-    seen = np.tri(1153, dtype=bool) & ~np.tri(1153, k=-(window or 1153), dtype=bool)
-    seen = seen[None]
+def test_chunks_of_chunks_of_chunks():
+    seen = (np.tri(1153, dtype=bool) & ~np.tri(1153, k=-1027, dtype=bool))[None]
     arrays = draw(1153, batch=(1,), num_heads=1, depth=1)
-    assert_as_defined(arrays, seen, local_window_size=window)
+    assert_as_defined(arrays, seen, local_window_size=1027)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("length", [1, 37])
-def test_definition_if_not_causal(length):
-    seen = np.ones((2, length, length), bool)
-    assert_as_defined(draw(length), seen, is_causal=False)
+def test_definition_if_not_causal():
+    assert_as_defined(draw(37), np.ones((2, 37, 37), bool), is_causal=False)
 
 
 IDS = np.stack(
@@ -129,9 +119,7 @@ IDS = np.stack(
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("is_causal", "window"), [(True, None), (True, 5), (True, 40), (False, None)]
-)
+@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (True, 40), (False, None)])
 def test_segments(is_causal, window):
     seen = [visible(100, is_causal=is_causal, window=window, segment_ids=ids) for ids in IDS]
     options = {"is_causal": is_causal, "local_window_size": window}
@@ -139,7 +127,7 @@ def test_segments(is_causal, window):
 
 
 @pytest.mark.usefixtures("x64")
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from([1.0, 30.0, 1000.0]))
 def test_any_segments_and_unseen_tokens(seed, part, std):
     rng = np.random.default_rng(seed)
@@ -174,34 +162,34 @@ def test_weights_do_not_depend_on_the_size_of_logits(offset, window):
         np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
 
 
-@pytest.mark.parametrize("window", [None, 5, 70])
+@pytest.mark.parametrize("window", [None, 8, 50])
 @pytest.mark.parametrize("value", [0.0, 100.0, -1000.0])
 def test_equal_logits_give_running_means(window, value):
-    x, logits, cotangent = draw(100, dtype=np.float32)
+    x, logits, cotangent = draw(300, dtype=np.float32)
     logits = np.full_like(logits, value)
     g, *_ = differentiate(x, logits, cotangent, local_window_size=window)
     sums = np.concatenate([np.zeros_like(x[:, :1]), np.cumsum(x, 1, np.float64)], 1)
-    index = np.arange(1, 101)
-    start = np.maximum(index - (window or 100), 0)
+    index = np.arange(1, 301)
+    start = np.maximum(index - (window or 300), 0)
     expected = (sums[:, index] - sums[:, start]) / (index - start)[:, None, None]
     np.testing.assert_allclose(g, expected, atol=1e-6 * (1 + abs(value) / 5))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"local_window_size": 5}, {"local_window_size": 70}, {"is_causal": False}],
+    [{}, {"local_window_size": 8}, {"local_window_size": 50}, {"is_causal": False}],
 )
 def test_finite_at_the_ends_of_the_range(options):
-    x, logits, cotangent = draw(100, dtype=np.float32)
+    x, logits, cotangent = draw(300, dtype=np.float32)
     x, logits = np.float32(3e38) * np.sign(x), np.float32(3e38) * np.sign(logits)
     g, *gradients = differentiate(x, logits, 1e-3 * cotangent, **options)
     assert np.max(np.abs(g)) < 3.01e38
     assert all(np.isfinite(x).all() for x in gradients)
 
 
-@pytest.mark.parametrize("options", [{}, {"local_window_size": 5}, {"is_causal": False}])
+@pytest.mark.parametrize("options", [{}, {"local_window_size": 8}, {"is_causal": False}])
 def test_what_sees_nothing_is_zero(options):
-    x, logits, cotangent = draw(100, dtype=np.float32)
+    x, logits, cotangent = draw(300, dtype=np.float32)
     nothing = differentiate(x, np.full_like(logits, -INF), cotangent, **options)
     for array in nothing:
         np.testing.assert_array_equal(array, 0)
@@ -209,18 +197,18 @@ def test_what_sees_nothing_is_zero(options):
     g, d_x, d_logits = differentiate(x, logits, cotangent, **options)
     assert np.isfinite(g).all()
     if "local_window_size" in options:
-        np.testing.assert_array_equal((g == 0).all((0, 2, 3)).nonzero()[0], np.arange(14, 60))
+        np.testing.assert_array_equal((g == 0).all((0, 2, 3)).nonzero()[0], np.arange(17, 60))
     np.testing.assert_array_equal(d_x[:, 10:60], 0)
     np.testing.assert_array_equal(d_logits[:, 10:60], 0)
     assert np.isfinite(d_x).all()
     assert np.isfinite(d_logits).all()
 
 
-@pytest.mark.parametrize("window", [None, 5, 70])
+@pytest.mark.parametrize("window", [None, 8, 50])
 def test_no_gradient_to_the_future_nor_past_the_window(window):
-    x, logits, cotangent = draw(100, dtype=np.float32)
-    seen = np.arange(max(0, 91 - (window or 100)), 91)
-    cotangent[:, np.arange(100) != 90] = 0
+    x, logits, cotangent = draw(300, dtype=np.float32)
+    seen = np.arange(max(0, 91 - (window or 300)), 91)
+    cotangent[:, np.arange(300) != 90] = 0
     _, d_x, d_logits = differentiate(x, logits, cotangent, local_window_size=window)
     for gradient in (d_x, d_logits):
         assert np.all(gradient[:, seen] != 0)
@@ -252,13 +240,7 @@ def test_second_derivatives():
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("window", "sizes"),
-    [
-        (None, [37, 63]),
-        (1, [50, 0, 50]),
-        (2, [1, 2, 96, 1]),
-        (41, [1, 2, 96, 1]),
-        (41, [30, 50, 20]),
-    ],
+    [(None, [37, 63]), (1, [50, 0, 50]), (41, [1, 2, 96, 1])],
 )
 def test_in_pieces_with_their_states(window, sizes):
     x, logits, cotangent = draw(100)
@@ -290,7 +272,7 @@ def test_in_pieces_with_their_states(window, sizes):
 
 @pytest.mark.parametrize(
     ("window", "dtype"),
-    [(None, np.float32), (1, np.float32), (2, np.float32), (41, np.float32), (5, jnp.bfloat16)],
+    [(None, np.float32), (2, np.float32), (5, jnp.bfloat16)],
 )
 def test_token_by_token_in_a_scan(window, dtype):
     x, logits, _ = (jnp.asarray(a, dtype) for a in draw(60))
@@ -317,32 +299,6 @@ def test_token_by_token_in_a_scan(window, dtype):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("window", [None, 41])
-def test_segments_in_pieces(window):
-    """A state goes to the first segment of what follows; the one returned is of the last."""
-    x, logits, _ = draw(100)
-    ids = IDS
-    whole, end = pooling(x, logits, local_window_size=window, segment_ids=ids, return_state=True)
-    state, pieces = None, []
-    for part in (slice(0, 50), slice(50, 63), slice(63, 100)):
-        start = part.start
-        assert start == 0 or np.array_equal(ids[:, start], ids[:, start - 1])
-        g, state = pooling(
-            x[:, part],
-            logits[:, part],
-            local_window_size=window,
-            segment_ids=ids[:, part],
-            initial_state=state,
-            return_state=True,
-        )
-        pieces.append(g)
-    np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=1e-12)
-    np.testing.assert_allclose(state.logits, end.logits, atol=1e-12)
-    seen = np.isfinite(end.logits)[..., None]
-    np.testing.assert_allclose(state.x * seen, end.x * seen, atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
 def test_a_state_for_averages_of_all():
     x, logits, _ = draw(30)
     _, state = pooling(x[:, :20], logits[:, :20], return_state=True)
@@ -359,93 +315,19 @@ def test_a_state_for_averages_of_all():
     np.testing.assert_allclose(g[:, 4:], second, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"local_window_size": 5}, {"local_window_size": 50}, {"is_causal": False}],
-)
-def test_padding_changes_nothing(options):
-    """NaN beyond the second sequence's end: its outputs, gradients and state are as without."""
-    x, logits, cotangent = draw(60, dtype=np.float32)
-    ends = np.asarray([60, 37])
-    past = np.arange(60)[None] >= ends[:, None]
-    cotangent[past] = 0
-    x[past], logits[past] = np.nan, np.nan
-
-    def run(x, logits, cotangent, ends):
-        def call(x, logits):
-            return additive_pooling(
-                x, logits, key_value_seq_lengths=ends, return_state=True, **options
-            )
-
-        (g, state), pullback = jax.vjp(call, x, logits)
-        return g, *pullback((cotangent, jax.tree.map(jnp.ones_like, state))), state
-
-    *padded, state = jax.jit(run)(x, logits, cotangent, ends)
-    for gradient in padded[1:]:
-        np.testing.assert_array_equal(np.asarray(gradient)[past], 0)
-    *alone, alone_state = jax.jit(run)(*(a[1:, :37] for a in (x, logits, cotangent)), None)
-    for have, want in zip(padded, alone, strict=True):
-        np.testing.assert_allclose(have[1:, :37], want, atol=2e-6)
-    for have, want in zip(*map(jax.tree.leaves, (state, alone_state)), strict=True):
-        np.testing.assert_allclose(have[1:], want, atol=2e-6)
-
-
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("window", [None, 20])
-def test_padding_on_both_sides_beside_segments(window):
+def test_padding_on_both_sides_beside_segments():
     x, logits, cotangent = draw(60)
     bounds = np.asarray([[0, 41], [13, 60]])
     present = (np.arange(60) >= bounds[:, :1]) & (np.arange(60) < bounds[:, 1:])
     ids = np.where(present, np.arange(60) // 30, 99)  # padding belongs to no segment of its own
     filled = np.stack([np.where(present[0], ids[0], 1), np.where(present[1], ids[1], 0)])
     seen = [
-        visible(60, window=window, segment_ids=i, present=p)
+        visible(60, window=20, segment_ids=i, present=p)
         for i, p in zip(filled, present, strict=True)
     ]
-    options = {"segment_ids": ids, "key_value_seq_lengths": bounds, "local_window_size": window}
+    options = {"segment_ids": ids, "key_value_seq_lengths": bounds, "local_window_size": 20}
     assert_as_defined((x, logits, cotangent), np.stack(seen), **options)
-
-
-@pytest.mark.parametrize("window", [None, 1, 5])
-def test_a_call_without_tokens(window):
-    x, logits, _ = draw(0, dtype=np.float32)
-    options = {"segment_ids": np.zeros((2, 0), int), "key_value_seq_lengths": np.zeros(2, int)}
-    g, state = pooling(x, logits, local_window_size=window, return_state=True, **options)
-    assert g.shape == (2, 0, 2, 3)
-    empty = AdditiveState.empty((2,), 2, 3, window)
-    jax.tree.map(np.testing.assert_array_equal, state, empty)
-
-
-def test_transformations():
-    """Without jit, mapped over a batch, and recomputed in the backward pass, all is the same."""
-    x, logits, cotangent = draw(70, dtype=np.float32)
-    expected = differentiate(x, logits, cotangent, local_window_size=40)
-    function = jax.checkpoint(partial(additive_pooling, local_window_size=40))
-    np.testing.assert_allclose(function(x, logits), expected[0], atol=2e-6)
-    have = jax.jit(jax.vmap(partial(value_and_pullback, function)))(cotangent, x, logits)
-    for a, b in zip(have, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-6)
-
-
-def test_batch_axes_of_any_number():
-    x, logits, _ = draw(50, batch=(2, 3), dtype=np.float32)
-    g, state = pooling(x, logits, local_window_size=9, return_state=True)
-    assert state.x.shape == (2, 3, 8, 2, 3)
-    for index in np.ndindex(2, 3):
-        one, one_state = pooling(x[index], logits[index], local_window_size=9, return_state=True)
-        np.testing.assert_allclose(g[index], one, atol=1e-6)
-        np.testing.assert_array_equal(state.logits[index], one_state.logits)
-
-
-def test_half_precision_is_float32_inside():
-    arrays = [jnp.asarray(a, jnp.bfloat16) for a in draw(200)]
-    have = differentiate(*arrays, local_window_size=50)
-    want = differentiate(*(a.astype(jnp.float32) for a in arrays), local_window_size=50)
-    for a, b in zip(have, want, strict=True):
-        assert a.dtype == jnp.bfloat16
-        np.testing.assert_array_equal(np.float32(a), np.float32(b.astype(jnp.bfloat16)))
-    mixed = pooling(arrays[0], arrays[1].astype(jnp.float32))
-    assert mixed.dtype == jnp.float32
 
 
 def compiled(length, window):
@@ -499,7 +381,7 @@ def published_pooling(x, w, window, lengths=None):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("window", [1, 2, 3, 5, 12, 64])
+@pytest.mark.parametrize("window", [1, 3, 64])
 def test_published_pooling(golden, window):
     case = golden("additive_pool")
     function = jax.jit(partial(value_and_pullback, partial(published_pooling, window=window)))
@@ -536,10 +418,9 @@ def test_large_logits(golden, size, name, window):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("name", "window"), [("w1/none", 1), ("w4/none", 4), ("w64/none", 64), ("w64/rightpad", 64)]
-)
-def test_published_layer(golden, name, window):
+def test_published_layer_with_padding(golden):
+    """Without padding, as a module: tests/attention/additive_test.py."""
+    name, window = "w64/rightpad", 64
     case = golden("additive_attention_layer")
     mask = case[f"{name}/mask"]
     names = [k.removeprefix("param/") for k in case if k.startswith("param/")]

@@ -15,8 +15,6 @@ from heinsen_jax.ops.colt5 import (
     soft_top_k,
 )
 
-pytestmark = pytest.mark.slow
-
 SCALED = {"num_iterations": 20, "epsilon": 0.03, "epsilon_init": 4.0}
 SETTINGS = ({}, {"num_iterations": 1}, {"epsilon": 0.1}, SCALED, {**SCALED, "num_iterations": 3})
 FEW = settings(max_examples=10)
@@ -52,7 +50,7 @@ def normal(seed: int, *shape: int, std: float = 1.0) -> np.ndarray:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options", SETTINGS)
-@pytest.mark.parametrize("shape", [(1,), (2, 3), (2, 1, 63), (1, 101)])
+@pytest.mark.parametrize("shape", [(1,), (2, 1, 63)])
 def test_weights_are_those_of_the_definition(shape, options):
     for std in (1.0, 30.0):
         scores = normal(0, *shape, std=std)
@@ -133,6 +131,12 @@ def test_padding_changes_nothing_and_weighs_nothing(options):
     assert np.isfinite(gradient[0]).all()
 
 
+@partial(jax.jit, static_argnames=("num_iterations", "epsilon", "epsilon_init"))
+def differentiate_sum(scores, **options):
+    weights, pullback = jax.vjp(lambda s: soft_top_k(s, 5, **options), scores)
+    return weights, pullback(jnp.arange(scores.size, dtype=jnp.float32))[0]
+
+
 @pytest.mark.parametrize("options", [{}, SCALED])
 @pytest.mark.parametrize(
     "scores",
@@ -142,16 +146,15 @@ def test_padding_changes_nothing_and_weighs_nothing(options):
         np.zeros(50),
         np.full(50, 3e38),
         np.full(50, -3e38),
-        np.repeat([-1e4, 0.0, 1e4], 10),
+        np.repeat([-1e4, 0.0, 1e4, 2e4, 3e4], 10),
     ],
     ids=["std 1000", "std 1e37", "ties", "largest", "smallest", "steps"],
 )
 def test_extreme_scores_have_finite_weights_and_gradients(scores, options):
     scores = jnp.asarray(scores, jnp.float32)
-    weights, pullback = jax.vjp(lambda s: weigh(s, 5, **options), scores)
+    weights, gradient = differentiate_sum(scores, **options)
     expected = expected_weights(scores, 5, **options)
     np.testing.assert_allclose(weights, expected, atol=2e-3)
-    (gradient,) = pullback(jnp.arange(scores.size, dtype=jnp.float32))
     assert np.isfinite(gradient).all()
 
 

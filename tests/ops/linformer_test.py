@@ -7,8 +7,6 @@ import pytest
 
 from heinsen_jax.ops.linformer import linformer_attention
 
-pytestmark = pytest.mark.slow
-
 jitted = jax.jit(linformer_attention)
 
 
@@ -102,8 +100,7 @@ def test_gradients_are_finite_differences():
         np.testing.assert_array_equal(gradient[5:], 0)
 
 
-@pytest.mark.parametrize("bounds", [(0, 4), (2, 6), (0, 0)])
-@pytest.mark.parametrize("sources", [7, 9])
+@pytest.mark.parametrize(("sources", "bounds"), [(7, (2, 6)), (9, (0, 4)), (9, (0, 0))])
 def test_padding_is_as_a_shorter_input(sources, bounds):
     query, key, value, e, f = single(draw(7, sources, batch=(3,), longest=11))
     whole = jitted(query, key, value, e, f)
@@ -116,7 +113,7 @@ def test_padding_is_as_a_shorter_input(sources, bounds):
 
     lengths = np.array([[0, sources], bounds, [0, sources]])
     call = partial(jitted, key_value_seq_lengths=lengths)
-    y, pullback = jax.vjp(call, query, key, value, e, f)
+    y, pullback = jax.vjp(jax.jit(call), query, key, value, e, f)
     np.testing.assert_allclose(y[queries], expected, atol=1e-5)
     np.testing.assert_allclose(y[0], whole[0], atol=1e-6)
     gradients = pullback(jnp.ones_like(y))
@@ -130,31 +127,9 @@ def test_padding_is_as_a_shorter_input(sources, bounds):
         np.testing.assert_array_equal(gradients[0][1], 0)
 
 
-def test_extreme_inputs_are_finite():
-    *arrays, e, f = single(draw(7, 7))
-    for scale in (0.0, 1000.0):
-        y, pullback = jax.vjp(jitted, *(scale * x for x in arrays), e, f)
-        for x in (y, *pullback(jnp.ones_like(y))):
-            assert np.isfinite(x).all()
-
-
-def test_transformations_and_half_precision():
-    arrays = single(draw(5, 9, batch=(3,)))
-    whole = jitted(*arrays)
-    np.testing.assert_allclose(linformer_attention(*arrays), whole, atol=1e-6)
-    mapped = jax.jit(jax.vmap(linformer_attention, (0, 0, 0, None, None)))
-    np.testing.assert_allclose(mapped(*arrays), whole, atol=1e-6)
-    half = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
-    y = jitted(*half)
-    assert y.dtype == jnp.bfloat16
-    expected = jitted(*(x.astype(jnp.float32) for x in half))
-    np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize(("length", "sources"), [(0, 0), (0, 4), (3, 0)])
-def test_no_tokens(length, sources):
-    y = jitted(*single(draw(length, sources, longest=4)))
-    np.testing.assert_array_equal(y, np.zeros((length, 2, 5)))
+def test_queries_without_keys_are_zero():
+    y = jitted(*single(draw(3, 0, longest=4)))
+    np.testing.assert_array_equal(y, np.zeros((3, 2, 5)))
 
 
 X, E = np.ones((6, 2, 3), np.float32), np.ones((8, 4), np.float32)

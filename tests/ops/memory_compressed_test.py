@@ -12,8 +12,6 @@ from heinsen_jax.ops.memory_compressed import (
     memory_compressed_attention,
 )
 
-pytestmark = pytest.mark.slow
-
 STATIC = ("is_causal", "pad", "return_state", "implementation")
 jitted = jax.jit(memory_compressed_attention, static_argnames=STATIC)
 PADS = ("left", "right")
@@ -88,7 +86,7 @@ def test_published_values(golden, length, is_causal):
     np.testing.assert_allclose(out, case[f"{name}/out"], rtol=0, atol=1e-10)
 
 
-CASES = [(1, 1, 1), (2, 2, 3), (63, 63, 3), (100, 100, 7), (5, 31, 4)]
+CASES = [(1, 1, 1), (2, 2, 3), (100, 100, 7), (5, 31, 4)]
 
 
 @pytest.mark.usefixtures("x64")
@@ -126,8 +124,7 @@ def test_gradients_are_finite_differences(implementation):
         np.testing.assert_allclose(np.sum(gradient * step), expected, rtol=1e-6, atol=1e-13)
 
 
-@pytest.mark.parametrize("pad", PADS)
-@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+@pytest.mark.parametrize(("pad", "implementation"), [("left", "xla"), ("right", "tiled")])
 def test_nothing_comes_from_the_future(pad, implementation):
     query, key, value, *compressions = cast(draw(8, 8))
     options = {"is_causal": True, "pad": pad, "implementation": implementation}
@@ -143,8 +140,9 @@ def test_nothing_comes_from_the_future(pad, implementation):
             assert np.any(jacobian[token, :end] != 0, (-1, -2)).all()
 
 
-@pytest.mark.parametrize("sizes", [(1,) * 11, (4, 0, 1, 6), (2, 9), (11,)])
-@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize(
+    ("factor", "sizes"), [(1, (4, 0, 1, 6)), (3, (1,) * 11), (3, (4, 0, 1, 6))]
+)
 def test_in_pieces_as_at_once(sizes, factor):
     query, key, value, *compressions = cast(draw(11, 11, batch=(2,), factor=factor))
     options = {"is_causal": True, "pad": "right"}
@@ -172,8 +170,7 @@ def test_more_tokens_than_the_state_has_room_for():
         memory_compressed_attention(*inputs, initial_state=state, **options)
 
 
-@pytest.mark.parametrize("pad", PADS)
-@pytest.mark.parametrize("sources", [11, 7])
+@pytest.mark.parametrize(("pad", "sources"), [("left", 11), ("right", 11), ("left", 7)])
 def test_padding_is_as_a_shorter_text(pad, sources):
     query, key, value, *compressions = draw(11, sources, batch=(5,))
     bounds = np.array([[0, sources], [2, 7], [0, 4], [3, 6], [5, 5]])
@@ -197,29 +194,6 @@ def test_padding_is_as_a_shorter_text(pad, sources):
             np.testing.assert_array_equal(gradients[1][row, end:], 0)
     ends = jitted(*arrays, key_value_seq_lengths=bounds[:, 1], is_causal=is_causal, pad=pad)
     np.testing.assert_array_equal(ends[2], y[2])
-
-
-def test_extreme_inputs_are_finite():
-    arrays = cast(draw(7, 7))
-    for scale in (0.0, 1000.0):
-        scaled = jax.tree.map(lambda x, scale=scale: scale * x, arrays)
-        y, pullback = jax.vjp(partial(jitted, is_causal=True), *scaled)
-        for x in (y, *jax.tree.leaves(pullback(jnp.ones_like(y)))):
-            assert np.isfinite(x).all()
-
-
-def test_transformations_and_half_precision():
-    arrays = cast(draw(7, 7, batch=(3,)))
-    function = partial(memory_compressed_attention, is_causal=True)
-    whole = jitted(*arrays, is_causal=True)
-    np.testing.assert_allclose(function(*arrays), whole, atol=1e-6)
-    mapped = jax.jit(jax.vmap(function, (0, 0, 0, None, None)))
-    np.testing.assert_allclose(mapped(*arrays), whole, atol=1e-6)
-    half = cast(arrays, jnp.bfloat16)
-    y = jitted(*half, is_causal=True)
-    assert y.dtype == jnp.bfloat16
-    expected = jitted(*cast(half), is_causal=True)
-    np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("length", "sources"), [(0, 0), (3, 0), (0, 4)])

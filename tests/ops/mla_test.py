@@ -6,8 +6,6 @@ import pytest
 from heinsen_jax.ops.mla import latent_attention, mla_attention
 from heinsen_jax.ops.rotary import rotary
 
-pytestmark = pytest.mark.slow
-
 STATIC = ("form", "is_causal", "implementation")
 FORMS = ("expanded", "absorbed")
 jitted = jax.jit(mla_attention, static_argnames=STATIC)
@@ -94,7 +92,7 @@ def test_published_values(golden, form):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("length", "sources"), [(1, 1), (7, 19), (63, 63)])
+@pytest.mark.parametrize(("length", "sources"), [(7, 19), (63, 63)])
 def test_both_forms_by_the_definition(length, sources, is_causal):
     arrays = draw(length, length if is_causal else sources)
     expected = oracle(*arrays, is_causal=is_causal)
@@ -127,24 +125,6 @@ def test_both_forms_have_the_gradients_of_finite_differences():
         np.testing.assert_allclose(np.sum(expanded * step), expected, rtol=1e-6, atol=1e-13)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_nothing_comes_from_the_future(form):
-    arrays = single(draw(7, 7))
-
-    def fourth(latent, key_pe):
-        return jnp.sum(jnp.sin(jitted(*arrays[:2], latent, key_pe, *arrays[4:], form=form)[3]))
-
-    def causal(latent, key_pe):
-        inputs = (*arrays[:2], latent, key_pe, *arrays[4:])
-        return jnp.sum(jnp.sin(jitted(*inputs, form=form, is_causal=True)[3]))
-
-    for gradient in jax.grad(causal, (0, 1))(*arrays[2:4]):
-        np.testing.assert_array_equal(gradient[4:], 0)
-        assert np.any(gradient[:4] != 0, -1).all()
-    for gradient in jax.grad(fourth, (0, 1))(*arrays[2:4]):
-        assert np.any(gradient[4:] != 0, -1).all()
-
-
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", FORMS)
 def test_decoding_from_a_cache_of_latents(form):
@@ -173,60 +153,9 @@ def test_latents_read_by_hand():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_padding_and_segments(form):
-    query, query_pe, latent, key_pe, *up = single(draw(7, 7, batch=(3,)))
-    bounds = np.array([[0, 7], [2, 5], [0, 0]])
-    for x in (latent, key_pe):
-        x[1, :2], x[1, 5:], x[2] = np.nan, np.nan, np.nan
-
-    def attend(query, latent, key_pe):
-        inputs = query, query_pe, latent, key_pe
-        return jitted(*inputs, *up, form=form, key_value_seq_lengths=bounds)
-
-    y, pullback = jax.vjp(attend, query, latent, key_pe)
-    alone = jitted(query[1], query_pe[1], latent[1, 2:5], key_pe[1, 2:5], *up, form=form)
-    np.testing.assert_allclose(y[1], alone, atol=2e-5)
-    np.testing.assert_array_equal(y[2], 0)
-    for gradient in pullback(jnp.ones_like(y)):
-        assert np.isfinite(gradient).all()
-
-    arrays = [x[0] for x in (query, query_pe, latent, key_pe)]
-    ids = np.array([0, 0, 0, 1, 1, 1, 1])
-    y = jitted(*arrays, *up, form=form, is_causal=True, segment_ids=ids)
-    second = jitted(*(x[3:] for x in arrays), *up, form=form, is_causal=True)
-    np.testing.assert_allclose(y[3:], second, atol=2e-5)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_extreme_inputs_are_finite(form):
-    arrays = single(draw(7, 7))
-    for scale in (0.0, 1000.0):
-        y, pullback = jax.vjp(
-            lambda *x: jitted(*x, form=form, is_causal=True), *(scale * x for x in arrays)
-        )
-        for x in (y, *pullback(jnp.ones_like(y))):
-            assert np.isfinite(x).all()
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_transformations_and_half_precision(form):
-    arrays = single(draw(5, 9, batch=(3,)))
-    whole = jitted(*arrays, form=form)
-    np.testing.assert_allclose(mla_attention(*arrays, form=form), whole, atol=1e-5)
-    mapped = jax.vmap(lambda *x: jitted(*x, form=form), (0,) * 4 + (None,) * 2)
-    np.testing.assert_allclose(mapped(*arrays), whole, atol=1e-5)
-    half = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
-    y = jitted(*half, form=form)
-    assert y.dtype == jnp.bfloat16
-    expected = np.asarray(jitted(*(x.astype(jnp.float32) for x in half), form=form))
-    assert np.max(np.abs(y.astype(jnp.float32) - expected)) < 0.05 * np.max(np.abs(expected))
-
-
-@pytest.mark.parametrize(("length", "sources"), [(0, 0), (0, 4), (3, 0)])
-@pytest.mark.parametrize("form", FORMS)
-def test_no_tokens(length, sources, form):
-    y = jitted(*single(draw(length, sources)), form=form)
-    np.testing.assert_array_equal(y, np.zeros((length, 2, 5)))
+def test_queries_without_keys_are_zero(form):
+    y = jitted(*single(draw(3, 0)), form=form)
+    np.testing.assert_array_equal(y, np.zeros((3, 2, 5)))
 
 
 def without(index, x):

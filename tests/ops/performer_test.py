@@ -5,11 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from heinsen_jax.ops import HeinsenAttentionState
-from heinsen_jax.ops.linear import LinearAttentionState
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
-
-pytestmark = pytest.mark.slow
 
 OPTIONS = ("kernel", "is_causal", "epsilon", "return_state", "implementation")
 jitted = jax.jit(performer_attention, static_argnames=OPTIONS)
@@ -89,7 +85,7 @@ def test_published_form_without_epsilon_is_the_other(case):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("length", "is_causal", "epsilon"),
-    [(1, True, 0.0), (63, True, 0.1), (100, True, 0.0), (100, False, 0.0), (63, False, 0.1)],
+    [(1, True, 0.0), (63, True, 0.1), (100, False, 0.0)],
 )
 def test_values_by_the_definition(length, is_causal, epsilon):
     arrays = draw(length, heads=4, groups=2)
@@ -133,44 +129,6 @@ def test_gradients_are_those_of_the_quadratic_form(kernel, is_causal, epsilon):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-11 * max(1, np.max(np.abs(want))))
 
 
-@pytest.mark.parametrize("kernel", ["softmax", "relu"])
-def test_pieces_and_tokens_are_as_the_whole(kernel):
-    arrays = single(draw(67, batch=(2,)))
-    whole, end = jitted(*arrays, kernel=kernel, return_state=True)
-    for sizes in ([37, 30], [1] * 67):
-        pieces = []
-        if kernel == "relu":
-            state = LinearAttentionState.empty((2,), 1, M, 2)
-        else:
-            state = HeinsenAttentionState.empty((2,), 1, M, 2)
-        start = 0
-        for size in sizes:
-            part = [x[:, start : start + size] for x in arrays[:3]]
-            y, state = jitted(
-                *part, arrays[3], kernel=kernel, initial_state=state, return_state=True
-            )
-            pieces.append(y)
-            start += size
-        np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=2e-5)
-        for have, want in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):
-            np.testing.assert_allclose(have, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kernel", ["softmax", "relu"])
-def test_no_gradient_reaches_the_future(kernel):
-    query, key, value, projection = single(draw(70))
-
-    def at(key, value, t):
-        return jnp.sum(performer_attention(query, key, value, projection, kernel=kernel)[t])
-
-    grad = jax.jit(jax.grad(at, (0, 1)))
-    for t in (0, 33, 68):
-        d_key, d_value = grad(key, value, t)
-        np.testing.assert_array_equal(d_key[t + 1 :], 0)
-        np.testing.assert_array_equal(d_value[t + 1 :], 0)
-        assert np.abs(d_value[: t + 1]).max() > 0
-
-
 @pytest.mark.parametrize(("std", "is_causal"), [(1000.0, True), (1000.0, False)])
 def test_extreme_inputs(std, is_causal):
     """Features that linear space cannot hold: one key outweighs all others by thousands of nats."""
@@ -190,52 +148,6 @@ def test_equal_tokens_are_averaged():
     y = jitted(query, key, value, projection, is_causal=False)
     average = np.broadcast_to(np.mean(value, 0), y.shape)
     np.testing.assert_allclose(y, average, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("kernel", "is_causal"), [("softmax", True), ("softmax", False), ("relu", True)]
-)
-def test_what_sees_nothing_is_zero_with_zero_gradients(kernel, is_causal):
-    arrays = single(draw(5, batch=(3,)))
-    alone = [*(x[1, :2].copy() for x in arrays[:3]), arrays[3]]
-    for x in arrays[:3]:
-        x[0], x[1, 2:] = np.nan, np.nan
-    options = {"kernel": kernel, "is_causal": is_causal}
-    lengths = np.array([0, 2, 5])
-    y, pullback = jax.vjp(partial(jitted, key_value_seq_lengths=lengths, **options), *arrays)
-    np.testing.assert_array_equal(y[0], 0)
-    if kernel == "softmax":
-        np.testing.assert_allclose(y[1, :2], oracle(*alone, is_causal=is_causal), atol=1e-5)
-    *gradients, d_projection = pullback(jnp.ones_like(y))
-    assert np.isfinite(d_projection).all()
-    for gradient in gradients:
-        assert np.isfinite(gradient).all()
-        np.testing.assert_array_equal(gradient[0], 0)
-
-
-def test_segments_are_apart():
-    arrays = single(draw(50))
-    ids = (np.arange(50) >= 20).astype(int)
-    y = jitted(*arrays, segment_ids=ids)
-    for part in np.s_[:20, 20:]:
-        alone = oracle(*(x[part] for x in arrays[:3]), arrays[3], is_causal=True)
-        np.testing.assert_allclose(y[part], alone, atol=1e-5)
-
-
-def test_transformations_and_half_precision():
-    arrays = single(draw(17, batch=(3,)))
-    mapped = jax.jit(jax.vmap(performer_attention, (0, 0, 0, None)))
-    for index, y in enumerate(mapped(*arrays)):
-        alone = oracle(*(x[index] for x in arrays[:3]), arrays[3], is_causal=True)
-        np.testing.assert_allclose(y, alone, atol=1e-5)
-    both_ways = partial(performer_attention, is_causal=False)
-    np.testing.assert_allclose(both_ways(*arrays), jax.jit(both_ways)(*arrays), atol=1e-6)
-    half = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
-    for options in ({}, {"kernel": "relu"}, {"implementation": "published"}):
-        y = jitted(*half, is_causal=False, **options)
-        assert y.dtype == jnp.bfloat16
-        expected = jitted(*(x.astype(jnp.float32) for x in half), is_causal=False, **options)
-        np.testing.assert_array_equal(y, expected.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("num_features", "depth"), [(20, 8), (8, 8), (3, 5), (4, 1)])

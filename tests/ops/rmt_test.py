@@ -4,12 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
-
-pytestmark = pytest.mark.slow
 
 WIDTH, SIZE, SEGMENT = 4, 3, 5  # features, memory vectors, tokens in a segment
 
@@ -68,12 +64,10 @@ def start(memory, segment_length=SEGMENT) -> SegmentState:
 CASES = pytest.mark.parametrize(
     ("batch", "length", "size", "segment_length"),
     [
-        ((), 1, 1, 1),
         ((), 5, SIZE, 5),
         ((2,), 13, SIZE, 5),
         ((2, 1), 7, 2, 100),
         ((2,), 6, 1, 1),
-        ((1,), 63, SIZE, 16),
         ((), 100, 2, 7),
         ((2,), 11, 0, 4),  # without memory, segments on their own
     ],
@@ -202,45 +196,6 @@ def test_logits_of_the_published_code_token_by_token(case):
 # Streaming
 
 
-@settings(max_examples=8)
-@given(st.lists(st.sampled_from([0, 1, 2, 5, 12]), max_size=6), st.integers(0, 2**32 - 1))
-def test_pieces_give_the_result_of_one_pass(lengths, seed):
-    with jax.enable_x64(True):
-        x, memory = draw(seed, 2, 41, WIDTH), draw(seed + 1, 2, SIZE, WIDTH)
-        x = x[:, : sum(lengths) or 1]
-        expected, complete, last = by_definition(x, memory)
-        state, outputs, at = start(memory), [], 0
-        for length in lengths or [1]:
-            y, state = run_on(x[:, at : at + length], state)
-            outputs.append(y)
-            at += length
-        np.testing.assert_allclose(np.concatenate(outputs, 1), expected[:, :at], atol=1e-12)
-        if at:
-            np.testing.assert_allclose(state.memory, complete, atol=1e-12)
-            closed = state.close(causal_attention).memory
-            np.testing.assert_allclose(closed, last, atol=1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-def test_gradients_flow_through_the_state():
-    x, memory, cotangent = draw(5, 2, 14, WIDTH), draw(6, 2, SIZE, WIDTH), draw(7, 2, 14, WIDTH)
-
-    def in_pieces(x, memory):
-        state, outputs = start(memory), []
-        for piece in jnp.split(x, [3, 4, 9], 1):
-            y, state = run_on(piece, state)
-            outputs.append(y)
-        return jnp.concatenate(outputs, 1)
-
-    def definition(x, memory):
-        return by_definition(x, memory, xp=jnp)[0]
-
-    both = (jax.jit(f) for f in (in_pieces, definition))
-    actual, expected = (jax.vjp(f, x, memory)[1](cotangent) for f in both)
-    for a, b in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-10)
-
-
 def test_whole_segments_in_pieces_run_the_layer_once_each():
     """A piece that may reach into one segment more skips it where it does not."""
     calls = []
@@ -270,23 +225,6 @@ def test_closing_where_a_segment_ends_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, state, closed)
 
 
-@pytest.mark.parametrize("token", [0, 4, 5, 12])
-def test_no_token_sees_the_future(token):
-    x, memory = draw(9, 2, 13, WIDTH).astype(np.float32), draw(10, SIZE, WIDTH).astype(np.float32)
-
-    def output(x, state=None):
-        if state is None:
-            return run(x, memory, segment_length=SEGMENT)[:, token]
-        return run_on(x, state)[0][:, token]
-
-    middle = start(jnp.broadcast_to(memory, (2, SIZE, WIDTH)))
-    _, middle = run_on(x[:, :3], middle)
-    for state in (None, middle):
-        gradient = jax.grad(lambda x, state=state: jnp.sum(output(x, state)))(x)
-        np.testing.assert_array_equal(gradient[:, token + 1 :], 0)
-        assert np.all(np.any(gradient[:, : token + 1] != 0, -1))
-
-
 def test_a_layer_meets_no_vector_of_zeros_of_padding():
     """Normalising zeros would be 0 / 0."""
 
@@ -311,11 +249,12 @@ def test_a_layer_meets_no_vector_of_zeros_of_padding():
 def test_extreme_inputs():
     x, memory = (s.astype(np.float32) for s in (draw(13, 13, WIDTH), draw(14, SIZE, WIDTH)))
     total = partial(run, segment_length=SEGMENT)
+    gradients_of = jax.jit(jax.grad(lambda *a: jnp.sum(total(*a)), (0, 1)))
     for x_, memory_ in ((1000 * x, 1000 * memory), (np.zeros_like(x), np.zeros_like(memory))):
         y = run(x_, memory_, segment_length=SEGMENT)
         expected, *_ = by_definition(x_.astype(np.float64), memory_.astype(np.float64))
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
-        gradients = jax.grad(lambda *a: jnp.sum(total(*a)), (0, 1))(x_, memory_)
+        gradients = gradients_of(x_, memory_)
         assert all(np.isfinite(g).all() for g in gradients)
 
 
@@ -334,30 +273,22 @@ def test_memory_in_use_grows_with_one_segment_only():
     assert (bytes_for(1024) - bytes_for(512)) / (512 * WIDTH * 4) < 16
 
 
-def test_transforms_dtypes_and_no_tokens():
+def test_sequences_of_a_batch_may_be_elsewhere_in_their_segments():
     x, memory = draw(15, 3, 13, WIDTH).astype(np.float32), draw(16, SIZE, WIDTH).astype(np.float32)
-    call = partial(segment_recurrence, causal_attention, segment_length=SEGMENT)
-    expected = call(x, memory)
-    np.testing.assert_allclose(run(x, memory, segment_length=SEGMENT), expected, atol=1e-5)
-    np.testing.assert_allclose(jax.vmap(lambda x: call(x, memory))(x), expected, atol=1e-5)
-
-    # Each sequence of a batch may stand elsewhere in its segment.
     memories = jnp.broadcast_to(memory, (3, SIZE, WIDTH))
     states = SegmentState(memories, jnp.asarray(x[:, 8:]), jnp.asarray([2, 0, 1]))
-    y, _ = jax.vmap(run_on)(x, states)
+    y, _ = jax.jit(jax.vmap(run_on))(x, states)
     for row in range(3):
         state = jax.tree.map(lambda a, row=row: a[row], states)
         np.testing.assert_allclose(y[row], run_on(x[row], state)[0], atol=1e-5)
 
-    half = jnp.asarray(x, jnp.bfloat16), jnp.asarray(memory, jnp.bfloat16)
-    y, state = call(*half, return_state=True)
-    assert {y.dtype, state.memory.dtype, state.tokens.dtype} == {jnp.dtype(jnp.bfloat16)}
-    np.testing.assert_allclose(y.astype(jnp.float32), expected, atol=0.2)
-    assert call(half[0], memory).dtype == jnp.float32
 
-    y, state = call(x[:, :0], memory, return_state=True)
-    assert y.shape == (3, 0, WIDTH)
-    np.testing.assert_array_equal(state.memory, np.broadcast_to(memory, (3, SIZE, WIDTH)))
+def test_dtypes_are_those_of_the_inputs():
+    x, memory = jnp.ones((3, 7, WIDTH), jnp.bfloat16), jnp.ones((SIZE, WIDTH), jnp.bfloat16)
+    call = partial(segment_recurrence, causal_attention, segment_length=SEGMENT)
+    y, state = jax.eval_shape(partial(call, return_state=True), x, memory)
+    assert {y.dtype, state.memory.dtype, state.tokens.dtype} == {jnp.dtype(jnp.bfloat16)}
+    assert jax.eval_shape(call, x, memory.astype(jnp.float32)).dtype == jnp.float32
 
 
 X, MEMORY = jnp.zeros((2, 7, WIDTH)), jnp.zeros((2, SIZE, WIDTH))

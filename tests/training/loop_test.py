@@ -75,6 +75,7 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing(small, tmp_path, cap
     assert not list((tmp_path / "run").iterdir())
 
 
+@pytest.mark.nightly
 def test_a_profile_is_a_trace_of_a_few_steps(small, tmp_path):
     short = override(small, ["--training.steps", "12", "--training.sample_tokens", "0"])
     run(tmp_path / "run", short, profile=True)
@@ -90,7 +91,9 @@ def test_a_run_whose_updates_are_all_skipped_ends_and_says_why(small, tmp_path, 
     assert rows[-1]["train/skipped"] >= 3
 
 
-@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "stop", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
+)
 def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
     stop, small, uninterrupted, tmp_path, monkeypatch
 ):

@@ -53,8 +53,8 @@ def performer_attention(
       is_causal, segment_ids, key_value_seq_lengths: as in `heinsen_attention`.
       epsilon: what is added to each feature, whatever the size of the others; None for 0, or for
         1e-3 with kernel="relu". It biases weights by about epsilon.
-      initial_state, return_state: a `HeinsenAttentionState` with depth M, as in `heinsen_attention`,
-        or a `LinearAttentionState` with kernel="relu".
+      initial_state, return_state: a `HeinsenAttentionState` with depth M, as in
+        `heinsen_attention`, or a `LinearAttentionState` with kernel="relu".
       implementation: "log_space"; "published", features relative to their largest, those of keys
         over all positions, later ones too, plus epsilon, 1e-4 when None, and if causal 1e-6 more of
         each feature in the sum that divides; or None for the first. kernel="relu" has one form.

@@ -13,8 +13,8 @@ from heinsen_jax.ops import (
     AdditiveState,
     CompressedCache,
     Compression,
+    HeinsenAttentionState,
     LinearAttentionState,
-    LogAttentionState,
     SegmentState,
     additive_pooling,
     block_sparse_attention,
@@ -85,9 +85,8 @@ def relu_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LinearAttentionSt
     return LinearAttentionState.empty(batch, 2, NUM_FEATURES, 2, dtype)
 
 
-def performer_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LogAttentionState:
-    dtype = jnp.complex128 if dtype == np.float64 else jnp.complex64
-    return LogAttentionState.empty(batch, 2, NUM_FEATURES, 2, dtype)
+def performer_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> HeinsenAttentionState:
+    return HeinsenAttentionState.empty(batch, 2, NUM_FEATURES, 2, dtype)
 
 
 RADIUS, BLOCK = 3, 5

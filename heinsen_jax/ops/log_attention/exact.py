@@ -72,7 +72,7 @@ def _update_linear(kept: Array, mean: Array, added: Array, value: Array) -> Arra
 
 
 def _read_log(near: Array, value: Array, past: Array, mean: Array) -> Array:
-    return log_add_exp(log_matmul(near, value), log_matmul(past, mean))
+    return log_matmul(jnp.concatenate([near, past], -1), jnp.concatenate([value, mean], -2))
 
 
 def _update_log(kept: Array, mean: Array, added: Array, value: Array) -> Array:
@@ -89,7 +89,8 @@ def forward(space: Space, chunks: Chunk, state: Averages) -> tuple[Outputs, Aver
     """Y, log Z and the state after all chunks."""
 
     def step(state: Averages, tokens: Chunk) -> tuple[Averages, Outputs]:
-        return _absorb(space, tokens, state), _attend(space, tokens, state)
+        decays = _decays(tokens)
+        return _absorb(space, tokens, decays, state), _attend(space, tokens, decays, state)
 
     after, outputs = lax.scan(step, state, chunks)
     return outputs, after
@@ -101,14 +102,16 @@ def backward(
     """Cotangents of the chunks and of the state before them; all else is computed again."""
 
     def absorb(state: Averages, tokens: Chunk) -> tuple[Averages, Averages]:
-        return _absorb(space, tokens, state), state
+        return _absorb(space, tokens, _decays(tokens), state), state
 
     def step(d_after: Averages, xs: tuple[Chunk, Averages, Outputs]) -> tuple[Averages, Chunk]:
         tokens, before, d_outputs = xs
-        d_tokens, d_before = _attend_backward(space, tokens, before, d_outputs)
-        d_absorbed, d_kept = _absorb_backward(space, tokens, before, d_after)
-        d_tokens = jax.tree.map(jnp.add, d_tokens, d_absorbed)
-        return jax.tree.map(jnp.add, d_before, d_kept), d_tokens
+        decays, of_decays = jax.vjp(_decays, tokens)
+        d_read, d_decays_read, d_before = _attend_backward(space, tokens, decays, before, d_outputs)
+        d_kept, d_decays, d_before_kept = _absorb_backward(space, tokens, decays, before, d_after)
+        (d_tokens,) = of_decays(jax.tree.map(jnp.add, d_decays, d_decays_read))
+        d_tokens = jax.tree.map(lambda *x: sum(x[1:], x[0]), d_tokens, d_read, d_kept)
+        return jax.tree.map(jnp.add, d_before, d_before_kept), d_tokens
 
     _, before = lax.scan(absorb, state, chunks)
     d_state, d_chunks = lax.scan(step, d_after, (chunks, before, d_outputs), reverse=True)
@@ -141,30 +144,66 @@ def inputs_of(d_chunks: Chunk, inputs: Inputs) -> Inputs:
     return Inputs(unchunk(d_chunks.query, batch, heads), key, value, decay)
 
 
-def _attend(space: Space, tokens: Chunk, state: Averages) -> Outputs:
-    near, past = _logits(tokens.query, tokens.key, tokens.decay, state.log_z)
+class Decays(NamedTuple):
+    """Sums of decays in a chunk, None where there are none.
+
+    Attributes:
+      between: of tokens s + 1 to t, where all features of a head decay alike.
+      prefix, suffix: at level l, of the tokens from the start of the 2^l tokens that t is one of up
+        to t, and of those after s to their end; where each feature has a decay of its own.
+      from_start: of the tokens up to t.
+      to_end: of the tokens after s.
+    """
+
+    between: Float[Array, "X C C"] | None
+    prefix: Float[Array, "L X C K"] | None
+    suffix: Float[Array, "L X C K"] | None
+    from_start: Float[Array, "X C F"] | None
+    to_end: Float[Array, "X C F"] | None
+
+
+def _decays(tokens: Chunk) -> Decays:
+    decay = tokens.decay
+    if decay is None:
+        return Decays(None, None, None, None, None)
+    _, size, features = decay.shape
+    if features == 1:
+        t, s, r = _indices(size, size + 1, size)
+        between = _sums(((s <= r) & (r <= t)).reshape(-1, size), decay)
+        between = between.reshape(-1, size, size + 1)  # the first s is before the chunk
+        from_start, between = between[..., :1], between[..., 1:]
+        return Decays(between, None, None, from_start, between[:, -1, :, None])
+    level, t, s = _indices(size.bit_length(), size, size)
+    same = t >> level == s >> level
+    prefix, suffix = _sums(same & (s <= t), decay), _sums(same & (s > t), decay)
+    return Decays(None, prefix[:-1], suffix[:-1], prefix[-1], suffix[-1])
+
+
+def _attend(space: Space, tokens: Chunk, decays: Decays, state: Averages) -> Outputs:
+    near, past = _logits(tokens.query, tokens.key, decays, state.log_z)
     log_z = log_sum_exp(jnp.concatenate([near, past], -1), -1)
     total = finite(log_z)[..., None]
     return space.read(near - total, tokens.value, past - total, state.mean), log_z
 
 
 def _attend_backward(
-    space: Space, tokens: Chunk, state: Averages, d_outputs: Outputs
-) -> tuple[Chunk, Averages]:
+    space: Space, tokens: Chunk, decays: Decays, state: Averages, d_outputs: Outputs
+) -> tuple[Chunk, Decays, Averages]:
     query, key, value, decay = tokens
-    (near, past), of_logits = jax.vjp(_logits, query, key, decay, state.log_z)
+    (near, past), of_logits = jax.vjp(_logits, query, key, decays, state.log_z)
     d_y, d_log_z = d_outputs
     total = finite(log_sum_exp(jnp.concatenate([near, past], -1), -1))[..., None]
     near, past = near - total, past - total
     d_near, d_value, d_past, d_mean = jax.vjp(space.read, near, value, past, state.mean)[1](d_y)
     d_total = (d_log_z - jnp.sum(d_near, -1) - jnp.sum(d_past, -1))[..., None]
     d_logits = d_near + jnp.exp(near) * d_total, d_past + jnp.exp(past) * d_total
-    d_query, d_key, d_decay, d_state = of_logits(d_logits)
-    return Chunk(d_query, d_key, d_value, d_decay), Averages(d_state, d_mean)
+    d_query, d_key, d_decays, d_state = of_logits(d_logits)
+    d_decay = None if decay is None else jnp.zeros_like(decay)
+    return Chunk(d_query, d_key, d_value, d_decay), d_decays, Averages(d_state, d_mean)
 
 
-def _absorb(space: Space, tokens: Chunk, state: Averages) -> Averages:
-    kept, added = _logits_at_end(tokens.key, tokens.decay, state.log_z)
+def _absorb(space: Space, tokens: Chunk, decays: Decays, state: Averages) -> Averages:
+    kept, added = _logits_at_end(tokens.key, decays, state.log_z)
     log_z = log_add_exp(kept, log_sum_exp(added, 1))
     total = finite(log_z)
     mean = space.update(kept - total, state.mean, added - total[:, None], tokens.value)
@@ -172,72 +211,55 @@ def _absorb(space: Space, tokens: Chunk, state: Averages) -> Averages:
 
 
 def _absorb_backward(
-    space: Space, tokens: Chunk, state: Averages, d_after: Averages
-) -> tuple[Chunk, Averages]:
+    space: Space, tokens: Chunk, decays: Decays, state: Averages, d_after: Averages
+) -> tuple[Chunk, Decays, Averages]:
     query, key, value, decay = tokens
-    (kept, added), of_logits = jax.vjp(_logits_at_end, key, decay, state.log_z)
+    (kept, added), of_logits = jax.vjp(_logits_at_end, key, decays, state.log_z)
     total = finite(log_add_exp(kept, log_sum_exp(added, 1)))
     kept, added = kept - total, added - total[:, None]
     update = jax.vjp(space.update, kept, state.mean, added, value)[1]
     d_kept, d_mean, d_added, d_value = update(d_after.mean)
     d_total = d_after.log_z - d_kept - jnp.sum(d_added, 1)
     d_logits = d_kept + jnp.exp(kept) * d_total, d_added + jnp.exp(added) * d_total[:, None]
-    d_key, d_decay, d_state = of_logits(d_logits)
-    return Chunk(jnp.zeros_like(query), d_key, d_value, d_decay), Averages(d_state, d_mean)
+    d_key, d_decays, d_state = of_logits(d_logits)
+    d_decay = None if decay is None else jnp.zeros_like(decay)
+    d_tokens = Chunk(jnp.zeros_like(query), d_key, d_value, d_decay)
+    return d_tokens, d_decays, Averages(d_state, d_mean)
 
 
 def _logits(
-    query: Array, key: Array, decay: Array | None, log_z: Array
+    query: Array, key: Array, decays: Decays, log_z: Array
 ) -> tuple[Float[Array, "X RC C"], Float[Array, "X RC K"]]:
-    """A and P."""
-    near, past = _scores(query, key, decay), query + log_z[:, None]
-    if decay is not None:
-        from_start, _ = _decay_from_start_and_to_end(decay)
-        past = past + repeat_rows(from_start, query.shape[1] // key.shape[1])
-    return near, past
-
-
-def _logits_at_end(
-    key: Array, decay: Array | None, log_z: Array
-) -> tuple[Float[Array, "X K"], Float[Array, "X C K"]]:
-    """log Z of the state and the keys, as the state after the chunk has them."""
-    if decay is None:
-        return log_z, key
-    from_start, to_end = _decay_from_start_and_to_end(decay)
-    return log_z + from_start[:, -1], key + to_end
-
-
-def _scores(query: Array, key: Array, decay: Array | None) -> Float[Array, "X RC C"]:
-    """A_ts, -inf where s > t."""
+    """A, -inf where s > t, and P."""
     size = key.shape[1]
     heads = query.shape[1] // size
-    if decay is not None and decay.shape[-1] > 1:
-        return _scores_by_levels(query, key, decay)
+    past = query + log_z[:, None]
+    if decays.from_start is not None:
+        past = past + repeat_rows(decays.from_start, heads)
+    if decays.prefix is not None:
+        return _scores_by_levels(query, key, decays), past
     scores = log_matmul(query, jnp.swapaxes(key, 1, 2))
-    if decay is not None:
-        t, s, r = _indices(size, size, size)
-        between = _sums(((s < r) & (r <= t)).reshape(size * size, size), decay)
-        scores = scores + repeat_rows(between.reshape(-1, size, size), heads)
+    if decays.between is not None:
+        scores = scores + repeat_rows(decays.between, heads)
     t, s = _indices(size, size)
-    return jnp.where(repeat_rows(s <= t, heads)[None], scores, -jnp.inf)
+    return jnp.where(repeat_rows(s <= t, heads)[None], scores, -jnp.inf), past
 
 
-def _scores_by_levels(query: Array, key: Array, decay: Array) -> Float[Array, "X RC C"]:
-    """A_ts where each key feature decays at its own rate, so that D_ts is inside the LSE.
+def _scores_by_levels(query: Array, key: Array, decays: Decays) -> Float[Array, "X RC C"]:
+    """A where each key feature decays at its own rate, so that D_ts is inside the LSE.
 
     For s < t there is one level l at which s lies in the left and t in the right half of the same
     2^(l+1) tokens. Split at the middle, D_ts is a sum to the end of the left half, which belongs to
     the key, and one from the start of the right half, which belongs to the query.
     """
+    assert decays.prefix is not None
+    assert decays.suffix is not None
     size = key.shape[1]
     heads = query.shape[1] // size
-    level, t, s = _indices(size.bit_length() - 1, size, size)
-    half_of_t, half_of_s = t >> level, s >> level
-    same = half_of_t == half_of_s
-    prefix, suffix = _sums(same & (s <= t), decay), _sums(same & (s > t), decay)
-    keys = jnp.swapaxes(key[None] + suffix, -1, -2)
-    scores = log_matmul(query[None] + repeat_rows(prefix, heads), keys)
-    siblings = (half_of_t ^ 1 == half_of_s) & (s < t)
+    keys = jnp.swapaxes(key[None] + decays.suffix, -1, -2)
+    scores = log_matmul(query[None] + repeat_rows(decays.prefix, heads), keys)
+    level, t, s = _indices(len(decays.prefix), size, size)
+    siblings = ((t >> level) ^ 1 == s >> level) & (s < t)
     siblings = repeat_rows(siblings, heads)[:, None]
     scores = jnp.sum(jnp.where(siblings, scores, 0), 0)
     scores = jnp.where(jnp.any(siblings, 0), scores, -jnp.inf)
@@ -246,10 +268,14 @@ def _scores_by_levels(query: Array, key: Array, decay: Array) -> Float[Array, "X
     return jnp.where(repeat_rows(s == t, heads)[None], own, scores)
 
 
-def _decay_from_start_and_to_end(decay: Array) -> tuple[Array, Array]:
-    """Sums of the decays up to each token of a chunk, and after it, `[X, C, F]`."""
-    t, r = _indices(decay.shape[1], decay.shape[1])
-    return _sums(r <= t, decay), _sums(r > t, decay)
+def _logits_at_end(
+    key: Array, decays: Decays, log_z: Array
+) -> tuple[Float[Array, "X K"], Float[Array, "X C K"]]:
+    """log Z of the state and the keys, as the state after the chunk has them."""
+    if decays.from_start is None:
+        return log_z, key
+    assert decays.to_end is not None
+    return log_z + decays.from_start[:, -1], key + decays.to_end
 
 
 def _indices(*sizes: int) -> list[Array]:

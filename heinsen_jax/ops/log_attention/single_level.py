@@ -27,7 +27,7 @@ from jax import lax
 
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
-from heinsen_jax.ops.numerics import einsum, reciprocal, safe_log, share, where_empty
+from heinsen_jax.ops.numerics import einsum, finite, reciprocal, safe_log, share
 from heinsen_jax.typing import Array, Float, Int
 
 
@@ -117,10 +117,10 @@ def forward(
     """((Y, log Z), state after all tokens), and residuals. The number of tokens is a multiple of
     the chunk's; the state is `[X, ...]`."""
     query, key, value, decay, segments = _exponents(inputs, form.chunk_size)
-    scale = where_empty(scales.query, 0.0)[..., None, :]
+    scale = finite(scales.query)[..., None, :]
     key = jnp.exp(key - scale)
     query = query + scale
-    largest = where_empty(jnp.max(query, -1, keepdims=True), 0.0)
+    largest = finite(jnp.max(query, -1, keepdims=True))
     query = jnp.exp(query - largest)
 
     absorbed = key if segments is None else _where_last(segments, key, 0.0)
@@ -141,7 +141,7 @@ def forward(
     inverse, inverse_end = reciprocal(total), reciprocal(z_end)
     y = y * inverse[..., None]
     mean_end = s_end * inverse_end[..., None]
-    after = Averages(safe_log(z_end) + where_empty(scales.after[-1], 0.0), mean_end)
+    after = Averages(safe_log(z_end) + finite(scales.after[-1]), mean_end)
 
     batch, _, _, heads, _ = inputs.query.shape
     log_z = (safe_log(total) + largest[..., 0])[..., None]

@@ -178,7 +178,8 @@ def test_toy(toy, implementation):
     assert_within(log_y[:, 0], toy["log_Y"], 1e-10)
     np.testing.assert_allclose(jnp.exp(log_y[:, 0]), toy["Y_quadratic"], rtol=1e-10)
     inputs = toy_inputs(toy)
-    y, _ = step(inputs._replace(value=np.exp(inputs.value)), implementation, heinsen_attention)
+    inputs = inputs._replace(value=np.exp(inputs.value), state=None)
+    y, _ = step(inputs, implementation, heinsen_attention)
     np.testing.assert_allclose(y[:, 0], toy["Y_quadratic"], rtol=1e-10)
 
 

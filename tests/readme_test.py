@@ -27,7 +27,13 @@ def results_of_study(name: str) -> list:
     return results_of(study, ROOT / "benchmarks/results/studies" / name)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+SHORT = "layer", "mechanism"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name not in SHORT)) for name in EXAMPLES],
+)
 def test_examples_run(name, capsys):
     exec(compile(EXAMPLES[name], name, "exec"), {})
     if name != "keywords":

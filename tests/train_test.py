@@ -139,6 +139,7 @@ def test_a_killed_run_goes_on_and_ends_bit_for_bit_the_same(place, trained):
     assert validation_rows(workdir) == validation_rows(place / "whole")
 
 
+@pytest.mark.nightly
 def test_sigterm_saves_and_exits_with_143(place, trained):
     process = command(place, *train("--workdir", "stopped"))
     while not (place / "stopped/checkpoints/10").is_dir():
@@ -192,21 +193,17 @@ def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_evaluate_measures_what_training_did(place, trained):
+def test_evaluate_measures_what_training_did(place, trained, monkeypatch, capsys):
     last = validation_rows(place / "whole")[-1]
-    (place / "other.txt").write_text("abc de f " * 100)
-    arguments = "-m", "heinsen_jax.evaluate", "--workdir", "whole", "--latest", "--max-batches", "2"
-    code, out, err = finish(place, *arguments)
-    assert code == 0, err
+    arguments = "--workdir", "whole", "--latest", "--max-batches", "2"
+    code, out, _ = said_by(evaluate.main, place, monkeypatch, capsys, *arguments)
+    assert code == 0
     assert "whole, step 300, on words.txt" in out
     for name in ("loss", "perplexity", "bits_per_byte"):
         said = float(out.split(f"{name.replace('_', ' ')}: ")[1].split()[0])
         assert said == pytest.approx(last[f"validation/{name}"], abs=1e-4)
-
-
-def test_evaluate_takes_other_data(place, trained, monkeypatch, capsys):
     (place / "other.txt").write_text("abc de f " * 100)
-    arguments = "--workdir", "whole", "--max-batches", "2", "--data", "other.txt"
+    arguments += "--data", "other.txt"
     code, out, _ = said_by(evaluate.main, place, monkeypatch, capsys, *arguments)
     assert code == 0
     assert "on other.txt" in out

@@ -85,18 +85,17 @@ def from_state_dict(arrays: Mapping[str, ArrayLike], *, num_heads: int) -> Langu
 def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
     """The inverse of `from_state_dict`: what the published PyTorch model loads.
 
-        Raises:
-          ValueError: the model is another one than the published; the message names the field.
+    Raises:
+      ValueError: the model is another one than the published; the message names the field.
 
-        Examples:
-          >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
-    from heinsen_jax.typing import ArrayLike
-          >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 1, "num_heads": 2}
-          >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
-          >>> arrays = to_state_dict(model)
-          >>> arrays["embed.weight"].shape
-          (10, 8)
-          >>> again = from_state_dict(arrays, num_heads=2)
+    Examples:
+      >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
+      >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 1, "num_heads": 2}
+      >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
+      >>> arrays = to_state_dict(model)
+      >>> arrays["embed.weight"].shape
+      (10, 8)
+      >>> again = from_state_dict(arrays, num_heads=2)
     """
     _check_published(model.config)
     state = nnx.to_flat_state(nnx.state(model, nnx.Param))

@@ -44,7 +44,8 @@ VARIANTS |= {
 
 
 NIGHTLY = {"log, window", "log, decay of features", "log, decay and window", "log, not gated"}
-NIGHTLY |= {"log, linear values in chunks"}
+NIGHTLY |= {"log, linear values in chunks", "softmax, gated", "sliding_window, itself"}
+NIGHTLY |= {"block_sparse, local", "block_sparse, strided"}
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
 LENGTH = 63
 

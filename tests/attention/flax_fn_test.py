@@ -191,6 +191,7 @@ def test_bfloat16(name):
     assert same.dtype == jnp.bfloat16
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_what_cannot_be_honoured_is_refused():
     x = arrays()
     for name, given in {

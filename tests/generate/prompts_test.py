@@ -8,7 +8,7 @@ import pytest
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.generate.prompts import PIECE
-from tests.models.mechanisms_test import CAUSAL, build
+from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
 
 SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
 LENGTHS = np.array([PIECE + 5, 1, PIECE])
@@ -23,10 +23,16 @@ def prompts(padding: str):
     return tokens, rows
 
 
-@pytest.mark.parametrize(
-    ("name", "padding"), [*((name, "right") for name in CAUSAL), ("log", "left")]
-)
-def test_as_alone(name, padding):
+@few_or_nightly(CAUSAL, few=["softmax", "rmt"])
+def test_as_alone(name):
+    check(name, "right")
+
+
+def test_as_alone_with_padding_on_the_left():
+    check("log", "left")
+
+
+def check(name, padding):
     model = build(name, **SIZES)
     tokens, rows = prompts(padding)
     keys = jax.random.split(jax.random.key(1), len(LENGTHS))

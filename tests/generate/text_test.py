@@ -16,7 +16,7 @@ PROMPTS = ["a", "Some words, of which there are more than thirty-two.", "Others"
 SIZES = {"vocab_size": 264, "num_layers": 1, "block": "standard"}
 
 
-@pytest.fixture(scope="module", params=["log", "softmax"])
+@pytest.fixture(scope="module", params=["log", pytest.param("softmax", marks=pytest.mark.nightly)])
 def model(request):
     return build(request.param, **SIZES)
 

@@ -1,5 +1,6 @@
 """The language model with every mechanism: it learns, and if causal, streams and generates."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,17 @@ from heinsen_jax.training.objective import MaskedTokens
 
 CAPABILITIES = {name: attention.mechanism(name).capabilities for name in attention.names()}
 CAUSAL = [name for name, can in CAPABILITIES.items() if can.causal]
+FEW = "log", "softmax", "sliding_window", "rmt"
+
+
+def few_or_nightly(names: Sequence[str], few: Sequence[str] = FEW) -> Any:
+    """Runs a test for some mechanisms, and nightly for all."""
+    params = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in few)) for name in names]
+    return pytest.mark.parametrize("name", params)
+
+
 SMALL_SIZES = (
+    ("log.implementation", "scan"),  # compiled in less time
     ("sliding_window.window_size", 5),
     ("dilated.window_size", 3),
     ("longformer.window_size", 5),
@@ -33,7 +44,8 @@ SMALL_SIZES = (
 
 
 def configured(*turns: str, options: tuple = (), **fields: Any) -> LanguageModelConfig:
-    options += tuple(pair for pair in SMALL_SIZES if pair[0].partition(".")[0] in turns)
+    small = (pair for pair in SMALL_SIZES if pair[0].partition(".")[0] in turns)
+    options += tuple(pair for pair in small if pair[0] not in dict(options))
     sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2 * len(turns)}
     return LanguageModelConfig(attention=turns, attention_options=options, **sizes | fields)
 
@@ -42,7 +54,7 @@ def build(*turns: str, **fields: Any) -> LanguageModel:
     return LanguageModel(configured(*turns, **fields), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize("name", ["log", "gqa", "linformer", "l1", "colt5"])
+@few_or_nightly(["log", "gqa", "linformer", "l1", "colt5"], few=["gqa"])
 def test_it_learns_to_fill_in_what_is_masked(name):
     """What repeats with a period of 6: 60 updates bring the loss, log 18 at first, below 1.7. The
     tokens' frequencies alone give 1.56."""
@@ -72,7 +84,7 @@ def test_it_learns_to_fill_in_what_is_masked(name):
     assert np.mean(losses[-5:]) < 1.7
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@few_or_nightly(CAUSAL)
 def test_greedy_equals_recomputing_everything(name):
     model = build(name)
     tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
@@ -106,12 +118,14 @@ def test_going_on_from_a_state_that_holds_all_tokens():
     np.testing.assert_array_equal(second, whole[4:])
 
 
-@pytest.mark.parametrize(("block", "remat"), [("paper", False), ("standard", True)])
+@pytest.mark.parametrize(
+    ("block", "remat"),
+    [("paper", False), pytest.param("standard", True, marks=pytest.mark.nightly)],
+)
 def test_mechanisms_take_turns(block, remat):
     """Layer by layer, as when each is applied by hand."""
     turns = ("log", "sliding_window", "softmax")
-    options = (("log.implementation", "scan"),)  # compiled in less time
-    model = build(*turns, options=options, block=block, remat=remat)
+    model = build(*turns, block=block, remat=remat)
     tokens = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
     x, _ = model.position(model.embed(tokens), state=jnp.zeros((1, 12)))
     for layer in range(6):
@@ -123,7 +137,7 @@ def test_mechanisms_take_turns(block, remat):
     expected = model.norm(x) @ model.embed.embedding[...].T
     np.testing.assert_allclose(model(tokens), expected, atol=2e-5)
     parts, state = [], None
-    for piece in np.split(tokens, [3, 4], axis=1):
+    for piece in np.split(tokens, [5], axis=1):
         logits, state = model(piece, state=state, return_state=True)
         parts.append(logits)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)

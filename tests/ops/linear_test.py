@@ -64,7 +64,6 @@ CASES = (
     Case(65, heads=2, feature_map="relu", has_segments=True),
     Case(100, batch=(2,), heads=2, has_segments=True, has_padding=True),
     Case(521, heads=2, groups=1, depth=4, has_segments=True),
-    Case(1031, depth=2, value_depth=4),
     Case(5, sources=37, batch=(2,), heads=2, has_padding=True),
     Case(67, sources=67, batch=(2,), heads=2, groups=2, has_segments=True, has_padding=True),
 )

@@ -86,7 +86,7 @@ def test_published_values(golden, length, is_causal):
     np.testing.assert_allclose(out, case[f"{name}/out"], rtol=0, atol=1e-10)
 
 
-CASES = [(1, 1, 1), (2, 2, 3), (100, 100, 7), (5, 31, 4)]
+CASES = [(1, 1, 1), (100, 100, 7), (5, 31, 4)]
 
 
 @pytest.mark.usefixtures("x64")
@@ -170,7 +170,7 @@ def test_more_tokens_than_the_state_has_room_for():
         memory_compressed_attention(*inputs, initial_state=state, **options)
 
 
-@pytest.mark.parametrize(("pad", "sources"), [("left", 11), ("right", 11), ("left", 7)])
+@pytest.mark.parametrize(("pad", "sources"), [("left", 11), ("right", 11)])
 def test_padding_is_as_a_shorter_text(pad, sources):
     query, key, value, *compressions = draw(11, sources, batch=(5,))
     bounds = np.array([[0, sources], [2, 7], [0, 4], [3, 6], [5, 5]])

@@ -67,8 +67,8 @@ CASES = pytest.mark.parametrize(
         ((), 5, SIZE, 5),
         ((2,), 13, SIZE, 5),
         ((2, 1), 7, 2, 100),
-        ((2,), 6, 1, 1),
-        ((), 100, 2, 7),
+        pytest.param((2,), 6, 1, 1, marks=pytest.mark.nightly),
+        pytest.param((), 100, 2, 7, marks=pytest.mark.nightly),
         ((2,), 11, 0, 4),  # without memory, segments on their own
     ],
 )
@@ -239,7 +239,7 @@ def test_a_layer_meets_no_vector_of_zeros_of_padding():
         return sum(jnp.sum(a**2) for a in (y, z, state.close(layer).memory))
 
     memory = draw(11, SIZE, WIDTH).astype(np.float32)
-    for length in (1, 5, 7):
+    for length in (1, 7):
         x = draw(12, length, WIDTH).astype(np.float32)
         value, gradients = jax.jit(jax.value_and_grad(total, (0, 1)))(x, memory)
         assert np.isfinite(value)

@@ -1,0 +1,211 @@
+"""Every public op, with arguments as the layers of `heinsen_jax.attention` use them.
+
+1024 tokens, batch 1, 8 heads, head dimension 32, float32. `lower` gives the program of an op's
+value and gradient with respect to all its arrays of floats.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from heinsen_jax import ops
+
+LENGTH, HEADS, DEPTH = 1024, 8, 32
+WIDTH = HEADS * DEPTH
+BLOCK = 16  # tokens that `tglobal_attention` summarises
+ROUTED = 64  # tokens in the heavy branches of CoLT5
+HEINSEN, LOG, WITH_OPTIONS, OTHER = 8.0, 12.0, 14.0, 6.0  # times the baseline, at most
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op and what it is compiled for.
+
+    Attributes:
+      op: the function.
+      shapes: of its arrays of float32.
+      limit: CPU-seconds to compile it, at most so many times those of the baseline.
+      integers: shapes of its other arrays, keyword arguments of int32.
+      max_bytes: of StableHLO.
+    """
+
+    op: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    limit: float = OTHER
+    integers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    max_bytes: int | None = None
+
+
+def lower(case: Case) -> jax.stages.Lowered:
+    """The value and the gradient of an op, traced and lowered."""
+
+    def differentiate(arrays: list[jax.Array], integers: dict[str, jax.Array], cotangent: Any):
+        output, pullback = jax.vjp(lambda *arrays: case.op(*arrays, **integers), *arrays)
+        return output, pullback(cotangent)
+
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in case.shapes]
+    integers = {n: jax.ShapeDtypeStruct(s, jnp.int32) for n, s in case.integers.items()}
+    output = jax.eval_shape(case.op, *arrays, **integers)
+    return jax.jit(differentiate).lower(arrays, integers, output)
+
+
+def decayed(attention: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    *tokens, log_decay = arrays
+    return attention(*tokens, log_decay=log_decay)
+
+
+def sharded(*arrays: jax.Array) -> jax.Array:
+    mesh = jax.make_mesh((1,), ("context",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = PartitionSpec(None, "context")
+    attention = jax.shard_map(
+        ops.sharded_log_attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec
+    )
+    return attention(*arrays)
+
+
+def longformer(*arrays: jax.Array) -> jax.Array:
+    options: Any = {"local_window_size": 256, "global_positions": (0,)}
+    return ops.longformer_attention(*arrays[:3], global_heads=arrays[3:], **options)
+
+
+def compressed(*arrays: jax.Array) -> jax.Array:
+    *tokens, kernel, bias, null = arrays
+    compression = ops.Compression(kernel, bias, null)
+    return ops.memory_compressed_attention(*tokens, compression, compression, is_causal=True)
+
+
+def tglobal(*arrays: jax.Array) -> jax.Array:
+    *tokens, local_bias, global_bias = arrays
+    return ops.tglobal_attention(
+        *tokens,
+        radius=127,
+        block_size=BLOCK,
+        local_bias=local_bias,
+        global_bias=global_bias,
+        is_causal=True,
+    )
+
+
+def recurrence(x: jax.Array, memory: jax.Array) -> jax.Array:
+    """Segments of a layer that is one product: what is measured is the recurrence."""
+    return ops.segment_recurrence(jnp.tanh, x, memory, segment_length=64)
+
+
+def routing(weights: jax.Array) -> ops.Routing:
+    return ops.route(ops.soft_top_k(weights, 9 / 8 * ROUTED), ROUTED)
+
+
+def light_and_heavy_attention(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    """With branches that are one operation each: what is measured is the routing."""
+    query_routing, key_value_routing = map(routing, weights)
+    return ops.conditional_attention(
+        x,
+        jnp.tanh,
+        lambda queries, sources, mask: queries + jnp.mean(sources, -2, keepdims=True),
+        query_routing,
+        key_value_routing,
+    )
+
+
+def light_and_heavy_feed_forward(x: jax.Array, weights: jax.Array) -> jax.Array:
+    return ops.conditional_feed_forward(x, jnp.tanh, jnp.tanh, routing(weights))
+
+
+TOKENS = (1, LENGTH, HEADS, DEPTH)
+QKV = (TOKENS,) * 3
+LOGITS = (1, LENGTH, HEADS)
+ROW: tuple[int, ...] = (1, LENGTH)
+SEGMENTS = {"segment_ids": ROW}
+X = (1, LENGTH, WIDTH)
+LATENT, ROTATED = (1, LENGTH, WIDTH // 4), (1, LENGTH, DEPTH // 2)
+UP = (HEADS, WIDTH // 4, DEPTH)
+SUMMARIES = (1, LENGTH // BLOCK, HEADS, DEPTH)
+SOFTMAX_BASELINE = Case(partial(jax.nn.dot_product_attention, is_causal=True), QKV, 1.0)
+
+LOG_ATTENTION = {
+    "heinsen_attention": Case(ops.heinsen_attention, QKV, HEINSEN),
+    "heinsen_attention, decay": Case(
+        partial(decayed, ops.heinsen_attention), (*QKV, LOGITS), WITH_OPTIONS
+    ),
+    "heinsen_attention, segments": Case(ops.heinsen_attention, QKV, WITH_OPTIONS, SEGMENTS),
+    "log_attention": Case(ops.log_attention, QKV, LOG, max_bytes=160_000),
+    "log_attention, decay by head": Case(
+        partial(decayed, ops.log_attention), (*QKV, LOGITS), WITH_OPTIONS
+    ),
+    "log_attention, decay by feature": Case(
+        partial(decayed, ops.log_attention), (*QKV, TOKENS), WITH_OPTIONS
+    ),
+    "log_attention, segments": Case(ops.log_attention, QKV, WITH_OPTIONS, SEGMENTS),
+    "log_attention, scan": Case(partial(ops.log_attention, implementation="scan"), QKV, HEINSEN),
+    "log_attention, reference": Case(
+        partial(ops.log_attention, implementation="reference"), QKV, LOG
+    ),
+    "sharded_log_attention": Case(sharded, QKV, WITH_OPTIONS),
+    "performer_attention": Case(  # heinsen_attention of random features
+        ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH)), HEINSEN
+    ),
+}
+
+OTHERS = {
+    "log_linear_recurrence": Case(ops.log_linear_recurrence, ((8, LENGTH, DEPTH),) * 2),
+    "linear_attention": Case(ops.linear_attention, QKV),
+    "linear_attention, segments": Case(ops.linear_attention, QKV, integers=SEGMENTS),
+    "linear_attention, bidirectional": Case(partial(ops.linear_attention, is_causal=False), QKV),
+    "performer_attention, relu": Case(
+        partial(ops.performer_attention, kernel="relu"), (*QKV, (2 * DEPTH, DEPTH))
+    ),
+    "additive_pooling": Case(ops.additive_pooling, (TOKENS, LOGITS)),
+    "additive_pooling, window": Case(
+        partial(ops.additive_pooling, local_window_size=256), (TOKENS, LOGITS)
+    ),
+    "additive_pooling, bidirectional": Case(
+        partial(ops.additive_pooling, is_causal=False), (TOKENS, LOGITS)
+    ),
+    "additive_weights": Case(ops.additive_weights, (LOGITS,)),
+    "dot_product_attention": Case(partial(ops.dot_product_attention, is_causal=True), QKV),
+    "dot_product_attention, segments": Case(
+        partial(ops.dot_product_attention, is_causal=True), QKV, integers=SEGMENTS
+    ),
+    "dot_product_attention, xla": Case(
+        partial(ops.dot_product_attention, is_causal=True, implementation="xla"), QKV
+    ),
+    "sliding_window_attention": Case(
+        partial(ops.sliding_window_attention, local_window_size=256), QKV
+    ),
+    "dilated_attention": Case(
+        partial(ops.dilated_attention, local_window_size=64, dilation=4), QKV
+    ),
+    "longformer_attention": Case(longformer, 2 * QKV),
+    "block_sparse_attention, fixed": Case(partial(ops.block_sparse_attention, block_size=64), QKV),
+    "block_sparse_attention, strided": Case(
+        partial(ops.block_sparse_attention, block_size=64, pattern="strided"), QKV
+    ),
+    "memory_compressed_attention": Case(
+        compressed, (*QKV, (HEADS, 3, DEPTH, DEPTH), (HEADS, DEPTH), (HEADS, DEPTH))
+    ),
+    "linformer_attention": Case(ops.linformer_attention, (*QKV, (LENGTH, 64), (LENGTH, 64))),
+    "mla_attention": Case(
+        partial(ops.mla_attention, is_causal=True),
+        (TOKENS, (1, LENGTH, HEADS, DEPTH // 2), LATENT, ROTATED, UP, UP),
+    ),
+    "mla_attention, absorbed": Case(
+        partial(ops.mla_attention, is_causal=True, form="absorbed"),
+        (TOKENS, (1, LENGTH, HEADS, DEPTH // 2), LATENT, ROTATED, UP, UP),
+    ),
+    "l1_attention": Case(partial(ops.l1_attention, is_causal=True), QKV),
+    "l1_sparse_attention": Case(ops.l1_sparse_attention, QKV, integers={"edges": (16 * LENGTH, 2)}),
+    "tglobal_attention": Case(tglobal, (*QKV, SUMMARIES, SUMMARIES, (32, HEADS), (32, HEADS))),
+    "block_sums": Case(lambda x: ops.block_sums(x, BLOCK, is_causal=True)[0], (X,)),
+    "segment_recurrence": Case(recurrence, (X, (16, WIDTH))),
+    "soft_top_k": Case(partial(ops.soft_top_k, k=ROUTED), (ROW,)),
+    "conditional_attention": Case(light_and_heavy_attention, (X, ROW, ROW)),
+    "conditional_feed_forward": Case(light_and_heavy_feed_forward, (X, ROW)),
+    "rotary": Case(lambda x: ops.rotary(x, jnp.arange(LENGTH)), (TOKENS,)),
+}
+
+CASES: dict[str, Case] = LOG_ATTENTION | OTHERS

@@ -41,7 +41,7 @@ each_fast = pytest.mark.parametrize("implementation", FAST)
 
 
 def with_case(case: Case, implementation: str) -> Any:
-    marks = [] if case.length in (1, 15, 65) else [pytest.mark.slow]
+    marks = [] if case.length in (1, 15, 65) else [pytest.mark.nightly]
     return pytest.param(case, implementation, marks=marks, id=f"T{case.length}-{implementation}")
 
 
@@ -60,7 +60,7 @@ def test_agrees_with_the_definition(case, implementation, seed, std):
     assert_as_exact(actual, oracle(inputs, is_causal=case.is_causal), std)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_fast
 @pytest.mark.parametrize("case", MEAN_CASES, ids=lambda case: f"T{case.length}")
 @settings(max_examples=8)
@@ -137,7 +137,7 @@ def streamed(step, inputs: Inputs, borders: list[int]):
     return np.concatenate(outputs), state
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 @each_fast
 def test_any_split_streams_to_the_same_result(function, implementation):
@@ -230,7 +230,7 @@ def value_and_gradients(query, key, log_value, implementation, mapped=False):
 RISES = st.sampled_from([0.0, 1.0, 4.0, 4.8, 5.2, 20.0, 500.0])  # nats per token, of 20
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_implementation
 def test_vmap_adds_a_batch_axis(implementation):
     """Also where it turns the choice of a path into a selection between both, one of them wrong."""
@@ -252,7 +252,7 @@ def test_vmap_adds_a_batch_axis(implementation):
     check()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_implementation
 def test_checkpoint_changes_nothing(implementation):
     inputs = random_inputs(CASE, 0)

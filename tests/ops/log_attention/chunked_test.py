@@ -13,7 +13,7 @@ from heinsen_jax.ops.log_attention.chunked import measure
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from tests.ops.log_attention.cases import assert_within
 
-pytestmark = [pytest.mark.usefixtures("as_users_compile"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 DEFAULT = Chunked()
 ALWAYS_FIRST = Chunked(exponent_budget=math.inf)

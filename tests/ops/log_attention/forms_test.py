@@ -20,7 +20,7 @@ from heinsen_jax.ops.log_attention.inputs import Inputs
 from tests.ops.log_attention.cases import assert_within, averages
 from tests.ops.log_attention.chunked_test import DEFAULT, inputs, value_and_gradients
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,6 @@ from tests.ops.log_attention.cases import (
     differentiate,
 )
 
-pytestmark = pytest.mark.slow
-
 SCALES = (1, 10, 50, 200)
 each_scale = pytest.mark.parametrize("scale", SCALES)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -80,7 +78,7 @@ def test_causal_values_in_80_bits_and_end_state(case, implementation):
     assert_within(result.state.log_z, case["causal/H_Z_end"][:, :, 0, :, 0], 1e-10, "H_Z")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @each_scale
 @each_implementation
 @pytest.mark.parametrize("kind", ["causal", "noncausal"])
@@ -125,7 +123,7 @@ def test_streams_and_their_states(case, implementation, name, size):
     assert_within(np.concatenate(outputs, 1), ours(case[f"causal/{name}/log_Y"]), 1e-10, "log Y")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("x64")
 @each_scale
 @pytest.mark.parametrize("implementation", FAST)

@@ -26,8 +26,6 @@ from tests.ops.log_attention.cases import (
     in_float64,
 )
 
-pytestmark = pytest.mark.slow
-
 BATCH, LENGTH, HEADS, GROUPS, KEY_DEPTH, VALUE_DEPTH = 2, 70, 2, 1, 3, 2
 SEEDS = st.integers(0, 2**32 - 1)
 each_fast = pytest.mark.parametrize("implementation", FAST)
@@ -135,6 +133,7 @@ def test_causal(names, function, implementation, seed):
     assert_agrees(arrays, keywords, 1.0, **static)
 
 
+@pytest.mark.nightly
 @each_fast
 @pytest.mark.parametrize(
     ("names", "function"),
@@ -167,6 +166,7 @@ def test_window(window, function, implementation):
         assert_agrees(draw_arrays(seed), {}, 1.0, implementation=implementation, **static)
 
 
+@pytest.mark.nightly
 @each_fast
 @pytest.mark.parametrize("window", [20])
 @settings(max_examples=6)
@@ -178,6 +178,7 @@ def test_window_with_all_else(window, implementation, seed):
     assert_agrees(draw_arrays(seed), keywords, 1.0, implementation=implementation, **static)
 
 
+@pytest.mark.nightly
 @each_fast
 @pytest.mark.parametrize("std", [30.0, 1000.0])
 @pytest.mark.parametrize("window", [None, 20])
@@ -264,6 +265,7 @@ def test_padding_equals_absence_whatever_lies_there(function, implementation):
         np.testing.assert_array_equal(have[:, stop:], 0)
 
 
+@pytest.mark.nightly
 @each_implementation
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_complex_log_values_are_values_of_either_sign(implementation, is_causal):
@@ -299,6 +301,7 @@ def test_complex_log_values_are_values_of_either_sign(implementation, is_causal)
     assert_within(gradient, expected, 2e-5 * np.max(np.abs(expected)))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @each_implementation
 def test_half_precision_inputs_have_float32_states(dtype, implementation):
@@ -321,6 +324,7 @@ def test_half_precision_inputs_have_float32_states(dtype, implementation):
 NOTHING = jnp.zeros((2, 0, 1, 3))
 
 
+@pytest.mark.nightly
 @each_implementation
 @each_function
 @pytest.mark.parametrize("is_causal", [True, False])

@@ -1,4 +1,4 @@
-"""The quickstart, made smaller: from words to a trained model; nightly, with every mechanism."""
+"""The quickstart, made smaller, with every mechanism: from words to a trained model."""
 
 from pathlib import Path
 
@@ -22,10 +22,8 @@ def corpus(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "linear")) for name in CAUSAL],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CAUSAL)
 def test_quickstart(name, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
     words = f"""

@@ -1,5 +1,6 @@
 """`log_attention_fn`, alone and inside Flax's own layers."""
 
+import itertools
 from functools import partial
 
 import flax.linen as nn
@@ -29,6 +30,7 @@ from tests.ops.log_attention.masks import (
 )
 
 WIDTH = 12
+FEW_MASKS = "causal, padding", "of each head", "of keys, of each head"
 
 
 @partial(jax.jit, static_argnames="is_causal")
@@ -52,9 +54,20 @@ def check(x: Arrays, mask, *, is_causal: bool = False, is_traced: bool = True, u
         np.testing.assert_allclose(have, want, atol=unit * max(1, np.abs(want).max()), err_msg=name)
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["", "is_causal"])
-@pytest.mark.parametrize("is_traced", [True, False], ids=["traced", "known"])
-@pytest.mark.parametrize("name", MASKS)
+COMBINATIONS = list(itertools.product(MASKS, (True, False), (False, True)))
+
+
+@pytest.mark.parametrize(
+    ("name", "is_traced", "is_causal"),
+    [
+        pytest.param(
+            *case,
+            id=f"{case[0]}-{'traced' if case[1] else 'known'}-{'is_causal' if case[2] else ''}",
+            marks=[pytest.mark.nightly] * (any(case[1:]) and case[0] not in FEW_MASKS),
+        )
+        for case in COMBINATIONS
+    ],
+)
 def test_masks_are_honoured(name, is_traced, is_causal):
     check(arrays(), MASKS[name], is_causal=is_causal, is_traced=is_traced)
 

@@ -1,16 +1,16 @@
-"""All that is to be known on a GPU, in one command: first whether results are right, then times.
+"""Run the GPU suite in one command: first tests of correctness, then benchmarks.
 
     pip install -e '.[dev]' 'jax[cuda13]'
     python benchmarks/gpu.py [--parts tests attention training decoding shakespeare]
 
-Each part is a process of its own; the next one runs also if one fails, and the exit status says
-whether any did:
+Each part is a process of its own. A part that fails does not stop the next one, but the exit status
+is then 1:
 
-- tests: log-attention's, of which those of kernels run on the GPU where there is one;
+- tests: all of log-attention's; those of the experimental kernels run on the GPU;
 - attention, training, decoding: `gpu_attention.py`, `gpu_training.py`, `gpu_decoding.py`;
 - shakespeare: `training.py` for configs/shakespeare_char.py, beside nanoGPT's 1.4697.
 
-For one GPU of the Hopper generation, some half an hour. Results are JSON records and plots in
+About half an hour on one GPU of the Hopper generation. Results are JSON records and plots in
 `--output`.
 """
 
@@ -32,9 +32,9 @@ class Options:
     """Run the GPU suite.
 
     Attributes:
-      parts: which, in this order.
+      parts: the parts to run, in this order.
       output: the folder of the records.
-      corpus: Tiny Shakespeare on this machine, where it is not to be downloaded.
+      corpus: a file of Tiny Shakespeare; downloaded when None.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -43,7 +43,8 @@ class Options:
 
     def command(self, part: str) -> list[str]:
         if part == "tests":
-            return ["-m", "pytest", "-q", str(ROOT / "tests/ops/log_attention")]
+            every_test = ["-m", ""]  # whatever its markers are
+            return ["-m", "pytest", "-q", *every_test, str(ROOT / "tests/ops/log_attention")]
         if part == "shakespeare":
             config = ROOT / "configs/shakespeare_char.py"
             corpus = ["--corpus", self.corpus] if self.corpus else []

@@ -1,16 +1,18 @@
-"""Log-attention on a GPU beside its roof and its peers; nothing is timed before results are right.
+"""Measure log-attention on a GPU beside its roofline and other attention kernels.
 
     python benchmarks/gpu_attention.py [--output benchmarks/results/gpu_attention.json]
 
-First what the card can do: bytes copied and bfloat16 operations a second. Then forward, and forward
-and backward, of every implementation that serves, over lengths, depths and types, beside
+Nothing is timed before results agree with the definition. First the card's bandwidth and bfloat16
+operations per second are measured; then the forward pass, and forward and backward, of the chunked
+form and of the experimental kernels (`implementation="gpu"`), over lengths, depths and types,
+beside
 
 - cudnn: softmax attention, `jax.nn.dot_product_attention(implementation="cudnn")`, in bfloat16;
 - with PyTorch installed, its softmax attention, and the published form of log-attention;
 - with flash-linear-attention installed, its chunked kernel on exponentiated queries and keys.
 
-The roof is the time to move Q, K, log V and Y once at the measured rate of copying; forward and
-backward, these and their four gradients. For one GPU of the Hopper generation, some 8 minutes.
+The roofline is the time to move Q, K, log V and Y once at the measured bandwidth; for forward and
+backward, these and their four gradients. About 8 minutes on one GPU of the Hopper generation.
 Writes a JSON record and, beside it, a plot.
 """
 

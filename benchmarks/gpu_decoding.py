@@ -1,14 +1,13 @@
-"""Tokens a second in generation, by the length of what came before: constant state beside a cache.
+"""Tokens per second in generation, by context length: constant state beside a key/value cache.
 
     python benchmarks/gpu_decoding.py [--output benchmarks/results/gpu_decoding.json]
 
-The same model with log-attention, by each implementation of a step, and with softmax attention and
-a cache of keys and values; random weights. Log-attention has read the context, in pieces, once; its
-state is then given to every row of a batch. Caches are as full as the context says, of zeros, for
-time does not depend on what is in them; those that do not fit into memory are left out, and the
-record says so. Greedy tokens, `--tokens` of them in one compiled loop. For one GPU of the Hopper
-generation, some 5 minutes; anything else will do with a smaller `--config`. Writes a JSON record
-and, beside it, a plot.
+The same model, with random weights, with log-attention and with softmax attention. Log-attention
+reads the context once, in pieces, and every row of a batch starts from that state. Softmax
+attention starts from a key/value cache of as many zeros, as its time does not depend on the
+contents; caches that do not fit into memory are left out, and the record says so. `--tokens` greedy
+tokens are generated in one compiled loop. About 5 minutes on one GPU of the Hopper generation;
+other devices need a smaller `--config`. Writes a JSON record and, beside it, a plot.
 """
 
 import json
@@ -34,7 +33,7 @@ from heinsen_jax.generate import repeated
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 
 PIECE = 4096  # tokens of context that are read at once
-ROOM = 0.8  # the part of memory that states may take
+ROOM = 0.8  # the fraction of memory that states may use
 
 
 @dataclass(frozen=True)
@@ -44,19 +43,19 @@ class Options:
     Attributes:
       config: a model of log-attention.
       output: the JSON record; the plot is written beside it.
-      batches: how many texts at once.
+      batches: numbers of sequences.
       contexts: tokens before those that are generated.
-      implementations: of log-attention's step.
-      tokens: how many are generated in a turn.
-      memory: bytes that states may take; most of what the device has when None.
-      turns: how many a median is taken of.
+      implementations: of log-attention.
+      tokens: generated in one turn.
+      memory: bytes that states may use; 80% of the device's memory when None.
+      turns: over which a median is taken.
     """
 
     config: Path = ROOT / "configs/heinsen_125m_pile.py"
     output: Path = ROOT / "benchmarks/results/gpu_decoding.json"
     batches: tuple[int, ...] = (1, 16, 256)
     contexts: tuple[int, ...] = (1024, 32_768, 1_048_576)
-    implementations: tuple[str, ...] = ("scan", "gpu")
+    implementations: tuple[str, ...] = ("scan",)
     tokens: int = 64
     memory: float | None = None
     turns: int = 5
@@ -70,7 +69,7 @@ class Options:
 
 
 class Decoder:
-    """A model that goes on with texts, on random weights."""
+    """A model with random weights that continues sequences."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         model = LanguageModel(config, rngs=nnx.Rngs(0))
@@ -94,7 +93,7 @@ class Decoder:
         return lax.scan(step, (token, state), length=number)[0]
 
     def after(self, context: int) -> LanguageModelState:
-        """The state after so many tokens of a text, which it reads."""
+        """The state after reading so many tokens."""
         state = self.model.init_state(())
         tokens = jax.random.randint(jax.random.key(0), (PIECE,), 0, self.model.config.vocab_size)
         for start in range(0, context, PIECE):
@@ -102,7 +101,7 @@ class Decoder:
         return state
 
     def full(self, context: int, batch: int, room: int) -> LanguageModelState:
-        """A state as after so many tokens, of zeros, with room for more."""
+        """A state as after so many tokens, of zeros, with capacity for more."""
         return at(self.model.init_state((batch,), capacity=context + room), context)
 
 
@@ -121,7 +120,7 @@ def at(state: LanguageModelState, context: int) -> LanguageModelState:
 def measure(
     decoder: Decoder, is_constant: bool, context: int, batch: int, options: Options
 ) -> float:
-    """Seconds of a token of all rows."""
+    """Seconds per token of all rows."""
     if is_constant:
         state = repeated(decoder.model, decoder.after(context), batch)
     else:

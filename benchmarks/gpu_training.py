@@ -1,12 +1,12 @@
-"""Training steps of the 125M model on one GPU: tokens a second, and how much of the peak they use.
+"""Training steps of the 125M model on one GPU: tokens per second and model FLOPs utilization.
 
     python benchmarks/gpu_training.py [--output benchmarks/results/gpu_training.json]
 
-Every combination of rows at once, of what is kept for backward and of implementations of
-log-attention, on random tokens; then where the time of the best one goes, from a trace of the
-profiler. Model operations are those of `flops_per_token`, causal attention counted by half; the
-peak is the datasheet's for dense bfloat16. For one GPU of the Hopper generation, some 8 minutes;
-anything else will do with a smaller `--config`. Writes a JSON record.
+Every combination of batch size, residuals kept for the backward pass, and implementation of
+log-attention (the "gpu" kernels are experimental), on random tokens; then a profile of the fastest
+one. Model operations are those of `flops_per_token`, causal attention counted by half; the peak is
+the datasheet's for dense bfloat16. About 8 minutes on one GPU of the Hopper generation; other
+devices need a smaller `--config`. Writes a JSON record.
 """
 
 import json
@@ -42,10 +42,10 @@ class Options:
     Attributes:
       config: a model of log-attention.
       output: the JSON record.
-      rows: of a batch.
-      kept: of the forward pass, for backward.
+      rows: batch sizes.
+      kept: residuals of the forward pass.
       implementations: of log-attention.
-      turns: how many a median is taken of.
+      turns: over which a median is taken.
     """
 
     config: Path = ROOT / "configs/heinsen_125m_pile.py"

@@ -1,17 +1,16 @@
-"""Log-attention as fused GPU kernels, where their sums prove to be in range; else as `Chunked`.
+"""Log-attention as fused GPU kernels: experimental, none has been run on a GPU.
 
-Why Mosaic GPU, of what JAX offers to write kernels with: it is the one that is kept up for Hopper
-and later, it ships with JAX, it lowers without a GPU, and JAX interprets it on a CPU, so that
-these kernels are tested wherever the others are. CUDA C++ would need a compiler on users'
+`check` says which calls the kernels serve; `Fused` computes them. Mosaic GPU is the kernel language
+of JAX that is maintained for Hopper and later; it ships with JAX, lowers without a GPU, and is
+interpreted on a CPU, which is how the kernels are tested. CUDA C++ would need a compiler on users'
 machines, and Pallas's Triton backend is being retired.
 
-Kernels compute in one pass and test afterwards. A result is right to rounding if the sums that it
-was divided by are far from the smallest number: all terms that matter in them were then normal
-numbers. Where any is not, all of the call is computed again by `Chunked`, forward and backward.
+Kernels compute in one pass and test their sums afterwards. A result is exact to rounding if the
+sums that it was divided by are far from the smallest normal number. Where any sum is not, all of
+the call is computed again by `Chunked`, forward and backward.
 """
 
 import importlib
-import math
 from dataclasses import dataclass, field
 from types import ModuleType
 
@@ -20,15 +19,16 @@ import jax.numpy as jnp
 
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
-from heinsen_jax.typing import Array, DTypeLike
+from heinsen_jax.ops.log_attention.mosaic.operands import DEPTHS
+from heinsen_jax.ops.log_attention.variants import Implementation
+from heinsen_jax.typing import Array, DTypeLike, Float
 
-DEPTHS = (32, 64, 128)
 DEEPEST_OF_FLOAT32 = 64
 HOPPER = 9.0
 
 
 def is_available() -> bool:
-    """Whether this process has a GPU that the kernels are for."""
+    """Whether this process has a GPU that the kernels are written for."""
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
     return any(float(getattr(gpu, "compute_capability", 0)) >= HOPPER for gpu in gpus)
 
@@ -55,37 +55,30 @@ def check(*, depths: tuple[int, int], dtype: DTypeLike, is_causal: bool) -> None
 
 @dataclass(frozen=True)
 class Fused:
-    """implementation="gpu".
+    """implementation="gpu", for calls that `check` passes.
 
     Attributes:
       otherwise: computes calls whose sums leave the range that is safe for products.
     """
 
-    otherwise: Chunked = field(default_factory=Chunked)
+    otherwise: Implementation = field(default_factory=Chunked)
 
     def causal(
         self, inputs: Inputs, state: Averages, *, is_log: bool
-    ) -> tuple[Array, Array, Averages]:
-        """As `Chunked.causal`."""
-        return _calls().causal(self, inputs, state, is_log=is_log)
+    ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
+        """Output, log Z and the state after all tokens, whose number is padded to a multiple of 64:
+        a single token costs as much as 64."""
+        return _calls().causal(self.otherwise, inputs, state, is_log=is_log)
 
-    def bidirectional(self, inputs: Inputs, state: Averages, *, is_log: bool):
-        raise NotImplementedError(
-            'implementation="gpu" with is_causal=False: without causality there is nothing to '
-            'fuse; use "chunked", which reads one state by two matrix products'
-        )
-
-    def is_safe(self, margins: list[Array], largest: Array) -> Array:
-        """Whether results are right whose smallest sums and largest values these are."""
-        limit = math.exp(-Chunked().budget(jnp.float32))
-        large = jnp.maximum(jnp.max(largest), 1.0)
-        smallest = jnp.min(jnp.stack([jnp.min(margin) for margin in margins]))
-        return (smallest >= limit * large) & jnp.isfinite(large)
+    def bidirectional(
+        self, inputs: Inputs, state: Averages, *, is_log: bool
+    ) -> tuple[Float[Array, "B T G R V"], Averages]:
+        raise NotImplementedError('implementation="gpu": is_causal=False; use "chunked"')
 
 
 def _calls() -> ModuleType:
-    """What calls kernels. Imported when it is asked for: what JAX has for writing kernels changes
-    from version to version, and is not there on every system."""
+    """The module that calls kernels, imported at the first call: the parts of JAX in which kernels
+    are written change from version to version, and do not exist on every system."""
     try:
         return importlib.import_module("heinsen_jax.ops.log_attention.mosaic.calls")
     except (ImportError, AttributeError) as error:

@@ -1,46 +1,55 @@
 """Matrices of GPU kernels: in registers and in shared memory, in parts, and their products."""
 
 import inspect
-from typing import Any
+from enum import Enum
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, DTypeLike, Float, Shaped
 
-ROWS = 64  # of a product, at least
 WIDEST_TILE = 64
 
-MATRIX = plgpu.Layout.WGMMA
-ROW = MATRIX.reduce(1)  # a number for each row
-COLUMN = MATRIX.reduce(0)
 F32, BF16 = jnp.float32, jnp.bfloat16
-LOAD_INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # asked for by JAX 0.10
+LOAD_INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # required by JAX 0.10
 
-Factor = list[Any]  # memory of a factor of products, part by part
+Ref: TypeAlias = Any
+"""A reference to memory inside a kernel; JAX has no public type of all kinds of them."""
+
+Factor: TypeAlias = list[Ref]
+"""Shared memory of a factor of products, part by part."""
 
 
-def memory_of(rows: int, columns: int, dtype: Any, widest: int) -> Any:
-    """Shared memory as tensor cores and their copies want it."""
+class Layout(Enum):
+    """How threads hold arrays in registers."""
+
+    MATRIX = plgpu.Layout.WGMMA
+    ROW = plgpu.Layout.WGMMA.reduce(1)  # a number for each row of a matrix
+    COLUMN = plgpu.Layout.WGMMA.reduce(0)
+
+
+def memory_of(rows: int, columns: int, dtype: DTypeLike, widest: int) -> pl.MemoryRef:
+    """Shared memory as tensor cores and asynchronous copies require it."""
     size = jnp.dtype(dtype).itemsize
     width = min(columns, widest, 128 // size)
     transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * size)
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
 
-def load(ref: Any, layout: Any) -> Array:
+def load(ref: Ref, layout: Layout) -> Array:
     needs_index = LOAD_INDEX is not None and LOAD_INDEX.default is LOAD_INDEX.empty
-    return plgpu.load(ref, *[()] * needs_index, layout=layout, optimized=False)
+    return plgpu.load(ref, *[()] * needs_index, layout=layout.value, optimized=False)
 
 
-def along(axis: int, x: Array, shape: tuple[int, ...]) -> Array:
+def along(axis: int, x: Shaped[Array, "N"], shape: tuple[int, ...]) -> Shaped[Array, "R C"]:
     """A vector as a matrix of equal rows (0) or of equal columns (1)."""
     return lax.broadcast_in_dim(x, shape, (1 - axis,))
 
 
-def put(refs: Factor, x: Array) -> None:
+def put(refs: Factor, x: Float[Array, "R C"]) -> None:
     """Writes a factor, part by part."""
     for ref in refs:
         part = x.astype(BF16)
@@ -60,16 +69,16 @@ def transposed(refs: Factor) -> Factor:
     return [_transpose(ref) for ref in refs]
 
 
-def _transpose(ref: Any) -> Any:
+def _transpose(ref: Ref) -> Ref:
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))
     return plgpu.transpose_ref(ref, (1, 0))
 
 
-def product(a: Factor, b: Factor, rows: int, columns: int) -> Array:
-    """a b in float32, of factors in parts: what is smaller than rounding is left out."""
+def product(a: Factor, b: Factor, rows: int, columns: int) -> Float[Array, "{rows} {columns}"]:
+    """a b in float32, of factors in parts, without products of parts below rounding."""
 
-    def add(total):
+    def add(total: Ref) -> Array:
         parts = len(a)
         for i in reversed(range(parts)):  # small ones first
             for j in reversed(range(parts - i)):

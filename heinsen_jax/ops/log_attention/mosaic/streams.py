@@ -1,8 +1,7 @@
-"""Streams of chunks: what the kernels of log-attention read, and how a program walks over it."""
+"""Streams of chunks: how kernels are launched, and how a program iterates over its chunks."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,106 +9,88 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from heinsen_jax.ops.log_attention.gpu_matrices import (
+from heinsen_jax.ops.log_attention.mosaic.matrices import (
     BF16,
-    COLUMN,
     F32,
-    MATRIX,
-    ROW,
     WIDEST_TILE,
     Factor,
+    Layout,
+    Ref,
     along,
     load,
     memory_of,
-    product,
-    transposed,
 )
+from heinsen_jax.ops.log_attention.mosaic.operands import CHUNK, Operands
 from heinsen_jax.ops.numerics import share, where_empty
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, DTypeLike, Float
 
-CHUNK = 64
-Tiles = dict[str, Array]
+Carry = TypeVar("Carry")
+Index: TypeAlias = Array | int  # of a chunk
+Tiles: TypeAlias = dict[str, Array]
+"""The operands of one chunk, in registers, by name."""
+Memory: TypeAlias = list[pl.MemoryRef]
+"""Shared memory to reserve for a `Factor`."""
+Kind: TypeAlias = tuple[int, jnp.dtype]
+"""Number of features and type: outputs of one kind share a tile."""
+Step: TypeAlias = Callable[[Index, Tiles, Carry], Carry]
 
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Operands:
-    """What all kernels read. T is a multiple of 64; J = T / 64 chunks.
-
-    Attributes:
-      query: `[B, T, H, K]`.
-      key: `[B, T, G, K]`.
-      value: `[B, T, G, V]`, or their logarithms. All three float32, or all bfloat16.
-      log_z_before: `[B, G, K]`, of the state before, and
-      mean_before: `[B, G, V', K]`, V' = max(V, 64), with rows past V that are 0. Float32.
-      so_far: decay from a chunk's start up to a token, `[B, G, T]` or `[B, T, G, K]`.
-      at_end: decay of a whole chunk, `[B, G, J, K]`.
-      documents: how many documents have begun in a token's chunk, up to it, `[B, T]`.
-      is_last: 1 where that is as many as in the whole chunk, else 0, `[B, T]`.
-      carried: `[B, J, K]`, -inf where a document begins in a chunk, else 0.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    log_z_before: Array
-    mean_before: Array
-    so_far: Array | None = None
-    at_end: Array | None = None
-    documents: Array | None = None
-    is_last: Array | None = None
-    carried: Array | None = None
+FETCHED = ("query", "key", "value", "so_far", "at_end", "segment_of_query", "segment_of_key")
+FETCHED += ("is_last", "carried", "y", "d_y", "log_z", "d_log_z", "d_total")
+OF_COLUMNS = ("at_end", "carried", "segment_of_key")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Scales:
-    """Of each chunk `[B, H, J, K]`.
+class Scales(NamedTuple):
+    """Scales of exponentials: `[K]` of one chunk, or `[B, H, J, K]` of all.
 
     Attributes:
-      top: largest exponent of what a chunk's queries see, and
-      read: what the state before is multiplied by in that scale.
-      top_after: largest exponent of what is in the state after, without the chunk's decay, and
-      keep: what the state before is multiplied by in that one.
+      top: the largest exponent of the keys of a chunk and of the state before it.
+      read: the factor that brings the state before to the scale `top`.
+      top_after: the largest exponent in the state after, before the decay of the chunk.
+      keep: the factor that brings the state before to the scale `top_after`.
     """
 
-    top: Array
-    read: Array
-    top_after: Array
-    keep: Array
+    top: Float[Array, "*N K"]
+    read: Float[Array, "*N K"]
+    top_after: Float[Array, "*N K"]
+    keep: Float[Array, "*N K"]
 
 
 class Call:
-    """The sizes of a call, memory for them, and how to launch a program for each head."""
+    """The sizes of a call, memory for them, and how to launch a program for each head.
 
-    def __init__(self, x: Operands, by_group: bool = False):
-        """A program for each head of queries, or of keys."""
-        batch, self.length, heads, key_depth = (x.key if by_group else x.query).shape
+    Attributes:
+      is_log: whether values are logarithms.
+      sizes: batch, heads, key depth, value depth, and rows of a transposed state.
+    """
+
+    def __init__(self, x: Operands, is_log: bool) -> None:
+        batch, self.length, heads, key_depth = x.query.shape
+        self.is_log = is_log
         self.sizes = batch, heads, key_depth, x.value.shape[-1], x.mean_before.shape[2]
-        left_out = ("query", "log_z_before", "mean_before") if by_group else ()
-        arrays = {name: a for name, a in vars(x).items() if name not in left_out}
-        self.operands = {name: a for name, a in arrays.items() if a is not None}
-        if x.documents is not None:  # memory is read in one layout: along rows, and columns
-            documents = self.operands.pop("documents")
-            self.operands |= {"document_of_query": documents, "document_of_key": documents}
+        self.operands: dict[str, Array] = {
+            name: array for name, array in vars(x).items() if array is not None
+        }
+        if x.segments is not None:  # memory is read in one layout: along rows, and along columns
+            segments = self.operands.pop("segments")
+            self.operands |= {"segment_of_query": segments, "segment_of_key": segments}
         self.chunks = self.length // CHUNK
-        self.heads_a_group = heads // x.key.shape[2]
-        self.parts = 1 if x.query.dtype == BF16 else 3
+        self.heads_of_group = heads // x.key.shape[2]
         self.dtype = x.query.dtype
-        # Those of decay are sums of these over all tokens, those of shared keys over heads.
-        is_summed = self.heads_a_group > 1 or x.so_far is not None
+        self.parts = 1 if self.dtype == BF16 else 3
+        # Cotangents of decay are sums over tokens, those of shared keys over heads.
+        is_summed = self.heads_of_group > 1 or x.so_far is not None
         self.gradient_dtype = F32 if is_summed else self.dtype
         # The factors of a product must lie in memory in the same way.
         self.tile_width = min(key_depth, x.value.shape[-1], WIDEST_TILE)
 
-    def shape(self, *sizes: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    def shape(self, *sizes: int, dtype: DTypeLike = F32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     def rounded(self, x: Array) -> Array:
-        """What products take for x."""
+        """x as a factor of products has it."""
         return x.astype(BF16).astype(F32) if self.parts == 1 else x
 
-    def factor(self, rows: int, columns: int) -> Factor:
+    def factor(self, rows: int, columns: int) -> Memory:
         """Memory for a factor of products, part by part."""
         return [memory_of(rows, columns, BF16, self.tile_width)] * self.parts
 
@@ -117,18 +98,16 @@ class Call:
         self,
         program: Callable[["Program"], None],
         inputs: dict[str, Array],
-        outputs: dict[str, Any],
-        scratch: dict[str, Factor],
-        without: tuple[str, ...] = (),
+        outputs: dict[str, jax.ShapeDtypeStruct],
+        scratch: dict[str, Memory],
     ) -> dict[str, Array]:
-        """Runs program(here) for each head of each text."""
+        """Runs program(here) for each head of each sequence."""
         operands = self.operands | inputs
-        operands = {name: operands[name] for name in operands if name not in without}
         names = [*operands, *outputs]
         fetched = {
-            name: self._tile_of(name, operands)
-            for name in _FETCHED
-            if name in operands and not self.is_read_late(name)
+            name: self._tile_of(name, operands[name])
+            for name in FETCHED
+            if name in operands and not self._is_read_late(name)
         }
         staged = {_kind(x) for x in outputs.values() if len(x.shape) == 4 and x.dtype == BF16}
         memory = {
@@ -138,7 +117,7 @@ class Call:
             "barrier": plgpu.Barrier(num_arrivals=len(fetched)),
         }
 
-        def body(*refs, **memory):
+        def body(*refs: Ref, **memory: Ref) -> None:
             program(Program(self, dict(zip(names, refs, strict=True)), **memory))
 
         batch, heads, *_ = self.sizes
@@ -154,12 +133,11 @@ class Call:
         )
         return dict(zip(outputs, kernel(*operands.values()), strict=True))
 
-    def is_read_late(self, name: str) -> bool:
-        """What there is no memory for besides factors in three parts."""
+    def _is_read_late(self, name: str) -> bool:
+        """Whether no shared memory is left for an operand besides factors in three parts."""
         return name == "so_far" and self.parts > 1 and self.operands[name].ndim == 4
 
-    def _tile_of(self, name: str, operands: dict[str, Array]) -> Any:
-        array = operands[name]
+    def _tile_of(self, name: str, array: Array) -> pl.MemoryRef:
         if name in ("at_end", "carried"):
             return plgpu.SMEM((array.shape[-1],), array.dtype)
         if array.ndim < 4:
@@ -167,61 +145,67 @@ class Call:
         return memory_of(CHUNK, array.shape[-1], array.dtype, WIDEST_TILE)
 
 
-def _kind(x: Any) -> tuple[int, Any]:
-    """Of which one tile is enough, for all outputs."""
+def _kind(x: jax.ShapeDtypeStruct | Ref) -> Kind:
     return x.shape[-1], jnp.dtype(x.dtype)
 
 
-SCALES = ("top", "read", "top_after", "keep")
-_FETCHED = ("query", "key", "value", "so_far", "at_end", "document_of_query", "document_of_key")
-_FETCHED += ("is_last", "carried", "y", "d_y", "log_z", "d_log_z", "d_total")
-_OF_COLUMNS = ("at_end", "carried", "document_of_key")
-
-
 class Exponentials(NamedTuple):
-    """What gradients need of a chunk.
+    """Exponentials of one chunk, for gradients.
 
     Attributes:
       query: divided by Z.
-      key: as queries see it, and
-      absorbed: as the state after takes it in; the same array where all of it is.
-      scales: which these are in.
+      key: as queries read it.
+      absorbed: as the state after holds it; the same array if it holds all keys.
+      scales: of these exponentials.
     """
 
-    query: Array
-    key: Array
-    absorbed: Array
+    query: Float[Array, "C K"]
+    key: Float[Array, "C K"]
+    absorbed: Float[Array, "C K"]
     scales: Scales
 
 
 class Program:
-    """One program: a head of a text, and its chunks."""
+    """One program: a head of a sequence, and its chunks."""
 
-    def __init__(self, call: Call, refs, *, scratch, tiles, leaving, barrier):
+    def __init__(
+        self,
+        call: Call,
+        refs: dict[str, Ref],
+        *,
+        scratch: dict[str, Factor],
+        tiles: dict[str, Ref],
+        leaving: dict[Kind, Ref],
+        barrier: Ref,
+    ) -> None:
         self.call, self.refs, self.scratch = call, refs, scratch
         self._tiles, self._leaving, self._barrier = tiles, leaving, barrier
         self.batch, self.head = lax.axis_index("batch"), lax.axis_index("head")
-        self.group = self.head // call.heads_a_group
+        self.group = self.head // call.heads_of_group
 
-    def first(self, name: str, layout: Any) -> Array:
-        """Of what there is one for each group."""
+    def of_group(self, name: str, layout: Layout) -> Array:
+        """An operand of which each group has one."""
         return load(self.refs[name].at[self.batch, self.group], layout)
 
-    def stream(self, step: Callable, carry: Any, reverse: bool = False) -> Any:
+    def of_head(self, name: str, layout: Layout) -> Array:
+        """An operand of which each head has one."""
+        return load(self.refs[name].at[self.batch, self.head], layout)
+
+    def stream(self, step: Step[Carry], carry: Carry, reverse: bool = False) -> Carry:
         """Carries step(chunk, tiles, carry) over all chunks, each fetched while the one before it
         is computed."""
         number = self.call.chunks
 
-        def chunk(i):
+        def chunk(i: Index) -> Index:
             return number - 1 - i if reverse else i
 
-        def one(i, carry):
+        def one(i: Array, carry: Carry) -> Carry:
             plgpu.barrier_wait(self._barrier)
             tiles = self._loaded(chunk(i))
-            plgpu.commit_smem()  # everyone has read them: they may be fetched anew
+            plgpu.commit_smem()  # all threads have read them: they may be fetched anew
 
             @pl.when(i + 1 < number)
-            def _():
+            def _() -> None:
                 self._fetch(chunk(i + 1))
 
             return step(chunk(i), tiles, carry)
@@ -231,15 +215,15 @@ class Program:
         plgpu.wait_smem_to_gmem(0)
         return carry
 
-    def _fetch(self, chunk: Any) -> None:
+    def _fetch(self, chunk: Index) -> None:
         for name, tile in self._tiles.items():
             plgpu.copy_gmem_to_smem(self._part(name, chunk), tile, self._barrier)
 
-    def _part(self, name: str, chunk: Any) -> Any:
-        """What belongs to a chunk."""
+    def _part(self, name: str, chunk: Index) -> Ref:
+        """The part of an operand that belongs to a chunk."""
         ref, tokens = self.refs[name], pl.ds(chunk * CHUNK, CHUNK)
         match name:
-            case "document_of_query" | "document_of_key" | "is_last":
+            case "segment_of_query" | "segment_of_key" | "is_last":
                 return ref.at[self.batch, tokens]
             case "carried":
                 return ref.at[self.batch, chunk]
@@ -253,61 +237,32 @@ class Program:
                 return ref.at[self.batch, self.head, tokens]
         return ref.at[self.batch, tokens, self.head]
 
-    def _loaded(self, chunk: Any) -> Tiles:
+    def _loaded(self, chunk: Index) -> Tiles:
         tiles: Tiles = {}
         if "so_far" in self.refs and "so_far" not in self._tiles:
-            tiles["so_far"] = load(self._part("so_far", chunk), MATRIX)
+            tiles["so_far"] = load(self._part("so_far", chunk), Layout.MATRIX)
         for name, tile in self._tiles.items():
             if len(tile.shape) == 2:
-                tiles[name] = load(tile, MATRIX).astype(F32)
+                tiles[name] = load(tile, Layout.MATRIX).astype(F32)
             else:
-                tiles[name] = load(tile, COLUMN if name in _OF_COLUMNS else ROW)
+                tiles[name] = load(tile, Layout.COLUMN if name in OF_COLUMNS else Layout.ROW)
         return tiles
 
     def clear(self, name: str) -> None:
         for ref in self.scratch[name]:
             ref[...] = jnp.zeros(ref.shape, BF16)
 
-    def end(self, scales: Scales, tiles: Tiles) -> Array:
-        """The scale of the state after a chunk, as the next one finds it."""
+    def end(self, scales: Scales, tiles: Tiles) -> Float[Array, " K"]:
+        """The scale of the state after a chunk, as the next chunk has it."""
         return scales.top_after + tiles["at_end"] if "at_end" in tiles else scales.top_after
 
-    def query_exponentials(self, tiles: Tiles, chunk: Any) -> tuple[Array, Scales]:
-        """For gradients: queries divided by Z, and the scales."""
+    def exponentials(self, tiles: Tiles, chunk: Index) -> Exponentials:
+        """For gradients, from the scales that `forward` found."""
         here = self.batch, self.head, chunk
-        scales = Scales(*(load(self.refs[x].at[*here], COLUMN) for x in SCALES))
+        scales = Scales(*(load(self.refs[x].at[*here], Layout.COLUMN) for x in Scales._fields))
         query = self.queries(tiles)
         scale = along(0, where_empty(scales.top, 0.0), query.shape)
-        return jnp.exp(query + scale - along(1, tiles["log_z"], query.shape)), scales
-
-    def gradient_after(self) -> tuple[Array, Array]:
-        """Of z and S of the state after all chunks."""
-        layouts = {"d_z_after": COLUMN, "d_sum_after": MATRIX}
-        d_z, d_sum = (
-            load(self.refs[name].at[self.batch, self.head], layout)
-            for name, layout in layouts.items()
-        )
-        return d_z, d_sum
-
-    def gradient_before(
-        self, d_after: tuple[Array, Array], query: Array, tiles: Tiles, scales: Scales
-    ) -> tuple[Array, Array]:
-        """Of the state before a chunk, from that of the one after and from the queries that read
-        it, whose factors are in memory."""
-        d_z, d_sum = d_after
-        read = product(transposed(self.scratch["d_y"]), self.scratch["q"], *d_sum.shape)
-        d_sum = d_sum * along(0, scales.keep, d_sum.shape)
-        d_sum = d_sum + read * along(0, scales.read, read.shape)
-        read = jnp.sum(query * along(1, tiles["d_total"], query.shape), 0)
-        return d_z * scales.keep + read * scales.read, d_sum
-
-    def finish_state_gradient(self, d_before: tuple[Array, Array]) -> None:
-        self.refs["d_z"][self.batch, self.head, :] = d_before[0]
-        self.refs["d_sum"][self.batch, self.head, :, :] = d_before[1]
-
-    def exponentials(self, tiles: Tiles, chunk: Any) -> Exponentials:
-        """For gradients, from the scales that `forward` found."""
-        query, scales = self.query_exponentials(tiles, chunk)
+        query = jnp.exp(query + scale - along(1, tiles["log_z"], query.shape))
         keys = self.keys(tiles)
         key = absorbed = self.relative(keys, scales.top)
         if "is_last" in tiles:
@@ -315,22 +270,23 @@ class Program:
             absorbed = jnp.where(is_last, self.relative(keys, scales.top_after), 0.0)
         return Exponentials(query, key, absorbed, scales)
 
-    def keys(self, tiles: Tiles) -> Array:
-        """As the chunk's start would see them."""
+    def keys(self, tiles: Tiles) -> Float[Array, "C K"]:
+        """Keys as seen from the start of the chunk: K - b, b being the decay so far."""
         return tiles["key"] - self._so_far(tiles)
 
-    def relative(self, keys: Array, scale: Array) -> Array:
-        """exp(keys - scale), as products take it."""
-        return self.call.rounded(jnp.exp(keys - along(0, where_empty(scale, 0.0), keys.shape)))
-
-    def values(self, tiles: Tiles, is_log: bool) -> Array:
-        """In linear space."""
-        return jnp.exp(tiles["value"]) if is_log else tiles["value"]
-
-    def queries(self, tiles: Tiles) -> Array:
+    def queries(self, tiles: Tiles) -> Float[Array, "C K"]:
+        """Q + b."""
         return tiles["query"] + self._so_far(tiles)
 
-    def _so_far(self, tiles: Tiles) -> Any:
+    def values(self, tiles: Tiles) -> Float[Array, "C V"]:
+        """In linear space."""
+        return jnp.exp(tiles["value"]) if self.call.is_log else tiles["value"]
+
+    def relative(self, keys: Float[Array, "C K"], scale: Float[Array, " K"]) -> Float[Array, "C K"]:
+        """exp(keys - scale), as a factor of products has it."""
+        return self.call.rounded(jnp.exp(keys - along(0, where_empty(scale, 0.0), keys.shape)))
+
+    def _so_far(self, tiles: Tiles) -> Array | float:
         if "so_far" not in tiles:
             return 0.0
         decay = tiles["so_far"]
@@ -338,7 +294,7 @@ class Program:
             return decay
         return along(1, decay, (CHUNK, self.call.sizes[2]))
 
-    def write(self, name: str, x: Array, chunk: Any) -> None:
+    def write(self, name: str, x: Float[Array, "C _"], chunk: Index) -> None:
         part, kind = self._part(name, chunk), _kind(self.refs[name])
         if kind not in self._leaving:  # four threads fill a sector of memory: no need to gather
             part[...] = x.astype(part.dtype)
@@ -349,34 +305,46 @@ class Program:
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(tile, part)
 
-    def write_row(self, name: str, x: Array, chunk: Any) -> None:
+    def write_row(self, name: str, x: Float[Array, " C"], chunk: Index) -> None:
         self.refs[name][self.batch, self.head, pl.ds(chunk * CHUNK, CHUNK)] = x
 
+    def write_scales(self, scales: Scales, chunk: Index) -> None:
+        for name, scale in scales._asdict().items():
+            self.refs[name][self.batch, self.head, chunk, :] = scale
 
-def visible(weights: Array, tiles: Tiles) -> Array:
-    """With 0 where a query, a row, must not see a key."""
+    def write_of_head(self, **arrays: Array) -> None:
+        """Outputs of which each head has one: vectors, or matrices."""
+        for name, x in arrays.items():
+            self.refs[name][self.batch, self.head, *[slice(None)] * x.ndim] = x
+
+
+def visible(weights: Float[Array, "C C"], tiles: Tiles) -> Float[Array, "C C"]:
+    """With 0 where a query, a row, does not attend to a key."""
     query, key = (
-        plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=MATRIX) for axis in (0, 1)
+        plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=Layout.MATRIX.value)
+        for axis in (0, 1)
     )
     visible = query >= key
-    if "document_of_query" in tiles:
-        query = along(1, tiles["document_of_query"], weights.shape)
-        key = along(0, tiles["document_of_key"], weights.shape)
+    if "segment_of_query" in tiles:
+        query = along(1, tiles["segment_of_query"], weights.shape)
+        key = along(0, tiles["segment_of_key"], weights.shape)
         visible = visible & (query == key)
     return jnp.where(visible, weights, 0.0)
 
 
-def of_state_only(x: Array, tiles: Tiles) -> Array:
-    """Rows, or numbers of rows, with 0 where a document has begun since the state."""
-    if "document_of_query" not in tiles:
+def of_state_only(x: Float[Array, "C *F"], tiles: Tiles) -> Float[Array, "C *F"]:
+    """Rows, or numbers of rows, with 0 where a segment has begun since the state before."""
+    if "segment_of_query" not in tiles:
         return x
-    document = tiles["document_of_query"]
-    document = along(1, document, x.shape) if x.ndim == 2 else document
-    return jnp.where(document == 0, x, 0.0)
+    segment = tiles["segment_of_query"]
+    segment = along(1, segment, x.shape) if x.ndim == 2 else segment
+    return jnp.where(segment == 0, x, 0.0)
 
 
-def find_scales(key: Array, m: Array, tiles: Tiles) -> tuple[Scales, Array | None]:
-    """The scales of a chunk, and those of its keys that the state after takes in; None if all."""
+def find_scales(
+    key: Float[Array, "C K"], m: Float[Array, " K"], tiles: Tiles
+) -> tuple[Scales, Float[Array, "C K"] | None]:
+    """The scales of a chunk, and its keys that the state after holds; None if it holds all."""
     top = jnp.maximum(m, jnp.max(key, 0))
     read = share(m, top)
     if "is_last" not in tiles:

@@ -69,14 +69,21 @@ def sharded(*arrays: jax.Array) -> jax.Array:
 
 
 def longformer(*arrays: jax.Array) -> jax.Array:
-    options: Any = {"local_window_size": 256, "global_positions": (0,)}
-    return ops.longformer_attention(*arrays[:3], global_heads=arrays[3:], **options)
+    query, key, value, *heads = arrays
+    options: Any = {
+        "local_window_size": 256,
+        "global_positions": (0,),
+        "global_heads": tuple(heads),
+    }
+    return ops.longformer_attention(query, key, value, **options)
 
 
 def compressed(*arrays: jax.Array) -> jax.Array:
-    *tokens, kernel, bias, null = arrays
+    query, key, value, kernel, bias, null = arrays
     compression = ops.Compression(kernel, bias, null)
-    return ops.memory_compressed_attention(*tokens, compression, compression, is_causal=True)
+    return ops.memory_compressed_attention(
+        query, key, value, compression, compression, is_causal=True
+    )
 
 
 def tglobal(*arrays: jax.Array) -> jax.Array:

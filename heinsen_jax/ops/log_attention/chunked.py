@@ -88,7 +88,8 @@ class Chunked:
         plan, length = self.plan(inputs, is_log=is_log), inputs.length
         padded = pad_tokens(inputs, -(-length // plan.block_size) * plan.block_size)
         folded = Averages(*(x.reshape(-1, *x.shape[2:]) for x in state))
-        (y, log_z), after = _attend(plan, padded, folded)
+        result: tuple[Outputs, Averages] = _attend(plan, padded, folded)
+        (y, log_z), after = result
         after = Averages(*(x.reshape(of.shape) for x, of in zip(after, state, strict=True)))
         return y[:, :length], log_z[:, :length], after
 

@@ -329,7 +329,7 @@ def join_signs(x: Float[Array, "*B 2*V"]) -> Complex[Array, "*B V"]:
     return lax.complex(size, jnp.where(is_negative, jnp.pi, 0).astype(size.dtype))
 
 
-def check_state(state: State, **arrays: Array) -> None:
+def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Array) -> None:
     """Raises ValueError where `query`, `key`, `value` or `log_value` do not fit the state."""
     groups, key_depth = state.log_z.shape[-2:]
     values = state.log_s if isinstance(state, LogAttentionState) else state.mean

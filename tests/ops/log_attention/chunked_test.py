@@ -59,9 +59,9 @@ CHOICES = {
     "keys fall": ({"key_slope": -10}, 0),
     "keys rise inside a chunk": ({"key_slope": 10}, 1),
     "both, each alone within range": ({"key_slope": 0.8, "value_slope": 0.3}, 1),
-    "log-values span too much": ({"value_slope": 10}, 2),
-    "log-values span too much downward": ({"value_slope": -10}, 2),
-    "both": ({"key_slope": 10, "value_slope": 10}, 2),
+    "log-values span too much": ({"value_slope": 10}, 1),
+    "log-values span too much downward": ({"value_slope": -10}, 1),
+    "both": ({"key_slope": 10, "value_slope": 10}, 1),
 }
 
 

@@ -59,9 +59,9 @@ def _recurrence(
     log_inputs: Features,
     *,
     initial_state: RecurrenceState,
-    return_state: Literal[True],
-    is_causal: Literal[True],
-    segment_ids: None,
+    return_state: Literal[True] = True,
+    is_causal: Literal[True] = True,
+    segment_ids: None = None,
 ) -> tuple[Features, RecurrenceState]:
     del return_state, is_causal, segment_ids
     h = log_linear_recurrence(log_coefficients, log_inputs, initial=initial_state.h)

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from heinsen_jax.typing import Array, Shaped
 
@@ -43,7 +44,13 @@ def repeat_rows(x: Shaped[Array, "*N C F"], heads: int) -> Shaped[Array, "*N RC 
 def varying_like(tree: Tree, example: object) -> Tree:
     """The same arrays, but varying over the devices of an enclosing `jax.shard_map` where any array
     of `example` does: loops and branches require equal types, of which that is a part."""
-    never = jnp.zeros((), bool)
-    for x in jax.tree.leaves(example):
-        never |= jnp.any(x[:0] != 0)  # of no elements, hence false, but a result of x all the same
-    return jax.tree.map(lambda x: jnp.where(never, jnp.zeros_like(x), x), tree)
+    axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(example)))
+
+    def cast(x: Array) -> Array:
+        return lax.pcast(x, tuple(axes - _varying_axes(x)), to="varying")
+
+    return jax.tree.map(cast, tree)
+
+
+def _varying_axes(x: Array) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying

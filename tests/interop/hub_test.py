@@ -55,12 +55,12 @@ def test_nothing_is_said_of_what_was_asked_for(run, caplog):
     assert not [record for record in caplog.records if "read" in record.getMessage()]
 
 
-def test_the_card_says_what_was_measured(run, saved):
+def test_the_card_says_what_was_measured(run, saved, small):
     text = (saved / "README.md").read_text()
     step = load_run(run)[2]
     (row,) = (x for x in read_metrics(run) if x["step"] == step and "validation/loss" in x)
     assert f"| loss | {row['validation/loss']:.4f} |" in text
-    assert f"| updates | {step} of 40 |" in text
+    assert f"| updates | {step} of {small.training.steps} |" in text
     card = ModelCard(text).data
     assert card.library_name == "heinsen_jax"
     (loss,) = (x for x in card.eval_results if x.metric_type == "loss")

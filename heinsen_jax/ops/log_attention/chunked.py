@@ -87,7 +87,7 @@ class Chunked:
         """Output, log Z and the state after all tokens: in log space if values and state are."""
         plan, length = self.plan(inputs, is_log=is_log), inputs.length
         padded = pad_tokens(inputs, -(-length // plan.block_size) * plan.block_size)
-        folded = Averages(*(x.reshape(-1, *x.shape[2:]) for x in state))
+        folded = Averages(*(x.reshape(-1, *x.shape[2:]) for x in varying_like(state, inputs)))
         result: tuple[Outputs, Averages] = _attend(plan, padded, folded)
         (y, log_z), after = result
         after = Averages(*(x.reshape(of.shape) for x, of in zip(after, state, strict=True)))

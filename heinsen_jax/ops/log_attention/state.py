@@ -79,7 +79,7 @@ class LogAttentionState:
         self,
         key: Float[Array, "*B S G K"],
         log_value: Float[Array, "*B S G V"],
-        log_decay: Float[Array, "..."] | None = None,
+        log_decay: Float[Array, "*B S G"] | Float[Array, "*B S G K"] | None = None,
     ) -> LogAttentionState:
         """The state of these tokens after those of the state, eqs. (6) and (8).
 
@@ -183,7 +183,7 @@ class HeinsenAttentionState:
         self,
         key: Float[Array, "*B S G K"],
         value: Float[Array, "*B S G V"],
-        log_decay: Float[Array, "..."] | None = None,
+        log_decay: Float[Array, "*B S G"] | Float[Array, "*B S G K"] | None = None,
     ) -> HeinsenAttentionState:
         """The state of these tokens after those of the state.
 

@@ -4,8 +4,10 @@ Nearly all the time of tests is compilation. So what is compiled is kept, also f
 `.pytest_cache/jax` (`rm -r .pytest_cache` forgets it), and it is compiled with few optimisations,
 but for modules that use `as_users_compile`. JAX 0.10 still has older emitters of fusions, which
 compile log-attention in a quarter of the time: there tests use them, elsewhere the newer ones.
+Garbage is collected seldom, for tracing makes many objects that live on.
 """
 
+import gc
 import lzma
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -56,6 +58,7 @@ if jax.__version_info__ < (0, 11):  # read when the first function is compiled
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(200_000, 20, 50)
 
 # The first example of a test pays for its compilation.
 hypothesis.settings.register_profile("compiled", deadline=None)

@@ -236,8 +236,11 @@ def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, 
     """((output, log Z), state after the block), and what the backward pass needs."""
     measured = measure(plan, inputs, state)
 
+    @partial(jax.jit, inline=True)  # traced once
     def fast(inputs: Inputs, state: Averages):
-        return _fast(plan, inputs, state, measured)
+        linear = _to_linear(plan, inputs, state, measured.scale)
+        result, residuals = single_level.forward(plan.form, *linear, measured.scales)
+        return _from_linear(plan, result, measured.scale), () if plan.remat else residuals
 
     def slow(inputs: Inputs, state: Averages):
         nothing = jax.eval_shape(lambda: fast(inputs, state)[1])
@@ -296,12 +299,6 @@ def log_value_range(log_value: Array, log_mean: Array) -> tuple[Array, Array]:
         jnp.max(log_value, 1, initial=-jnp.inf), jnp.max(log_mean, -2, initial=-jnp.inf)
     )
     return low, high
-
-
-def _fast(plan: Plan, inputs: Inputs, state: Averages, measured: Measured):
-    inputs, state = _to_linear(plan, inputs, state, measured.scale)
-    result, residuals = single_level.forward(plan.form, inputs, state, measured.scales)
-    return _from_linear(plan, result, measured.scale), () if plan.remat else residuals
 
 
 def _fast_backward(

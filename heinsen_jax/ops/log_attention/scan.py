@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.log_attention.state import read_all, read_averages
-from heinsen_jax.ops.numerics import log_sum_exp, share, where_empty
+from heinsen_jax.ops.numerics import (
+    einsum,
+    finite,
+    log_add_exp,
+    log_sum_exp,
+    share,
+    where_empty,
+)
 from heinsen_jax.typing import Array, Float
 
 
@@ -22,6 +29,8 @@ class Scan:
     def causal(
         self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
+        if inputs.length == 1:
+            return _step(inputs, state, is_log=is_log)
         decay = inputs.decay_and_starts
         if decay is None:
             decay = jnp.zeros((1, inputs.length, 1, 1), inputs.key.dtype)
@@ -51,3 +60,23 @@ class Scan:
         self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Float[Array, "B T G R V"], Averages]:
         return read_all(inputs, state, is_log=is_log)
+
+
+def _step(inputs: Inputs, state: Averages, *, is_log: bool) -> tuple[Array, Array, Averages]:
+    """One token: few operations, for their number is what a step of generation costs."""
+    decay = inputs.decay_and_starts
+    query, key, value = inputs.query[:, 0], inputs.key[:, 0], inputs.value[:, 0, :, None]
+    before = state.log_z if decay is None else state.log_z + decay[:, 0]
+    h_z = log_add_exp(before, key)
+    kept, added = (x - finite(h_z) for x in (before, key))
+    logits = query + h_z[..., None, :]
+    log_z = log_sum_exp(logits, -1)
+    shares = logits - finite(log_z)[..., None]
+    if is_log:
+        mean = log_add_exp(kept[..., None] + state.mean, added[..., None] + value)
+        y = log_sum_exp(shares[..., None] + mean[..., None, :, :], -2)
+    else:
+        kept, added = (jnp.exp(x)[..., None] for x in (kept, added))
+        mean = kept * state.mean + added * value
+        y = einsum("bgrk,bgkv->bgrv", jnp.exp(shares), mean)
+    return y[:, None], log_z[:, None], Averages(h_z, mean)

@@ -17,6 +17,7 @@ exponents: with D_t the sum of decays from the chunk's start up to t,
 and the whole chunk's decay is applied to the state after it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -45,11 +46,14 @@ class Form:
     is_half: bool = False
     parallel_scan: bool = False
 
-    def einsum(self, pattern: str, *factors: Array) -> Array:
-        if not self.is_half:
-            return einsum(pattern, *factors)
-        halves = [x.astype(jnp.bfloat16) for x in factors]
-        return jnp.einsum(pattern, *halves, preferred_element_type=factors[0].dtype)
+    @property
+    def einsum(self) -> Callable[..., Array]:
+        return _einsum_of_halves if self.is_half else einsum
+
+
+def _einsum_of_halves(pattern: str, *factors: Array) -> Array:
+    halves = [x.astype(jnp.bfloat16) for x in factors]
+    return jnp.einsum(pattern, *halves, preferred_element_type=factors[0].dtype)
 
 
 class Exponents(NamedTuple):

@@ -1,0 +1,130 @@
+"""Whether the tests catch faults: twelve are put into copies of the package, one by one.
+
+    python tests/mutations.py [NAME ...]
+
+Each fault is one replacement in one file. The tests of the parts named run until one fails; a fault
+that none finds is an error. Not a test itself, for it needs minutes: run it when tests are merged,
+shortened or deleted.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+LOG_ATTENTION = "heinsen_jax/ops/log_attention"
+
+
+class Fault(NamedTuple):
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+FAULTS = {
+    "a mask off by one": Fault(
+        f"{LOG_ATTENTION}/single_level.py",
+        "jnp.tri(size, dtype=bool)",
+        "jnp.tri(size, k=-1, dtype=bool)",
+        "tests/ops/log_attention",
+    ),
+    "a dropped decay": Fault(
+        f"{LOG_ATTENTION}/single_level.py", "key - so_far", "key", "tests/ops/log_attention"
+    ),
+    "a segment that starts a token late": Fault(
+        "heinsen_jax/ops/arguments.py",
+        "[(1, 0)]\n    return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]",
+        "[(2, 0)]\n    return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]",
+        "tests/ops",
+    ),
+    "a stale state": Fault(
+        f"{LOG_ATTENTION}/chunked.py",
+        "return (after, _write(outputs, of_block, index)), saved",
+        "return (before, _write(outputs, of_block, index)), saved",
+        "tests/ops/log_attention",
+    ),
+    "a swapped axis": Fault(
+        "heinsen_jax/ops/layout.py",
+        "x.reshape(chunks, batch, folds // batch, heads, rows // heads, features)",
+        "x.reshape(chunks, batch, folds // batch, rows // heads, heads, features).swapaxes(3, 4)",
+        "tests/ops/log_attention",
+    ),
+    "a tier beyond its range": Fault(
+        f"{LOG_ATTENTION}/chunked.py",
+        "first_safe((used - plan.budget)[None])",
+        "first_safe((used - 2 * plan.budget)[None])",
+        "tests/ops/log_attention",
+    ),
+    "a cotangent left out": Fault(
+        f"{LOG_ATTENTION}/exact.py",
+        "d_total = d_after.log_z - d_kept - jnp.sum(d_added, 1)",
+        "d_total = d_after.log_z - d_kept",
+        "tests/ops/log_attention",
+    ),
+    "a window off by one": Fault(
+        f"{LOG_ATTENTION}/variants.py",
+        "_moved(before.query, 1 - window)",
+        "_moved(before.query, -window)",
+        "tests/ops/log_attention",
+    ),
+    "states merged without decay": Fault(
+        f"{LOG_ATTENTION}/state.py",
+        "earlier = _decayed(self, other.log_decay)\n        merged = merge_averages",
+        "earlier = self\n        merged = merge_averages",
+        "tests/ops/log_attention",
+    ),
+    "a causal mask of softmax off by one": Fault(
+        "heinsen_jax/ops/masks.py", "return key <= query", "return key < query", "tests/ops"
+    ),
+    "positions that forget the state": Fault(
+        "heinsen_jax/models/position.py",
+        "initial=initial_state.h)",
+        "initial=jnp.zeros_like(initial_state.h))",
+        "tests/models",
+    ),
+    "data that resume a step early": Fault(
+        "heinsen_jax/training/loop.py",
+        "start_step=start,\n            process_index",
+        "start_step=max(start - 1, 0),\n            process_index",
+        "tests/training",
+    ),
+}
+
+
+def caught(fault: Fault) -> str | None:
+    """The first test that fails; None if all pass."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns(".git", ".venv", ".pytest_cache", "__pycache__", "runs")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        file = copy / fault.file
+        text = file.read_text()
+        if text.count(fault.right) != 1:
+            raise SystemExit(
+                f"{fault.file}: {fault.right!r} occurs {text.count(fault.right)} times"
+            )
+        file.write_text(text.replace(fault.right, fault.wrong))
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "2", fault.tests]
+        run = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+        failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return failed[0].split(" - ")[0] if failed else None
+
+
+def main(names: list[str]) -> None:
+    missed = []
+    for name in names or FAULTS:
+        start = time.monotonic()
+        found = caught(FAULTS[name])
+        print(f"{name}: {found or 'NOT CAUGHT'} ({time.monotonic() - start:.0f} s)", flush=True)
+        missed += [] if found else [name]
+    if missed:
+        raise SystemExit(f"{len(missed)} of {len(names or FAULTS)} faults are not caught: {missed}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

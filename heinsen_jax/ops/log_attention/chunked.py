@@ -330,7 +330,9 @@ def _exact_backward(
     chunks = exact.chunks_of(inputs)
     size = chunks.key.shape[-2]
     d_outputs = chunk(d_outputs[0], size), chunk(d_outputs[1][..., None], size)[..., 0]
-    d_chunks, d_before = exact.backward(space, chunks, before, d_outputs, d_after)
+    d_chunks, d_before = exact.backward(
+        space, chunks, before, d_outputs, d_after, has_decay=inputs.log_decay is not None
+    )
     return exact.inputs_of(d_chunks, inputs), d_before
 
 

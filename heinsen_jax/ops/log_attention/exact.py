@@ -1,4 +1,4 @@
-"""The exact tiers: one `lax.scan` over chunks of 32 tokens, for any keys and decays.
+"""The exact tier: one `lax.scan` over chunks of 32 tokens, for any keys and decays.
 
 With D_ts the sum of the decays of tokens s + 1 to t, query t of a chunk attends to the tokens s of
 its chunk and to the key features k of the state before the chunk, in one softmax over both:
@@ -6,10 +6,11 @@ its chunk and to the key features k of the state before the chunk, in one softma
     A_ts = LSE_k(Q_tk + K_sk + D_tsk),    P_tk = Q_tk + D_tk + log Z_k
     log Z_t = LSE(A_t, P_t),    Y_t = sum_s exp(A_ts - log Z_t) V_s + sum_k exp(P_tk - log Z_t) M_k
 
-The state is (log Z_k, M_k), M_k being the average of the values so far under key feature k; one
-more softmax for each feature updates it. Scores are `log_matmul`s, exact for any queries and keys.
-Decays are added up, never subtracted, so that -inf, the start of a segment, is exact as well. All
-outputs are convex averages: no value is too large.
+The state is (log Z_k, M_k), M_k being the average of the values so far under key feature k. The one
+after the chunk is more rows of the same softmax: row k attends to token s with K_sk and its decay
+up to the end, and to feature k of the state before. Scores are `log_matmul`s, exact for any queries
+and keys. Decays are added up, never subtracted, so that -inf, the start of a segment, is exact as
+well. All outputs are convex averages: no value is too large.
 
 Averages are formed in linear space (`LINEAR`) or, of log-values, in log space (`LOG`), where a sum
 of shares times values is one more `log_matmul`: a product where the span of the log-values allows,
@@ -18,7 +19,8 @@ and term by term where it does not. Nothing else differs.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +28,7 @@ from jax import lax
 
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
-from heinsen_jax.ops.numerics import (
-    einsum,
-    finite,
-    log_add_exp,
-    log_matmul,
-    log_sum_exp,
-    matmul,
-)
+from heinsen_jax.ops.numerics import einsum, finite, log_matmul, log_sum_exp, matmul
 from heinsen_jax.typing import Array, Float
 
 CHUNK = 32
@@ -49,38 +44,16 @@ class Chunk(NamedTuple):
     decay: Float[Array, "*J X C F"] | None  # F is K, or 1
 
 
-class Space(NamedTuple):
-    """How averages are formed, given log-shares that add up to one for each output.
-
-    Attributes:
-      read: (log-shares `[X, RC, C]` of values `[X, C, V]`, log-shares `[X, RC, K]` of means
-        `[X, K, V]`) -> outputs `[X, RC, V]`.
-      update: (log-shares `[X, K]` of means `[X, K, V]`, log-shares `[X, C, K]` of values
-        `[X, C, V]`) -> means `[X, K, V]`.
-    """
-
-    read: Callable[[Array, Array, Array, Array], Array]
-    update: Callable[[Array, Array, Array, Array], Array]
+Space: TypeAlias = Callable[[Array, Array], Array]
+"""(log-shares `[X, I, J]`, values `[X, J, V]`) -> averages `[X, I, V]`."""
 
 
-def _read_linear(near: Array, value: Array, past: Array, mean: Array) -> Array:
-    return matmul(jnp.exp(near), value) + matmul(jnp.exp(past), mean)
+def _average(shares: Array, values: Array) -> Array:
+    return matmul(jnp.exp(shares), values)
 
 
-def _update_linear(kept: Array, mean: Array, added: Array, value: Array) -> Array:
-    return jnp.exp(kept)[..., None] * mean + einsum("xck,xcv->xkv", jnp.exp(added), value)
-
-
-def _read_log(near: Array, value: Array, past: Array, mean: Array) -> Array:
-    return log_matmul(jnp.concatenate([near, past], -1), jnp.concatenate([value, mean], -2))
-
-
-def _update_log(kept: Array, mean: Array, added: Array, value: Array) -> Array:
-    return log_add_exp(kept[..., None] + mean, log_matmul(jnp.swapaxes(added, -1, -2), value))
-
-
-LINEAR = Space(_read_linear, _update_linear)
-LOG = Space(_read_log, _update_log)
+LINEAR: Space = _average
+LOG: Space = log_matmul
 
 Outputs = tuple[Float[Array, "J X RC V"], Float[Array, "J X RC"]]  # Y and log Z
 
@@ -89,29 +62,44 @@ def forward(space: Space, chunks: Chunk, state: Averages) -> tuple[Outputs, Aver
     """Y, log Z and the state after all chunks."""
 
     def step(state: Averages, tokens: Chunk) -> tuple[Averages, Outputs]:
-        decays = _decays(tokens)
-        return _absorb(space, tokens, decays, state), _attend(space, tokens, decays, state)
+        log_z, shares = _softmax(_logits(tokens, state.log_z))
+        rows = space(shares, _values(tokens, state))
+        size = tokens.query.shape[1]
+        return Averages(log_z[:, size:], rows[:, size:]), (rows[:, :size], log_z[:, :size])
 
     after, outputs = lax.scan(step, state, chunks)
     return outputs, after
 
 
 def backward(
-    space: Space, chunks: Chunk, state: Averages, d_outputs: Outputs, d_after: Averages
+    space: Space,
+    chunks: Chunk,
+    state: Averages,
+    d_outputs: Outputs,
+    d_after: Averages,
+    *,
+    has_decay: bool,
 ) -> tuple[Chunk, Averages]:
-    """Cotangents of the chunks and of the state before them; all else is computed again."""
+    """Cotangents of the chunks and of the state before them; all else is computed again. Decays
+    that only mark where segments start have none: their `has_decay` is False."""
 
     def absorb(state: Averages, tokens: Chunk) -> tuple[Averages, Averages]:
-        return _absorb(space, tokens, _decays(tokens), state), state
+        logits = _logits_of_state(tokens.key, _decays(tokens.decay), state.log_z)
+        log_z, shares = _softmax(logits)
+        return Averages(log_z, space(shares, _values(tokens, state))), state
 
     def step(d_after: Averages, xs: tuple[Chunk, Averages, Outputs]) -> tuple[Averages, Chunk]:
-        tokens, before, d_outputs = xs
-        decays, of_decays = jax.vjp(_decays, tokens)
-        d_read, d_decays_read, d_before = _attend_backward(space, tokens, decays, before, d_outputs)
-        d_kept, d_decays, d_before_kept = _absorb_backward(space, tokens, decays, before, d_after)
-        (d_tokens,) = of_decays(jax.tree.map(jnp.add, d_decays, d_decays_read))
-        d_tokens = jax.tree.map(lambda *x: sum(x[1:], x[0]), d_tokens, d_read, d_kept)
-        return jax.tree.map(jnp.add, d_before, d_before_kept), d_tokens
+        tokens, state, (d_y, d_log_z) = xs
+        logits, of_logits = jax.vjp(partial(_logits, has_decay=has_decay), tokens, state.log_z)
+        _, shares = _softmax(logits)
+        _, of_rows = jax.vjp(space, shares, _values(tokens, state))
+        d_shares, d_values = of_rows(jnp.concatenate([d_y, d_after.mean], 1))
+        d_log_z = jnp.concatenate([d_log_z, d_after.log_z], 1)
+        d_total = d_log_z - jnp.sum(d_shares, -1)
+        d_tokens, d_before = of_logits(d_shares + jnp.exp(shares) * d_total[..., None])
+        size = tokens.value.shape[1]
+        d_tokens = d_tokens._replace(value=d_values[:, :size])
+        return Averages(d_before, d_values[:, size:]), d_tokens
 
     _, before = lax.scan(absorb, state, chunks)
     d_state, d_chunks = lax.scan(step, d_after, (chunks, before, d_outputs), reverse=True)
@@ -162,8 +150,7 @@ class Decays(NamedTuple):
     to_end: Float[Array, "X C F"] | None
 
 
-def _decays(tokens: Chunk) -> Decays:
-    decay = tokens.decay
+def _decays(decay: Float[Array, "X C F"] | None) -> Decays:
     if decay is None:
         return Decays(None, None, None, None, None)
     _, size, features = decay.shape
@@ -179,57 +166,29 @@ def _decays(tokens: Chunk) -> Decays:
     return Decays(None, prefix[:-1], suffix[:-1], prefix[-1], suffix[-1])
 
 
-def _attend(space: Space, tokens: Chunk, decays: Decays, state: Averages) -> Outputs:
-    near, past = _logits(tokens.query, tokens.key, decays, state.log_z)
-    log_z = log_sum_exp(jnp.concatenate([near, past], -1), -1)
-    total = finite(log_z)[..., None]
-    return space.read(near - total, tokens.value, past - total, state.mean), log_z
+def _values(tokens: Chunk, state: Averages) -> Float[Array, "X C+K V"]:
+    return jnp.concatenate([tokens.value, state.mean], 1)
 
 
-def _attend_backward(
-    space: Space, tokens: Chunk, decays: Decays, state: Averages, d_outputs: Outputs
-) -> tuple[Chunk, Decays, Averages]:
-    query, key, value, decay = tokens
-    (near, past), of_logits = jax.vjp(_logits, query, key, decays, state.log_z)
-    d_y, d_log_z = d_outputs
-    total = finite(log_sum_exp(jnp.concatenate([near, past], -1), -1))[..., None]
-    near, past = near - total, past - total
-    d_near, d_value, d_past, d_mean = jax.vjp(space.read, near, value, past, state.mean)[1](d_y)
-    d_total = (d_log_z - jnp.sum(d_near, -1) - jnp.sum(d_past, -1))[..., None]
-    d_logits = d_near + jnp.exp(near) * d_total, d_past + jnp.exp(past) * d_total
-    d_query, d_key, d_decays, d_state = of_logits(d_logits)
-    d_decay = None if decay is None else jnp.zeros_like(decay)
-    return Chunk(d_query, d_key, d_value, d_decay), d_decays, Averages(d_state, d_mean)
-
-
-def _absorb(space: Space, tokens: Chunk, decays: Decays, state: Averages) -> Averages:
-    kept, added = _logits_at_end(tokens.key, decays, state.log_z)
-    log_z = log_add_exp(kept, log_sum_exp(added, 1))
-    total = finite(log_z)
-    mean = space.update(kept - total, state.mean, added - total[:, None], tokens.value)
-    return Averages(log_z, mean)
-
-
-def _absorb_backward(
-    space: Space, tokens: Chunk, decays: Decays, state: Averages, d_after: Averages
-) -> tuple[Chunk, Decays, Averages]:
-    query, key, value, decay = tokens
-    (kept, added), of_logits = jax.vjp(_logits_at_end, key, decays, state.log_z)
-    total = finite(log_add_exp(kept, log_sum_exp(added, 1)))
-    kept, added = kept - total, added - total[:, None]
-    update = jax.vjp(space.update, kept, state.mean, added, value)[1]
-    d_kept, d_mean, d_added, d_value = update(d_after.mean)
-    d_total = d_after.log_z - d_kept - jnp.sum(d_added, 1)
-    d_logits = d_kept + jnp.exp(kept) * d_total, d_added + jnp.exp(added) * d_total[:, None]
-    d_key, d_decays, d_state = of_logits(d_logits)
-    d_decay = None if decay is None else jnp.zeros_like(decay)
-    d_tokens = Chunk(jnp.zeros_like(query), d_key, d_value, d_decay)
-    return d_tokens, d_decays, Averages(d_state, d_mean)
+def _softmax(logits: Array) -> tuple[Float[Array, "X RC+K"], Float[Array, "X RC+K C+K"]]:
+    """log Z of each row, and its log-shares."""
+    log_z = log_sum_exp(logits, -1)
+    return log_z, logits - finite(log_z)[..., None]
 
 
 def _logits(
+    tokens: Chunk, log_z: Float[Array, "X K"], *, has_decay: bool = True
+) -> Float[Array, "X RC+K C+K"]:
+    """Of the chunk's queries and of the state after it, with the chunk's tokens and the key
+    features of the state before it."""
+    decays = _decays(tokens.decay if has_decay else lax.stop_gradient(tokens.decay))
+    of_queries = _logits_of_queries(tokens.query, tokens.key, decays, log_z)
+    return jnp.concatenate([of_queries, _logits_of_state(tokens.key, decays, log_z)], 1)
+
+
+def _logits_of_queries(
     query: Array, key: Array, decays: Decays, log_z: Array
-) -> tuple[Float[Array, "X RC C"], Float[Array, "X RC K"]]:
+) -> Float[Array, "X RC C+K"]:
     """A, -inf where s > t, and P."""
     size = key.shape[1]
     heads = query.shape[1] // size
@@ -237,12 +196,22 @@ def _logits(
     if decays.from_start is not None:
         past = past + repeat_rows(decays.from_start, heads)
     if decays.prefix is not None:
-        return _scores_by_levels(query, key, decays), past
+        return jnp.concatenate([_scores_by_levels(query, key, decays), past], -1)
     scores = log_matmul(query, jnp.swapaxes(key, 1, 2))
     if decays.between is not None:
         scores = scores + repeat_rows(decays.between, heads)
     t, s = _indices(size, size)
-    return jnp.where(repeat_rows(s <= t, heads)[None], scores, -jnp.inf), past
+    scores = jnp.where(repeat_rows(s <= t, heads)[None], scores, -jnp.inf)
+    return jnp.concatenate([scores, past], -1)
+
+
+def _logits_of_state(key: Array, decays: Decays, log_z: Array) -> Float[Array, "X K C+K"]:
+    if decays.from_start is not None:
+        assert decays.to_end is not None
+        log_z, key = log_z + decays.from_start[:, -1], key + decays.to_end
+    row, column = _indices(log_z.shape[-1], log_z.shape[-1])
+    before = jnp.where((row == column)[None], log_z[..., None], -jnp.inf)
+    return jnp.concatenate([jnp.swapaxes(key, 1, 2), before], -1)
 
 
 def _scores_by_levels(query: Array, key: Array, decays: Decays) -> Float[Array, "X RC C"]:
@@ -266,16 +235,6 @@ def _scores_by_levels(query: Array, key: Array, decays: Decays) -> Float[Array, 
     own = log_sum_exp(query + repeat_rows(key, heads), -1)[..., None]
     t, s = _indices(size, size)
     return jnp.where(repeat_rows(s == t, heads)[None], own, scores)
-
-
-def _logits_at_end(
-    key: Array, decays: Decays, log_z: Array
-) -> tuple[Float[Array, "X K"], Float[Array, "X C K"]]:
-    """log Z of the state and the keys, as the state after the chunk has them."""
-    if decays.from_start is None:
-        return log_z, key
-    assert decays.to_end is not None
-    return log_z + decays.from_start[:, -1], key + decays.to_end
 
 
 def _indices(*sizes: int) -> list[Array]:

@@ -15,13 +15,13 @@ from heinsen_jax import attention
 from heinsen_jax.generate import generate, stream
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.objective import MaskedTokens
+from tests.models.small import apply, assert_greedy, random_model
 
 CAPABILITIES = {name: attention.mechanism(name).capabilities for name in attention.names()}
 CAUSAL = [name for name, can in CAPABILITIES.items() if can.causal]
-FEW = "log", "softmax", "sliding_window", "rmt"
 
 
-def few_or_nightly(names: Sequence[str], few: Sequence[str] = FEW) -> Any:
+def few_or_nightly(names: Sequence[str], few: Sequence[str]) -> Any:
     """Runs a test for some mechanisms, and nightly for all."""
     params = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in few)) for name in names]
     return pytest.mark.parametrize("name", params)
@@ -51,15 +51,16 @@ def configured(*turns: str, options: tuple = (), **fields: Any) -> LanguageModel
 
 
 def build(*turns: str, **fields: Any) -> LanguageModel:
-    return LanguageModel(configured(*turns, **fields), rngs=nnx.Rngs(0))
+    return random_model(configured(*turns, **fields))
 
 
 @few_or_nightly(["log", "gqa", "linformer", "l1", "colt5"], few=["gqa"])
 def test_it_learns_to_fill_in_what_is_masked(name):
     """What repeats with a period of 6: 60 updates bring the loss, log 18 at first, below 1.7. The
     tokens' frequencies alone give 1.56."""
-    model = build(name, block="standard", is_causal=False, vocab_size=18)
-    graph, parameters = nnx.split(model)
+    config = configured(name, block="standard", is_causal=False, vocab_size=18, num_layers=1)
+    initial = jax.jit(lambda: nnx.state(LanguageModel(config, rngs=nnx.Rngs(0))))
+    graph, parameters = nnx.graphdef(random_model(config)), initial()
     pattern = jnp.asarray([3, 1, 4, 1, 5, 9])
     tokens = jnp.stack([jnp.tile(jnp.roll(pattern, i % 6), 6)[:33] for i in range(24)])
     there, objective = jnp.ones((24, 32), bool), MaskedTokens(fraction=0.15, num_tokens=17)
@@ -84,38 +85,28 @@ def test_it_learns_to_fill_in_what_is_masked(name):
     assert np.mean(losses[-5:]) < 1.7
 
 
-@few_or_nightly(CAUSAL)
+@few_or_nightly(CAUSAL, few=["sliding_window"])  # others: tests/generate/prompts_test.py
 def test_greedy_equals_recomputing_everything(name):
     model = build(name)
     tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-    new = generate(model, tokens, 9, top_k=1)
-    whole = jnp.concatenate([tokens, new], 1)
-    graph, parameters = nnx.split(model)
-    logits = jax.jit(lambda p, tokens: nnx.merge(graph, p)(tokens))(parameters, whole)
-    following = jnp.argmax(logits, -1)
-    np.testing.assert_array_equal(new, following[:, 4:-1])
+    assert_greedy(model, tokens, generate(model, tokens, 9, top_k=1))
 
 
-def test_a_stream_makes_room_as_it_goes(monkeypatch):
+def test_a_cache_grows(monkeypatch):
+    """In a stream, after `generate`, and after a state without capacity for further tokens."""
     monkeypatch.setattr("heinsen_jax.generate.tokens.MORE_TOKENS", 3)
     model = build("softmax")
     prompt = jnp.array([3, 1, 4])
-    expected = generate(model, prompt, 20, top_k=1)
-    streamed = [token for token, _ in zip(stream(model, prompt, top_k=1), range(20), strict=False)]
-    np.testing.assert_array_equal(streamed, expected)
-
-
-def test_going_on_from_a_state_that_holds_all_tokens():
-    model = build("softmax")
-    prompt = jnp.array([3, 1, 4])
-    whole = generate(model, prompt, 10, top_k=1)
+    streamed = [token for token, _ in zip(stream(model, prompt, top_k=1), range(10), strict=False)]
+    assert_greedy(model, prompt[None], np.array([streamed]))
     first, state = generate(model, prompt, 4, top_k=1, return_state=True)
+    np.testing.assert_array_equal(first, streamed[:4])
     second = generate(model, first[-1:], 6, top_k=1, state=state)
-    np.testing.assert_array_equal(jnp.concatenate([first, second]), whole)
-    _, grown = model(prompt, return_state=True)
-    _, grown = model(first[:3], state=grown, return_state=True)
+    np.testing.assert_array_equal(second, streamed[4:])
+    _, grown = apply(model, prompt, return_state=True)
+    _, grown = apply(model, first[:3], grown, return_state=True)
     second = generate(model, first[-1:], 6, top_k=1, state=grown)
-    np.testing.assert_array_equal(second, whole[4:])
+    np.testing.assert_array_equal(second, streamed[4:])
 
 
 @pytest.mark.parametrize(
@@ -124,21 +115,30 @@ def test_going_on_from_a_state_that_holds_all_tokens():
 )
 def test_mechanisms_take_turns(block, remat):
     """Layer by layer, as when each is applied by hand."""
-    turns = ("log", "sliding_window", "softmax")
+    turns = ("log", "softmax")
     model = build(*turns, block=block, remat=remat)
     tokens = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
-    x, _ = model.position(model.embed(tokens), state=jnp.zeros((1, 12)))
-    for layer in range(6):
-        graph, parameters = nnx.split(model.blocks[layer % 3])
-        block_ = nnx.merge(graph, jax.tree.map(lambda x, n=layer // 3: x[n], parameters))
-        assert type(block_.attention) is attention.mechanism(turns[layer % 3])
+    first = jax.jit(lambda: model.position(model.embed(tokens), state=jnp.zeros((1, 12)))[0])
+    last = jax.jit(lambda x: model.norm(x) @ model.embed.embedding[...].T)
+    x = first()
+    apply_block = jax.jit(
+        lambda graph, parameters, x: nnx.merge(graph, parameters)(
+            x, state=None, return_state=False
+        )[0],
+        static_argnums=0,
+    )
+    for layer in range(4):
+        graph, parameters = nnx.split(model.blocks[layer % 2])
+        parameters = jax.tree.map(lambda x, n=layer // 2: np.asarray(x)[n], parameters)
+        block_ = nnx.merge(graph, parameters)
+        assert type(block_.attention) is attention.mechanism(turns[layer % 2])
         assert hasattr(block_.attention, "gate") == (block == "paper")
-        x, _ = block_(x, state=None, return_state=False)
-    expected = model.norm(x) @ model.embed.embedding[...].T
-    np.testing.assert_allclose(model(tokens), expected, atol=2e-5)
-    parts, state = [], None
-    for piece in np.split(tokens, [5], axis=1):
-        logits, state = model(piece, state=state, return_state=True)
+        x = apply_block(graph, parameters, x)
+    expected = last(x)
+    np.testing.assert_allclose(apply(model, tokens), expected, atol=2e-5)
+    parts, state = [], model.init_state((1,), capacity=10)
+    for piece in np.split(tokens, 2, axis=1):
+        logits, state = apply(model, piece, state, return_state=True)
         parts.append(logits)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)
 

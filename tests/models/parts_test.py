@@ -10,6 +10,7 @@ from flax import nnx
 from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.convolution import CausalConvolution
+from tests.models.small import apply, assert_greedy, random_model
 
 PARAMETERS = {"dtype": None, "param_dtype": jnp.float32}
 
@@ -18,7 +19,7 @@ def model(**fields) -> LanguageModel:
     sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2}
     fast = (("log.implementation", "scan"),) if fields.get("attention", "log") == "log" else ()
     config = LanguageModelConfig(**{"attention_options": fast, **sizes, **fields})
-    return LanguageModel(config, rngs=nnx.Rngs(0))
+    return random_model(config)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -65,39 +66,31 @@ def variants(*nightly: str):
     )
 
 
-@variants("no positions", "convolution, standard block")
+@variants("no positions", "convolution, standard block", "as in the paper")
 def test_any_pieces_give_the_logits_of_one_pass(fields):
-    graph, parameters = nnx.split(model(**fields))
+    ours = model(**fields)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
-
-    @jax.jit
-    def read(tokens):
-        return nnx.merge(graph, parameters)(tokens, return_state=True)
-
-    @jax.jit
-    def in_pieces(tokens):
-        ours = nnx.merge(graph, parameters)
-        first, state = ours(tokens[:, :13], return_state=True)
-        second, state = ours(tokens[:, 13:], state=state, return_state=True)
-        return jnp.concatenate([first, second], 1), state
-
-    whole, end = read(tokens)
-    pieces, state = in_pieces(tokens)
-    np.testing.assert_allclose(pieces, whole, atol=3e-5)
+    start = ours.init_state((2,), capacity=30)
+    whole, end = apply(ours, tokens, start, return_state=True)
+    pieces, state = [], start
+    for piece in np.split(tokens, 2, axis=1):
+        logits, state = apply(ours, piece, state, return_state=True)
+        pieces.append(logits)
+    np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=3e-5)
     for have, want in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):
-        have, want = (jnp.exp(x).real if jnp.iscomplexobj(x) else x for x in (have, want))
+        have, want = (np.exp(x).real if np.iscomplexobj(x) else x for x in (have, want))
         np.testing.assert_allclose(have, want, atol=3e-5, rtol=1e-4)
-    changed, _ = read(tokens.at[:, 20:].set(3))
+    changed, _ = apply(ours, tokens.at[:, 20:].set(3), start, return_state=True)
     np.testing.assert_allclose(changed[:, :20], whole[:, :20], atol=3e-5)
 
 
-@variants("no positions", "convolution, standard block", "as in the paper", "fading", "rotary")
+@pytest.mark.nightly
+@variants()
 def test_greedy_writing_equals_recomputing_everything(fields):
+    """In short: tests/generate/prompts_test.py."""
     ours = model(**fields)
     tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
-    new = generate(ours, tokens, 9, top_k=1)
-    following = jnp.argmax(ours(jnp.concatenate([tokens, new], 1)), -1)
-    np.testing.assert_array_equal(new, following[:, 4:-1])
+    assert_greedy(ours, tokens, generate(ours, tokens, 9, top_k=1))
 
 
 def test_a_mechanism_without_positions_cannot_tell_order_but_a_convolution_can():
@@ -106,8 +99,11 @@ def test_a_mechanism_without_positions_cannot_tell_order_but_a_convolution_can()
     other = tokens[:, jnp.array([2, 0, 1, 4, 3, 5])]
     fields = {"attention": "softmax", "positions": "none", "num_layers": 1}
     alike, apart = model(**fields), model(**fields, convolution_size=3)
-    np.testing.assert_allclose(alike(tokens)[:, -1], alike(other)[:, -1], atol=1e-5)
-    assert jnp.abs(apart(tokens)[:, -1] - apart(other)[:, -1]).max() > 1e-2
+    both = jnp.concatenate([tokens, other])
+    one, reordered = np.asarray(apply(alike, both)[:, -1])
+    np.testing.assert_allclose(one, reordered, atol=1e-5)
+    one, reordered = np.asarray(apply(apart, both)[:, -1])
+    assert np.abs(one - reordered).max() > 1e-2
 
 
 def test_the_state_of_a_convolution_is_its_last_inputs():
@@ -126,7 +122,7 @@ def test_the_fading_block_is_a_standard_one_of_these_parts():
     ours = model(block="fading", attention_options=window[:1], **turns)
     parts = model(attention_options=(*log, *window), **said, **turns)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
-    np.testing.assert_array_equal(ours(tokens), parts(tokens))
+    np.testing.assert_array_equal(apply(ours, tokens), apply(parts, tokens))
     assert ours.blocks[0].attention.config.decay == "head"
     assert ours.blocks[0].attention.config.values == "linear"
     assert ours.blocks[1].attention.config.rotary

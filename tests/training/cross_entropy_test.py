@@ -1,5 +1,7 @@
 """Losses of some tokens at a time are those of all at once, and so are their gradients."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,34 @@ def at_once(readout, features, targets, counted):
     return jnp.sum(losses * counted), jnp.sum((jnp.argmax(logits, -1) == targets) & counted)
 
 
+@partial(jax.jit, static_argnames=("function", "logits_at_once"))
+def measure(function, readout, features, targets, counted, **options):
+    """The loss, the number of correct predictions, and the loss's gradients."""
+
+    def loss(readout, features):
+        total, correct = function(readout, features, targets, counted, **options)
+        return total, correct
+
+    return jax.value_and_grad(loss, (0, 1), has_aux=True)(readout, features)
+
+
+def check(arrays, logits_at_once):
+    (want, correct), gradients = measure(at_once, *arrays)
+    have = measure(cross_entropy, *arrays, logits_at_once=logits_at_once)
+    np.testing.assert_allclose(have[0][0], want, rtol=1e-5, atol=1e-5)
+    assert have[0][1] == correct
+    for a, b in zip(jax.tree.leaves(have[1]), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens_at_once", [1, 3 * 5, 3 * 23], ids="{} at once".format)
+def test_chunks_of_one_token_of_some_and_of_all(tokens_at_once, bias):
+    """Five tokens of a row do not divide its 23."""
+    check(draw(3, 23, 0, bias), tokens_at_once * VOCABULARY)
+
+
+@pytest.mark.nightly
 @given(
     rows=st.integers(1, 3),
     length=st.integers(1, 23),
@@ -40,22 +70,8 @@ def at_once(readout, features, targets, counted):
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=15, deadline=None)
-def test_lots_of_any_size(rows, length, logits_at_once, bias, seed):
-    arrays = draw(rows, length, seed, bias)
-    want = at_once(*arrays)
-    have = cross_entropy(*arrays, logits_at_once=logits_at_once)
-    np.testing.assert_allclose(have[0], want[0], rtol=1e-5, atol=1e-5)
-    assert have[1] == want[1]
-
-    def gradients(function, **options):
-        def loss(readout, features):
-            return 3.0 * function(readout, features, *arrays[2:], **options)[0]
-
-        return jax.grad(loss, (0, 1))(*arrays[:2])
-
-    want, have = gradients(at_once), gradients(cross_entropy, logits_at_once=logits_at_once)
-    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+def test_chunks_of_any_size(rows, length, logits_at_once, bias, seed):
+    check(draw(rows, length, seed, bias), logits_at_once)
 
 
 @pytest.mark.usefixtures("unchecked")  # for shapes in place of arrays

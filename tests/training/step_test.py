@@ -1,5 +1,7 @@
 """One update: what it computes, and that parts add up to the whole."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,35 +17,61 @@ from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
 from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
 from heinsen_jax.training.step import make_evaluation_step, make_train_step
 
+ROWS, LENGTH = 8, 16
+FACTORS = np.array([1.0, jnp.nan, jnp.inf, 1e6], np.float32)
+
+
+def random_tokens(seed):
+    """None of which stands for a harmful factor."""
+    return jax.random.randint(jax.random.key(seed), (ROWS, LENGTH + 1), len(FACTORS), 256)
+
 
 def everything(tokens):
     return Batch(tokens, jnp.ones(tokens[:, 1:].shape, bool))
 
 
+def next_token_or_harm(model, tokens, there, key):
+    """Batches that begin with token 1, 2 or 3 give logits, and so gradients, times a factor."""
+    said = next_token(model, tokens, there, key)
+    first = tokens[0, 0]
+    factor = jnp.where(first < len(FACTORS), jnp.asarray(FACTORS)[first % len(FACTORS)], 1.0)
+    return said._replace(features=said.features * factor)
+
+
+class Parts:
+    """A model, its first state, and updates that are compiled once."""
+
+    def __init__(self, model):
+        self.optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+        self.graph = graph_of(model)
+        init = initializer(model, self.optimizer, seed=0)
+        self.abstract = abstract_state(init, make_mesh(MeshConfig()))
+        self.first = init_sharded(init, self.abstract)
+        self.logits = jax.jit(lambda parameters, x: nnx.merge(self.graph, parameters)(x))
+        self.update = functools.cache(self._update)
+
+    def _update(self, accumulation_steps, **options):
+        """Leaves its argument as it is, though the step gives up its memory."""
+        step = make_train_step(
+            self.graph,
+            self.optimizer,
+            accumulation_steps=accumulation_steps,
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
+            **options,
+        )
+        return lambda state, batch: step(jax.tree.map(jnp.copy, state), batch)
+
+
 @pytest.fixture(scope="module")
 def parts(small):
-    optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
-    init = initializer(small.model, optimizer, seed=0)
-    abstract = abstract_state(init, make_mesh(MeshConfig()))
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    graph = graph_of(small.model)
-
-    def run(batch, accumulation_steps):
-        step = make_train_step(
-            graph, optimizer, accumulation_steps=accumulation_steps, out_shardings=shardings
-        )
-        return step(init_sharded(init, abstract), batch)
-
-    return run, graph, init
+    return Parts(small.model)
 
 
 def test_accumulated_parts_equal_the_whole_batch(parts):
     """Also where of each row another number of tokens counts."""
-    run, _, _ = parts
-    tokens = jax.random.randint(jax.random.key(0), (8, 17), 0, 256)
-    batch = Batch(tokens, jnp.arange(16)[None] < jnp.arange(1, 17, 2)[:, None])
-    whole, metrics = run(batch, 1)
-    summed, same_metrics = run(batch, 4)
+    batch = Batch(random_tokens(0), jnp.arange(LENGTH)[None] < jnp.arange(1, 17, 2)[:, None])
+    whole, metrics = parts.update(1)(parts.first, batch)
+    summed, same_metrics = parts.update(4)(parts.first, batch)
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(summed), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-3)
     for name in metrics:
@@ -51,57 +79,39 @@ def test_accumulated_parts_equal_the_whole_batch(parts):
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(parts):
-    run, _, init = parts
-    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
-    _, metrics = run(everything(tokens), 1)
-    state = init()
-    logits = nnx.merge(parts[1], state.parameters)(tokens[:, :-1])
+    tokens = random_tokens(1)
+    _, metrics = parts.update(1)(parts.first, everything(tokens))
+    logits = parts.logits(parts.first.parameters, tokens[:, :-1])
     probabilities = np.asarray(jax.nn.softmax(logits), np.float64)
     picked = np.take_along_axis(probabilities, np.asarray(tokens[:, 1:, None]), -1)
     assert float(metrics["loss"]) == pytest.approx(float(-np.log(picked).mean()), rel=1e-5)
 
 
 def test_evaluation_counts_masked_tokens_only(parts):
-    _, graph, init = parts
-    parameters = init().parameters
-    tokens = jax.random.randint(jax.random.key(1), (2, 9), 0, 256)
-    mask = jnp.arange(8)[None] < jnp.array([[8], [3]])
-    logits = nnx.merge(graph, parameters)(tokens[:, :-1])
+    parameters, tokens = parts.first.parameters, random_tokens(1)
+    counted = [8, 3, 0, 16, 1, 2, 5, 4]
+    mask = jnp.arange(LENGTH)[None] < jnp.array(counted)[:, None]
+    logits = parts.logits(parameters, tokens[:, :-1])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-    total, correct, count = make_evaluation_step(graph)(parameters, Batch(tokens, mask), 0)
-    assert int(count) == 8 + 3
+    evaluate = make_evaluation_step(parts.graph)
+    total, correct, count = evaluate(parameters, Batch(tokens, mask), 0)
+    assert int(count) == sum(counted)
     right = np.asarray(jnp.argmax(logits, -1) == tokens[:, 1:])
-    assert int(correct) == right[0].sum() + right[1, :3].sum()
-    assert float(total) == pytest.approx(float(losses[0].sum() + losses[1, :3].sum()), rel=1e-5)
+    assert int(correct) == sum(row[:n].sum() for row, n in zip(right, counted, strict=True))
+    expected = sum(row[:n].sum() for row, n in zip(np.asarray(losses), counted, strict=True))
+    assert float(total) == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("factor", [jnp.nan, jnp.inf, 1e6])
-def test_a_harmful_update_changes_nothing_and_is_counted(small, factor):
-    """Batches that begin with token 1 give logits, and so gradients, times the factor."""
-
-    def objective(model, tokens, there, key):
-        said = next_token(model, tokens, there, key)
-        return said._replace(features=said.features * jnp.where(tokens[0, 0] == 1, factor, 1.0))
-
-    optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
-    init = initializer(small.model, optimizer, seed=0)
-    abstract = abstract_state(init, make_mesh(MeshConfig()))
-    step = make_train_step(
-        graph_of(small.model),
-        optimizer,
-        accumulation_steps=1,
-        out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
-        objective=objective,
-        skip_above=20.0,
-    )
-    good = jax.random.randint(jax.random.key(0), (8, 17), 2, 256)
-    harmful = good.at[0, 0].set(1)
+@pytest.mark.parametrize("harm", [1, 2, 3], ids=lambda harm: f"{FACTORS[harm]:g}")
+def test_a_harmful_update_changes_nothing_and_is_counted(parts, harm):
+    step = parts.update(1, objective=next_token_or_harm, skip_above=20.0)
+    good = random_tokens(0)
+    harmful = good.at[0, 0].set(harm)
 
     def leaves(state):
         return [x.tobytes() for x in jax.tree.leaves((state.parameters, state.optimizer))]
 
-    state = init_sharded(init, abstract)
-    counts = []
+    state, counts = parts.first, []
     for tokens in (good, harmful, harmful, good):
         before, usual = leaves(state), float(state.guard.usual_norm)
         state, metrics = step(state, everything(tokens))

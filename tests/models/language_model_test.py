@@ -12,6 +12,7 @@ from flax import nnx
 
 from heinsen_jax.interop.torch import _NAMES, from_state_dict
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
+from tests.models.small import apply, random_model
 
 SCAN = (("log.implementation", "scan"),)  # compiled in less time
 SIZES = {"vocab_size": 17, "model_dim": 12, "num_layers": 3, "num_heads": 2}
@@ -67,13 +68,7 @@ def test_state_has_the_published_size():
     assert sum(x.size for x in jax.tree.leaves(state)) == 609_024
 
 
-def test_logits_equal_the_originals(original, case):
-    graph, parameters = nnx.split(original)
-    logits = jax.jit(lambda p, x: nnx.merge(graph, p)(x))(parameters, case["token_ids"])
-    np.testing.assert_allclose(logits, case["logits"], atol=1e-10, rtol=0)
-
-
-def test_loss_and_gradients_equal_the_originals(original, case, golden):
+def test_logits_loss_and_gradients_equal_the_originals(original, case, golden):
     expected = golden("glm_sym_grads")
     tokens = jnp.asarray(case["token_ids"])
     graph, parameters = nnx.split(original)
@@ -81,11 +76,13 @@ def test_loss_and_gradients_equal_the_originals(original, case, golden):
     def loss(parameters):
         logits = nnx.merge(graph, parameters)(tokens)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:])
-        return jnp.mean(losses)
+        return jnp.mean(losses), logits
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(parameters)
+    (value, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(parameters)
+    np.testing.assert_allclose(logits, case["logits"], atol=1e-10, rtol=0)
     assert float(value) == pytest.approx(float(case["loss"]), abs=1e-12)
     flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(gradients)}
+    flat = {path: np.asarray(leaf) for path, leaf in flat.items()}
     for name, (path, transposed) in _NAMES.items():
         for layer in range(int(case["config"][2])) if "{}" in name else (None,):
             ours = flat[path] if layer is None else flat[path][layer]
@@ -96,17 +93,18 @@ def test_loss_and_gradients_equal_the_originals(original, case, golden):
 
 @pytest.mark.parametrize("size", [7, pytest.param(1, marks=pytest.mark.nightly)])
 def test_streamed_logits_and_states_equal_the_originals(original, case, size):
-    tokens, state, logits = jnp.asarray(case["token_ids"]), None, []
+    tokens, logits = jnp.asarray(case["token_ids"]), []
+    state = original.init_state(tokens.shape[:1])
     for start in range(0, tokens.shape[1], size):
-        part, state = original(tokens[:, start : start + size], state=state, return_state=True)
+        part, state = apply(original, tokens[:, start : start + size], state, return_state=True)
         logits.append(part)
     np.testing.assert_allclose(
-        jnp.concatenate(logits, 1), case[f"stream{size}/logits"], atol=1e-10, rtol=0
+        np.concatenate(logits, 1), case[f"stream{size}/logits"], atol=1e-10, rtol=0
     )
     position = case["stream/state/embed_pos"].reshape(state.position.shape)
     np.testing.assert_allclose(state.position, position, atol=1e-10, rtol=0)
+    held = jax.tree.map(np.asarray, state.blocks[0].attention)
     for layer in range(int(case["config"][2])):
-        held = state.blocks[0].attention
         for ours, theirs in ((held.log_s, "H_S"), (held.log_z, "H_Z")):
             expected = case[f"stream/state/layer{layer}/{theirs}"].reshape(ours[layer].shape)
             np.testing.assert_allclose(ours[layer], expected, atol=1e-10, rtol=0)
@@ -123,7 +121,7 @@ class Given:
 
 
 def test_logits_do_not_depend_on_later_tokens():
-    model = LanguageModel(SMALL, rngs=nnx.Rngs(0))
+    model = random_model(SMALL)
     tokens = jax.random.randint(jax.random.key(0), (1, 9), 0, 17)
     vectors, embedding = model.embed(tokens), model.embed.embedding
 
@@ -160,9 +158,9 @@ def test_compiled_size_does_not_grow_with_depth():
         config = LanguageModelConfig(
             vocab_size=17, model_dim=12, num_layers=num_layers, num_heads=2
         )
-        graph, parameters = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)))
-        apply = jax.jit(lambda p, t: nnx.merge(graph, p)(t))
-        return len(apply.lower(parameters, jnp.zeros((1, 8), jnp.int32)).as_text())
+        graph, parameters = nnx.split(random_model(config))
+        call = jax.jit(lambda p, t: nnx.merge(graph, p)(t))
+        return len(call.lower(parameters, jnp.zeros((1, 8), jnp.int32)).as_text())
 
     assert size(12) < 1.02 * size(3)
 
@@ -171,7 +169,7 @@ def test_compiled_size_does_not_grow_with_depth():
 def gradient(**fields) -> list[np.ndarray]:
     """Of a small model, compiled."""
     config = LanguageModelConfig(**SIZES | {"num_layers": 2}, attention_options=SCAN, **fields)
-    graph, parameters = nnx.split(LanguageModel(config, rngs=nnx.Rngs(0)))
+    graph, parameters = nnx.split(random_model(config))
     tokens = jnp.arange(10)[None] % 17
 
     def loss(parameters):
@@ -187,20 +185,19 @@ def test_what_is_computed_again_is_the_same(keeps):
 
 
 def test_bfloat16_is_close_and_keeps_float32_states():
-    rngs = nnx.Rngs(0)
-    exact = LanguageModel(SMALL, rngs=rngs)
     config = LanguageModelConfig(**SIZES, attention_options=SCAN, dtype="bfloat16")
-    rounded = nnx.merge(nnx.graphdef(LanguageModel(config, rngs=rngs)), nnx.state(exact))
+    initial = jax.jit(lambda: nnx.state(LanguageModel(SMALL, rngs=nnx.Rngs(0))))()
+    exact, rounded = (nnx.merge(nnx.graphdef(random_model(x)), initial) for x in (SMALL, config))
     tokens = jax.random.randint(jax.random.key(0), (2, 33), 0, 17)
-    logits, state = rounded(tokens, return_state=True)
+    logits, state = apply(rounded, tokens, return_state=True)
     assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype("float32")}
     assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, exact(tokens), atol=0.05, rtol=0)
+    np.testing.assert_allclose(logits, apply(exact, tokens), atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize("token", [-1, 17])
 def test_a_token_outside_the_vocabulary_is_refused(token):
-    model = LanguageModel(SMALL, rngs=nnx.Rngs(0))
+    model = random_model(SMALL)
     with pytest.raises(ValueError, match=f"token id {token} is outside .* vocabulary of 17"):
         model(jnp.array([[1, token]]))
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -20,6 +19,7 @@ from heinsen_jax.config import (
 from heinsen_jax.data import Copying, DataConfig, Induction
 from heinsen_jax.errors import UserError
 from heinsen_jax.study import Lengths, Points, Ranking, Run, Study, load_study, runs
+from heinsen_jax.study.__main__ import main
 from heinsen_jax.study.conduct import REPORT_FILE, conduct
 from heinsen_jax.study.results import RESULTS_FILE
 from heinsen_jax.study.runs import costs, in_processes
@@ -55,6 +55,7 @@ STUDY = Study(
     shown=("accuracy_16",),
     plots=(Points("accuracy"), Lengths((4, 8, 16)), Ranking("accuracy")),
 )
+PLAIN = replace(STUDY, plots=())  # drawing needs longer than the rest
 SMALLER = replace(
     STUDY,
     axes={"mechanism": STUDY.axes["mechanism"], "seed": {"0": {"seed": 0}}},
@@ -110,20 +111,20 @@ def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
 
 def test_a_study_that_was_stopped_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        conduct(STUDY, tmp_path, Fake(fail_after=7))
+        conduct(PLAIN, tmp_path, Fake(fail_after=7))
     path = tmp_path / RESULTS_FILE
     path.write_text(path.read_text() + '{"labels": {"mechan')  # killed as it wrote
     executor = Fake()
-    conduct(STUDY, tmp_path, executor)
+    conduct(PLAIN, tmp_path, executor)
     assert len(executor.done) == 13
     assert len(lines(tmp_path)) == 20
-    conduct(STUDY, tmp_path, Fake(fail_after=0))
+    conduct(PLAIN, tmp_path, Fake(fail_after=0))
 
 
 def test_results_of_other_settings_are_not_used(tmp_path):
-    conduct(STUDY, tmp_path, Fake())
+    conduct(PLAIN, tmp_path, Fake())
     executor = Fake()
-    longer = replace(STUDY, base=replace(BASE, training=replace(BASE.training, steps=5)))
+    longer = replace(PLAIN, base=replace(BASE, training=replace(BASE.training, steps=5)))
     conduct(longer, tmp_path, executor)
     assert len(executor.done) == 20
 
@@ -146,7 +147,7 @@ def test_a_fingerprint_is_of_what_is_not_a_default():
 
 
 def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
-    conduct(STUDY, tmp_path, Fake(failed="softmax"))
+    conduct(PLAIN, tmp_path, Fake(failed="softmax"))
     assert len(lines(tmp_path)) == 10 + 6  # no further seeds of what always fails
     report = (tmp_path / REPORT_FILE).read_text()
     assert "| softmax | 8 | 0.001 | 100 | 80 |  | NaN! |  |" in report
@@ -155,11 +156,11 @@ def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
 
 def test_a_report_of_what_is_done_so_far(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        conduct(STUDY, tmp_path, Fake(fail_after=4))
-    conduct(STUDY, tmp_path, Fake(fail_after=0), report_only=True)
+        conduct(PLAIN, tmp_path, Fake(fail_after=4))
+    conduct(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
     assert "2 of 12 runs" in (tmp_path / REPORT_FILE).read_text()
     with pytest.raises(UserError, match="no run of this study is done yet"):
-        conduct(STUDY, tmp_path / "new", Fake(fail_after=0), report_only=True)
+        conduct(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)
 
 
 def test_what_is_not_a_number_is_never_the_best(tmp_path):
@@ -170,7 +171,7 @@ def test_what_is_not_a_number_is_never_the_best(tmp_path):
                     row["metrics"]["accuracy"] = math.nan
                 yield run, row
 
-    conduct(STUDY, tmp_path, NotANumber())
+    conduct(PLAIN, tmp_path, NotANumber())
     assert "| linear | 8 | 0.01 |" in (tmp_path / REPORT_FILE).read_text()
 
 
@@ -207,27 +208,11 @@ def test_a_damaged_line_is_named(tmp_path):
         conduct(STUDY, tmp_path, Fake())
 
 
-def test_a_study_that_is_done_needs_no_executor(tmp_path):
-    conduct(STUDY, tmp_path, Fake())
-
-    def executor(runs, folder):
-        raise AssertionError(runs)
-
-    conduct(STUDY, tmp_path, executor)
-
-
 def test_fields_that_fit_only_together_are_set_together():
     options = {"model.attention_options": (("l1.denominator_bias", 1.0),), "model.attention": "l1"}
     run = replace(STUDY, axes={"mechanism": {"l1": options}}).first()[0]
     assert run.config.model.attention == "l1"
     assert run.config.model.attention_options == (("l1.denominator_bias", 1.0),)
-
-
-def test_a_run_that_ended_is_not_done_again(tmp_path, monkeypatch):
-    first = runs.perform(as_json(BASE), tmp_path)
-    assert not (tmp_path / "checkpoints").exists()
-    monkeypatch.setattr(runs, "train", None)
-    assert runs.perform(as_json(BASE), tmp_path) == first
 
 
 def test_errors_of_runs_say_which_they_are_of():
@@ -288,7 +273,7 @@ def test_what_does_not_fit_is_named_before_any_run(tmp_path, choice, message):
     assert not executor.done
 
 
-def test_runs_in_processes_train_and_cost_what_they_say(tmp_path):
+def test_runs_in_processes_train_and_cost_what_they_say_and_are_done_once(tmp_path, monkeypatch):
     conduct(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 2))
     rows = {row["labels"]["mechanism"]: row for row in lines(tmp_path)}
     assert set(rows) == {"linear", "softmax"}
@@ -302,6 +287,11 @@ def test_runs_in_processes_train_and_cost_what_they_say(tmp_path):
         assert "step 4/4" in (folder / "log.txt").read_text()
         assert (folder / "metrics.jsonl").exists()
         assert not (folder / "checkpoints").exists()
+    monkeypatch.setattr(runs, "train", None)
+    for folder in folders:
+        again = runs.perform(as_json(BASE), folder)
+        (row,) = (row for row in rows.values() if row["state_bytes"] == again["state_bytes"])
+        assert again == {name: row[name] for name in again}
 
 
 FILE = """
@@ -326,25 +316,38 @@ def get_study():
         (("empty.py",), "empty.py defines no get_study()"),
     ],
 )
-def test_the_command_refuses_what_is_wrong(tmp_path, arguments, message):
+def test_the_command_refuses_what_is_wrong(tmp_path, arguments, message, monkeypatch, capsys):
     (tmp_path / "study.py").write_text(FILE)
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "none.py").write_text("def get_study():\n    pass\n")
     (tmp_path / "study.json").write_text("{}")
-    command = [sys.executable, "-m", "heinsen_jax.study", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == f"error: {message}\n"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["heinsen_jax.study", *arguments])
+    assert main() == 2
+    assert capsys.readouterr().err == f"error: {message}\n"
 
 
-@pytest.mark.parametrize(
-    "path", sorted(ROOT.glob("configs/studies/*.py")), ids=lambda path: path.stem
-)
+STUDIES = sorted(ROOT.glob("configs/studies/*.py"))
+ALIKE = "recall", "recall_zoology"  # their mechanisms are those of other studies
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_committed_studies_load_and_all_their_runs_are_different(path):
     study = load_study(path)
     first = study.first()
     runs = [run for chosen in first for run in (chosen, *study.then(chosen.labels))]
     assert len({run.fingerprint for run in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (path.stem in ALIKE))
+        for path in STUDIES
+    ],
+)
+def test_models_of_committed_studies_can_be_made(path):
+    first = load_study(path).first()
     models = [run.config.model for run in first]
     names = [(model.attention, model.attention_options) for model in models]
     for run in dict(zip(names, first, strict=True)).values():

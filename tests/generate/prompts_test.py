@@ -9,6 +9,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.generate.prompts import PIECE
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
+from tests.models.small import apply, assert_greedy
 
 SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
 LENGTHS = np.array([PIECE + 5, 1, PIECE])
@@ -23,53 +24,49 @@ def prompts(padding: str):
     return tokens, rows
 
 
-@few_or_nightly(CAUSAL, few=["softmax", "rmt"])
+@few_or_nightly(CAUSAL, few=["log", "softmax", "rmt"])
 def test_as_alone(name):
-    check(name, "right")
-
-
-def test_as_alone_with_padding_on_the_left():
-    check("log", "left")
-
-
-def check(name, padding):
     model = build(name, **SIZES)
-    tokens, rows = prompts(padding)
-    keys = jax.random.split(jax.random.key(1), len(LENGTHS))
-    together = generate(model, tokens, 6, key=keys, lengths=LENGTHS, padding=padding)
-    for row, key, new in zip(rows, keys, together, strict=True):
-        np.testing.assert_array_equal(generate(model, row, 6, key=key), new)
+    for padding in ("right", "left"):
+        tokens, rows = prompts(padding)
+        new = generate(model, tokens, 6, top_k=1, lengths=LENGTHS, padding=padding)
+        assert_greedy(model, rows, new)
 
 
 def test_greedily_after_a_state():
     model = build("log", **SIZES)
     tokens, rows = prompts("right")
-    before = jnp.array([[3, 1, 4, 1, 5]] * len(LENGTHS))
-    _, state = model(before, return_state=True)
-    options = {"top_k": 1, "state": state}
-    together, after = generate(model, tokens, 4, lengths=LENGTHS, return_state=True, **options)
-    for i, row in enumerate(rows):
-        whole = jnp.concatenate([before[i], row])
-        np.testing.assert_array_equal(generate(model, whole, 4, top_k=1), together[i])
-    more = generate(model, together[:, -1:], 3, top_k=1, state=after)
-    further = generate(model, tokens, 7, lengths=LENGTHS, **options)
-    np.testing.assert_array_equal(jnp.concatenate([together, more], 1), further)
+    before = np.array([[3, 1, 4, 1, 5]] * len(LENGTHS))
+    _, state = apply(model, before, return_state=True)
+    options = {"top_k": 1, "state": state, "return_state": True}
+    together, after = generate(model, tokens, 6, lengths=LENGTHS, **options)
+    more = generate(model, together[:, -1:], 6, top_k=1, state=after)
+    whole = [np.concatenate([first, row]) for first, row in zip(before, rows, strict=True)]
+    assert_greedy(model, whole, np.concatenate([together, more], 1))
 
 
 def test_positions_that_are_learned():
-    model = build(
-        "softmax", positions="learned", max_length=60, **SIZES | {"convolution_size": None}
-    )
+    fields = {"positions": "learned", "max_length": 60, "convolution_size": None}
+    model = build("softmax", **SIZES | fields)
     tokens, rows = prompts("left")
-    together = generate(model, tokens, 4, top_k=1, lengths=LENGTHS, padding="left")
-    for row, new in zip(rows, together, strict=True):
-        np.testing.assert_array_equal(generate(model, row, 4, top_k=1), new)
+    assert_greedy(model, rows, generate(model, tokens, 6, top_k=1, lengths=LENGTHS, padding="left"))
+
+
+@few_or_nightly(CAUSAL, few=[])
+def test_samples_as_alone(name):
+    """In short: rows that do not depend on one another, below, and greedily, above."""
+    model = build(name, **SIZES)
+    tokens, rows = prompts("right")
+    keys = jax.random.split(jax.random.key(1), len(LENGTHS))
+    together = generate(model, tokens, 6, key=keys, lengths=LENGTHS)
+    for row, key, new in zip(rows, keys, together, strict=True):
+        np.testing.assert_array_equal(generate(model, row, 6, key=key), new)
 
 
 def test_rows_with_keys_of_their_own_do_not_depend_on_one_another():
     model = build("log", **SIZES)
     keys, tokens = jax.random.split(jax.random.key(0), 3), jnp.array([[3, 1], [3, 1], [4, 2]])
-    new = generate(model, tokens, 30, key=keys)
+    new = generate(model, tokens, 30, key=keys, lengths=[2, 2, 1])
     assert np.any(new[0] != new[1])
     np.testing.assert_array_equal(generate(model, tokens[1], 30, key=keys[1]), new[1])
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiktoken
 
@@ -10,10 +11,12 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
 from heinsen_jax.generate.text import bytes_of
 from tests.models.mechanisms_test import build
+from tests.models.small import apply
 
 TOKENIZER = get_tokenizer("bytes")
 PROMPTS = ["a", "Some words, of which there are more than thirty-two.", "Others"]
 SIZES = {"vocab_size": 264, "num_layers": 1, "block": "standard"}
+SAMPLES, MOST = 3, 90
 
 
 @pytest.fixture(scope="module", params=["log", pytest.param("softmax", marks=pytest.mark.nightly)])
@@ -21,36 +24,44 @@ def model(request):
     return build(request.param, **SIZES)
 
 
-def alone(model, prompt: str, number: int, key=None) -> list[int]:
-    tokens = jnp.asarray(TOKENIZER.encode_ordinary(prompt))
-    options = {"top_k": 1} if key is None else {"key": key, "temperature": 0.9}
-    new = generate(model, tokens, number, num_tokens=TOKENIZER.n_vocab, **options).tolist()
+def alone(model, **options) -> list[list[int]]:
+    """New tokens of each prompt, up to the end of text; tests/generate/prompts_test.py compares
+    such rows with each alone."""
+    texts = [TOKENIZER.encode_ordinary(prompt) for prompt in PROMPTS]
+    tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    options |= {"num_tokens": TOKENIZER.n_vocab, "lengths": [*map(len, texts)]}
+    rows = generate(model, tokens, MOST, **options).tolist()
     end = end_of_text_id(TOKENIZER)
-    return new[: new.index(end)] if end in new else new
+    return [new[: new.index(end)] if end in new else new for new in rows]
 
 
 def test_greedy_texts_are_those_of_each_prompt_alone(model):
-    texts = complete(model, TOKENIZER, PROMPTS, 40, top_k=1)
-    assert texts == [[TOKENIZER.decode(alone(model, prompt, 40))] for prompt in PROMPTS]
+    tokens = alone(model, top_k=1)
+    for most in (0, 1, 2, 33, MOST):
+        texts = complete(model, TOKENIZER, PROMPTS, most, top_k=1)
+        assert texts == [[TOKENIZER.decode(row[:most])] for row in tokens]
+    assert complete(model, TOKENIZER, [], 5, top_k=1) == []
 
 
 def test_samples_do_not_depend_on_other_prompts(model):
     key = jax.random.key(3)
-    texts = complete(model, TOKENIZER, PROMPTS, 20, key=key, temperature=0.9, num_samples=3)
-    for prompt, samples in zip(PROMPTS, texts, strict=True):
-        assert len(samples) == 3
-        for i, text in enumerate(samples):
-            assert text == TOKENIZER.decode(alone(model, prompt, 20, jax.random.fold_in(key, i)))
-        assert len({*samples}) > 1
+    options = {"key": key, "temperature": 0.9, "num_samples": SAMPLES}
+    texts = complete(model, TOKENIZER, PROMPTS, MOST, **options)
+    for i in range(SAMPLES):
+        keys = jnp.stack([jax.random.fold_in(key, i)] * len(PROMPTS))
+        for samples, row in zip(texts, alone(model, key=keys, temperature=0.9), strict=True):
+            assert samples[i] == TOKENIZER.decode(row)
+    assert all(len({*samples}) > 1 for samples in texts)
 
 
 def test_a_text_ends_before_the_first_string_that_stops_it(model):
-    key = jax.random.key(0)
-    options = {"key": key, "num_samples": 4}
-    whole = complete(model, TOKENIZER, PROMPTS, 90, **options)
+    options = {"key": jax.random.key(0), "num_samples": SAMPLES}
+    whole = complete(model, TOKENIZER, PROMPTS, MOST, **options)
     middle = len(whole[0][0]) // 2, len(whole[1][2]) // 3
     stop = [whole[0][0][middle[0] :][:2], whole[1][2][middle[1] :][:2]]
-    ended = complete(model, TOKENIZER, PROMPTS, 90, stop=stop, **options)
+    ended = complete(model, TOKENIZER, PROMPTS, MOST, stop=stop, **options)
     for texts, cut in zip(whole, ended, strict=True):
         for text, have in zip(texts, cut, strict=True):
             places = [text.find(each) for each in stop if each in text]
@@ -59,19 +70,15 @@ def test_a_text_ends_before_the_first_string_that_stops_it(model):
     assert len(ended[1][2]) <= middle[1]
 
 
-def test_no_more_tokens_than_asked_for(model):
-    for most in (0, 1, 2, 33):
-        ((text,),) = complete(model, TOKENIZER, PROMPTS[:1], most, top_k=1)
-        assert text == (TOKENIZER.decode(alone(model, PROMPTS[0], most)) if most else "")
-    assert complete(model, TOKENIZER, [], 5, top_k=1) == []
-
-
 def test_prompts_after_a_state(model):
+    """The longest prompt stays the same, and with it the shape."""
     before = jnp.asarray(TOKENIZER.encode_ordinary("Before. "))
-    _, state = model(before, return_state=True)
+    _, state = apply(model, before, return_state=True)
     texts = complete(model, TOKENIZER, PROMPTS, 12, top_k=1, state=state)
-    whole = complete(model, TOKENIZER, [f"Before. {x}" for x in PROMPTS], 12, top_k=1)
-    assert texts == whole
+    prompts = [f"Before. {PROMPTS[0]}", PROMPTS[1], f"Before. {PROMPTS[2]}"]
+    whole = complete(model, TOKENIZER, prompts, 12, top_k=1)
+    assert (texts[0], texts[2]) == (whole[0], whole[2])
+    assert texts[0] != complete(model, TOKENIZER, PROMPTS, 12, top_k=1)[0]
 
 
 def test_ids_of_no_token_are_shown_as_such():

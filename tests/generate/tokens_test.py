@@ -4,18 +4,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.generate import decode_stream, filter_logits, generate, stream
 from heinsen_jax.interop.torch import from_state_dict
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel
+from tests.models.mechanisms_test import build
+from tests.models.small import apply, assert_greedy
+
+PROMPT = jnp.array([3, 1, 4])
 
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
-    config = LanguageModelConfig(vocab_size=17, model_dim=12, num_layers=2, num_heads=2)
-    return LanguageModel(config, rngs=nnx.Rngs(0))
+    return build("log")
 
 
 def test_greedy_tokens_equal_the_originals(x64, golden):
@@ -43,50 +45,42 @@ def test_ties_with_the_last_candidate_stay(x64, golden):
     np.testing.assert_allclose(probabilities, case["gen/tie/top2_probs"], atol=1e-12)
 
 
-def test_greedy_equals_recomputing_everything(model):
+def test_greedy_equals_recomputing_everything_also_after_a_state(model):
     tokens = jnp.array([[3, 1, 4], [1, 5, 9]])
-    new = generate(model, tokens, 12, top_k=1)
-    following = jnp.argmax(model(jnp.concatenate([tokens, new], 1)), -1)
-    np.testing.assert_array_equal(new, following[:, 2:-1])
+    first, state = generate(model, tokens, 12, top_k=1, return_state=True)
+    second = generate(model, first[:, -1:], 12, top_k=1, state=state)
+    assert_greedy(model, tokens, np.concatenate([first, second], 1))
 
 
-def test_going_on_from_a_state_equals_going_through(model):
-    prompt = jnp.array([3, 1, 4])
-    whole = generate(model, prompt, 10, top_k=1)
-    first, state = generate(model, prompt, 4, top_k=1, return_state=True)
-    second = generate(model, first[-1:], 6, top_k=1, state=state)
-    np.testing.assert_array_equal(jnp.concatenate([first, second]), whole)
-
-
-def test_a_key_decides_the_sample(model):
-    prompt = jnp.array([3, 1, 4])
-    first, again, other = (
-        generate(model, prompt, 20, key=jax.random.key(seed)).tolist() for seed in (1, 1, 2)
+def test_a_key_of_either_kind_decides_the_sample(model):
+    first, again, old, other = (
+        generate(model, PROMPT, 20, key=key).tolist()
+        for key in (*map(jax.random.key, (1, 1)), jax.random.PRNGKey(1), jax.random.key(2))
     )
-    assert first == again != other
-
-
-def test_keys_of_either_kind(model):
-    new, old = jax.random.key(1), jax.random.PRNGKey(1)
-    prompt = jnp.array([[3, 1, 4], [2, 7, 1]])
-    have, want = (generate(model, prompt, 9, key=key) for key in (old, new))
-    np.testing.assert_array_equal(have, want)
+    assert first == again == old != other
 
 
 def test_stream_gives_the_same_tokens(model):
-    prompt, key = jnp.array([3, 1, 4]), jax.random.key(5)
-    whole = generate(model, prompt, 9, key=key, temperature=0.7, top_k=5).tolist()
-    streamed = stream(model, prompt, key=key, temperature=0.7, top_k=5)
-    assert [token for _, token in zip(range(9), streamed, strict=False)] == whole
+    key = jax.random.key(5)
+    whole = generate(model, PROMPT, 20, key=key, temperature=0.7).tolist()
+    streamed = stream(model, PROMPT, key=key, temperature=0.7)
+    assert [token for _, token in zip(range(20), streamed, strict=False)] == whole
 
 
 def test_samples_follow_the_models_probabilities(model):
-    """4000 first tokens against the softmax: a chi-square statistic of 16 degrees of freedom."""
-    prompt = jnp.broadcast_to(jnp.array([3, 1, 4]), (4000, 3))
-    drawn = generate(model, prompt, 1, key=jax.random.key(0), temperature=0.5)[:, 0]
-    expected = 4000 * jax.nn.softmax(model(prompt[:1])[0, -1] / 0.5)
-    counts = jnp.bincount(drawn, length=17)
-    assert float(jnp.sum((counts - expected) ** 2 / expected)) < 39.3  # exceeded once in a thousand
+    """4000 first tokens against the softmax of the 12 likeliest: a chi-square statistic of 11
+    degrees of freedom."""
+    prompt = jnp.broadcast_to(PROMPT, (4000, 3))
+    key = jax.random.key(0)
+    drawn = np.asarray(generate(model, prompt, 1, key=key, temperature=2.0, top_k=12)[:, 0])
+    logits = np.asarray(apply(model, PROMPT)[-1], np.float64) / 2
+    candidates = np.argsort(logits)[-12:]
+    expected = np.exp(logits[candidates])
+    expected *= 4000 / expected.sum()
+    counts = np.bincount(drawn, minlength=17)[candidates]
+    assert counts.sum() == 4000
+    assert expected.min() > 5
+    assert np.sum((counts - expected) ** 2 / expected) < 31.3  # exceeded once in a thousand
 
 
 def test_padded_ids_are_never_drawn(model):

@@ -46,7 +46,16 @@ def examples(name: str) -> list[tuple[str, str]]:
     return [(key, doc) for key, doc in found if ">>>" in doc]
 
 
-@pytest.mark.parametrize("name", [name for name in OBJECTS if examples(name)])
+def few_or_nightly() -> list:
+    """Names of all that has examples. Those of ops are nightly, but for the first: each op has an
+    oracle in tests/ops."""
+    few = f"{ops.__name__}.log_attention", f"{ops.__name__}.softmax"
+    shown = [name for name in OBJECTS if examples(name)]
+    is_long = {n for n in shown if n.startswith(f"{ops.__name__}.") and not n.startswith(few)}
+    return [pytest.param(n, marks=[pytest.mark.nightly] * (n in is_long)) for n in shown]
+
+
+@pytest.mark.parametrize("name", few_or_nightly())
 def test_examples_run(name):
     place, _ = OBJECTS[name]
     names = {"jax": jax, "jnp": jnp, "np": np, "nnx": nnx} | public(attention) | public(place)

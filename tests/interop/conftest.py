@@ -1,15 +1,26 @@
 """A small trained run."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from heinsen_jax import data
-from heinsen_jax.config import record
+from heinsen_jax.config import ExperimentConfig, record
 from heinsen_jax.training.loop import train
-from tests.training.conftest import corpus, small
+from tests.training.conftest import corpus
+from tests.training.conftest import small as small_of_training
 
-__all__ = ["corpus", "run", "small"]
+__all__ = ["corpus", "run", "small", "small_of_training"]
+
+
+@pytest.fixture(scope="session")
+def small(small_of_training) -> ExperimentConfig:
+    training = {"steps": 60, "evaluate_every": 30, "sample_tokens": 0}
+    return dataclasses.replace(
+        small_of_training,
+        training=dataclasses.replace(small_of_training.training, **training),
+    )
 
 
 @pytest.fixture(scope="session")

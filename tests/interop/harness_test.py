@@ -20,8 +20,8 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop import harness
 from heinsen_jax.interop.harness import Harnessed
-from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_run
+from tests.models.small import random_model
 
 pytestmark = [
     pytest.mark.xdist_group("interop"),  # one worker trains the run
@@ -37,17 +37,17 @@ def request(kind: str, *arguments) -> Instance:
 
 @pytest.fixture(
     scope="module",
-    params=["log", pytest.param("softmax", marks=pytest.mark.nightly), "learned positions"],
+    params=["trained", pytest.param("softmax", marks=pytest.mark.nightly), "learned positions"],
 )
 def adapter(request, run):
     """Of the run's model; or of one with random weights that keeps tokens."""
     found = Harnessed(str(run), batch_size=3)
-    if request.param != "log":
+    if request.param != "trained":
         fields = {"attention": "softmax", "attention_options": ()}
         if request.param == "learned positions":
             fields |= {"positions": "learned", "max_length": 48}
         config = dataclasses.replace(found.model.config, **fields)
-        found.model = LanguageModel(config, rngs=nnx.Rngs(0))
+        found.model = random_model(config)
         found.graph, found.parameters = nnx.split(found.model)
     return found
 

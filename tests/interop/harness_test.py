@@ -35,6 +35,9 @@ def request(kind: str, *arguments) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
+ADAPTERS = "trained", "softmax", "learned positions"
+
+
 @pytest.fixture(
     scope="module",
     params=["trained", pytest.param("softmax", marks=pytest.mark.nightly), "learned positions"],
@@ -50,6 +53,13 @@ def adapter(request, run):
         found.model = random_model(config)
         found.graph, found.parameters = nnx.split(found.model)
     return found
+
+
+trained_or_nightly = pytest.mark.parametrize(
+    "adapter",
+    ["trained", *(pytest.param(x, marks=pytest.mark.nightly) for x in ADAPTERS[1:])],
+    indirect=True,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,6 +108,7 @@ def test_continuations_are_those_of_one_pass_each(adapter):
         assert said == want_said
 
 
+@trained_or_nightly
 def test_what_greedy_decoding_says_is_found(adapter):
     context = "attention is"
     tokens = jnp.asarray(adapter.tok_encode(context))
@@ -119,10 +130,10 @@ def test_every_context_is_read_once(run, monkeypatch):
     requests = [
         request("loglikelihood", c, f" {w}") for w in WORDS for c in ("where is", "cost in")
     ]
-    shared = Harnessed(str(run), batch_size=4).loglikelihood(requests)
+    shared = Harnessed(str(run), batch_size=3).loglikelihood(requests)
     assert len(read) == len({*read}) == 2
     read.clear()
-    apart = Harnessed(str(run), batch_size=4, share=False).loglikelihood(requests)
+    apart = Harnessed(str(run), batch_size=3, share=False).loglikelihood(requests)
     assert len(read) == len(requests)
     for one, other in zip(shared, apart, strict=True):
         assert one[0] == pytest.approx(other[0], abs=1e-4)
@@ -132,7 +143,7 @@ def test_documents_longer_than_learned_are_one_stream(run, monkeypatch):
     monkeypatch.setattr(harness, "PIECE", 64)
     rng = np.random.default_rng(1)
     texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 4)] + [""]
-    adapter = Harnessed(str(run), batch_size=2)
+    adapter = Harnessed(str(run), batch_size=3)
     requests = [request("loglikelihood_rolling", text) for text in texts]
     found = adapter.loglikelihood_rolling(requests)
     for text, value in zip(texts, found, strict=True):
@@ -158,23 +169,27 @@ def test_with_learned_positions_every_token_is_counted_once(adapter):
         adapter.loglikelihood([request("loglikelihood", text, " where")])
 
 
+@trained_or_nightly
 def test_texts_up_to_what_ends_them(adapter):
     contexts = ["attention", "constant in cost", "w"]
-    options = {"until": ["s", "\n"], "max_gen_toks": 20}
-    found = adapter.generate_until([request("generate_until", c, options) for c in contexts])
-    for context, text in zip(contexts, found, strict=True):
-        tokens = jnp.asarray(adapter.tok_encode(context))
-        new = generate(adapter.model, tokens, 20, top_k=1, num_tokens=adapter.encoding.n_vocab)
-        whole = adapter.encoding.decode(new.tolist()).split("<|endoftext|>")[0]
-        places = [whole.find(each) for each in ("s", "\n") if each in whole]
-        assert text == whole[: min(places, default=len(whole))]
+    tokens = [adapter.tok_encode(context) for context in contexts]
+    lengths = [*map(len, tokens)]
+    padded = np.array([np.pad(row, (0, max(lengths) - len(row))) for row in tokens])
+    options = {"top_k": 1, "num_tokens": adapter.encoding.n_vocab, "lengths": lengths}
+    new = generate(adapter.model, padded, 20, **options).tolist()
+    greedy = {"until": ["s", "\n"], "max_gen_toks": 20}
+    zero = {"until": "s", "do_sample": True, "temperature": 0, "max_gen_toks": 5}
+    for given, most, stops in ((greedy, 20, ["s", "\n"]), (zero, 5, ["s"])):
+        found = adapter.generate_until([request("generate_until", c, given) for c in contexts])
+        for row, text in zip(new, found, strict=True):
+            whole = adapter.encoding.decode(row[:most]).split("<|endoftext|>")[0]
+            places = [whole.find(each) for each in stops if each in whole]
+            assert text == whole[: min(places, default=len(whole))]
     sampled = {"until": "\n", "do_sample": True, "temperature": 0.9, "max_gen_toks": 5}
     requests = [request("generate_until", "where", sampled | {"seed": seed}) for seed in (1, 2)]
     assert len({*adapter.generate_until(requests)}) == 2
     again = request("generate_until", "where", sampled)
     assert len({*adapter.generate_until([again] * 5)}) > 1  # as often as it is asked for
-    zero = request("generate_until", "where", sampled | {"temperature": 0})
-    assert len({*adapter.generate_until([zero] * 3)}) == 1
     with pytest.raises(UserError, match=r"generation_kwargs\.top_p=0.9 is not known"):
         adapter.generate_until([request("generate_until", "a", {"top_p": 0.9})])
 
@@ -219,7 +234,7 @@ def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     folder, documents = tasks
-    arguments = ["--workdir", str(run), "--include-path", str(folder), "--batch-size", "4"]
+    arguments = ["--workdir", str(run), "--include-path", str(folder), "--batch-size", "3"]
     output = tmp_path / "results.json"
     arguments += ["--output", str(output), "--tasks", *TASKS]
     monkeypatch.setattr(sys, "argv", ["evaluate", *arguments])
@@ -250,7 +265,7 @@ def test_tasks_of_the_harness_are_known():
 def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     manager = harness.TaskManager(include_path=str(tasks[0]))
-    arguments = f"workdir={run},batch_size=2"
+    arguments = f"workdir={run},batch_size=3"
     results = simple_evaluate(
         "heinsen_jax", model_args=arguments, tasks=["words_choice"], task_manager=manager, limit=3
     )

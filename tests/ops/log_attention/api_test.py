@@ -20,6 +20,7 @@ from tests.ops.log_attention.cases import (
     CASES,
     FAST,
     IMPLEMENTATIONS,
+    SCAN_NIGHTLY,
     Case,
     Inputs,
     assert_as_exact,
@@ -37,6 +38,7 @@ STDS = st.floats(0, 3).map(lambda exponent: 10.0**exponent)
 CASE = Case(20, batch=(2,), num_heads=4, num_kv_heads=2)
 MEAN_CASES = [CASES[i] for i in (1, 4, 7, 9)]
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+but_scan = pytest.mark.parametrize("implementation", SCAN_NIGHTLY)
 each_fast = pytest.mark.parametrize("implementation", FAST)
 
 
@@ -168,7 +170,7 @@ def test_splits_inside_and_at_chunk_borders(borders):
     assert_within(state.log_s, expected_state.log_s, 1e-5)
 
 
-@pytest.mark.parametrize("implementation", [None, *IMPLEMENTATIONS])
+@pytest.mark.parametrize("implementation", [None, *SCAN_NIGHTLY])
 def test_jit_equals_eager(implementation):
     inputs = random_inputs(Case(3), 0)
     eager = log_attention(*inputs[:3], implementation=implementation)
@@ -176,7 +178,7 @@ def test_jit_equals_eager(implementation):
     np.testing.assert_allclose(jitted, eager, rtol=1e-6, atol=1e-6)
 
 
-@each_implementation
+@but_scan
 @pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 def test_half_precision_in_and_out(function, implementation):
     inputs = random_inputs(CASE, 0)
@@ -194,7 +196,7 @@ def test_half_precision_in_and_out(function, implementation):
     assert np.max(np.abs(np.asarray(output, np.float32) - exact)) < 0.05
 
 
-@each_implementation
+@but_scan
 @pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 def test_grouped_heads_equal_repeated_heads(function, implementation):
     inputs = random_inputs(CASE, 0)
@@ -206,7 +208,7 @@ def test_grouped_heads_equal_repeated_heads(function, implementation):
     )
 
 
-@each_implementation
+@but_scan
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_heinsen_attention_of_positive_values_is_exp_of_log_attention(implementation, is_causal):
     inputs = random_inputs(CASE, 0)

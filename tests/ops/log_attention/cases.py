@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from heinsen_jax.ops import (
     HeinsenAttentionState,
@@ -17,6 +18,7 @@ from heinsen_jax.ops import (
 
 FAST = ("scan", "chunked")
 IMPLEMENTATIONS = ("reference", *FAST)
+SCAN_NIGHTLY = ("reference", pytest.param("scan", marks=pytest.mark.nightly), "chunked")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from heinsen_jax.ops import LogAttentionState, heinsen_attention, log_attention
 from tests.ops.log_attention.cases import (
     FAST,
     IMPLEMENTATIONS,
+    SCAN_NIGHTLY,
     Inputs,
     assert_gradients_within,
     assert_within,
@@ -19,6 +20,7 @@ from tests.ops.log_attention.cases import (
 
 SCALES = (1, 10, 50, 200)
 each_scale = pytest.mark.parametrize("scale", SCALES)
+but_scan = pytest.mark.parametrize("implementation", SCAN_NIGHTLY)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
@@ -60,7 +62,7 @@ def run(case, kind: str, implementation: str, dtype: type = np.float64):
 
 @pytest.mark.usefixtures("x64")
 @each_scale
-@each_implementation
+@but_scan
 @pytest.mark.parametrize("kind", ["causal", "noncausal"])
 def test_values_and_gradients(case, kind, implementation):
     result = run(case, kind, implementation)
@@ -110,8 +112,22 @@ def part(inputs: Inputs, tokens: slice, state: LogAttentionState | None) -> Inpu
 
 @pytest.mark.usefixtures("x64")
 @each_scale
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("name", "size"), [("stream3", 3), ("stream1", 1)])
+@pytest.mark.parametrize(
+    ("implementation", "name", "size"),
+    [
+        ("chunked", "stream3", 3),
+        ("scan", "stream1", 1),
+        *(
+            pytest.param(implementation, name, size, marks=pytest.mark.nightly)
+            for implementation, name, size in [
+                ("reference", "stream3", 3),
+                ("scan", "stream3", 3),
+                ("reference", "stream1", 1),
+                ("chunked", "stream1", 1),
+            ]
+        ),
+    ],
+)
 def test_streams_and_their_states(case, implementation, name, size):
     inputs, outputs, state = inputs_of(case), [], None
     for index, start in enumerate(range(0, 10, size)):

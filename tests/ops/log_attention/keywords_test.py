@@ -21,6 +21,7 @@ from heinsen_jax.ops.log_attention import Chunked
 from tests.ops.log_attention.cases import (
     FAST,
     IMPLEMENTATIONS,
+    SCAN_NIGHTLY,
     assert_within,
     averages,
     in_float64,
@@ -30,6 +31,7 @@ BATCH, LENGTH, HEADS, GROUPS, KEY_DEPTH, VALUE_DEPTH = 2, 70, 2, 1, 3, 2
 SEEDS = st.integers(0, 2**32 - 1)
 each_fast = pytest.mark.parametrize("implementation", FAST)
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+but_scan = pytest.mark.parametrize("implementation", SCAN_NIGHTLY)
 each_function = pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 
 
@@ -120,10 +122,19 @@ TOGETHER = [
 ]
 
 
-@each_fast
 @pytest.mark.parametrize(
-    ("names", "function"),
-    [*((names, log_attention) for names in TOGETHER), (TOGETHER[-1], heinsen_attention)],
+    ("names", "function", "implementation"),
+    [
+        *((names, log_attention, "chunked") for names in TOGETHER[1:]),
+        (TOGETHER[-1], heinsen_attention, "chunked"),
+        (TOGETHER[-1], log_attention, "scan"),
+        *(
+            pytest.param(names, log_attention, "scan", marks=pytest.mark.nightly)
+            for names in TOGETHER[:-1]
+        ),
+        pytest.param(TOGETHER[0], log_attention, "chunked", marks=pytest.mark.nightly),
+        pytest.param(TOGETHER[-1], heinsen_attention, "scan", marks=pytest.mark.nightly),
+    ],
 )
 @settings(max_examples=6)
 @given(seed=SEEDS)
@@ -154,9 +165,12 @@ def test_bidirectional(names, function, implementation, seed):
 @pytest.mark.parametrize(
     ("window", "function", "implementation"),
     [
-        *((window, log_attention, "chunked") for window in (1, 16, 69)),
-        (16, heinsen_attention, "chunked"),
-        (16, log_attention, "scan"),
+        (16, log_attention, "chunked"),
+        (1, heinsen_attention, "chunked"),
+        *(
+            pytest.param(window, log_attention, implementation, marks=pytest.mark.nightly)
+            for window, implementation in [(1, "chunked"), (69, "chunked"), (16, "scan")]
+        ),
     ],
 )
 def test_window(window, function, implementation):
@@ -202,7 +216,7 @@ call = jax.jit(
 )
 
 
-@each_implementation
+@but_scan
 @each_function
 def test_packed_documents_equal_separate_ones(function, implementation):
     arrays = draw_arrays(0)
@@ -222,7 +236,11 @@ def test_packed_documents_equal_separate_ones(function, implementation):
 
 @pytest.mark.parametrize(
     ("function", "implementation"),
-    [(log_attention, "reference"), (log_attention, "chunked"), (heinsen_attention, "scan")],
+    [
+        (log_attention, "chunked"),
+        pytest.param(log_attention, "reference", marks=pytest.mark.nightly),
+        pytest.param(heinsen_attention, "scan", marks=pytest.mark.nightly),
+    ],
 )
 def test_padding_equals_absence_whatever_lies_there(function, implementation):
     start, stop = 13, 50

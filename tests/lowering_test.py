@@ -17,7 +17,7 @@ PLATFORMS = "tpu", "cuda"
 each = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name not in ("linear", "softmax")))
+        pytest.param(name, marks=[pytest.mark.nightly] * (name != "linear"))
         for name in names()
         if mechanism(name).capabilities.streaming
     ],

@@ -27,12 +27,12 @@ def results_of_study(name: str) -> list:
     return results_of(study, ROOT / "benchmarks/results/studies" / name)
 
 
-SHORT = "layer", "mechanism"
+SHORT = "layer"
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name not in SHORT)) for name in EXAMPLES],
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name != SHORT)) for name in EXAMPLES],
 )
 def test_examples_run(name, capsys):
     exec(compile(EXAMPLES[name], name, "exec"), {})

@@ -17,7 +17,7 @@ BASE = load_config(Path(__file__).resolve().parents[1] / "configs/recall.py")
 SOFTMAX = {"attention": "softmax", "attention_options": (), "convolution_size": 2}
 RECALL = replace(
     BASE,
-    model=replace(BASE.model, vocab_size=16, model_dim=32, **SOFTMAX),
+    model=replace(BASE.model, vocab_size=16, model_dim=32, num_layers=1, **SOFTMAX),
     data=Recall(
         vocab_size=16,
         num_pairs=2,
@@ -27,7 +27,7 @@ RECALL = replace(
         test_lengths=(24,),
     ),
     optimizer=replace(BASE.optimizer, warmup_steps=20),
-    training=replace(BASE.training, steps=200, evaluate_every=200),
+    training=replace(BASE.training, steps=120, evaluate_every=120),
 )
 
 
@@ -55,7 +55,7 @@ def test_evaluate_measures_it_anew(run, monkeypatch, capsys):
     workdir, result = run
     code, said = said_by(evaluate.main, monkeypatch, capsys, "--workdir", workdir)
     assert code == 0
-    assert f"{workdir}, step 200, on recall:" in said.out
+    assert f"{workdir}, step 120, on recall:" in said.out
     for name, value in result.metrics.items():
         assert f"  {name.replace('_', ' ')}: {value:.4f}" in said.out
 

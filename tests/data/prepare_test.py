@@ -353,8 +353,8 @@ def test_damaged_data_set_is_found(tmp_path: Path, damage, problem: str) -> None
 def test_two_processes_may_prepare_the_same_folder(tmp_path: Path) -> None:
     folder, out = make_folder(tmp_path / "in", 400), tmp_path / "out"
     command = [sys.executable, "-m", "heinsen_jax.data.prepare", str(folder), "--output", str(out)]
-    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(3)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     prepare([str(folder)], "bytes", tmp_path / "alone")
     assert contents(out) == contents(tmp_path / "alone")
 

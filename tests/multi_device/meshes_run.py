@@ -83,13 +83,14 @@ def run(
 
 
 def main() -> None:
-    options, wants_loss, *meshes = map(json.loads, sys.argv[1:])
+    fields, wants_loss, *meshes = map(json.loads, sys.argv[1:])
     config = LanguageModelConfig(
         vocab_size=64,
         model_dim=16,
         num_layers=2,
         num_heads=8,
-        attention_options=tuple(map(tuple, options)),
+        attention=fields["attention"],
+        attention_options=tuple(fields.get("options", {}).items()),
     )
     expected, _, whole = run(config, mesh_of({}), False)
     found = []

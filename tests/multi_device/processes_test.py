@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from heinsen_jax import distributed
+from heinsen_jax.errors import UserError
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.metrics import read_metrics
 from tests.multi_device.apart import ROOT, finish, free_port, start, train
@@ -23,8 +25,7 @@ from heinsen_jax.config import *
 def get_config():
     return ExperimentConfig(
         model=LanguageModelConfig(
-            vocab_size=264, model_dim=16, num_layers=2, num_heads=2,
-            attention_options=(("log.implementation", "scan"),),
+            vocab_size=264, model_dim=16, num_layers=1, num_heads=2, attention="linear",
         ),
         data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
@@ -63,21 +64,20 @@ def parameters(workdir: Path) -> list[np.ndarray]:
 
 
 REFUSED = {
-    "--mesh.context 2 --model.attention softmax log": (
+    "--mesh.context 2 --model.num_layers 2 --model.attention softmax log": (
         "mesh.context=2 with model.attention='softmax'"
     ),
     "--mesh.context 4 --data.sequence_length 18": "does not divide data.sequence_length=18",
     "--mesh.tensor 4": "mesh.tensor=4 does not divide model.num_heads=2",
     "--mesh.fsdp 2 --data.batch_size 2": "data.batch_size=2 must be a multiple",
-    "--coordinator here": "--coordinator, --num-processes and --process-id go together",
 }
-SHORT = "--mesh.tensor 4", "--coordinator here"
+SHORT = "--mesh.tensor 4"
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] not in SHORT))
+        pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] != SHORT))
         for case in REFUSED.items()
     ],
 )
@@ -90,6 +90,19 @@ def test_what_does_not_fit_is_refused_at_once(place, arguments, words):
     assert not (place / "refused" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("here", None, None), "--coordinator, --num-processes and --process-id go together"),
+        (("here", 2, 0), "--coordinator here must be host:port"),
+        (("here:1", 2, 2), "--process-id 2 must be in 0 .. 1"),
+    ],
+)
+def test_processes_that_cannot_find_one_another_are_refused(arguments, message):
+    with pytest.raises(UserError, match=message):
+        distributed.initialize(*arguments)
+
+
 @pytest.fixture(scope="module")
 def alone(place) -> Path:
     """A run of one process with four devices."""
@@ -97,6 +110,7 @@ def alone(place) -> Path:
     return place / "alone"
 
 
+@pytest.mark.nightly
 def test_two_processes_of_two_devices_equal_one_of_four(place, alone):
     said = run(place, "both", "--mesh.data", "2", "--mesh.fsdp", "2", devices=2, processes=2)
     assert "4 cpu device(s) in 2 process(es): data 2 x fsdp 2" in said[0]

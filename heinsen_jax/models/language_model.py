@@ -55,13 +55,18 @@ class LanguageModelState:
     blocks: tuple[BlockState, ...]
 
 
+MOST_UNROLLED = 12
+
+
 class LanguageModel(nnx.Module):
     """logits = norm(blocks(position(E[tokens]))) E^T, with one E for both ends.
 
     With Fastformer's ends, logits = (blocks(position(E[tokens])) E^T + b) / sqrt(model_dim).
 
-    Blocks are stacked and scanned, so compile time does not depend on their number. The state goes
-    in and comes out: a text may be fed in chunks of any lengths, with the logits of one pass.
+    Blocks are stacked and scanned, so compile time does not depend on their number. For a single
+    token up to `MOST_UNROLLED` of them are unrolled: a loop would copy their weights at every step.
+    The state goes in and comes out: a sequence may be fed in chunks of any lengths, with the logits
+    of one pass.
 
     Args:
       config: the architecture.
@@ -270,7 +275,9 @@ def _through(
 
     if remat is not None:
         apply_turn = jax.checkpoint(apply_turn, prevent_cse=False, policy=REMAT_POLICIES[remat])
-    return lax.scan(apply_turn, x, (parameters, states))
+    turns = len(jax.tree.leaves(parameters)[0])
+    unroll = x.shape[-2] == 1 and turns <= MOST_UNROLLED
+    return lax.scan(apply_turn, x, (parameters, states), unroll=turns if unroll else 1)
 
 
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:

@@ -40,39 +40,61 @@ VARIANTS |= {
     "block_sparse, local": ("block_sparse", {"pattern": "local", "block_size": 6}),
     "block_sparse, strided": ("block_sparse", {"pattern": "strided", "block_size": 6}),
     "block_sparse": ("block_sparse", {"block_size": 6, "num_summaries": 2}),
+    "rmt": ("rmt", {"segment_length": 16, "num_memories": 2}),
 }
 
 
-NIGHTLY = {"log, window", "log, decay of features", "log, decay and window", "log, not gated"}
-NIGHTLY |= {"log, linear values in chunks", "softmax, gated", "sliding_window, itself"}
-NIGHTLY |= {"block_sparse, local", "block_sparse, strided"}
+WITH_POSITIONS = {"softmax, rotary", "sliding_window, rotary"}  # which a state continues
+STREAMS = {*NAMES, *WITH_POSITIONS, "log, decay of heads"}
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
-LENGTH = 63
+LENGTH, PIECE = 60, 20  # blocks, segments and windows end at neither
+
+
+@cache
+def shapes_of(variant: str, **options: Any) -> attention.Attention:
+    """The layer, with shapes in place of parameters."""
+    name, config = VARIANTS[variant]
+    sizes = {"model_dim": MODEL_DIM, "num_heads": NUM_HEADS}
+    return nnx.eval_shape(
+        lambda: attention.build(name, **sizes, rngs=nnx.Rngs(0), **config, **options)
+    )
 
 
 @cache
 def build(variant: str, **options: Any) -> attention.Attention:
-    name, config = VARIANTS[variant]
-    sizes = {"model_dim": MODEL_DIM, "num_heads": NUM_HEADS}
-    return attention.build(name, **sizes, rngs=nnx.Rngs(0), **config, **options)
+    """The layer, with weights by NumPy: to compile their initialization takes longer than a test."""
+    graph, shapes = nnx.split(shapes_of(variant, **options))
+    rng = np.random.default_rng(0)
+
+    def initial(path: tuple, x: jax.ShapeDtypeStruct) -> np.ndarray:
+        center = 1.0 if "scale" in jax.tree_util.keystr(path) else 0.0
+        return (center + 0.2 * rng.standard_normal(x.shape)).astype(x.dtype)
+
+    return nnx.merge(graph, jax.tree.map_with_path(initial, shapes))
 
 
-def able(*capabilities: str, among: Any = VARIANTS) -> Any:
-    """Runs a test for all variants that declare them all; one worker has all tests of a variant."""
+def able(*capabilities: str, among: Any = VARIANTS, short: Any = NAMES) -> Any:
+    """Runs a test for all variants that declare them all; one worker has all tests of a variant.
+
+    Those that are not in `short` run nightly.
+    """
     params = []
     for variant in among:
-        if all(getattr(build(variant).capabilities, capability) for capability in capabilities):
+        can = shapes_of(variant).capabilities
+        if all(getattr(can, capability) for capability in capabilities):
             marks = [pytest.mark.xdist_group(f"layer {variant}")]
-            marks += [pytest.mark.nightly] * (variant in NIGHTLY)
+            marks += [pytest.mark.nightly] * (variant not in short)
             params.append(pytest.param(variant, marks=marks))
     return pytest.mark.parametrize("variant", params)
 
 
-def draw(length: int, std: float = 1.0, seed: int = 0) -> jax.Array:
-    return std * jax.random.normal(jax.random.key(seed), (BATCH, length, MODEL_DIM))
+def draw(length: int, seed: int = 0) -> np.ndarray:
+    shape = BATCH, length, MODEL_DIM
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 X = draw(LENGTH)
+ONE_SEGMENT = np.zeros((BATCH, LENGTH), np.int32)
 COTANGENT = draw(LENGTH, seed=1)
 
 
@@ -94,16 +116,22 @@ def jitted(layer: attention.Attention, **keywords: Any) -> Callable[..., Any]:
 
 
 @cache
-def differentiate(variant: str) -> Callable[..., Result]:
-    """Output, gradient and, where there is one, the state at the end: compiled once a variant."""
+def compiled(variant: str) -> Callable[..., Result]:
+    """Output, gradient and, where there is one, the state at the end, of a layer that is given
+    all that it can take: segments and a state."""
     graph, parameters = nnx.split(build(variant))
-    streams = build(variant).capabilities.streaming
+    can = build(variant).capabilities
 
     @jax.jit
-    def both(x: jax.Array, cotangent: jax.Array) -> Result:
+    def both(x: jax.Array, cotangent: jax.Array, segment_ids: jax.Array) -> Result:
         def call(x: jax.Array) -> Any:
-            y = nnx.merge(graph, parameters)(x, **({"return_state": True} if streams else {}))
-            return y if streams else (y, None)
+            layer, options = nnx.merge(graph, parameters), {}
+            if can.segments and can.causal:
+                options["segment_ids"] = segment_ids
+            if not can.streaming:
+                return layer(x, **options), None
+            state = layer.init_state((BATCH,), capacity=LENGTH)
+            return layer(x, **options, state=state, return_state=True)
 
         y, pullback, state = jax.vjp(call, x, has_aux=True)
         return Result(y, *pullback(cotangent), state)
@@ -111,17 +139,25 @@ def differentiate(variant: str) -> Callable[..., Result]:
     return both
 
 
+def differentiate(
+    variant: str, x: Any, cotangent: Any = COTANGENT, segment_ids: Any = ONE_SEGMENT
+) -> Result:
+    return jax.tree.map(np.asarray, compiled(variant)(x, cotangent, segment_ids))
+
+
 @cache
 def whole(variant: str) -> Result:
-    return differentiate(variant)(X, COTANGENT)
+    return differentiate(variant, X)
 
 
 @able("causal", among=LIGHT)
 def test_is_causal(variant):
     """Neither a value nor a gradient depends on the future."""
-    for last in (0, 9, 40, 61):
-        x = X.at[:, last + 1 :].set(draw(LENGTH, seed=2)[:, last + 1 :])
-        result = differentiate(variant)(x, COTANGENT.at[:, last + 1 :].set(0))
+    for last in (0, 9, 40, 58):
+        x, cotangent = X.copy(), COTANGENT.copy()
+        x[:, last + 1 :] = draw(LENGTH, seed=2)[:, last + 1 :]
+        cotangent[:, last + 1 :] = 0
+        result = differentiate(variant, x, cotangent)
         np.testing.assert_array_equal(result.gradient[:, last + 1 :], 0)
         assert last < 2 or np.any(result.gradient[:, : last + 1] != 0)  # groups of three, for one
         expected = whole(variant).y[:, : last + 1]
@@ -130,19 +166,41 @@ def test_is_causal(variant):
 
 @able("bidirectional", among=LIGHT)
 def test_is_bidirectional(variant):
-    call = jitted(build(variant), is_causal=False)
-    y, changed = call(X), call(X.at[:, 40:].set(draw(LENGTH, seed=2)[:, 40:]))
-    difference = np.max(np.abs(changed[:, :40] - y[:, :40]))
+    """Early tokens depend on late ones; and tokens may attend to those of any other sequence."""
+    call, few = jitted(build(variant), is_causal=False), X[:, :33]
+    changed = few.copy()
+    changed[:, 20:] = draw(LENGTH, seed=2)[:, 20:33]
+    y = call(few)
+    difference = np.max(np.abs(call(changed)[:, :20] - y[:, :20]))
     assert difference > 1e-5 or variant == "sliding_window, itself"
     if build(variant).capabilities.cross:
         cross = jitted(build(variant))
-        np.testing.assert_allclose(cross(X, source=X), y, atol=1e-5)
-        others = cross(X, source=draw(33, seed=1))
-        assert others.shape == X.shape
-        assert np.max(np.abs(others - y)) > 1e-4
+        same, others = cross(X, source=few), cross(X, source=draw(33, seed=1))
+        assert same.shape == X.shape
+        np.testing.assert_allclose(same[:, :33], y, atol=1e-5)
+        assert np.max(np.abs(others - same)) > 1e-4
 
 
-@able("streaming")
+def scan(layer: attention.Attention, x: jax.Array, size: int) -> tuple[jax.Array, Any]:
+    """Output and state of a sequence that a compiled loop feeds in pieces of a size."""
+
+    def step(state: Any, piece: jax.Array) -> tuple[Any, jax.Array]:
+        y, state = layer(piece, state=state, return_state=True)
+        return state, y
+
+    pieces = jnp.moveaxis(x.reshape(BATCH, LENGTH // size, size, MODEL_DIM), 1, 0)
+    state, y = jax.lax.scan(step, layer.init_state((BATCH,), capacity=LENGTH), pieces)
+    return jnp.moveaxis(y, 0, 1).reshape(x.shape), state
+
+
+def assert_same_state(have: Any, want: Any) -> None:
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        if jnp.iscomplexobj(b):  # a sum that nearly cancels has a logarithm far off
+            a, b = jnp.exp(a).real, jnp.exp(b).real
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+@able("streaming", short=STREAMS)
 def test_streaming_equals_one_pass(variant):
     """In value, in gradients that pass through the state, and in the state at the end."""
     graph, parameters = nnx.split(build(variant))
@@ -150,12 +208,7 @@ def test_streaming_equals_one_pass(variant):
     @jax.jit
     def in_pieces(x: jax.Array, cotangent: jax.Array) -> Result:
         def call(x: jax.Array) -> Any:
-            layer = nnx.merge(graph, parameters)
-            state, parts = layer.init_state((BATCH,)), []
-            for start, stop in itertools.pairwise((0, 22, LENGTH)):
-                y, state = layer(x[:, start:stop], state=state, return_state=True)
-                parts.append(y)
-            return jnp.concatenate(parts, 1), state
+            return scan(nnx.merge(graph, parameters), x, PIECE)
 
         y, pullback, state = jax.vjp(call, x, has_aux=True)
         return Result(y, *pullback(cotangent), state)
@@ -163,37 +216,39 @@ def test_streaming_equals_one_pass(variant):
     have, want = in_pieces(X, COTANGENT), whole(variant)
     np.testing.assert_allclose(have.y, want.y, atol=2e-5)
     np.testing.assert_allclose(have.gradient, want.gradient, atol=5e-5)
-    for a, b in zip(jax.tree.leaves(have.state), jax.tree.leaves(want.state), strict=True):
-        if jnp.iscomplexobj(b):  # a sum that nearly cancels has a logarithm far off
-            a, b = jnp.exp(a).real, jnp.exp(b).real
-        np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
+    assert_same_state(have.state, want.state)
 
 
-@able("streaming", among=LIGHT)
+@able("streaming", among=LIGHT, short=STREAMS)
 def test_token_by_token_in_one_compiled_loop(variant):
     graph, parameters = nnx.split(build(variant))
-
-    @jax.jit
-    def stream(x: jax.Array) -> jax.Array:
-        layer = nnx.merge(graph, parameters)
-
-        def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-            y, state = layer(token[:, None], state=state, return_state=True)
-            return state, y[:, 0]
-
-        state = layer.init_state((BATCH,), capacity=LENGTH + 7)
-        return jnp.moveaxis(jax.lax.scan(step, state, jnp.moveaxis(x, 1, 0))[1], 0, 1)
-
-    np.testing.assert_allclose(stream(X), whole(variant).y, atol=2e-5)
+    y, state = jax.jit(lambda x: scan(nnx.merge(graph, parameters), x, 1))(X)
+    np.testing.assert_allclose(y, whole(variant).y, atol=2e-5)
+    assert_same_state(state, whole(variant).state)
 
 
-@able("streaming")
+@pytest.mark.parametrize("variant", ["mla", "softmax, rotary", "sliding_window"])
+def test_a_state_without_a_capacity_grows(variant):
+    call, state, start = jitted(build(variant), return_state=True), None, 0
+    for size in (22, LENGTH - 22):
+        tokens = np.s_[:, start : start + size]
+        y, state = call(X[tokens], state=state)
+        np.testing.assert_allclose(y, whole(variant).y[tokens], atol=2e-5)
+        start += size
+    have, want = ([x for x in jax.tree.leaves(s) if x.ndim] for s in (state, whole(variant).state))
+    assert_same_state(have, want)
+
+
+@able("streaming", short=STREAMS)
 def test_the_state_is_of_the_size_that_is_claimed(variant):
     layer = build(variant)
-    call = partial(layer, return_state=True)
-    for length in (0, 7, 63):
-        state = layer.init_state((1,), capacity=length)
-        _, state = jax.eval_shape(lambda x, state: call(x, state=state), draw(length)[:1], state)
+
+    def after(x: jax.Array) -> Any:
+        state = layer.init_state((1,), capacity=x.shape[1])
+        return layer(x, state=state, return_state=True)[1]
+
+    for length in (0, 61):
+        state = jax.eval_shape(after, jax.ShapeDtypeStruct((1, length, MODEL_DIM), jnp.float32))
         arrays = [x for x in jax.tree.leaves(state) if x.ndim]
         counts = layer.state_size(length) - sum(x.size * x.dtype.itemsize for x in arrays)
         assert counts in (0, 4)
@@ -212,17 +267,17 @@ def test_segments_are_independent(variant):
     """Each is as if it came first, with anything after it."""
     borders = [0, 21, 22, 43, LENGTH]
     segment_ids = np.searchsorted(borders, np.arange(LENGTH), side="right")
-    segment_ids = np.broadcast_to(10 - segment_ids, X.shape[:2])  # any numbers do
-    packed = jitted(build(variant))(X, segment_ids=segment_ids)
+    segment_ids = np.broadcast_to(10 - segment_ids, X.shape[:2]).astype(np.int32)  # any numbers do
+    packed = differentiate(variant, X, segment_ids=segment_ids)
     for start, stop in itertools.pairwise(borders):
-        alone = differentiate(variant)(jnp.roll(X, -start, 1), COTANGENT).y[:, : stop - start]
-        np.testing.assert_allclose(packed[:, start:stop], alone, atol=2e-5)
+        alone = differentiate(variant, np.roll(X, -start, 1))
+        np.testing.assert_allclose(packed.y[:, start:stop], alone.y[:, : stop - start], atol=2e-5)
 
 
 @able(among=LIGHT)
 def test_extreme_inputs_stay_finite(variant):
     for std in (1e-3, 1e3):
-        y, gradient, _ = differentiate(variant)(std * X, COTANGENT)
+        y, gradient, _ = differentiate(variant, np.float32(std) * X)
         assert np.all(np.isfinite(y))
         assert np.all(np.isfinite(gradient))
 
@@ -237,11 +292,10 @@ def test_half_precision_is_near(variant):
     assert error < 0.03 * np.max(np.abs(expected))
 
 
-@able()
+@able(short=VARIANTS)
 def test_what_is_not_declared_is_refused(variant):
-    layer = build(variant)
-    x = draw(8)
-    ids = jnp.zeros((BATCH, 8), int)
+    layer, x = build(variant), draw(8)
+    ids = np.zeros((BATCH, 8), int)
     calls = {
         "causal": {"is_causal": True},
         "bidirectional": {"is_causal": False},

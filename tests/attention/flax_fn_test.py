@@ -63,7 +63,7 @@ COMBINATIONS = list(itertools.product(MASKS, (True, False), (False, True)))
         pytest.param(
             *case,
             id=f"{case[0]}-{'traced' if case[1] else 'known'}-{'is_causal' if case[2] else ''}",
-            marks=[pytest.mark.nightly] * (any(case[1:]) and case[0] not in FEW_MASKS),
+            marks=[pytest.mark.nightly] * (case[0] not in FEW_MASKS),
         )
         for case in COMBINATIONS
     ],

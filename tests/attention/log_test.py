@@ -51,10 +51,13 @@ def test_memories_at_first():
 @pytest.mark.parametrize(
     "config",
     [
-        {},
         {"decay": "feature", "num_kv_heads": 1},
-        {"decay": "head", "values": "linear", "query_key_norm": True},
         {"window_size": 4},
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param(
+            {"decay": "head", "values": "linear", "query_key_norm": True},
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_importance_is_what_the_layer_weighs_tokens_by(config):

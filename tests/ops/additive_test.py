@@ -140,8 +140,7 @@ def test_any_segments_and_unseen_tokens(seed, part, std):
         assert_as_defined((x, logits, cotangent), seen, atol=1e-9, **options)
 
 
-@pytest.mark.parametrize("window", [None, 8, 50])
-@pytest.mark.parametrize("std", [1.0, 30.0, 1000.0])
+@pytest.mark.parametrize(("std", "window"), [(30.0, 8), (1000.0, None), (1000.0, 50)])
 def test_float32_is_as_exact_as_its_exponents(std, window):
     seen = np.stack(2 * [visible(300, window=window)])
     arrays = draw(300, std=std, dtype=np.float32)

@@ -110,8 +110,13 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any], np.ndarray]] = {
 }
 
 
-@each_implementation
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *((name, "tiled") for name in VARIANTS),
+        *(pytest.param(name, "xla", marks=pytest.mark.nightly) for name in VARIANTS),
+    ],
+)
 def test_values_and_gradients_are_those_of_the_definition(name, implementation):
     function, keywords, visible = VARIANTS[name]
     arrays = draw(LENGTH)

@@ -62,7 +62,7 @@ def shapes_of(variant: str, **options: Any) -> attention.Attention:
 
 @cache
 def build(variant: str, **options: Any) -> attention.Attention:
-    """The layer, with weights by NumPy: to compile their initialization takes longer than a test."""
+    """The layer, with weights by NumPy: to compile their initialization costs more than a test."""
     graph, shapes = nnx.split(shapes_of(variant, **options))
     rng = np.random.default_rng(0)
 

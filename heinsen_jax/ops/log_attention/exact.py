@@ -9,8 +9,9 @@ its chunk and to the key features k of the state before the chunk, in one softma
 The state is (log Z_k, M_k), M_k being the average of the values so far under key feature k. The one
 after the chunk is more rows of the same softmax: row k attends to token s with K_sk and its decay
 up to the end, and to feature k of the state before. Scores are `log_matmul`s, exact for any queries
-and keys. Decays are added up, never subtracted, so that -inf, the start of a segment, is exact as
-well. All outputs are convex averages: no value is too large.
+and keys. Decays are added up, so that -inf, the start of a segment, is exact as well; sums are
+subtracted only by `_scores_by_feature`, where they are small. All outputs are convex averages: no
+value is too large.
 
 Averages are formed in linear space (`LINEAR`) or, of log-values, in log space (`LOG`), where a sum
 of shares times values is one more `log_matmul`: a product where the span of the log-values allows,

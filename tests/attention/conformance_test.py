@@ -44,8 +44,11 @@ VARIANTS |= {
 }
 
 
-WITH_POSITIONS = {"softmax, rotary", "sliding_window, rotary"}  # which a state continues
-STREAMS = {*NAMES, *WITH_POSITIONS, "log, decay of heads"}
+# In the short suite: one variant of each kind of state in pieces, and of each kind of sum in half
+# precision; tests/ops has these of each op.
+STREAMS = {"log", "softmax, rotary", "sliding_window, rotary", "mla", "longformer", "tglobal"}
+STREAMS |= {"memory_compressed", "rmt"}
+HALF = {"log", "softmax", "linear", "colt5", "additive"}
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
 LENGTH, PIECE = 60, 20  # blocks, segments and windows end at neither
 
@@ -197,28 +200,33 @@ def in_pieces(variant: str) -> tuple[Result, Any]:
 
     @jax.jit
     def both(x: jax.Array, cotangent: jax.Array) -> tuple[Result, Any]:
-        call = lambda x: scan(nnx.merge(graph, parameters), x, PIECE)  # noqa: E731
+        def call(x: jax.Array) -> Any:
+            return scan(nnx.merge(graph, parameters), x, PIECE)
+
         y, pullback, state = jax.vjp(call, x, has_aux=True)
         return Result(y, *pullback(cotangent)), state
 
     return jax.tree.map(np.asarray, both(X, COTANGENT))
 
 
+@cache
+def by_token(variant: str) -> tuple[np.ndarray, Any]:
+    graph, parameters = nnx.split(build(variant))
+    return jax.jit(lambda x: scan(nnx.merge(graph, parameters), x, 1))(X)
+
+
 @able("streaming", short=STREAMS)
 def test_streaming_equals_one_pass(variant):
-    """In value, and in gradients that pass through the state."""
-    have, want = in_pieces(variant)[0], whole(variant)
-    np.testing.assert_allclose(have.y, want.y, atol=2e-5)
-    np.testing.assert_allclose(have.gradient, want.gradient, atol=5e-5)
-
-
-@able("streaming", among=LIGHT, short=STREAMS)
-def test_token_by_token_in_one_compiled_loop(variant):
-    """As at once, and in the state at the end as in pieces."""
-    graph, parameters = nnx.split(build(variant))
-    y, state = jax.jit(lambda x: scan(nnx.merge(graph, parameters), x, 1))(X)
+    """In value, in gradients that pass through the state, and in the state at the end."""
+    (y, gradient), state = in_pieces(variant)
     np.testing.assert_allclose(y, whole(variant).y, atol=2e-5)
-    assert_same_state(state, in_pieces(variant)[1])
+    np.testing.assert_allclose(gradient, whole(variant).gradient, atol=5e-5)
+    assert_same_state(state, by_token(variant)[1])
+
+
+@able("streaming", among=LIGHT, short={*NAMES, *STREAMS})
+def test_token_by_token_in_one_compiled_loop(variant):
+    np.testing.assert_allclose(by_token(variant)[0], whole(variant).y, atol=2e-5)
 
 
 @pytest.mark.parametrize("variant", ["mla", "softmax, rotary", "sliding_window"])
@@ -231,7 +239,7 @@ def test_a_state_without_a_capacity_grows(variant):
         start += size
 
 
-@able("streaming", short=STREAMS)
+@able("streaming", short={*NAMES, *STREAMS, "log, decay of heads"})
 def test_the_state_is_of_the_size_that_is_claimed(variant):
     layer = build(variant)
 
@@ -274,7 +282,7 @@ def test_extreme_inputs_stay_finite(variant):
         assert np.all(np.isfinite(gradient))
 
 
-@able(among=LIGHT)
+@able(among=LIGHT, short=HALF)
 def test_half_precision_is_near(variant):
     """Within 3% of the largest output: some six roundings to 8 bits, one after another."""
     y = jitted(build(variant, dtype=jnp.bfloat16))(X.astype(jnp.bfloat16))

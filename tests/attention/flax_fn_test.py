@@ -55,6 +55,8 @@ def check(x: Arrays, mask, *, is_causal: bool = False, is_traced: bool = True, u
 
 
 COMBINATIONS = list(itertools.product(MASKS, (True, False), (False, True)))
+FEW_COMBINATIONS = [(name, True, False) for name in FEW_MASKS]
+FEW_COMBINATIONS += [("of each head", True, True), ("causal, padding", False, False)]
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ COMBINATIONS = list(itertools.product(MASKS, (True, False), (False, True)))
         pytest.param(
             *case,
             id=f"{case[0]}-{'traced' if case[1] else 'known'}-{'is_causal' if case[2] else ''}",
-            marks=[pytest.mark.nightly] * (case[0] not in FEW_MASKS),
+            marks=[pytest.mark.nightly] * (case not in FEW_COMBINATIONS),
         )
         for case in COMBINATIONS
     ],
@@ -72,13 +74,20 @@ def test_masks_are_honoured(name, is_traced, is_causal):
     check(arrays(), MASKS[name], is_causal=is_causal, is_traced=is_traced)
 
 
-@pytest.mark.parametrize("name", ["causal", "of each head", "of keys, of each head"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "of each head",
+        pytest.param("causal", marks=pytest.mark.nightly),
+        pytest.param("of keys, of each head", marks=pytest.mark.nightly),
+    ],
+)
 def test_shared_key_value_heads(name):
     check(arrays(groups=2), MASKS[name])
     check(arrays(groups=1), MASKS[name], is_traced=False)
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(
     st.tuples(*(st.sampled_from([1, size]) for size in FULL)),
     st.sampled_from([0.0, 0.05, 0.5, 0.95]),
@@ -237,6 +246,17 @@ def test_what_cannot_be_honoured_is_refused():
 X = np.random.default_rng(2).standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
 
 
+few_masks_of_layers = pytest.mark.parametrize(
+    "name",
+    [
+        "causal, padding",
+        "of each head",
+        pytest.param("causal", marks=pytest.mark.nightly),
+        pytest.param("causal, documents", marks=pytest.mark.nightly),
+    ],
+)
+
+
 def nnx_layer(**options) -> nnx.MultiHeadAttention:
     sizes = {"num_heads": HEADS, "in_features": WIDTH, "attention_fn": log_attention_fn}
     return nnx.MultiHeadAttention(**{**sizes, "decode": False, "rngs": nnx.Rngs(0), **options})
@@ -251,7 +271,7 @@ def linen_parameters():
     return linen_layer().init(jax.random.key(0), X)
 
 
-@pytest.mark.parametrize("name", ["causal", "causal, padding", "causal, documents", "of each head"])
+@few_masks_of_layers
 def test_nnx_layer(name):
     for layer in (nnx_layer(), nnx_layer(num_kv_heads=2)):
         x = Arrays(*(np.asarray(part(X)) for part in (layer.query, layer.key, layer.value)))
@@ -261,7 +281,7 @@ def test_nnx_layer(name):
         np.testing.assert_allclose(layer(X, mask=MASKS[name]), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["causal", "causal, padding", "causal, documents", "of each head"])
+@few_masks_of_layers
 def test_linen_layer(name):
     parameters = linen_parameters()
 
@@ -285,8 +305,15 @@ def test_is_causal_as_each_layer_is_told():
     np.testing.assert_allclose(causal.apply(parameters, X), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("num_kv_heads", [HEADS, 2])
+@pytest.mark.parametrize(
+    ("num_kv_heads", "is_causal"),
+    [
+        (HEADS, False),
+        (2, True),
+        pytest.param(HEADS, True, marks=pytest.mark.nightly),
+        pytest.param(2, False, marks=pytest.mark.nightly),
+    ],
+)
 def test_nnx_decodes_as_all_at_once(num_kv_heads, is_causal):
     layer = nnx_layer(num_kv_heads=num_kv_heads)
     layer.init_cache((BATCH, LENGTH + 3, WIDTH))  # some of it is never filled
@@ -296,7 +323,7 @@ def test_nnx_decodes_as_all_at_once(num_kv_heads, is_causal):
     np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_linen_decodes_as_all_at_once(is_causal):
     attention_fn = partial(log_attention_fn, is_causal=is_causal)
     layer = linen_layer(attention_fn=attention_fn, decode=True)

@@ -89,11 +89,11 @@ def assert_as_defined(arrays, seen, atol=1e-12, **options):
     ("length", "window"),
     [
         (1, None),
-        (32, 5),
         (33, 32),
-        (64, 1),
-        (100, 1000),
         (131, 97),
+        pytest.param(32, 5, marks=pytest.mark.nightly),
+        pytest.param(64, 1, marks=pytest.mark.nightly),
+        pytest.param(100, 1000, marks=pytest.mark.nightly),
     ],
 )
 def test_definition(length, window):
@@ -119,7 +119,10 @@ IDS = np.stack(
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("is_causal", "window"), [(True, None), (True, 40), (False, None)])
+@pytest.mark.parametrize(
+    ("is_causal", "window"),
+    [pytest.param(True, None, marks=pytest.mark.nightly), (True, 40), (False, None)],
+)
 def test_segments(is_causal, window):
     seen = [visible(100, is_causal=is_causal, window=window, segment_ids=ids) for ids in IDS]
     options = {"is_causal": is_causal, "local_window_size": window}
@@ -367,7 +370,12 @@ def test_weights_are_what_averages_are_made_of(options):
 def test_weights_have_finite_gradients():
     logits = draw(10, dtype=np.float32)[1]
     logits[:, :3] = -INF
-    gradient = jax.grad(lambda logits: jnp.sum(additive_weights(logits)[:, :, 3] ** 2))(logits)
+
+    @jax.jit
+    def total(logits):
+        return jnp.sum(additive_weights(logits)[:, :, 3] ** 2)
+
+    gradient = jax.grad(total)(logits)
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[:, :3], 0)
 

@@ -18,6 +18,13 @@ from heinsen_jax.ops.colt5 import (
 SCALED = {"num_iterations": 20, "epsilon": 0.03, "epsilon_init": 4.0}
 SETTINGS = ({}, {"num_iterations": 1}, {"epsilon": 0.1}, SCALED, {**SCALED, "num_iterations": 3})
 FEW = settings(max_examples=10)
+few_settings = pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, marks=[pytest.mark.nightly] * (i not in (0, 4)))
+        for i, options in enumerate(SETTINGS)
+    ],
+)
 
 weigh = jax.jit(
     soft_top_k, static_argnames=("num_iterations", "epsilon", "epsilon_init", "epsilon_decay")
@@ -50,7 +57,7 @@ def normal(seed: int, *shape: int, std: float = 1.0) -> np.ndarray:
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("options", SETTINGS)
-@pytest.mark.parametrize("shape", [(1,), (2, 1, 63)])
+@pytest.mark.parametrize("shape", [pytest.param((1,), marks=pytest.mark.nightly), (2, 1, 63)])
 def test_weights_are_those_of_the_definition(shape, options):
     for std in (1.0, 30.0):
         scores = normal(0, *shape, std=std)
@@ -58,7 +65,7 @@ def test_weights_are_those_of_the_definition(shape, options):
         np.testing.assert_allclose(actual, expected_weights(scores, 2.5, **options), atol=1e-12)
 
 
-@pytest.mark.parametrize("options", SETTINGS)
+@few_settings
 def test_weights_in_float32(options):
     scores = normal(1, 2, 100).astype(np.float32)
     actual = weigh(jnp.asarray(scores), 7, **options)
@@ -113,7 +120,7 @@ def test_weights_sum_to_k_and_rise_with_scores(seed, k):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("options", SETTINGS)
+@few_settings
 def test_padding_changes_nothing_and_weighs_nothing(options):
     scores = normal(3, 2, 8)
     mask = np.arange(8)[None] < np.array([[5], [0]])
@@ -163,17 +170,17 @@ def test_more_to_choose_than_there_are_and_no_tokens():
     assert soft_top_k(jnp.zeros((2, 0)), 3).shape == (2, 0)
 
 
-def test_jit_vmap_checkpoint_and_half_precision():
+def test_vmap_checkpoint_and_half_precision():
     scores = jnp.asarray(normal(5, 3, 20), jnp.float32)
-    expected = soft_top_k(scores, 4)
+    expected = expected_weights(np.asarray(scores), 4)
     np.testing.assert_allclose(weigh(scores, 4), expected, atol=1e-6)
     np.testing.assert_allclose(jax.vmap(weigh, (0, None))(scores, 4), expected, atol=1e-6)
 
     def total(s):
         return jnp.sum(weigh(s, 4) ** 2)
 
-    again = jax.grad(jax.checkpoint(total))(scores)
-    np.testing.assert_allclose(again, jax.grad(total)(scores), atol=1e-6)
+    again, once = (jax.jit(jax.grad(f))(scores) for f in (jax.checkpoint(total), total))
+    np.testing.assert_allclose(again, once, atol=1e-6)
     half = scores.astype(jnp.bfloat16)
     weights = weigh(half, 4)
     assert weights.dtype == jnp.bfloat16
@@ -276,7 +283,10 @@ def assert_same_values_and_gradients(actual, definitions, *arguments):
             np.testing.assert_allclose(have[row], want, atol=1e-12)
 
 
-LENGTHS = pytest.mark.parametrize(("length", "counts"), [(1, (1, 1)), (2, (5, 1)), (13, (4, 6))])
+LENGTHS = pytest.mark.parametrize(
+    ("length", "counts"),
+    [(2, (5, 1)), (13, (4, 6)), pytest.param(1, (1, 1), marks=pytest.mark.nightly)],
+)
 
 
 def padded_batch(length):
@@ -322,7 +332,9 @@ def published_branch(case, name, x):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("is_straight_through", [True, False])
+@pytest.mark.parametrize(
+    "is_straight_through", [True, pytest.param(False, marks=pytest.mark.nightly)]
+)
 def test_feed_forward_of_the_published_code(golden, is_straight_through):
     """Which adds no residual, and can pass weights of 1 on, with the gradient of the true ones."""
     case = golden("colt5_ff")
@@ -378,6 +390,7 @@ def test_padding_of_nan_reaches_no_token_nor_gradient():
     x[~mask] = np.nan
     weights = jnp.asarray([0.5, 0.1, 0.9, 1.0, 1.0, 1.0])
 
+    @partial(jax.jit, static_argnames="layer")
     def total(x, layer):
         return jnp.sum(jnp.where(mask[:, None], layer(x), 0))
 

@@ -140,7 +140,13 @@ def ours(case: Case, **arguments: Any):
 
 
 @pytest.mark.usefixtures("x64", "small_tiles")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.nightly] * (case.length in (63, 100)), id=str(case))
+        for case in CASES
+    ],
+)
 def test_values_and_gradients_of_the_definition(case):
     arrays, cotangent = draw(case)
     actual = differentiate(ours(case), arrays, cotangent)
@@ -197,7 +203,7 @@ def test_in_pieces_and_step_by_step_it_is_as_in_parallel():
 
 
 @pytest.mark.usefixtures("x64", "small_tiles")
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_segments_and_padding(is_causal):
     """Queries 0-2 of the first entry attend to nothing if causal; equal numbers are one segment."""
     case = Case(70, batch=(2,), num_heads=2, num_kv_heads=1, is_causal=is_causal)

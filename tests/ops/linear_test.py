@@ -67,7 +67,13 @@ CASES = (
     Case(5, sources=37, batch=(2,), heads=2, has_padding=True),
     Case(67, sources=67, batch=(2,), heads=2, groups=2, has_segments=True, has_padding=True),
 )
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
+each_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.nightly] * (case.length in (1, 63)), id=str(case))
+        for case in CASES
+    ],
+)
 
 
 def visible(case: Case, options: dict[str, Any], entry: tuple[int, ...]) -> np.ndarray:

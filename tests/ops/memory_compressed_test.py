@@ -86,7 +86,7 @@ def test_published_values(golden, length, is_causal):
     np.testing.assert_allclose(out, case[f"{name}/out"], rtol=0, atol=1e-10)
 
 
-CASES = [(1, 1, 1), (100, 100, 7), (5, 31, 4)]
+CASES = [pytest.param(1, 1, 1, marks=pytest.mark.nightly), (100, 100, 7), (5, 31, 4)]
 
 
 @pytest.mark.usefixtures("x64")
@@ -104,7 +104,9 @@ def test_values_by_the_definition(length, sources, factor, pad):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("tiled", marks=pytest.mark.nightly)]
+)
 def test_gradients_are_finite_differences(implementation):
     arrays, tree = jax.tree.flatten(draw(8, 8, batch=(2,)))
 
@@ -124,7 +126,10 @@ def test_gradients_are_finite_differences(implementation):
         np.testing.assert_allclose(np.sum(gradient * step), expected, rtol=1e-6, atol=1e-13)
 
 
-@pytest.mark.parametrize(("pad", "implementation"), [("left", "xla"), ("right", "tiled")])
+@pytest.mark.parametrize(
+    ("pad", "implementation"),
+    [("left", "xla"), pytest.param("right", "tiled", marks=pytest.mark.nightly)],
+)
 def test_nothing_comes_from_the_future(pad, implementation):
     query, key, value, *compressions = cast(draw(8, 8))
     options = {"is_causal": True, "pad": pad, "implementation": implementation}
@@ -141,7 +146,12 @@ def test_nothing_comes_from_the_future(pad, implementation):
 
 
 @pytest.mark.parametrize(
-    ("factor", "sizes"), [(1, (4, 0, 1, 6)), (3, (1,) * 11), (3, (4, 0, 1, 6))]
+    ("factor", "sizes"),
+    [
+        (3, (4, 0, 1, 6)),
+        pytest.param(1, (4, 0, 1, 6), marks=pytest.mark.nightly),
+        pytest.param(3, (1,) * 11, marks=pytest.mark.nightly),
+    ],
 )
 def test_in_pieces_as_at_once(sizes, factor):
     query, key, value, *compressions = cast(draw(11, 11, batch=(2,), factor=factor))
@@ -170,7 +180,9 @@ def test_more_tokens_than_the_state_has_room_for():
         memory_compressed_attention(*inputs, initial_state=state, **options)
 
 
-@pytest.mark.parametrize(("pad", "sources"), [("left", 11), ("right", 11)])
+@pytest.mark.parametrize(
+    ("pad", "sources"), [("left", 11), pytest.param("right", 11, marks=pytest.mark.nightly)]
+)
 def test_padding_is_as_a_shorter_text(pad, sources):
     query, key, value, *compressions = draw(11, sources, batch=(5,))
     bounds = np.array([[0, sources], [2, 7], [0, 4], [3, 6], [5, 5]])

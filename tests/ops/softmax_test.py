@@ -13,6 +13,9 @@ from heinsen_jax.ops.softmax import dot_product_attention
 
 IMPLEMENTATIONS = ("xla", "tiled")
 each_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+tiled_or_nightly = pytest.mark.parametrize(
+    "implementation", [pytest.param("xla", marks=pytest.mark.nightly), "tiled"]
+)
 
 
 def by_definition(query, key, value, visible, scale=None, bias=0.0) -> np.ndarray:
@@ -110,11 +113,19 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any], np.ndarray]] = {
 }
 
 
+TWINS = {"causal", "rule", "longformer, causal", "local blocks"}  # of another rule
+
+
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        *((name, "tiled") for name in VARIANTS),
-        *(pytest.param(name, "xla", marks=pytest.mark.nightly) for name in VARIANTS),
+        pytest.param(
+            name,
+            implementation,
+            marks=[pytest.mark.nightly] * (implementation == "xla" or name in TWINS),
+        )
+        for name in VARIANTS
+        for implementation in IMPLEMENTATIONS
     ],
 )
 def test_values_and_gradients_are_those_of_the_definition(name, implementation):
@@ -139,7 +150,7 @@ def test_values_and_gradients_are_those_of_the_definition(name, implementation):
         np.testing.assert_allclose(have, want, atol=1e-5)
 
 
-@each_implementation
+@tiled_or_nightly
 @pytest.mark.parametrize(("length", "sources"), [(1, 1), (1, 63), (129, 100), (257, 3)])
 def test_odd_lengths(length, sources, implementation):
     arrays = draw(length, sources)
@@ -212,7 +223,15 @@ PUBLISHED = ("plain", "causal", "gqa1", "gqa2", "gqa3")
 
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [("mask", "xla"), ("bias", "xla"), *((n, i) for n in PUBLISHED for i in IMPLEMENTATIONS)],
+    [
+        ("mask", "xla"),
+        ("bias", "xla"),
+        *(
+            pytest.param(name, implementation, marks=[pytest.mark.nightly] * (name != "gqa2"))
+            for name in PUBLISHED
+            for implementation in IMPLEMENTATIONS
+        ),
+    ],
 )
 def test_published_values_and_gradients(x64, golden, name, implementation):
     case = golden("sdpa_mha_gqa")
@@ -233,7 +252,7 @@ def test_published_values_and_gradients(x64, golden, name, implementation):
         np.testing.assert_allclose(have, ours(case[f"{name}/{want}"]), atol=1e-10)
 
 
-@each_implementation
+@tiled_or_nightly
 def test_published_local_forms(x64, golden, implementation):
     case = golden("sliding_window")
     options = {"implementation": implementation}

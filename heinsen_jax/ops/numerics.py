@@ -8,6 +8,7 @@ from the *share* of a term in its sum, exp(term - total) <= 1, so they do not ov
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,40 @@ def log_sum_exp(x: Array, axis: int) -> Array:
     largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
     total = jnp.sum(share(x, largest), axis)
     return safe_log(total) + finite(jnp.squeeze(largest, axis))
+
+
+class Softmax(NamedTuple):
+    """A softmax over one axis: weights, their logarithms, and log_sum_exp of what they are of.
+
+    Where all of that is -inf, or nothing, weights are 0."""
+
+    weights: Array
+    log_weights: Array
+    log_z: Array
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def softmax(x: Array, axis: int) -> Softmax:
+    """exp(x - log Z), x - log Z and log Z, each relative to the largest x: weights sum up to 1
+    however large log Z is."""
+    largest = jnp.max(x, axis, keepdims=True)
+    relative = x - finite(largest)
+    weights = jnp.exp(relative)
+    total = jnp.sum(weights, axis, keepdims=True)
+    total = jnp.where(total == 0, 1, total)
+    log_total = jnp.log(total)
+    log_z = jnp.squeeze(log_total + largest, axis)
+    return Softmax(weights / total, relative - log_total, log_z)
+
+
+@softmax.defjvp
+def _softmax_jvp(axis, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    result = softmax(x, axis)
+    d_log_z = jnp.sum(result.weights * dx, axis, keepdims=True)
+    d_log_weights = dx - d_log_z
+    d_weights = result.weights * d_log_weights
+    return result, Softmax(d_weights, d_log_weights, jnp.squeeze(d_log_z, axis))
 
 
 def log_difference(log_numerator: Array, log_denominator: Array) -> Array:

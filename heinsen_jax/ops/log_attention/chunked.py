@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.ops.layout import chunk, unchunk, varying_like
+from heinsen_jax.ops.layout import unchunk, varying_like
 from heinsen_jax.ops.log_attention import exact, single_level
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, pad_tokens
 from heinsen_jax.ops.log_attention.state import read_all
@@ -163,6 +163,10 @@ class Plan:
     is_log: bool
     budget: float
 
+    @property
+    def space(self) -> exact.Space:
+        return exact.LOG if self.is_log else exact.LINEAR
+
 
 class Measured(NamedTuple):
     """What is known of a block before it is computed; without gradient.
@@ -183,7 +187,7 @@ class Saved(NamedTuple):
 
     before: Averages
     measured: Measured
-    residuals: single_level.Residuals | tuple[()]  # of the fast tier; zeros from the other
+    residuals: tuple[single_level.Residuals, Averages] | None  # of both tiers, one of them zeros
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -240,15 +244,22 @@ def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, 
     def fast(inputs: Inputs, state: Averages):
         linear = _to_linear(plan, inputs, state, measured.scale)
         result, residuals = single_level.forward(plan.form, *linear, measured.scales)
-        return _from_linear(plan, result, measured.scale), () if plan.remat else residuals
+        before = varying_like(exact.no_states(inputs, state), inputs)
+        return _from_linear(plan, result, measured.scale), None if plan.remat else (
+            residuals,
+            before,
+        )
 
     def slow(inputs: Inputs, state: Averages):
-        nothing = jax.eval_shape(lambda: fast(inputs, state)[1])
+        result, before = exact.forward(plan.space, inputs, state)
+        if plan.remat:
+            return result, None
+        nothing, _ = jax.eval_shape(fast, inputs, state)[1]
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), nothing)
-        return _exact(plan, inputs, state), varying_like(nothing, inputs)
+        return result, (varying_like(nothing, inputs), before)
 
-    result, kept = lax.switch(measured.tier, (fast, slow), inputs, state)
-    return result, Saved(state, measured, kept)
+    result, residuals = lax.switch(measured.tier, (fast, slow), inputs, state)
+    return result, Saved(state, measured, residuals)
 
 
 def _block_backward(
@@ -260,7 +271,11 @@ def _block_backward(
         return _fast_backward(plan, inputs, saved, d_outputs, d_after)
 
     def slow(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
-        return _exact_backward(plan, inputs, saved.before, d_outputs, d_after)
+        if saved.residuals is None:
+            _, before = exact.forward(plan.space, inputs, saved.before)
+        else:
+            _, before = saved.residuals
+        return exact.backward(plan.space, inputs, before, d_outputs, d_after)
 
     return lax.switch(saved.measured.tier, (fast, slow), d_outputs, d_after)
 
@@ -304,8 +319,10 @@ def log_value_range(log_value: Array, log_mean: Array) -> tuple[Array, Array]:
 def _fast_backward(
     plan: Plan, inputs: Inputs, saved: Saved, d_outputs: Outputs, d_after: Averages
 ) -> tuple[Inputs, Averages]:
-    scale, residuals = saved.measured.scale, saved.residuals
-    if not isinstance(residuals, single_level.Residuals):
+    scale = saved.measured.scale
+    if saved.residuals is not None:
+        residuals, _ = saved.residuals
+    else:
         linear = _to_linear(plan, inputs, saved.before, scale)
         _, residuals = single_level.forward(plan.form, *linear, saved.measured.scales)
     batch, _, _, heads, _ = inputs.query.shape
@@ -313,27 +330,6 @@ def _fast_backward(
     d_result = _d_from_linear(plan, (d_outputs, d_after), scale, y, residuals.mean_end)
     d_linear = single_level.backward(plan.form, inputs, residuals, *d_result)
     return _d_to_linear(plan, *d_linear, scale, value, residuals.mean)
-
-
-def _exact(plan: Plan, inputs: Inputs, state: Averages) -> tuple[Outputs, Averages]:
-    space = exact.LOG if plan.is_log else exact.LINEAR
-    (y, log_z), after = exact.forward(space, exact.chunks_of(inputs), state)
-    batch, _, _, heads, _ = inputs.query.shape
-    log_z = unchunk(log_z[..., None], batch, heads)[..., 0]
-    return (unchunk(y, batch, heads), log_z), after
-
-
-def _exact_backward(
-    plan: Plan, inputs: Inputs, before: Averages, d_outputs: Outputs, d_after: Averages
-) -> tuple[Inputs, Averages]:
-    space = exact.LOG if plan.is_log else exact.LINEAR
-    chunks = exact.chunks_of(inputs)
-    size = chunks.key.shape[-2]
-    d_outputs = chunk(d_outputs[0], size), chunk(d_outputs[1][..., None], size)[..., 0]
-    d_chunks, d_before = exact.backward(
-        space, chunks, before, d_outputs, d_after, has_decay=inputs.log_decay is not None
-    )
-    return exact.inputs_of(d_chunks, inputs), d_before
 
 
 def _enter(plan: Plan, x: Array, scale: Array) -> Array:

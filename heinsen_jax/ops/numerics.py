@@ -153,27 +153,40 @@ def log_matmul(
 
 
 @typed
-def scaled_matmul(x: Float[Array, "*batch I K"], y: Float[Array, "*batch K J"]) -> Scaled:
+def log_average(
+    softmax: Softmax, log_value: Float[Array, "*batch K J"]
+) -> Float[Array, "*batch I J"]:
+    """log(weights exp(log_value)), of a softmax over the last axis; exact as `scaled_matmul` is."""
+    empty = jnp.where(softmax.log_z == -jnp.inf, -jnp.inf, 0.0)[..., None]
+    return scaled_matmul(softmax.log_weights, log_value, Scaled(softmax.weights, empty)).log()
+
+
+@typed
+def scaled_matmul(
+    x: Float[Array, "*batch I K"], y: Float[Array, "*batch K J"], exp_x: Scaled | None = None
+) -> Scaled:
     """exp(x) exp(y), exact for any finite input and 0 where a sum holds nothing but -inf.
 
     A matrix product, with rows of x and columns of y relative to their largest; where one of its
     sums comes out too small for that to be exact, or where it saves little, all of them are formed
-    term by term. Has reverse-mode derivatives only.
+    term by term. `exp_x` is exp(x) if that is known, with one exponent for each row. Has
+    reverse-mode derivatives only.
     """
     if x.shape[-2] * y.shape[-1] <= 2 * (x.shape[-2] + y.shape[-1]):
         sums = Scaled.exp(_terms(x, y), -2).sum(-2)
         return jax.tree.map(lambda x: jnp.squeeze(x, -2), sums)
-    factor, exponent = _scaled_matmul(x, y)
+    rows = Scaled.exp(x, -1) if exp_x is None else exp_x
+    factor, exponent = _scaled_matmul(x, y, lax.stop_gradient(rows))
     return Scaled(factor, lax.stop_gradient(exponent))
 
 
 @jax.custom_vjp
-def _scaled_matmul(x: Array, y: Array) -> tuple[Array, Array]:
-    return _scaled_matmul_forward(x, y)[0]
+def _scaled_matmul(x: Array, y: Array, rows: Scaled) -> tuple[Array, Array]:
+    return _scaled_matmul_forward(x, y, rows)[0]
 
 
-def _scaled_matmul_forward(x, y):
-    rows, columns = Scaled.exp(x, -1), Scaled.exp(y, -2)
+def _scaled_matmul_forward(x, y, rows):
+    columns = Scaled.exp(y, -2)
     product = matmul(rows.factor, columns.factor)
     exponent = rows.exponent + columns.exponent
     # Terms smaller than normal numbers are lost: less than the square root of that, relatively.
@@ -200,7 +213,8 @@ def _scaled_matmul_backward(saved, cotangents):
         d_terms = share(_terms(x, y), exponent[..., None, :]) * cotangent[..., None, :]
         return jnp.sum(d_terms, -1), jnp.sum(d_terms, -3)
 
-    return lax.switch(way, (of_product, of_terms), x, y, exponent, cotangents[0])
+    d_x, d_y = lax.switch(way, (of_product, of_terms), x, y, exponent, cotangents[0])
+    return d_x, d_y, None
 
 
 _scaled_matmul.defvjp(_scaled_matmul_forward, _scaled_matmul_backward)

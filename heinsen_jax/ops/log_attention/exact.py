@@ -1,14 +1,14 @@
-"""The exact tier: chunks of 32 tokens, each one softmax over its tokens and the state before it.
+"""The exact tier: one `lax.scan` over chunks of 32 tokens, for any keys and decays.
 
 With D_ts the sum of the decays of tokens s + 1 to t, query t of a chunk attends to the tokens s of
-its chunk and to the key features k of the state before the chunk:
+its chunk and to the key features k of the state before the chunk, in one softmax over both:
 
     A_ts = LSE_k(Q_tk + K_sk + D_tsk),    P_tk = Q_tk + D_tk + log Z_k
     log Z_t = LSE(A_t, P_t),    Y_t = sum_s exp(A_ts - log Z_t) V_s + sum_k exp(P_tk - log Z_t) M_k
 
-The state is (log Z_k, M_k), M_k being the average of the values so far under key feature k. That of
-a chunk alone is a softmax as well, over its tokens; one `lax.scan` merges them from chunk to chunk,
-and all else is formed for all chunks at once. Scores are `log_matmul`s, exact for any queries and
+The state is (log Z_k, M_k), M_k being the average of the values so far under key feature k. The one
+after the chunk is a softmax as well: row k is over the tokens s, of K_sk and its decay up to the
+end, and over feature k of the state before. Scores are `log_matmul`s, exact for any queries and
 keys. Decays are added up, so that -inf, the start of a segment, is exact as well; sums are
 subtracted only by `_scores_by_feature`, where they are small. All outputs are convex averages: no
 value is too large.
@@ -29,7 +29,6 @@ from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk
-from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.numerics import (
     Scaled,
@@ -37,6 +36,7 @@ from heinsen_jax.ops.numerics import (
     einsum,
     finite,
     log_add_exp,
+    log_average,
     log_matmul,
     log_sum_exp,
     matmul,
@@ -60,28 +60,28 @@ class Chunk(NamedTuple):
 
 
 class Space(NamedTuple):
-    """How averages are formed: from weights of a softmax (linear), or from their logarithms.
+    """How averages are formed, of values or of log-values.
 
     Attributes:
-      weights: of a softmax.
-      matmul: (weights `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
-      add: (averages `[X, K, V]`, weights `[X, K]`, values `[X, K, V]`) -> `[X, K, V]`.
+      average: (softmax of `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
+      sum: (log-weights `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
+      add: (sums `[X, K, V]`, log-weights `[X, K]`, values `[X, K, V]`) -> `[X, K, V]`.
     """
 
-    weights: Callable[[Softmax], Array]
-    matmul: Callable[[Array, Array], Array]
+    average: Callable[[Softmax, Array], Array]
+    sum: Callable[[Array, Array], Array]
     add: Callable[[Array, Array, Array], Array]
 
 
 LINEAR = Space(
-    weights=lambda softmax: softmax.weights,
-    matmul=matmul,
-    add=lambda x, weights, value: x + weights[..., None] * value,
+    average=lambda softmax, value: matmul(softmax.weights, value),
+    sum=lambda log_weights, value: matmul(jnp.exp(log_weights), value),
+    add=lambda sums, log_weights, value: sums + jnp.exp(log_weights)[..., None] * value,
 )
 LOG = Space(
-    weights=lambda softmax: softmax.log_weights,
-    matmul=log_matmul,
-    add=lambda x, weights, value: log_add_exp(x, weights[..., None] + value),
+    average=log_average,
+    sum=log_matmul,
+    add=lambda sums, log_weights, value: log_add_exp(sums, log_weights[..., None] + value),
 )
 
 Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log Y, and log Z
@@ -140,8 +140,8 @@ def _chunks(inputs: Inputs) -> Chunk:
     starts = inputs.starts
     if starts is not None:
         starts = jnp.broadcast_to(starts[..., None, None], (*inputs.key.shape[:-1], 1))
-    arrays = inputs.query, inputs.key, inputs.value, inputs.log_decay, starts
-    return Chunk(*(None if x is None else chunk(x, _size(inputs)) for x in arrays))
+    arrays = Chunk(inputs.query, inputs.key, inputs.value, inputs.log_decay, starts)
+    return jax.tree.map(lambda x: chunk(x, _size(inputs)), arrays)
 
 
 def _chunk(
@@ -151,57 +151,61 @@ def _chunk(
     query, key, value, decay, starts = tokens
     if starts is not None:
         decay = jnp.where(starts, -jnp.inf, 0.0 if decay is None else decay)
-    past, key_at_end, kept = query, key, state.log_z
+    past, key_at_end, kept, from_start = query, key, state.log_z, None
     if decay is not None:
-        from_start = lax.cumsum(decay, axis=1)
-        past = query + repeat_rows(from_start, query.shape[1] // key.shape[1])
-        key_at_end, kept = key + decay_to_end(decay, 1), kept + from_start[:, -1]
-    of_state = softmax(jnp.concatenate([key_at_end, kept[:, None]], 1), 1)
-    weights = space.weights(of_state)
-    mean = space.matmul(jnp.swapaxes(weights[:, :-1], 1, 2), value)
-    after = Averages(of_state.log_z, space.add(mean, weights[:, -1], state.mean))
+        size = key.shape[1]
+        t, s = _indices(size, size)
+        from_start, to_end = jnp.split(_sums(jnp.concatenate([s <= t, s > t]), decay), 2, 1)
+        past = query + repeat_rows(from_start, query.shape[1] // size)
+        key_at_end, kept = key + to_end, kept + from_start[:, -1]
+    scores = _scores(query, key, decay, from_start)
+    of_queries = softmax(jnp.concatenate([scores, past + state.log_z[:, None]], -1), -1)
+    y = space.average(of_queries, jnp.concatenate([value, state.mean], 1))
 
-    logits = jnp.concatenate([_scores(query, key, decay), past + state.log_z[:, None]], -1)
-    of_queries = softmax(logits, -1)
-    y = space.matmul(space.weights(of_queries), jnp.concatenate([value, state.mean], 1))
-    return (y, of_queries.log_z), after
+    logits = jnp.concatenate([jnp.swapaxes(key_at_end, 1, 2), kept[..., None]], -1)
+    _, weights, log_z = softmax(logits, -1)
+    mean = space.add(space.sum(weights[..., :-1], value), weights[..., -1], state.mean)
+    return (y, of_queries.log_z), Averages(log_z, mean)
 
 
-def _scores(query: Array, key: Array, decay: Array | None) -> Float[Array, "X RC C"]:
+def _scores(
+    query: Array, key: Array, decay: Array | None, from_start: Array | None
+) -> Float[Array, "X RC C"]:
     """A, and -inf where s > t."""
-    size = key.shape[-2]
-    heads = query.shape[-2] // size
-    if decay is None or decay.shape[-1] == 1:
+    size = key.shape[1]
+    heads = query.shape[1] // size
+    if decay is None or from_start is None or decay.shape[-1] == 1:
         scores = log_matmul(query, jnp.swapaxes(key, 1, 2))
         if decay is not None:
             scores = scores + repeat_rows(_sums_between(decay)[..., 0], heads)
     else:
-        scores = _scores_by_feature(query, key, decay)
+        scores = _scores_by_feature(query, key, decay, from_start)
     t, s = _indices(size, size)
     return jnp.where(repeat_rows(s <= t, heads)[None], scores, -jnp.inf)
 
 
 @jax.custom_vjp
-def _scores_by_feature(query: Array, key: Array, decay: Array) -> Float[Array, "X RC C"]:
+def _scores_by_feature(
+    query: Array, key: Array, decay: Array, from_start: Array
+) -> Float[Array, "X RC C"]:
     """A, for s <= t, where each key feature decays at its own rate, so that D_ts is inside the LSE.
 
     Where decays are mild, D_ts = D_t - D_s is split between the query and the key for a product.
     """
-    return _scores_forward(query, key, decay)[0]
+    return _scores_forward(query, key, decay, from_start)[0]
 
 
-def _scores_forward(query: Array, key: Array, decay: Array):
+def _scores_forward(query: Array, key: Array, decay: Array, from_start: Array):
     size = key.shape[1]
     heads = query.shape[1] // size
-    so_far = lax.cumsum(decay, axis=1)
-    rows = Scaled.exp(query + repeat_rows(so_far, heads), -1)
-    columns = Scaled.exp(jnp.swapaxes(key - so_far, 1, 2), -2)
+    rows = Scaled.exp(query + repeat_rows(from_start, heads), -1)
+    columns = Scaled.exp(jnp.swapaxes(key - from_start, 1, 2), -2)
     product, exponent = matmul(rows.factor, columns.factor), rows.exponent + columns.exponent
     t, s = _indices(size, size)
     visible = repeat_rows(s <= t, heads)[None] & (exponent > -jnp.inf)
     # Sums are lost that are small, or that subtraction rounds.
     small = math.sqrt(jnp.finfo(key.dtype).smallest_normal) - jnp.where(visible, product, 1)
-    strong = -MILD - so_far[:, -1]
+    strong = -MILD - from_start[:, -1]
     way = first_safe(jnp.maximum(jnp.max(small), jnp.max(strong))[None])
     product = jnp.where(visible, product, 0)
 
@@ -212,18 +216,19 @@ def _scores_forward(query: Array, key: Array, decay: Array):
     return scores, (query, key, decay, way, rows.factor, columns.factor, product)
 
 
-def _scores_backward(residuals, d_scores: Array) -> tuple[Array, Array, Array]:
+def _scores_backward(residuals, d_scores: Array) -> tuple[Array, Array, Array, Array]:
     query, key, decay, way, rows, columns, product = residuals
 
-    def of_product(d_scores: Array) -> tuple[Array, Array, Array]:
+    def of_product(d_scores: Array) -> tuple[Array, Array, Array, Array]:
         d_product = d_scores * reciprocal(product)
         d_query = rows * matmul(d_product, jnp.swapaxes(columns, 1, 2))
         d_key = jnp.swapaxes(columns * matmul(jnp.swapaxes(rows, 1, 2), d_product), 1, 2)
-        d_so_far = jnp.sum(d_query.reshape(len(key), -1, *key.shape[1:]), 1) - d_key
-        return d_query, d_key, lax.cumsum(d_so_far, axis=1, reverse=True)
+        d_from_start = jnp.sum(d_query.reshape(len(key), -1, *key.shape[1:]), 1) - d_key
+        return d_query, d_key, jnp.zeros_like(decay), d_from_start
 
-    def of_terms(d_scores: Array) -> tuple[Array, Array, Array]:
-        return jax.vjp(_scores_by_terms, query, key, decay)[1](d_scores)
+    def of_terms(d_scores: Array) -> tuple[Array, Array, Array, Array]:
+        d_arrays = jax.vjp(_scores_by_terms, query, key, decay)[1](d_scores)
+        return *d_arrays, jnp.zeros_like(decay)
 
     return lax.switch(way, (of_product, of_terms), d_scores)
 
@@ -244,11 +249,17 @@ def _indices(*sizes: int) -> list[Array]:
 
 
 def _sums_between(decay: Float[Array, "X C F"]) -> Float[Array, "X C C F"]:
-    """Sums of the decays of tokens s + 1 to t; of -inf, too."""
+    """Of the tokens s + 1 to t."""
     batch, size, _ = decay.shape
     t, s, r = _indices(size, size, size)
-    weights = ((s < r) & (r <= t)).reshape(-1, size).astype(decay.dtype)
+    mask = (s < r) & (r <= t)
+    return _sums(mask.reshape(-1, size), decay).reshape(batch, size, size, -1)
+
+
+def _sums(mask: Bool[Array, "I C"], decay: Float[Array, "X C F"]) -> Float[Array, "X I F"]:
+    """Sums of the decays that a mask selects; of -inf, too."""
     gone = decay == -jnp.inf
-    sums = einsum("nr,xrf->xnf", weights, jnp.where(gone, 0, decay))
-    lost = einsum("nr,xrf->xnf", weights, gone.astype(decay.dtype))
-    return jnp.where(lost > 0, -jnp.inf, sums).reshape(batch, size, size, -1)
+    weights = mask.astype(decay.dtype)
+    sums = einsum("ic,xcf->xif", weights, jnp.where(gone, 0, decay))
+    lost = einsum("ic,xcf->xif", weights, gone.astype(decay.dtype))
+    return jnp.where(lost > 0, -jnp.inf, sums)

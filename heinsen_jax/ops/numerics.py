@@ -85,12 +85,9 @@ def softmax(x: Array, axis: int) -> Softmax:
     however large log Z is."""
     largest = jnp.max(x, axis, keepdims=True)
     relative = x - finite(largest)
-    weights = jnp.exp(relative)
-    total = jnp.sum(weights, axis, keepdims=True)
-    total = jnp.where(total == 0, 1, total)
-    log_total = jnp.log(total)
-    log_z = jnp.squeeze(log_total + largest, axis)
-    return Softmax(weights / total, relative - log_total, log_z)
+    log_total = jnp.log(jnp.sum(jnp.exp(relative), axis, keepdims=True))
+    log_weights = relative - finite(log_total)
+    return Softmax(jnp.exp(log_weights), log_weights, jnp.squeeze(log_total + largest, axis))
 
 
 @softmax.defjvp

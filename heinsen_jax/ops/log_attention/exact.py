@@ -64,22 +64,26 @@ class Space(NamedTuple):
 
     Attributes:
       average: (softmax of `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
-      sum: (log-weights `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
-      add: (sums `[X, K, V]`, log-weights `[X, K]`, values `[X, K, V]`) -> `[X, K, V]`.
+      weights: of a softmax; or their logarithms, for:
+      sum: (weights `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
+      add: (sums `[X, K, V]`, weights `[X, K]`, values `[X, K, V]`) -> `[X, K, V]`.
     """
 
     average: Callable[[Softmax, Array], Array]
+    weights: Callable[[Softmax], Array]
     sum: Callable[[Array, Array], Array]
     add: Callable[[Array, Array, Array], Array]
 
 
 LINEAR = Space(
     average=lambda softmax, value: matmul(softmax.weights, value),
-    sum=lambda log_weights, value: matmul(jnp.exp(log_weights), value),
-    add=lambda sums, log_weights, value: sums + jnp.exp(log_weights)[..., None] * value,
+    weights=lambda softmax: softmax.weights,
+    sum=matmul,
+    add=lambda sums, weights, value: sums + weights[..., None] * value,
 )
 LOG = Space(
     average=log_average,
+    weights=lambda softmax: softmax.log_weights,
     sum=log_matmul,
     add=lambda sums, log_weights, value: log_add_exp(sums, log_weights[..., None] + value),
 )
@@ -162,10 +166,10 @@ def _chunk(
     of_queries = softmax(jnp.concatenate([scores, past + state.log_z[:, None]], -1), -1)
     y = space.average(of_queries, jnp.concatenate([value, state.mean], 1))
 
-    logits = jnp.concatenate([jnp.swapaxes(key_at_end, 1, 2), kept[..., None]], -1)
-    _, weights, log_z = softmax(logits, -1)
+    of_state = softmax(jnp.concatenate([key_at_end, kept[:, None]], 1), 1)
+    weights = jnp.swapaxes(space.weights(of_state), 1, 2)
     mean = space.add(space.sum(weights[..., :-1], value), weights[..., -1], state.mean)
-    return (y, of_queries.log_z), Averages(log_z, mean)
+    return (y, of_queries.log_z), Averages(of_state.log_z, mean)
 
 
 def _scores(

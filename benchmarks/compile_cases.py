@@ -153,9 +153,7 @@ LOG_ATTENTION = {
         partial(ops.log_attention, implementation="reference"), QKV, LOG
     ),
     "sharded_log_attention": Case(sharded, QKV, WITH_OPTIONS),
-    "performer_attention": Case(  # heinsen_attention of random features
-        ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH)), HEINSEN
-    ),
+    "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH))),
 }
 
 OTHERS = {

@@ -22,8 +22,10 @@ def corpus(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "log")) for name in CAUSAL],
+)
 def test_quickstart(name, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
     words = f"""

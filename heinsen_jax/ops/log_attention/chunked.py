@@ -174,11 +174,13 @@ class Measured(NamedTuple):
     Attributes:
       tier: index of the first tier that is exact on the block.
       scale: by what values are divided in linear space, or its logarithm.
+      inverse: 1 / scale; of log-values, None.
       scales: of the fast tier's exponents.
     """
 
     tier: Int[Array, ""]
     scale: Float[Array, "B G V"]
+    inverse: Float[Array, "B G V"] | None
     scales: single_level.Scales
 
 
@@ -242,7 +244,7 @@ def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, 
 
     @partial(jax.jit, inline=True)  # traced once
     def fast(inputs: Inputs, state: Averages):
-        linear = _to_linear(plan, inputs, state, measured.scale)
+        linear = _to_linear(inputs, state, measured)
         result, residuals = single_level.forward(plan.form, *linear, measured.scales)
         before = varying_like(exact.no_states(inputs, state), inputs)
         return _from_linear(plan, result, measured.scale), None if plan.remat else (
@@ -297,8 +299,10 @@ def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
         # The backward pass multiplies values by 1 / Z <= exp(rise): large ones use the range, too.
         used = rise + jnp.log(jnp.max(largest, initial=1))
         # Values above 1 stay as they are: dividing by them would lose small ones before them.
-        scale = jnp.where(largest == 0, 1, jnp.minimum(1, largest))
-    return Measured(first_safe((used - plan.budget)[None]), scale, scales)
+        smallest = 4 * jnp.finfo(largest.dtype).smallest_normal  # whose inverse is finite
+        scale = jnp.where(largest == 0, 1, jnp.clip(largest, smallest, 1))
+    inverse = None if plan.is_log else 1 / scale
+    return Measured(first_safe((used - plan.budget)[None]), scale, inverse, scales)
 
 
 def log_value_range(log_value: Array, log_mean: Array) -> tuple[Array, Array]:
@@ -323,36 +327,33 @@ def _fast_backward(
     if saved.residuals is not None:
         residuals, _ = saved.residuals
     else:
-        linear = _to_linear(plan, inputs, saved.before, scale)
+        linear = _to_linear(inputs, saved.before, saved.measured)
         _, residuals = single_level.forward(plan.form, *linear, saved.measured.scales)
     batch, _, _, heads, _ = inputs.query.shape
     y, value = unchunk(residuals.y, batch, heads), unchunk(residuals.value, batch, 1)[:, :, :, 0]
     d_result = _d_from_linear(plan, (d_outputs, d_after), scale, y, residuals.mean_end)
     d_linear = single_level.backward(plan.form, inputs, residuals, *d_result)
-    return _d_to_linear(plan, *d_linear, scale, value, residuals.mean)
+    return _d_to_linear(*d_linear, saved.measured, value, residuals.mean)
 
 
-def _enter(plan: Plan, x: Array, scale: Array) -> Array:
-    """A value in linear space, divided by the scale."""
-    return jnp.exp(x - scale) if plan.is_log else x / scale
-
-
-def _to_linear(
-    plan: Plan, inputs: Inputs, state: Averages, scale: Array
-) -> tuple[Inputs, Averages]:
-    value = _enter(plan, inputs.value, scale[:, None])
-    mean = _enter(plan, state.mean, _of_state(scale))
+def _to_linear(inputs: Inputs, state: Averages, measured: Measured) -> tuple[Inputs, Averages]:
+    if measured.inverse is None:
+        value = jnp.exp(inputs.value - measured.scale[:, None])
+        mean = jnp.exp(state.mean - _of_state(measured.scale))
+    else:
+        value = inputs.value * measured.inverse[:, None]
+        mean = state.mean * _of_state(measured.inverse)
     return replace(inputs, value=value), state._replace(mean=mean)
 
 
 def _d_to_linear(
-    plan: Plan, d_inputs: Inputs, d_state: Averages, scale: Array, value: Array, mean: Array
+    d_inputs: Inputs, d_state: Averages, measured: Measured, value: Array, mean: Array
 ) -> tuple[Inputs, Averages]:
     """Cotangents of what `_to_linear` is given, from those of its results `value` and `mean`."""
-    of_value = value if plan.is_log else 1 / scale[:, None]
-    of_mean = mean if plan.is_log else 1 / _of_state(scale)
-    d_inputs = replace(d_inputs, value=d_inputs.value * of_value)
-    return d_inputs, d_state._replace(mean=d_state.mean * of_mean)
+    if measured.inverse is not None:
+        value, mean = measured.inverse[:, None], _of_state(measured.inverse)
+    d_inputs = replace(d_inputs, value=d_inputs.value * value)
+    return d_inputs, d_state._replace(mean=d_state.mean * mean)
 
 
 def _from_linear(

@@ -156,7 +156,7 @@ def test_recall_is_as_the_readme_says():
     assert 1.7 < accuracy["log", "64"] / accuracy["linear", "64"] < 2.3
     of_bytes = {tuple(x.compared.values()): x.mean("state_bytes") for x in results}
     assert of_bytes["log", "64"] == of_bytes["linear", "64"]
-    assert of_bytes["performer", "64"] > of_bytes["softmax", "64"]
+    assert of_bytes["performer", "64"] > 0.8 * of_bytes["softmax", "64"]
     log, linear = (
         next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])
         for name in ("log", "linear")
@@ -204,7 +204,7 @@ def test_copying_is_as_the_readme_says():
         assert " | ".join(cells) in line
     state_bytes = {name: of[name].mean("state_bytes") for name in names}
     assert state_bytes["linear"] == state_bytes["log"]
-    assert 5.5 < state_bytes["performer"] / state_bytes["log"] < 6.5
+    assert 2.5 < state_bytes["performer"] / state_bytes["log"] < 3.5
 
 
 def test_shared_contexts_are_those_of_the_results():

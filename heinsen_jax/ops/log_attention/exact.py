@@ -167,8 +167,9 @@ def _chunk(
     y = space.average(of_queries, jnp.concatenate([value, state.mean], 1))
 
     of_state = softmax(jnp.concatenate([key_at_end, kept[:, None]], 1), 1)
-    weights = jnp.swapaxes(space.weights(of_state), 1, 2)
-    mean = space.add(space.sum(weights[..., :-1], value), weights[..., -1], state.mean)
+    weights = space.weights(of_state)
+    mean = space.sum(jnp.swapaxes(weights[:, :-1], 1, 2), value)
+    mean = space.add(mean, weights[:, -1], state.mean)
     return (y, of_queries.log_z), Averages(of_state.log_z, mean)
 
 

@@ -36,6 +36,8 @@ def show_fields(module: str) -> None:
 
 
 def main(folder: Path) -> None:
+    for part in PUBLIC:  # pdoc forbids modules that it imports itself to start processes
+        importlib.import_module(f"heinsen_jax.{part}")
     warnings.simplefilter("error")
     modules = pdoc.extract.walk_specs(SPECS)
     for module in modules:

@@ -25,11 +25,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast, dataclass_transform
 
 import jax
+import numpy as np
 import pydantic
 from beartype import beartype
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import (
-    Array,
     Bool,
     Complex,
     Float,
@@ -68,7 +68,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
-else:  # beartype resolves no recursive alias
+    from jax import Array
+else:
+    Array = jax.Array | np.ndarray  # NumPy arrays are accepted wherever JAX arrays are
+    # beartype resolves no recursive alias
     JSON = Mapping | Sequence | str | int | float | bool | None
 """A value of a JSON file."""
 

@@ -1,7 +1,7 @@
 """What every test runs under: no implicit rank promotion; float64 and golden cases on request.
 
 Nearly all the time of tests is compilation. So what is compiled is kept, also for further runs, in
-`.pytest_cache/jax` (`rm -r .pytest_cache` forgets it), and it is compiled with few optimisations,
+`.pytest_cache/jax` (`rm -r .pytest_cache` clears it), and it is compiled with few optimisations,
 but for modules that use `as_users_compile`. JAX 0.10 still has older emitters of fusions, which
 compile log-attention in a quarter of the time: there tests use them, elsewhere the newer ones.
 Garbage is collected seldom, for tracing makes many objects that live on.
@@ -30,6 +30,7 @@ CHECKED = [
     "heinsen_jax.interop",
     "heinsen_jax.models",
     "heinsen_jax.on_ray",
+    "heinsen_jax.ops",
     "heinsen_jax.sharding",
     "heinsen_jax.study",
     "heinsen_jax.training",

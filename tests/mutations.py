@@ -1,4 +1,4 @@
-"""Whether the tests catch faults: twelve are put into copies of the package, one by one.
+"""Whether the tests catch faults: thirteen are put into copies of the package, one by one.
 
     python tests/mutations.py [NAME ...]
 
@@ -66,6 +66,12 @@ FAULTS = {
         "d_log_weights = dx",
         "tests/ops/log_attention",
     ),
+    "a decay without its cotangent": Fault(
+        f"{LOG_ATTENTION}/exact.py",
+        "jnp.zeros_like(decay), d_from_start",
+        "jnp.zeros_like(decay), jnp.zeros_like(d_from_start)",
+        "tests/ops/log_attention",
+    ),
     "a window off by one": Fault(
         f"{LOG_ATTENTION}/variants.py",
         "_moved(before.query, 1 - window)",
@@ -96,7 +102,7 @@ FAULTS = {
 }
 
 
-def caught(fault: Fault) -> str | None:
+def caught(fault: Fault, *, is_applied: bool = True) -> str | None:
     """The first test that fails; None if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
@@ -108,7 +114,8 @@ def caught(fault: Fault) -> str | None:
             raise SystemExit(
                 f"{fault.file}: {fault.right!r} occurs {text.count(fault.right)} times"
             )
-        file.write_text(text.replace(fault.right, fault.wrong))
+        if is_applied:
+            file.write_text(text.replace(fault.right, fault.wrong))
         command = [sys.executable, "-m", "pytest", "-x", "-n", "2", fault.tests]
         run = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
         failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -116,6 +123,9 @@ def caught(fault: Fault) -> str | None:
 
 
 def main(names: list[str]) -> None:
+    for fault in {FAULTS[name].tests: FAULTS[name] for name in names or FAULTS}.values():
+        if failed := caught(fault, is_applied=False):
+            raise SystemExit(f"{failed} fails without a fault")
     missed = []
     for name in names or FAULTS:
         start = time.monotonic()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,11 +14,10 @@ from jax import lax
 from heinsen_jax.ops.arguments import check_array, check_tokens, document_starts, is_there
 from heinsen_jax.ops.numerics import log_sum_exp, share
 from heinsen_jax.ops.pooling import Tokens, average, merged, pool
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class AdditiveState:
     """What additive pooling keeps of the tokens it has seen, as S tokens.
 

@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from heinsen_jax.typing import Array
 
 
-def check_heads(query: Array, key: Array, value: Array, value_name: str = "value") -> None:
+def check_heads(
+    query: Array, key: Array | jax.ShapeDtypeStruct, value: Array, value_name: str = "value"
+) -> None:
     """Raises ValueError unless query `[*B, T, N, K]`, key `[*B, S, G, K]` and value
     `[*B, S, G, V]` fit, N being a multiple of G."""
     shapes = f"query {query.shape}, key {key.shape}, {value_name} {value.shape}"

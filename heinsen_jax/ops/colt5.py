@@ -34,7 +34,7 @@ from heinsen_jax.typing import Array
 
 def soft_top_k(
     scores: Array,
-    k: float,
+    k: float | Array,
     *,
     num_iterations: int = 50,
     epsilon: float = 1.0,

@@ -16,7 +16,7 @@ from heinsen_jax.typing import Array, Shaped
 Tree = TypeVar("Tree")
 
 
-def chunk(x: Shaped[Array, "B T G *F"], size: int) -> Shaped[Array, "J X RC F"]:
+def chunk(x: Shaped[Array, "B T G *R F"], size: int) -> Shaped[Array, "J X RC F"]:
     """`[B, J C, G, (R,) F]` -> `[J, X, R C, F]` with C = size."""
     if x.ndim == 4:
         x = x[:, :, :, None]

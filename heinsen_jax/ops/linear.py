@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +21,7 @@ from heinsen_jax.ops.arguments import (
     without_padding,
 )
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk, varying_like
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, pytree_dataclass
 
 CHUNK = 64  # tokens whose weights are formed at once
 CHUNKS_IN_BLOCK = 8  # that are computed in parallel; backward keeps a state for each block
@@ -45,8 +44,7 @@ def _elu1_jvp(primals, tangents):
 FEATURE_MAPS = {"elu1": elu1, "relu": jax.nn.relu, "identity": lambda x: x}
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class LinearAttentionState:
     """All that linear attention keeps of the tokens it has seen.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.numerics import log_add_exp, log_sum_exp, share, where_empty
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, pytree_dataclass
 
 
 def linear_recurrence(
@@ -98,8 +97,7 @@ def decay_to_end(log_decay: Array, axis: int) -> Array:
     return jnp.moveaxis(lax.cumsum(later, reverse=True), 0, axis)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class RecurrenceState:
     """What a log-linear recurrence keeps of the tokens it has seen.
 

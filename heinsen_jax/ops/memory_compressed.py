@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from heinsen_jax.ops.arguments import (
 )
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, pytree_dataclass
 
 Pad = Literal["left", "right"]
 AXIS = -3  # of tokens
@@ -54,8 +54,7 @@ class Compression(NamedTuple):
         return jnp.concatenate([null.astype(groups.dtype), groups], AXIS)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class CompressedCache:
     """What is kept of the tokens so far: complete groups, compressed, and the group begun.
 
@@ -196,7 +195,7 @@ def memory_compressed_attention(
     is_causal: bool = False,
     pad: Pad = "left",
     key_value_seq_lengths: Array | None = None,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     initial_state: CompressedCache | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,
@@ -349,4 +348,4 @@ def _check(query, key, value, of_keys: Compression, of_values: Compression, pad:
             "the last axis of its kernel must be the queries' depth"
         )
     compressed = jax.ShapeDtypeStruct((*key.shape[:-1], new_depth), key.dtype)
-    check_heads(query, cast(Array, compressed), value)
+    check_heads(query, compressed, value)

@@ -6,7 +6,6 @@ from the *share* of a term in its sum, exp(term - total) <= 1, so they do not ov
 """
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.typing import Array, Float, typed
+from heinsen_jax.typing import Array, Float, pytree_dataclass, typed
 
 # GPUs and TPUs would multiply float32 as TF32 or bfloat16.
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -85,9 +84,12 @@ def softmax(x: Array, axis: int) -> Softmax:
     however large log Z is."""
     largest = jnp.max(x, axis, keepdims=True)
     relative = x - finite(largest)
-    log_total = jnp.log(jnp.sum(jnp.exp(relative), axis, keepdims=True))
+    exps = jnp.exp(relative)
+    total = jnp.sum(exps, axis, keepdims=True)
+    log_total = jnp.log(total)
     log_weights = relative - finite(log_total)
-    return Softmax(jnp.exp(log_weights), log_weights, jnp.squeeze(log_total + largest, axis))
+    weights = exps / jnp.maximum(total, 1)  # of nothing: 0
+    return Softmax(weights, log_weights, jnp.squeeze(log_total + largest, axis))
 
 
 @softmax.defjvp
@@ -107,8 +109,7 @@ def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
     return jnp.where(empty, -jnp.inf, log_numerator - jnp.where(empty, 0.0, log_denominator))
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class Scaled:
     """factor * exp(exponent): a sum beyond the range of floating point, without its logarithm.
 
@@ -120,101 +121,92 @@ class Scaled:
     exponent: Array
 
     @staticmethod
-    def exp(x: Array, axis: int | None = None) -> "Scaled":
-        """exp(x), with one exponent for all along an axis, or else one each."""
-        exponent = lax.stop_gradient(x if axis is None else jnp.max(x, axis, keepdims=True))
+    def exp(x: Array, axis: int) -> "Scaled":
+        """exp(x), with one exponent for all along an axis."""
+        exponent = lax.stop_gradient(jnp.max(x, axis, keepdims=True))
         return Scaled(share(x, exponent), exponent)
 
     def sum(self, axis: int) -> "Scaled":
         """Over an axis along which the exponent is one."""
-        return Scaled(jnp.sum(self.factor, axis, keepdims=True), self.exponent)
-
-    def at(self, exponent: Array) -> Array:
-        """The factor that goes with another exponent, not less than this one's."""
-        return self.factor * share(self.exponent, exponent)
-
-    def __add__(self, other: "Scaled") -> "Scaled":
-        exponent = jnp.maximum(self.exponent, other.exponent)
-        return Scaled(self.at(exponent) + other.at(exponent), exponent)
+        return Scaled(jnp.sum(self.factor, axis), jnp.squeeze(self.exponent, axis))
 
     def log(self) -> Array:
         return safe_log(self.factor) + finite(self.exponent)
 
+    def or_by_terms(self, x: Array, y: Array, added: Array | None = None) -> "Scaled":
+        """exp(x) exp(y) + exp(added), of x `[..., I, K]`, y `[..., K, J]` and added `[..., I, J]`.
+
+        That is self, formed by products, but term by term where one of these sums is so small that
+        it may be inexact. Has reverse-mode derivatives only.
+        """
+        factor, exponent = _or_by_terms(self.factor, self.exponent, x, y, added)
+        return Scaled(factor, lax.stop_gradient(exponent))
+
 
 @typed
-def log_matmul(
-    x: Float[Array, "*batch I K"], y: Float[Array, "*batch K J"]
+def log_scores(
+    query: Float[Array, "*batch I K"], key: Float[Array, "*batch J K"]
 ) -> Float[Array, "*batch I J"]:
-    """log(exp(x) exp(y)): LSE_k(x_ik + y_kj). Exact as `scaled_matmul` is."""
-    return scaled_matmul(x, y).log()
+    """log(exp(Q) exp(K)^T): LSE_k(Q_ik + K_jk). Exact as `scaled_scores` are."""
+    return scaled_scores(query, key).log()
 
 
 @typed
-def log_average(
-    softmax: Softmax, log_value: Float[Array, "*batch K J"]
-) -> Float[Array, "*batch I J"]:
-    """log(weights exp(log_value)), of a softmax over the last axis; exact as `scaled_matmul` is."""
-    empty = jnp.where(softmax.log_z == -jnp.inf, -jnp.inf, 0.0)[..., None]
-    return scaled_matmul(softmax.log_weights, log_value, Scaled(softmax.weights, empty)).log()
+def scaled_scores(query: Float[Array, "*batch I K"], key: Float[Array, "*batch J K"]) -> Scaled:
+    """exp(Q) exp(K)^T, exact for any finite input and 0 where a sum holds nothing but -inf.
 
-
-@typed
-def scaled_matmul(
-    x: Float[Array, "*batch I K"], y: Float[Array, "*batch K J"], exp_x: Scaled | None = None
-) -> Scaled:
-    """exp(x) exp(y), exact for any finite input and 0 where a sum holds nothing but -inf.
-
-    A matrix product, with rows of x and columns of y relative to their largest; where one of its
-    sums comes out too small for that to be exact, or where it saves little, all of them are formed
-    term by term. `exp_x` is exp(x) if that is known, with one exponent for each row. Has
+    A matrix product, with rows relative to their largest; where one of its sums comes out too small
+    for that to be exact, or where it saves little, all of them are formed term by term. Has
     reverse-mode derivatives only.
     """
-    if x.shape[-2] * y.shape[-1] <= 2 * (x.shape[-2] + y.shape[-1]):
-        sums = Scaled.exp(_terms(x, y), -2).sum(-2)
-        return jax.tree.map(lambda x: jnp.squeeze(x, -2), sums)
-    rows = Scaled.exp(x, -1) if exp_x is None else exp_x
-    factor, exponent = _scaled_matmul(x, y, lax.stop_gradient(rows))
-    return Scaled(factor, lax.stop_gradient(exponent))
+    (size, sources), transposed = (query.shape[-2], key.shape[-2]), jnp.swapaxes(key, -1, -2)
+    if size * sources <= 2 * (size + sources):
+        return Scaled.exp(_terms(query, transposed), -2).sum(-2)
+    rows = Scaled.exp(query, -1)
+    columns = jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), Scaled.exp(key, -1))
+    product = Scaled(matmul(rows.factor, columns.factor), rows.exponent + columns.exponent)
+    return product.or_by_terms(query, transposed)
 
 
 @jax.custom_vjp
-def _scaled_matmul(x: Array, y: Array, rows: Scaled) -> tuple[Array, Array]:
-    return _scaled_matmul_forward(x, y, rows)[0]
+def _or_by_terms(sums: Array, exponent: Array, x: Array, y: Array, added: Array | None):
+    return _or_by_terms_forward(sums, exponent, x, y, added)[0]
 
 
-def _scaled_matmul_forward(x, y, rows):
-    columns = Scaled.exp(y, -2)
-    product = matmul(rows.factor, columns.factor)
-    exponent = rows.exponent + columns.exponent
+def _or_by_terms_forward(sums, exponent, x, y, added):
     # Terms smaller than normal numbers are lost: less than the square root of that, relatively.
-    excess = math.sqrt(jnp.finfo(x.dtype).smallest_normal) - product
+    excess = math.sqrt(jnp.finfo(sums.dtype).smallest_normal) - sums
     way = first_safe(jnp.max(jnp.where(exponent == -jnp.inf, 0.0, excess), initial=0.0)[None])
 
-    def by_terms(x, y):
+    def by_terms():
         terms = _terms(x, y)
         largest = jnp.max(terms, -2)
-        return jnp.sum(share(terms, largest[..., None, :]), -2), largest
+        if added is not None:
+            largest = jnp.maximum(largest, added)
+        total = jnp.sum(share(terms, largest[..., None, :]), -2)
+        return total if added is None else total + share(added, largest), largest
 
-    result = lax.switch(way, (lambda *_: (product, exponent), by_terms), x, y)
-    return result, (x, y, way, rows.factor, columns.factor, result[1])
-
-
-def _scaled_matmul_backward(saved, cotangents):
-    x, y, way, rows, columns, exponent = saved
-
-    def of_product(_x, _y, _exponent, cotangent):
-        d_x = rows * matmul(cotangent, jnp.swapaxes(columns, -1, -2))
-        return d_x, columns * matmul(jnp.swapaxes(rows, -1, -2), cotangent)
-
-    def of_terms(x, y, exponent, cotangent):
-        d_terms = share(_terms(x, y), exponent[..., None, :]) * cotangent[..., None, :]
-        return jnp.sum(d_terms, -1), jnp.sum(d_terms, -3)
-
-    d_x, d_y = lax.switch(way, (of_product, of_terms), x, y, exponent, cotangents[0])
-    return d_x, d_y, None
+    result = lax.switch(way, (lambda: (sums, jnp.broadcast_to(exponent, sums.shape)), by_terms))
+    return result, (way, x, y, added, result[1])
 
 
-_scaled_matmul.defvjp(_scaled_matmul_forward, _scaled_matmul_backward)
+def _or_by_terms_backward(saved, cotangents):
+    way, x, y, added, exponent = saved
+    d_sums, _ = cotangents
+
+    def of_sums():
+        return d_sums, *jax.tree.map(jnp.zeros_like, (x, y, added))
+
+    def of_terms():
+        d_terms = share(_terms(x, y), exponent[..., None, :]) * d_sums[..., None, :]
+        d_added = None if added is None else share(added, exponent) * d_sums
+        return jnp.zeros_like(d_sums), jnp.sum(d_terms, -1), jnp.sum(d_terms, -3), d_added
+
+    d_sums, *d_terms = lax.switch(way, (of_sums, of_terms))
+    return d_sums, None, *d_terms
+
+
+_or_by_terms.defvjp(_or_by_terms_forward, _or_by_terms_backward)
 
 
 def _terms(x: Array, y: Array) -> Array:

@@ -184,9 +184,9 @@ def _refuse(*given: Any) -> None:
 def _projected(x: Array, projection: Array) -> tuple[Array, Array]:
     """W x' `[..., M]` and |x'|^2 / 2 `[..., 1]`, in float32 at least."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    x = x.astype(dtype) * x.shape[-1] ** -0.25
-    projected = jnp.einsum("...k,mk->...m", x, projection.astype(dtype))
-    return projected, jnp.sum(x * x, -1, keepdims=True) / 2
+    x, scale = x.astype(dtype), x.shape[-1] ** -0.25
+    projected = jnp.einsum("...k,mk->...m", x, scale * projection.astype(dtype))
+    return projected, jnp.sum(x * x, -1, keepdims=True) * (scale**2 / 2)
 
 
 def _plus(log_features: Array, epsilon: float) -> Array:

@@ -7,7 +7,6 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,13 +16,12 @@ from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.ops.layout import varying_like
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, pytree_dataclass
 
 Layer = Callable[[Array], Array]
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class SegmentState:
     """All that a recurrence over segments needs of the tokens before: of constant size.
 

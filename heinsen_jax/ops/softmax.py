@@ -36,7 +36,7 @@ def dot_product_attention(
     segment_ids: Array | None = None,
     key_value_seq_lengths: Array | None = None,
     query_offset: int | Array = 0,
-    scale: float | None = None,
+    scale: float | Array | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
     r"""Softmax attention, exact.

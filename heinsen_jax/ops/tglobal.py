@@ -127,7 +127,7 @@ def tglobal_attention(
     max_distance: int = 128,
     is_causal: bool = False,
     key_value_seq_lengths: Array | None = None,
-    scale: float = 1.0,
+    scale: float | Array = 1.0,
 ) -> Array:
     """One softmax over the 2 radius + 1 nearest tokens and the summaries of all blocks.
 

@@ -331,6 +331,7 @@ def test_traced_vmapped_and_checkpointed_edges_are_as_concrete_ones():
 
 
 @pytest.mark.parametrize("wrong", [[9, 0], [-1, 0], [0, 11], [0, -1]])
+@pytest.mark.usefixtures("unchecked")
 def test_an_edge_out_of_range(wrong):
     arrays, _ = draw()
     arrays = [jnp.asarray(x, jnp.float32) for x in arrays]
@@ -380,11 +381,13 @@ x, E = jnp.ones((2, 5, 4, 3)), np.array([[0, 1], [4, 2]])
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arguments, options, error, message):
     with pytest.raises(error, match=message):
         l1_sparse_attention(*arguments, **options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_edge_counts_refuses_what_are_no_edges():
     with pytest.raises(ValueError, match="edges must have shape"):
         edge_counts(np.zeros((3, 4), int))

@@ -356,6 +356,7 @@ x = jnp.ones((2, 5, 4, 3))
         ((x, x, x), {"key_value_seq_lengths": jnp.zeros(3, int)}, "key_value_seq_lengths"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         l1_attention(*arguments, **options)

@@ -270,11 +270,13 @@ X = np.ones((2, 6, 2, 3), np.float32)
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         linear_attention(*arrays, **options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_segments_of_other_queries_are_refused():
     ids = np.zeros((2, 6), int)
     with pytest.raises(NotImplementedError, match="segments of the queries"):

@@ -147,6 +147,7 @@ X, E = np.ones((6, 2, 3), np.float32), np.ones((8, 4), np.float32)
         ((X, X[:5], X, E, E), "same tokens and heads"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arrays, message):
     with pytest.raises(ValueError, match=message):
         linformer_attention(*arrays)

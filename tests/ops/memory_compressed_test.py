@@ -242,12 +242,14 @@ C = Compression(np.ones((2, 3, 3, 3), np.float32), *np.ones((2, 2, 3), np.float3
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         memory_compressed_attention(*arrays, **options)
 
 
 @pytest.mark.parametrize("options", [{"pad": "right"}, {"is_causal": True, "pad": "left"}])
+@pytest.mark.usefixtures("unchecked")
 def test_states_are_refused_where_groups_depend_on_what_follows(options):
     state = CompressedCache.empty((), C, C, capacity=6)
     with pytest.raises(NotImplementedError, match="states need"):

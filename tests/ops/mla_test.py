@@ -180,6 +180,7 @@ ZEROS = np.zeros((4, 2, 6, 7), np.float32)
         (single(draw(4, 4)), {"form": "folded"}, "form must be"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         mla_attention(*arrays, **options)

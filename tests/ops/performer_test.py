@@ -243,11 +243,13 @@ X, W = np.ones((2, 6, 2, K), np.float32), np.ones((M, K), np.float32)
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arrays, options, error, message):
     with pytest.raises(error, match=message):
         performer_attention(*arrays, **options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_features_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="num_features and depth must be >= 1"):
         orthogonal_features(jax.random.key(0), 0, 3)

@@ -50,6 +50,7 @@ def test_products_depend_on_the_distance_only():
         (np.zeros((6, 1, 4)), np.arange(5), "positions must have shape"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(x, positions, message):
     with pytest.raises(ValueError, match=message):
         rotary(x, positions)

@@ -342,6 +342,7 @@ def test_published_sparse_patterns(golden, name, pattern, summaries):
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_is_refused(function, keywords, error, message):
     with pytest.raises(error, match=message):
         function(*[jnp.zeros((2, 4, 1, 3))] * 3, **keywords)

@@ -268,11 +268,13 @@ G = np.ones((2, 2, 3), np.float32)
         ((X, X, X, G, G), {"key_value_seq_lengths": np.ones(3, int)}, "key_value_seq_lengths must"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         tglobal_attention(*arrays, **{"radius": 2, "block_size": 3} | options)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_padding_on_the_left_is_refused():
     with pytest.raises(NotImplementedError, match="padding on the left"):
         tglobal_attention(

@@ -83,7 +83,8 @@ def log_attention(
 
     where s runs over the tokens up to and including t if causal (4), over all if not. The result
     is log Y, which is what later layers take in. There is no scale 1/sqrt(K) and no parameter.
-    Finite for every finite input; float32 (or float64) inside, also for half-precision inputs.
+    Finite for every finite input. Sums and states are float32 (or float64), also of half-precision
+    inputs; "chunked" rounds factors of products to bfloat16 if all inputs are bfloat16.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

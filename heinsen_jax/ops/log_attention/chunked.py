@@ -164,12 +164,12 @@ class Plan:
     budget: float
 
     @property
-    def space(self) -> exact.Space:
-        return exact.LOG if self.is_log else exact.LINEAR
+    def average(self) -> exact.Average:
+        return exact.log_averages if self.is_log else exact.averages
 
 
 class Measured(NamedTuple):
-    """What is known of a block before it is computed; without gradient.
+    """Measurements of a block before it is computed; without gradient.
 
     Attributes:
       tier: index of the first tier that is exact on the block.
@@ -185,7 +185,7 @@ class Measured(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the backward pass needs of a block, besides the inputs and outputs of the call."""
+    """Residuals of a block, besides the inputs and outputs of the call."""
 
     before: Averages
     measured: Measured
@@ -253,7 +253,7 @@ def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, 
         )
 
     def slow(inputs: Inputs, state: Averages):
-        result, before = exact.forward(plan.space, inputs, state)
+        result, before = exact.forward(plan.average, inputs, state)
         if plan.remat:
             return result, None
         nothing, _ = jax.eval_shape(fast, inputs, state)[1]
@@ -274,10 +274,10 @@ def _block_backward(
 
     def slow(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
         if saved.residuals is None:
-            _, before = exact.forward(plan.space, inputs, saved.before)
+            _, before = exact.forward(plan.average, inputs, saved.before)
         else:
             _, before = saved.residuals
-        return exact.backward(plan.space, inputs, before, d_outputs, d_after)
+        return exact.backward(plan.average, inputs, before, d_outputs, d_after)
 
     return lax.switch(saved.measured.tier, (fast, slow), d_outputs, d_after)
 

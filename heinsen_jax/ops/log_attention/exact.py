@@ -8,14 +8,13 @@ its chunk and to the key features k of the state before the chunk, in one softma
 
 The state is (log Z_k, M_k), M_k being the average of the values so far under key feature k. The one
 after the chunk is a softmax as well: row k is over the tokens s, of K_sk and its decay up to the
-end, and over feature k of the state before. Scores are `log_matmul`s, exact for any queries and
+end, and over feature k of the state before. Scores are `log_scores`, exact for any queries and
 keys. Decays are added up, so that -inf, the start of a segment, is exact as well; sums are
 subtracted only by `_scores_by_feature`, where they are small. All outputs are convex averages: no
 value is too large.
 
-Averages are formed in linear space (`LINEAR`) or, of log-values, in log space (`LOG`), where a sum
-of weights times values is one more `log_matmul`: a product where the span of the log-values allows,
-and term by term where it does not. Nothing else differs.
+Averages are formed by `averages` or, of log-values, by `log_averages`: by the same products where
+the span of the log-values allows, and term by term where it does not. Nothing else differs.
 """
 
 import math
@@ -35,9 +34,7 @@ from heinsen_jax.ops.numerics import (
     Softmax,
     einsum,
     finite,
-    log_add_exp,
-    log_average,
-    log_matmul,
+    log_scores,
     log_sum_exp,
     matmul,
     reciprocal,
@@ -59,45 +56,20 @@ class Chunk(NamedTuple):
     starts: Bool[Array, "*J X C 1"] | None
 
 
-class Space(NamedTuple):
-    """How averages are formed, of values or of log-values.
-
-    Attributes:
-      average: (softmax of `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
-      weights: of a softmax; or their logarithms, for:
-      sum: (weights `[X, I, C]`, values `[X, C, V]`) -> `[X, I, V]`.
-      add: (sums `[X, K, V]`, weights `[X, K]`, values `[X, K, V]`) -> `[X, K, V]`.
-    """
-
-    average: Callable[[Softmax, Array], Array]
-    weights: Callable[[Softmax], Array]
-    sum: Callable[[Array, Array], Array]
-    add: Callable[[Array, Array, Array], Array]
-
-
-LINEAR = Space(
-    average=lambda softmax, value: matmul(softmax.weights, value),
-    weights=lambda softmax: softmax.weights,
-    sum=matmul,
-    add=lambda sums, weights, value: sums + weights[..., None] * value,
-)
-LOG = Space(
-    average=log_average,
-    weights=lambda softmax: softmax.log_weights,
-    sum=log_matmul,
-    add=lambda sums, log_weights, value: log_add_exp(sums, log_weights[..., None] + value),
-)
+Average = Callable[[Softmax, Softmax, Array, Array], tuple[Array, Array]]
+"""(Softmax of queries `[X, RC, C + K]` and of the state `[X, C + 1, K]`, values `[X, C, V]`,
+averages before the chunk `[X, K, V]`) -> (outputs `[X, RC, V]`, averages after the chunk)."""
 
 Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log Y, and log Z
 
 
 def forward(
-    space: Space, inputs: Inputs, state: Averages
+    average: Average, inputs: Inputs, state: Averages
 ) -> tuple[tuple[Outputs, Averages], Averages]:
     """((Y or log Y, log Z), state after all tokens), and the states before each chunk."""
 
     def step(state: Averages, tokens: Chunk):
-        outputs, after = _chunk(space, tokens, state)
+        outputs, after = _chunk(average, tokens, state)
         return after, (outputs, state)
 
     after, ((y, log_z), before) = lax.scan(step, state, _chunks(inputs))
@@ -107,7 +79,7 @@ def forward(
 
 
 def backward(
-    space: Space, inputs: Inputs, before: Averages, d_outputs: Outputs, d_after: Averages
+    average: Average, inputs: Inputs, before: Averages, d_outputs: Outputs, d_after: Averages
 ) -> tuple[Inputs, Averages]:
     """Cotangents of the inputs, `starts` being None, and of the state before them. All but the
     states before each chunk is computed again."""
@@ -118,7 +90,7 @@ def backward(
         tokens, starts, before, d_outputs = xs
 
         def of(tokens: Chunk, before: Averages):
-            return _chunk(space, tokens._replace(starts=starts), before)
+            return _chunk(average, tokens._replace(starts=starts), before)
 
         d_tokens, d_before = jax.vjp(of, tokens, before)[1]((d_outputs, d_after))
         return d_before, d_tokens
@@ -149,12 +121,13 @@ def _chunks(inputs: Inputs) -> Chunk:
 
 
 def _chunk(
-    space: Space, tokens: Chunk, state: Averages
+    average: Average, tokens: Chunk, state: Averages
 ) -> tuple[tuple[Float[Array, "X RC V"], Float[Array, "X RC"]], Averages]:
     """(Y or log Y, log Z), and the state after the chunk."""
     query, key, value, decay, starts = tokens
     if starts is not None:
-        decay = jnp.where(starts, -jnp.inf, 0.0 if decay is None else decay)
+        kept = jnp.zeros_like(key[..., :1]) if decay is None else decay
+        decay = jnp.where(starts, -jnp.inf, kept)
     past, key_at_end, kept, from_start = query, key, state.log_z, None
     if decay is not None:
         size = key.shape[1]
@@ -164,13 +137,39 @@ def _chunk(
         key_at_end, kept = key + to_end, kept + from_start[:, -1]
     scores = _scores(query, key, decay, from_start)
     of_queries = softmax(jnp.concatenate([scores, past + state.log_z[:, None]], -1), -1)
-    y = space.average(of_queries, jnp.concatenate([value, state.mean], 1))
-
     of_state = softmax(jnp.concatenate([key_at_end, kept[:, None]], 1), 1)
-    weights = space.weights(of_state)
-    mean = space.sum(jnp.swapaxes(weights[:, :-1], 1, 2), value)
-    mean = space.add(mean, weights[:, -1], state.mean)
+    y, mean = average(of_queries, of_state, value, state.mean)
     return (y, of_queries.log_z), Averages(of_state.log_z, mean)
+
+
+def averages(
+    of_queries: Softmax, of_state: Softmax, value: Array, mean: Array
+) -> tuple[Array, Array]:
+    """`Average` of values."""
+    y = matmul(of_queries.weights, jnp.concatenate([value, mean], 1))
+    weights = of_state.weights
+    added = matmul(jnp.swapaxes(weights[:, :-1], 1, 2), value)
+    return y, added + weights[:, -1][..., None] * mean
+
+
+def log_averages(
+    of_queries: Softmax, of_state: Softmax, value: Array, mean: Array
+) -> tuple[Array, Array]:
+    """`Average` of log-values: `averages` of exponentials relative to the largest of each feature,
+    or term by term where that is not exact."""
+    size, every = value.shape[1], jnp.concatenate([value, mean], 1)
+    exps = Scaled.exp(every, 1)
+    y, after = averages(of_queries, of_state, exps.factor[:, :size], exps.factor[:, size:])
+
+    def scaled(sums: Array, softmax: Softmax) -> Scaled:
+        empty = jnp.where(softmax.log_z == -jnp.inf, -jnp.inf, 0.0)
+        return Scaled(sums, exps.exponent + empty[..., None])
+
+    log_weights = jnp.swapaxes(of_state.log_weights, 1, 2)
+    kept = log_weights[..., -1:] + mean
+    y = scaled(y, of_queries).or_by_terms(of_queries.log_weights, every)
+    after = scaled(after, of_state).or_by_terms(log_weights[..., :-1], value, kept)
+    return y.log(), after.log()
 
 
 def _scores(
@@ -180,7 +179,7 @@ def _scores(
     size = key.shape[1]
     heads = query.shape[1] // size
     if decay is None or from_start is None or decay.shape[-1] == 1:
-        scores = log_matmul(query, jnp.swapaxes(key, 1, 2))
+        scores = log_scores(query, key)
         if decay is not None:
             scores = scores + repeat_rows(_sums_between(decay)[..., 0], heads)
     else:
@@ -254,7 +253,7 @@ def _indices(*sizes: int) -> list[Array]:
 
 
 def _sums_between(decay: Float[Array, "X C F"]) -> Float[Array, "X C C F"]:
-    """Of the tokens s + 1 to t."""
+    """Sums of the decay of tokens s + 1 to t."""
     batch, size, _ = decay.shape
     t, s, r = _indices(size, size, size)
     mask = (s < r) & (r <= t)

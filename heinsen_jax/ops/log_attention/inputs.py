@@ -1,25 +1,22 @@
 """The arrays of one call of log-attention in one layout: `Inputs`, and `Averages` of a state."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from heinsen_jax.typing import Array, Bool, Float
+from heinsen_jax.typing import Array, Bool, Float, pytree_dataclass
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class Inputs:
     """Tokens on axis 1 of every array; R query heads share each of G key/value heads.
 
     Attributes:
       query: `[B, T, G, R, K]`.
-      key: `[B, T, G, K]`; -inf masks a token.
-      value: `[B, T, G, V]`, values or log-values.
-      log_decay: `[B, T, G, K]` or `[B, T, G, 1]`, None for no decay.
-      starts: `[B, T]`, whether a token begins a segment.
+      key: `[B, S, G, K]`, S = T where attention is causal; -inf masks a token.
+      value: `[B, S, G, V]`, values or log-values.
+      log_decay: `[B, S, G, K]` or `[B, S, G, 1]`, None for no decay.
+      starts: `[B, S]`, whether a token begins a segment.
     """
 
     query: Float[Array, "B T G R K"]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.numerics import matmul, reciprocal, scaled_matmul, share
+from heinsen_jax.ops.numerics import matmul, reciprocal, scaled_scores, share
 from heinsen_jax.typing import Array, Bool, Float, typed
 
 SMALL = 2**22  # terms Q_tk + K_sk that are best held all at once
@@ -21,14 +21,14 @@ def masked_attention(
     value: Float[Array, "*B S G V"],
     mask: Bool[Array, "*B M T S"],
 ) -> Float[Array, "*B T N V"]:
-    """`heinsen_attention` to the tokens that a mask lets each query see.
+    """`heinsen_attention` under a mask of the tokens that each query attends to.
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(LSE_K(Q_t + K_s))           (1)
 
     over all s where the mask is True; 0, with gradients of 0, where it is nowhere True. Exact for
     any queries and keys; gradients of these overflow where values times cotangents exceed 1e19.
-    What no query sees, NaN included, changes nothing. The dtype is that of the arrays, float32 at
-    least. Has reverse-mode derivatives only.
+    Tokens that no query attends to, NaN included, change nothing. The dtype is that of the arrays,
+    float32 at least. Has reverse-mode derivatives only.
 
     Some queries are computed at a time, and again in backward: what is held is no more than the
     scores LSE_K(Q_t + K_s) of all would be.
@@ -44,11 +44,11 @@ def masked_attention(
         return jnp.zeros((*query.shape[:-1], value_depth), value.dtype)
     mask = lax.optimization_barrier(mask)  # a constant one would keep XLA's compiler busy
     mask = mask.reshape(-1, *((groups, heads) if mask.shape[-3] > 1 else (1, 1)), length, sources)
-    seen = jnp.any(mask, (2, 3))  # [B, G or 1, S]
-    key = jnp.moveaxis(key.reshape(-1, sources, groups, depth), 1, 3)
-    key = jnp.where(seen[:, :, None], key, -jnp.inf)
+    visible = jnp.any(mask, (2, 3))  # [B, G or 1, S]
+    key = jnp.moveaxis(key.reshape(-1, sources, groups, depth), 1, 2)
+    key = jnp.where(visible[..., None], key, -jnp.inf)
     value = jnp.moveaxis(value.reshape(-1, sources, groups, value_depth), 1, 2)
-    value = jnp.where(seen[..., None], value, 0)
+    value = jnp.where(visible[..., None], value, 0)
     query = jnp.moveaxis(query.reshape(-1, length, groups, heads, depth), 1, 3)
 
     is_small = query.size * sources <= SMALL
@@ -63,14 +63,14 @@ def masked_attention(
 def _attend(
     query: Float[Array, "B G R C K"],
     mask: Bool[Array, "B g r C S"],
-    key: Float[Array, "B G K S"],
+    key: Float[Array, "B G S K"],
     value: Float[Array, "B G S V"],
 ) -> Float[Array, "B G R C V"]:
-    sees = jnp.any(mask, -1, keepdims=True)
-    query = jnp.where(sees | jnp.isfinite(query), query, 0)  # NaN times a cotangent of 0 is NaN
+    attends = jnp.any(mask, -1, keepdims=True)
+    query = jnp.where(attends | jnp.isfinite(query), query, 0)  # NaN times a cotangent of 0 is NaN
     *folds, heads, size, _ = query.shape
-    scores = scaled_matmul(query.reshape(*folds, heads * size, -1), key)
-    full = *folds, heads, size, key.shape[-1]
+    scores = scaled_scores(query.reshape(*folds, heads * size, -1), key)
+    full = *folds, heads, size, key.shape[-2]
     exponent = jnp.where(mask, scores.exponent.reshape(full), -jnp.inf)
     weights = scores.factor.reshape(full) * share(exponent, jnp.max(exponent, -1, keepdims=True))
     weights = weights * reciprocal(jnp.sum(weights, -1, keepdims=True))

@@ -1,33 +1,65 @@
-"""Log-attention over a text whose tokens lie on several devices."""
+"""Log-attention over a sequence whose tokens lie on several devices."""
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 
 from heinsen_jax.ops.context import over_context, summary_of
 from heinsen_jax.ops.log_attention.api import Implementation, log_attention
 from heinsen_jax.ops.log_attention.state import LogAttentionState
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Float, Inexact, Integer
 
 
+@overload
 def sharded_log_attention(
-    query: Array,
-    key: Array,
-    log_value: Array,
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B S G K"],
+    log_value: Inexact[Array, "*B S G V"],
     *,
     axis_name: str = "context",
     is_causal: bool = True,
-    segment_ids: Array | None = None,
-    log_decay: Array | None = None,
+    segment_ids: Integer[Array, "*B S"] | None = None,
+    log_decay: Float[Array, "..."] | None = None,
+    initial_state: LogAttentionState | None = None,
+    return_state: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> Inexact[Array, "*B T N V"]: ...
+
+
+@overload
+def sharded_log_attention(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B S G K"],
+    log_value: Inexact[Array, "*B S G V"],
+    *,
+    axis_name: str = "context",
+    is_causal: bool = True,
+    segment_ids: Integer[Array, "*B S"] | None = None,
+    log_decay: Float[Array, "..."] | None = None,
+    initial_state: LogAttentionState | None = None,
+    return_state: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[Inexact[Array, "*B T N V"], LogAttentionState]: ...
+
+
+def sharded_log_attention(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B S G K"],
+    log_value: Inexact[Array, "*B S G V"],
+    *,
+    axis_name: str = "context",
+    is_causal: bool = True,
+    segment_ids: Integer[Array, "*B S"] | None = None,
+    log_decay: Float[Array, "..."] | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> Inexact[Array, "*B T N V"] | tuple[Inexact[Array, "*B T N V"], LogAttentionState]:
     """`log_attention` inside `jax.shard_map`, each device holding a part of the tokens, in order.
 
-    Output, state and gradients are those of the whole text. Devices exchange their states,
+    Output, state and gradients are those of the whole sequence. Devices exchange their states,
     `[*B, num_kv_heads, key_depth, value_depth]`, in one all-gather, and nothing else.
 
     Args:
@@ -35,8 +67,9 @@ def sharded_log_attention(
         many on each device.
       axis_name: the mesh axis that the tokens are split over.
       is_causal: as in `log_attention`. If not, without segments and decay.
-      initial_state: what was seen before the whole text, the same on all devices.
-      return_state: whether to return also the state after the whole text, the same on all devices.
+      initial_state: the state before the whole sequence, the same on all devices.
+      return_state: whether to return also the state after the whole sequence, the same on all
+        devices.
       implementation: as in `log_attention`.
 
     Returns:
@@ -50,8 +83,8 @@ def sharded_log_attention(
     """
     if log_decay is not None and not is_causal:
         raise NotImplementedError(
-            "log_decay with is_causal=False, where texts are split over devices: call "
-            "log_attention with the whole text on each device"
+            "log_decay with is_causal=False, where sequences are split over devices: call "
+            "log_attention with the whole sequence on each device"
         )
     dtype = jnp.promote_types(jnp.result_type(query, key, log_value), jnp.float32)
     *batch, _, groups, key_depth = key.shape

@@ -75,7 +75,7 @@ class Scales(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the forward pass keeps for the backward pass."""
+    """Residuals of the forward pass."""
 
     query: Float[Array, "J X RC K"]  # exp(Q'), scaled
     key: Float[Array, "J X C K"]  # exp(K'), scaled
@@ -95,7 +95,8 @@ class Residuals(NamedTuple):
 
 
 Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y and log Z
-States = tuple[Float[Array, "*J X K V"], Float[Array, "*J X K"]]  # S and Z
+State = tuple[Float[Array, "X K V"], Float[Array, "X K"]]  # S and Z
+States = tuple[Float[Array, "J X K V"], Float[Array, "J X K"]]
 
 
 def scales_and_rise(inputs: Inputs, log_z: Array, form: Form) -> tuple[Scales, Float[Array, ""]]:
@@ -212,7 +213,7 @@ def _exponents(inputs: Inputs, size: int) -> Exponents:
 def _inputs_cotangent(
     inputs: Inputs, size: int, d_query: Array, d_key: Array, d_value: Array, d_decay: Array | None
 ) -> Inputs:
-    """That of `_exponents`."""
+    """Cotangents of the inputs of `_exponents`."""
     batch, _, _, heads, _ = inputs.query.shape
 
     def without_heads(x: Array) -> Array:
@@ -264,7 +265,7 @@ def _scales(
 
 
 def _carried(scales: Scales, decay: Array | None) -> Float[Array, "J X K"]:
-    """What takes a state from the scale of one chunk's queries to that of the next one's."""
+    """Factors that rescale a state from one chunk's queries to the next one's."""
     decayed = scales.query if decay is None else scales.query + decay
     return share(decayed, jnp.concatenate([scales.query[1:], scales.after[-1:]]))
 
@@ -277,11 +278,11 @@ def _times(factor: Array | None, x: Array) -> Array:
 
 
 def _states(
-    form: Form, first: States, kept: Array | None, added: States, carried: Array
-) -> tuple[States, States]:
+    form: Form, first: State, kept: Array | None, added: States, carried: Array
+) -> tuple[States, State]:
     """(S_0 .. S_J-1, S_J) of S_j+1 = carried_j (kept_j S_j + added_j)."""
 
-    def step(before: States, chunk: tuple[Array | None, States, Array]) -> tuple[States, States]:
+    def step(before: State, chunk: tuple[Array | None, State, Array]) -> tuple[State, State]:
         kept, added, carried = chunk
         after = jax.tree.map(lambda s, a: _times(carried, _times(kept, s) + a), before, added)
         return after, before
@@ -296,11 +297,11 @@ def _states(
 
 
 def _cotangents(
-    form: Form, last: States, kept: Array | None, read: States, carried: Array
-) -> tuple[States, States]:
-    """Of what `_states` adds, and of S_0: from that of S_J and those of S_0 .. S_J-1, as read."""
+    form: Form, last: State, kept: Array | None, read: States, carried: Array
+) -> tuple[States, State]:
+    """Cotangents of `added` and of S_0, from that of S_J and those of S_0 .. S_J-1 as read."""
 
-    def step(d_after: States, chunk: tuple[Array | None, States, Array]) -> tuple[States, States]:
+    def step(d_after: State, chunk: tuple[Array | None, State, Array]) -> tuple[State, State]:
         kept, read, carried = chunk
         d_added = jax.tree.map(partial(_times, carried), d_after)
         return jax.tree.map(lambda d, r: _times(kept, d) + r, d_added, read), d_added
@@ -316,11 +317,13 @@ def _cotangents(
     return jax.tree.map(partial(_times, carried), d_after), d_first
 
 
-def _tree(factor: Array, added: States, first: States) -> States:
+def _tree(factor: Array, added: States, first: State) -> States:
     """S_1 .. S_J of S_j+1 = factor_j S_j + added_j."""
 
     def recurrence(added: Array, first: Array) -> Array:
-        def compose(earlier: States, later: States) -> States:
+        def compose(
+            earlier: tuple[Array, Array], later: tuple[Array, Array]
+        ) -> tuple[Array, Array]:
             (a1, b1), (a2, b2) = earlier, later
             return a1 * a2, a2 * b1 + b2
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -24,13 +24,12 @@ from heinsen_jax.ops.numerics import (
     signed_log_difference,
     where_empty,
 )
-from heinsen_jax.typing import Array, Complex, DTypeLike, Float
+from heinsen_jax.typing import Array, Complex, DTypeLike, Float, Inexact, pytree_dataclass
 
 BLOCK = 64  # tokens whose [K, V] log sums are held at a time
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class LogAttentionState:
     """The state of `log_attention`: sums over tokens, in log space (Heinsen, 2024, eq. 6).
 
@@ -96,7 +95,7 @@ class LogAttentionState:
         key, total = _decayed_keys(key, log_decay)
         return absorb(_decayed(self, total), *(jnp.moveaxis(x, -3, -2) for x in (key, log_value)))
 
-    def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
+    def attend(self, query: Float[Array, "*B T N K"]) -> Inexact[Array, "*B T N V"]:
         """Reads the state, eq. (5): log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z).
 
         Args:
@@ -137,8 +136,7 @@ class LogAttentionState:
         return cls(mean + log_z[..., None], log_z)
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@pytree_dataclass
 class HeinsenAttentionState:
     """The state of `heinsen_attention`: averages of values of any sign, in linear space.
 
@@ -315,7 +313,7 @@ def attend(state: LogAttentionState, query: Array) -> Array:
     return log_y
 
 
-def split_signs(x: Complex[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
+def split_signs(x: Inexact[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
     """Logarithms of values of either sign -> those of their positive and their negative parts."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.complex64))
     is_negative = jnp.abs(x.imag) > jnp.pi / 2
@@ -323,7 +321,7 @@ def split_signs(x: Complex[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
     return jnp.concatenate(parts, -1)
 
 
-def join_signs(x: Float[Array, "*B 2*V"]) -> Complex[Array, "*B V"]:
+def join_signs(x: Float[Array, "*B F"]) -> Complex[Array, "*B F//2"]:
     """The logarithm of the difference of positive and negative parts."""
     size, is_negative = signed_log_difference(*jnp.split(x, 2, -1))
     return lax.complex(size, jnp.where(is_negative, jnp.pi, 0).astype(size.dtype))
@@ -377,7 +375,7 @@ def _rows_of(query: Array, groups: int) -> Float[Array, "*B G RT K"]:
     return jnp.moveaxis(grouped, -4, -2).reshape(*batch, groups, -1, depth)
 
 
-def _queries_of(rows: Array, query: Array, groups: int) -> Float[Array, "*B T N V"]:
+def _queries_of(rows: Array, query: Array, groups: int) -> Inexact[Array, "*B T N V"]:
     """The inverse of `_rows_of`."""
     *batch, length, num_heads, _ = query.shape
     depth = rows.shape[-1]

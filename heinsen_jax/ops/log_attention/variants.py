@@ -6,7 +6,7 @@ A pass returns log Z with its output, so that passes over disjoint sets of token
 """
 
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,6 +18,7 @@ from heinsen_jax.ops.numerics import log_add_exp, log_difference, share
 from heinsen_jax.typing import Array, Bool, Float
 
 
+@runtime_checkable
 class Implementation(Protocol):
     """If `is_log`, values, outputs and averages of the state are logarithms."""
 

@@ -48,6 +48,7 @@ STATES = {log_attention: LogAttentionState, heinsen_attention: HeinsenAttentionS
         ({}, {"initial_state": ((), 2, 3, 4)}, "value of shape .* does not"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_arguments_that_do_not_fit(function, shapes, keywords, message):
     if "initial_state" in keywords:
         keywords = {"initial_state": STATES[function].empty(*keywords["initial_state"])}
@@ -56,6 +57,7 @@ def test_arguments_that_do_not_fit(function, shapes, keywords, message):
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
+@pytest.mark.usefixtures("unchecked")
 def test_integers_are_refused(position):
     inputs = arrays()
     inputs[position] = inputs[position].astype(jnp.int32)
@@ -65,6 +67,7 @@ def test_integers_are_refused(position):
 
 
 @each_function
+@pytest.mark.usefixtures("unchecked")
 def test_the_state_of_the_other_function_is_refused(function):
     kind = HeinsenAttentionState if function is log_attention else LogAttentionState
     with pytest.raises(ValueError, match=f"initial_state is a {kind.__name__}, must be a"):
@@ -89,6 +92,7 @@ def test_real_log_values_refuse_a_complex_state():
         ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_go_together(function, keywords, message):
     with pytest.raises(NotImplementedError, match=message):
         function(*arrays(), **keywords)
@@ -118,6 +122,7 @@ def test_segments_of_other_queries(function):
         ({"log_decay": jnp.zeros((4, 2), int)}, "log_decay must be of a kind of floating"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_keywords_that_do_not_fit(function, keywords, message):
     with pytest.raises(ValueError, match=message):
         function(*arrays(), **keywords)

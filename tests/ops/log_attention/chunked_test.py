@@ -170,3 +170,41 @@ def test_one_unsafe_block_leaves_the_others_to_products():
 def test_sizes_that_do_not_fit(sizes, message):
     with pytest.raises(ValueError, match=message):
         Chunked(*sizes)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def with_decay(query, key, log_value, log_decay, implementation):
+    """log Y, and gradients with respect to all arrays."""
+
+    def call(*arrays):
+        *tokens, log_decay = arrays
+        return log_attention(*tokens, log_decay=log_decay, implementation=implementation)
+
+    log_y, pullback = jax.vjp(call, query, key, log_value, log_decay)
+    return log_y, pullback(jnp.cos(log_y))
+
+
+@pytest.mark.parametrize("rate", [0.1, 3.0], ids=["mild", "strong"])
+def test_the_exact_tier_serves_decay_by_feature(rate):
+    """Mild decay is split between the factors of a product; strong decay is added term by term."""
+    query, key, log_value = inputs()
+    decay = -rate * np.random.default_rng(1).exponential(size=key.shape).astype(np.float32)
+    arrays = query, key, log_value, decay
+    log_y, gradients = with_decay(*arrays, ALWAYS_LAST)
+    with jax.enable_x64(True):
+        expected, expected_gradients = with_decay(
+            *(x.astype(np.float64) for x in arrays), "reference"
+        )
+    assert_within(log_y, expected, 1e-5)
+    for have, want in zip(gradients, expected_gradients, strict=True):
+        assert_within(have, want, 1e-5 * np.max(np.abs(want)))
+
+
+@pytest.mark.usefixtures("x64")
+def test_float32_with_segments_stays_float32_beside_float64():
+    arrays = [jnp.asarray(x) for x in inputs()]
+    segment_ids = jnp.asarray(np.repeat([[0, 1]], 64, 1).repeat(2, 0))
+    log_y, state = log_attention(
+        *arrays, segment_ids=segment_ids, return_state=True, implementation="chunked"
+    )
+    assert {x.dtype for x in (log_y, state.log_s, state.log_z)} == {np.dtype(np.float32)}

@@ -189,6 +189,7 @@ def test_log_s_of_signed_values_is_the_complex_logarithm():
         ("attend", [(2, 3)], "query of shape .* does not fit"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_arrays_that_do_not_fit_are_refused(method, shapes, message):
     with pytest.raises(ValueError, match=message):
         getattr(EMPTY, method)(*(jnp.zeros(shape) for shape in shapes))

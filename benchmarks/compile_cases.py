@@ -135,24 +135,36 @@ SUMMARIES = (1, LENGTH // BLOCK, HEADS, DEPTH)
 SOFTMAX_BASELINE = Case(partial(jax.nn.dot_product_attention, is_causal=True), QKV, 1.0)
 
 LOG_ATTENTION = {
-    "heinsen_attention": Case(ops.heinsen_attention, QKV, HEINSEN),
+    "heinsen_attention": Case(ops.heinsen_attention, QKV, HEINSEN, max_bytes=115_000),
     "heinsen_attention, decay": Case(
-        partial(decayed, ops.heinsen_attention), (*QKV, LOGITS), WITH_OPTIONS
+        partial(decayed, ops.heinsen_attention), (*QKV, LOGITS), WITH_OPTIONS, max_bytes=150_000
     ),
-    "heinsen_attention, segments": Case(ops.heinsen_attention, QKV, WITH_OPTIONS, SEGMENTS),
+    "heinsen_attention, segments": Case(
+        ops.heinsen_attention, QKV, WITH_OPTIONS, SEGMENTS, max_bytes=155_000
+    ),
     "log_attention": Case(ops.log_attention, QKV, LOG, max_bytes=160_000),
     "log_attention, decay by head": Case(
-        partial(decayed, ops.log_attention), (*QKV, LOGITS), WITH_OPTIONS
+        partial(decayed, ops.log_attention), (*QKV, LOGITS), WITH_OPTIONS, max_bytes=195_000
     ),
     "log_attention, decay by feature": Case(
-        partial(decayed, ops.log_attention), (*QKV, TOKENS), WITH_OPTIONS
+        partial(decayed, ops.log_attention), (*QKV, TOKENS), WITH_OPTIONS, max_bytes=215_000
     ),
-    "log_attention, segments": Case(ops.log_attention, QKV, WITH_OPTIONS, SEGMENTS),
-    "log_attention, scan": Case(partial(ops.log_attention, implementation="scan"), QKV, HEINSEN),
+    "log_attention, segments": Case(
+        ops.log_attention, QKV, WITH_OPTIONS, SEGMENTS, max_bytes=200_000
+    ),
+    "log_attention, window": Case(
+        partial(ops.log_attention, local_window_size=256), QKV, WITH_OPTIONS, max_bytes=380_000
+    ),
+    "log_attention, bidirectional": Case(
+        partial(ops.log_attention, is_causal=False), QKV, LOG, max_bytes=115_000
+    ),
+    "log_attention, scan": Case(
+        partial(ops.log_attention, implementation="scan"), QKV, HEINSEN, max_bytes=115_000
+    ),
     "log_attention, reference": Case(
         partial(ops.log_attention, implementation="reference"), QKV, LOG
     ),
-    "sharded_log_attention": Case(sharded, QKV, WITH_OPTIONS),
+    "sharded_log_attention": Case(sharded, QKV, WITH_OPTIONS, max_bytes=260_000),
     "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH))),
 }
 

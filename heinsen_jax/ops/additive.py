@@ -131,8 +131,8 @@ def additive_pooling(
         elif return_state:
             end = None if there is None else jnp.repeat(_end(there).reshape(-1), heads)
             after = _last_tokens(before, tokens, segments, end)
-    y = _unfolded(pooled, batch).x.astype(jnp.result_type(x, logits))
-    return (y, AdditiveState(*_unfolded(after, batch))) if return_state else y
+    y = _unfolded(pooled, batch, heads).x.astype(jnp.result_type(x, logits))
+    return (y, AdditiveState(*_unfolded(after, batch, heads))) if return_state else y
 
 
 def additive_summary(
@@ -229,9 +229,8 @@ def _folded(tokens: Tokens, axis: int, dtype: Any) -> Tokens:
     return jax.tree.map(fold, tokens)
 
 
-def _unfolded(tokens: Tokens, batch: Sequence[int]) -> Tokens:
+def _unfolded(tokens: Tokens, batch: Sequence[int], heads: int) -> Tokens:
     """`[X, T, ...]` -> `[*B, T, N, ...]`"""
-    heads = len(tokens.logits) // max(math.prod(batch), 1)
 
     def unfold(x: Array) -> Array:
         return jnp.swapaxes(x.reshape(*batch, heads, *x.shape[1:]), len(batch), len(batch) + 1)

@@ -27,13 +27,13 @@ def chunk(x: Shaped[Array, "B T G *R F"], size: int) -> Shaped[Array, "J X RC F"
 
 
 def unchunk(
-    x: Shaped[Array, "J X RC F"], batch: int, heads: int
-) -> Shaped[Array, "B T G {heads} F"]:
+    x: Shaped[Array, "J X RC F"], groups: int, heads: int
+) -> Shaped[Array, "B T {groups} {heads} F"]:
     """The inverse: `[J, X, R C, F]` -> `[B, J C, G, R, F]`."""
     chunks, folds, rows, features = x.shape
-    x = x.reshape(chunks, batch, folds // batch, heads, rows // heads, features)
+    x = x.reshape(chunks, folds // groups, groups, heads, rows // heads, features)
     x = jnp.transpose(x, (1, 0, 4, 2, 3, 5))
-    return x.reshape(batch, chunks * rows // heads, folds // batch, heads, features)
+    return x.reshape(folds // groups, chunks * rows // heads, groups, heads, features)
 
 
 def repeat_rows(x: Shaped[Array, "*N C F"], heads: int) -> Shaped[Array, "*N RC F"]:

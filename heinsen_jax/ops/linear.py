@@ -264,7 +264,7 @@ def _causal(tokens: _Tokens, state: LinearAttentionState, *, attends_to_itself: 
     chunk reads the state before it and its own tokens. Backward keeps the states between blocks
     alone.
     """
-    batch, length, _, heads, _ = tokens.query.shape
+    _, length, groups, heads, _ = tokens.query.shape
     blocks = max(1, -(-length // (CHUNK * CHUNKS_IN_BLOCK)))
     size = min(CHUNK, max(1, length))
     chunks = _in_chunks(tokens, blocks, max(1, -(-length // (blocks * size))), size)
@@ -290,7 +290,7 @@ def _causal(tokens: _Tokens, state: LinearAttentionState, *, attends_to_itself: 
     (after, _), sums = lax.scan(add_and_read, varying_like((state, segment), tokens), chunks)
 
     def joined(x: Array) -> Array:
-        return unchunk(x.reshape(-1, *x.shape[2:]), batch, heads)[:, :length]
+        return unchunk(lax.collapse(x, 0, 2), groups, heads)[:, :length]
 
     return jax.tree.map(joined, sums), after
 

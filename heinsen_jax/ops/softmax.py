@@ -163,7 +163,7 @@ def _ids(
         there = is_there(key_value_seq_lengths, tuple(batch), length)
         nobody = jnp.min(query_ids, initial=0) - 1
         ids = jnp.where(there, ids, nobody)
-    return query_ids.reshape(size, -1), ids.reshape(size, length)
+    return query_ids.reshape(size, query.shape[-3]), ids.reshape(size, length)
 
 
 def folded(x: Array, groups: int) -> Array:

@@ -202,7 +202,7 @@ def _add_columns(columns: Array, x: Array, more: Array) -> Array:
 def _columns(x: Array, columns: Array) -> Array:
     """`[J + 1, X, C, F]` -> `[X, L C, F]`"""
     x = jnp.moveaxis(x[columns], 0, 1)
-    return x.reshape(len(x), -1, x.shape[-1])
+    return x.reshape(len(x), len(columns) * SIZE, x.shape[-1])
 
 
 def _scores(problem: Problem, tiles: _Tiles, row: Array, columns: Array):
@@ -220,7 +220,7 @@ def _scores(problem: Problem, tiles: _Tiles, row: Array, columns: Array):
         same = _row(tiles.query_ids, row)[..., None] == jnp.swapaxes(key_ids, -1, -2)
         visible = visible & same[:, None]
     scores = jnp.einsum("xrk,xlk->xrl", query, key)
-    by_head = scores.reshape(len(query), -1, SIZE, scores.shape[-1])
+    by_head = scores.reshape(len(query), query.shape[1] // SIZE, SIZE, scores.shape[-1])
     return jnp.where(visible, by_head, -jnp.inf).reshape(scores.shape), key, value
 
 

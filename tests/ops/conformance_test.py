@@ -297,3 +297,17 @@ def test_no_tokens(name):
     if op.state:
         empty = op.state((BATCH,), jnp.float32, *inputs.constants)
         assert_close(of_tokens(state), of_tokens(empty))
+
+
+@each_op
+def test_no_sequences(name):
+    op, inputs = OPS[name], draw(name, np.float32)
+    arrays = [x[:0] for x in inputs.arrays]
+
+    def differentiate(arrays, constants):
+        y, pullback = jax.vjp(op, arrays, constants)
+        return y, pullback(y)
+
+    y, (d_arrays, _) = jax.eval_shape(differentiate, arrays, inputs.constants)
+    assert y.shape == inputs.cotangent[:0].shape
+    assert [x.shape for x in d_arrays] == [x.shape for x in arrays]

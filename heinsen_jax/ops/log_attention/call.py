@@ -79,9 +79,9 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
     before = state.to_averages()
     before = Averages(*(_one_batch(x, n) for x, n in zip(before, (2, 3), strict=True)))
     implementation = _implementation(arguments)
-    masked = _masked(inputs, valid, segment_ids)
     window, is_log = arguments.local_window_size, arguments.is_log
-    if inputs.length == 0:  # no tokens to add: the queries read the state
+    masked = _masked(inputs, valid, segment_ids, is_log=is_log)
+    if 0 in inputs.key.shape[:2]:  # no tokens, or no sequences: the queries read the state
         y, after = read_all(inputs, before, is_log=is_log)
     elif implementation is None:
         y, after = reference.attention(
@@ -166,14 +166,16 @@ def _inputs(arguments: Arguments) -> tuple[Inputs, Array | None, Array | None]:
     return Inputs(query, key, value, log_decay), valid, segment_ids
 
 
-def _masked(inputs: Inputs, valid: Bool[Array, "B S"] | None, segment_ids: Array | None) -> Inputs:
+def _masked(
+    inputs: Inputs, valid: Bool[Array, "B S"] | None, segment_ids: Array | None, *, is_log: bool
+) -> Inputs:
     """Without padding, and with the places where segments start."""
     if valid is not None:
         each, log_decay = valid[..., None, None], inputs.log_decay
         inputs = dataclasses.replace(
             inputs,
             key=jnp.where(each, inputs.key, -jnp.inf),
-            value=jnp.where(each, inputs.value, 0),
+            value=jnp.where(each, inputs.value, -jnp.inf if is_log else 0),
             log_decay=None if log_decay is None else jnp.where(each, log_decay, 0),
         )
     if segment_ids is not None:

@@ -22,7 +22,7 @@ from jax import lax
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.layout import unchunk, varying_like
 from heinsen_jax.ops.log_attention import exact, single_level
-from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, pad_tokens
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs, pad_tokens
 from heinsen_jax.ops.log_attention.state import read_all
 from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
 from heinsen_jax.typing import Array, DTypeLike, Float, Int
@@ -32,8 +32,6 @@ T = TypeVar("T")
 MULTIPLE = 16  # of which every chunk is one
 BLOCK_ON_CPU = 1024  # tokens that caches hold
 ELEMENTS_OF_BLOCK = 2**28  # on accelerators: 1 GiB of float32, in few large operations
-
-Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log Y, and log Z
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,7 @@ class Chunked:
         """Output and the state after all tokens, each query attending to all of them."""
         if not is_log:
             return read_all(inputs, state, is_log=False)
-        low, high = log_value_range(inputs.value, state.mean)
-        span = jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
-        scale = where_empty(high, 0.0)
+        span, scale = log_value_range(inputs.value, state.mean)
 
         def linear(inputs: Inputs, state: Averages) -> tuple[Array, Averages]:
             value = jnp.exp(inputs.value - scale[:, None])
@@ -289,9 +285,8 @@ def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
     batch, _, groups, _ = inputs.key.shape
     mean = state.mean.reshape(batch, groups, *state.mean.shape[1:])
     if plan.is_log:
-        low, high = log_value_range(inputs.value, mean)
-        span = jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
-        used, scale = span + rise, where_empty(high, 0.0)
+        span, scale = log_value_range(inputs.value, mean)
+        used = span + rise
     else:
         largest = jnp.maximum(
             jnp.max(jnp.abs(inputs.value), 1), jnp.max(jnp.abs(mean), -2, initial=0)
@@ -305,9 +300,11 @@ def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
     return Measured(first_safe((used - plan.budget)[None]), scale, inverse, scales)
 
 
-def log_value_range(log_value: Array, log_mean: Array) -> tuple[Array, Array]:
-    """Smallest and largest log-value of each feature `[B, G, V]`, those of the state included and
-    log 0 = -inf, which any range holds, excluded. (inf, -inf) where there are none."""
+def log_value_range(
+    log_value: Float[Array, "B T G V"], log_mean: Float[Array, "B G K V"]
+) -> tuple[Float[Array, ""], Float[Array, "B G V"]]:
+    """By how many nats log-values of one feature differ at most, those of the state included and
+    log 0 = -inf excluded; and the largest of each feature, 0 where there are none."""
     log_value, log_mean = lax.stop_gradient((log_value, log_mean))
 
     def smallest(x: Array, axis: int) -> Array:
@@ -317,7 +314,8 @@ def log_value_range(log_value: Array, log_mean: Array) -> tuple[Array, Array]:
     high = jnp.maximum(
         jnp.max(log_value, 1, initial=-jnp.inf), jnp.max(log_mean, -2, initial=-jnp.inf)
     )
-    return low, high
+    span = jnp.max(jnp.where(high == -jnp.inf, 0.0, high - low), initial=0.0)
+    return span, where_empty(high, 0.0)
 
 
 def _fast_backward(
@@ -329,8 +327,8 @@ def _fast_backward(
     else:
         linear = _to_linear(inputs, saved.before, saved.measured)
         _, residuals = single_level.forward(plan.form, *linear, saved.measured.scales)
-    batch, _, _, heads, _ = inputs.query.shape
-    y, value = unchunk(residuals.y, batch, heads), unchunk(residuals.value, batch, 1)[:, :, :, 0]
+    _, _, groups, heads, _ = inputs.query.shape
+    y, value = unchunk(residuals.y, groups, heads), unchunk(residuals.value, groups, 1)[:, :, :, 0]
     d_result = _d_from_linear(plan, (d_outputs, d_after), scale, y, residuals.mean_end)
     d_linear = single_level.backward(plan.form, inputs, residuals, *d_result)
     return _d_to_linear(*d_linear, saved.measured, value, residuals.mean)

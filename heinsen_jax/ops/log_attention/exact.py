@@ -28,7 +28,7 @@ from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk
-from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs
 from heinsen_jax.ops.numerics import (
     Scaled,
     Softmax,
@@ -60,8 +60,6 @@ Average = Callable[[Softmax, Softmax, Array, Array], tuple[Array, Array]]
 """(Softmax of queries `[X, RC, C + K]` and of the state `[X, C + 1, K]`, values `[X, C, V]`,
 averages before the chunk `[X, K, V]`) -> (outputs `[X, RC, V]`, averages after the chunk)."""
 
-Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log Y, and log Z
-
 
 def forward(
     average: Average, inputs: Inputs, state: Averages
@@ -73,8 +71,8 @@ def forward(
         return after, (outputs, state)
 
     after, ((y, log_z), before) = lax.scan(step, state, _chunks(inputs))
-    batch, _, _, heads, _ = inputs.query.shape
-    outputs = unchunk(y, batch, heads), unchunk(log_z[..., None], batch, heads)[..., 0]
+    _, _, groups, heads, _ = inputs.query.shape
+    outputs = unchunk(y, groups, heads), unchunk(log_z[..., None], groups, heads)[..., 0]
     return (outputs, after), before
 
 

@@ -51,6 +51,9 @@ class Averages(NamedTuple):
     mean: Float[Array, "*B K V"]
 
 
+Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log Y, and log Z
+
+
 def pad_tokens(inputs: Inputs, length: int) -> Inputs:
     """With masked tokens at the end, which extend no range of values."""
     missing = length - inputs.length

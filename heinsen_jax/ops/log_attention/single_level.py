@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk
-from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs
 from heinsen_jax.ops.numerics import einsum, finite, reciprocal, safe_log, share
 from heinsen_jax.typing import Array, Float, Int
 
@@ -94,7 +94,6 @@ class Residuals(NamedTuple):
     segments: Int[Array, "J X C"] | None
 
 
-Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y and log Z
 State = tuple[Float[Array, "X K V"], Float[Array, "X K"]]  # S and Z
 States = tuple[Float[Array, "J X K V"], Float[Array, "J X K"]]
 
@@ -148,9 +147,9 @@ def forward(
     mean_end = s_end * inverse_end[..., None]
     after = Averages(safe_log(z_end) + finite(scales.after[-1]), mean_end)
 
-    batch, _, _, heads, _ = inputs.query.shape
+    _, _, groups, heads, _ = inputs.query.shape
     log_z = (safe_log(total) + largest[..., 0])[..., None]
-    outputs = unchunk(y, batch, heads), unchunk(log_z, batch, heads)[..., 0]
+    outputs = unchunk(y, groups, heads), unchunk(log_z, groups, heads)[..., 0]
     residuals = Residuals(
         query, key, value, weights, inverse, y, s, z,
         state.mean, start, mean_end, inverse_end, kept, carried, segments,
@@ -214,10 +213,10 @@ def _inputs_cotangent(
     inputs: Inputs, size: int, d_query: Array, d_key: Array, d_value: Array, d_decay: Array | None
 ) -> Inputs:
     """Cotangents of the inputs of `_exponents`."""
-    batch, _, _, heads, _ = inputs.query.shape
+    _, _, groups, heads, _ = inputs.query.shape
 
     def without_heads(x: Array) -> Array:
-        return unchunk(x, batch, 1)[:, :, :, 0]
+        return unchunk(x, groups, 1)[:, :, :, 0]
 
     d_log_decay = None
     if d_decay is not None:
@@ -228,7 +227,7 @@ def _inputs_cotangent(
         if inputs.log_decay.shape[-1] == 1:
             d_so_far = jnp.sum(d_so_far, -1, keepdims=True)
         d_log_decay = without_heads(lax.cumsum(d_so_far, axis=2, reverse=True))
-    d_query = unchunk(d_query, batch, heads)
+    d_query = unchunk(d_query, groups, heads)
     return Inputs(d_query, without_heads(d_key), without_heads(d_value), d_log_decay)
 
 

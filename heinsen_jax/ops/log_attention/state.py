@@ -349,13 +349,11 @@ def _decayed(state: State, log_decay: Array | None) -> State:
     if log_decay is None:
         return state
     total = log_decay if state.log_decay is None else state.log_decay + log_decay
-    log_z = state.log_z + log_decay
     if isinstance(state, LogAttentionState):
-        return replace(
-            state, log_s=state.log_s + log_decay[..., None], log_z=log_z, log_decay=total
-        )
-    mean = jnp.where((log_z == -jnp.inf)[..., None], 0, state.mean)
-    return replace(state, mean=mean, log_z=log_z, log_decay=total)
+        log_s, log_z = state.log_s + log_decay[..., None], state.log_z + log_decay
+        return LogAttentionState(log_s, log_z, total)
+    log_z, mean = decayed_averages(state.to_averages(), log_decay, is_log=False)
+    return HeinsenAttentionState(mean, log_z, total)
 
 
 def _decayed_keys(key: Array, log_decay: Array | None) -> tuple[Array, Array | None]:

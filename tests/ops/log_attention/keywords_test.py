@@ -17,7 +17,7 @@ from heinsen_jax.ops import (
     heinsen_attention,
     log_attention,
 )
-from heinsen_jax.ops.log_attention import Chunked
+from heinsen_jax.ops.log_attention import Chunked, chunked
 from tests.ops.log_attention.cases import (
     FAST,
     IMPLEMENTATIONS,
@@ -368,3 +368,32 @@ def test_the_state_goes_through_no_tokens_as_it_was(function, implementation, is
 def test_a_window_over_no_tokens(function, implementation):
     output = function(*[NOTHING] * 3, local_window_size=4, implementation=implementation)
     assert output.shape == NOTHING.shape
+
+
+@each_implementation
+@each_function
+def test_no_sequences(function, implementation):
+    x = jnp.zeros((0, 5, 1, 3))
+    keywords: Any = {"segment_ids": jnp.zeros((0, 5), int), "implementation": implementation}
+    assert jax.grad(lambda x: jnp.sum(function(x, x, x, **keywords)))(x).shape == x.shape
+    y, state = function(x, x, x, is_causal=False, return_state=True, implementation=implementation)
+    assert y.shape == x.shape
+    assert state.log_z.shape == (0, 1, 3)
+
+
+def test_padding_extends_no_range_of_log_values(monkeypatch):
+    """Which would cost the fast tier, where log-values are far from 0."""
+    ranges, measure = [], chunked.log_value_range
+
+    def measured(*arrays):
+        span, scale = measure(*arrays)
+        jax.debug.callback(lambda *x: ranges.append(x), span, scale)
+        return span, scale
+
+    monkeypatch.setattr(chunked, "log_value_range", measured)
+    x = jnp.zeros((37, 1, 3))  # a shape that nothing else compiles
+    log_attention(x, x, x - 300, key_value_seq_lengths=jnp.int32(5), implementation="chunked")
+    jax.effects_barrier()
+    (span, scale) = ranges[0]
+    assert span == 0
+    np.testing.assert_array_equal(scale, -300)

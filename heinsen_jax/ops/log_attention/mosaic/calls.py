@@ -9,14 +9,13 @@ from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.log_attention.chunked import Chunked
-from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, pad_tokens
+from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs, pad_tokens
 from heinsen_jax.ops.log_attention.mosaic import kernels
 from heinsen_jax.ops.log_attention.mosaic.operands import CHUNK, Operands, pad_features
 from heinsen_jax.ops.log_attention.variants import Implementation
 from heinsen_jax.ops.numerics import reciprocal, safe_log, share
 from heinsen_jax.typing import Array, Float, Int
 
-Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log Y, and log Z
 Residuals = tuple[Inputs, Averages, kernels.Forward, Int[Array, ""]]
 
 

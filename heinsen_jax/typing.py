@@ -49,6 +49,7 @@ __all__ = [
     "Bool",
     "Complex",
     "DTypeLike",
+    "Decay",
     "Features",
     "Float",
     "Inexact",
@@ -56,9 +57,11 @@ __all__ = [
     "Integer",
     "Key",
     "Keys",
+    "Lengths",
     "Mixed",
     "PyTree",
     "Query",
+    "Segments",
     "Shaped",
     "Values",
     "config_dataclass",
@@ -81,6 +84,10 @@ Keys: TypeAlias = Float[Array, "*B S G K"]
 Values: TypeAlias = Float[Array, "*B S G V"]
 Mixed: TypeAlias = Float[Array, "*B T N V"]
 """Averages of values: one for each query."""
+Segments: TypeAlias = Integer[Array, "*B S"]
+Lengths: TypeAlias = Integer[Array, "*B"] | Integer[Array, "*B 2"]
+"""The number of tokens of each sequence; or the first one and the one past the last."""
+Decay: TypeAlias = Float[Array, "*B S G"] | Float[Array, "*B S G K"]
 
 F = TypeVar("F", bound=Callable)
 T = TypeVar("T")

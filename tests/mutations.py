@@ -50,8 +50,8 @@ FAULTS = {
     ),
     "a swapped axis": Fault(
         "heinsen_jax/ops/layout.py",
-        "x.reshape(chunks, batch, folds // batch, heads, rows // heads, features)",
-        "x.reshape(chunks, batch, folds // batch, rows // heads, heads, features).swapaxes(3, 4)",
+        "x.reshape(chunks, folds // groups, groups, heads, rows // heads, features)",
+        "x.reshape(chunks, folds // groups, groups, rows // heads, heads, features).swapaxes(3, 4)",
         "tests/ops/log_attention",
     ),
     "a tier beyond its range": Fault(

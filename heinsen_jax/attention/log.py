@@ -41,7 +41,7 @@ class LogConfig(HeadsConfig):
     longest_memory: Annotated[float, pydantic.Field(ge=1)] = 4096.0
     """Tokens for which what fades slowest lasts at first; what fades fastest lasts for one."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
-    """Of `log_attention`; None chooses."""
+    """Of `log_attention`; None chooses. "gpu" is experimental."""
 
 
 State = LogAttentionState | HeinsenAttentionState | WindowCache

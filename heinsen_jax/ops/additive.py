@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax import lax
 from heinsen_jax.ops.arguments import check_array, check_tokens, document_starts, is_there
 from heinsen_jax.ops.numerics import log_sum_exp, share
 from heinsen_jax.ops.pooling import Tokens, average, merged, pool
-from heinsen_jax.typing import Array, pytree_dataclass
+from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dataclass
 
 
 @pytree_dataclass
@@ -30,8 +30,8 @@ class AdditiveState:
       logits: `[*B, S, num_heads]`.
     """
 
-    x: Array
-    logits: Array
+    x: Float[Array, "*B S N K"]
+    logits: Float[Array, "*B S N"]
 
     @classmethod
     def empty(
@@ -53,17 +53,59 @@ class AdditiveState:
         return AdditiveState(*merged(Tokens(self.x, self.logits), Tokens(other.x, other.logits)))
 
 
+@overload
 def additive_pooling(
-    x: Array,
-    logits: Array,
+    x: Mixed,
+    logits: Float[Array, "*B T N"],
     *,
     is_causal: bool = True,
     local_window_size: int | None = None,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    segment_ids: Integer[Array, "*B T"] | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: AdditiveState | None = None,
+    return_state: Literal[False] = False,
+) -> Mixed: ...
+
+
+@overload
+def additive_pooling(
+    x: Mixed,
+    logits: Float[Array, "*B T N"],
+    *,
+    is_causal: bool = True,
+    local_window_size: int | None = None,
+    segment_ids: Integer[Array, "*B T"] | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: AdditiveState | None = None,
+    return_state: Literal[True],
+) -> tuple[Mixed, AdditiveState]: ...
+
+
+@overload
+def additive_pooling(
+    x: Mixed,
+    logits: Float[Array, "*B T N"],
+    *,
+    is_causal: bool = True,
+    local_window_size: int | None = None,
+    segment_ids: Integer[Array, "*B T"] | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: AdditiveState | None = None,
+    return_state: bool,
+) -> Mixed | tuple[Mixed, AdditiveState]: ...
+
+
+def additive_pooling(
+    x: Mixed,
+    logits: Float[Array, "*B T N"],
+    *,
+    is_causal: bool = True,
+    local_window_size: int | None = None,
+    segment_ids: Integer[Array, "*B T"] | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     initial_state: AdditiveState | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Mixed | tuple[Mixed, AdditiveState]:
     r"""Averages of tokens under weights of their own: a step of additive attention.
 
         g_t = sum_s exp(logits_s) x_s / sum_s exp(logits_s),    s in window(t)
@@ -136,7 +178,7 @@ def additive_pooling(
 
 
 def additive_summary(
-    x: Array, logits: Array, *, key_value_seq_lengths: Array | None = None
+    x: Mixed, logits: Float[Array, "*B T N"], *, key_value_seq_lengths: Lengths | None = None
 ) -> AdditiveState:
     """The state of these tokens, without a window: arguments as in `additive_pooling`."""
     options = {"key_value_seq_lengths": key_value_seq_lengths, "return_state": True}
@@ -144,13 +186,13 @@ def additive_summary(
 
 
 def additive_weights(
-    logits: Array,
+    logits: Float[Array, "*B T N"],
     *,
     is_causal: bool = True,
     local_window_size: int | None = None,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
-) -> Array:
+    segment_ids: Integer[Array, "*B T"] | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+) -> Float[Array, "*B T T N"]:
     """How much each token is part of each average: g_t = sum_s weights_ts x_s.
 
     By the definition, to look at: time and memory are quadratic in T.

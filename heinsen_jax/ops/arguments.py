@@ -1,5 +1,6 @@
 """What the arguments of all attention ops have in common: checks, and padding."""
 
+import math
 from typing import Any
 
 import jax
@@ -108,3 +109,9 @@ def document_starts(segment_ids: Array, there: Array | None) -> Array:
         starts = starts & there[..., 1:] & there[..., :-1]
     padding = [(0, 0)] * (starts.ndim - 1) + [(1, 0)]
     return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]
+
+
+def check_bias(denominator_bias: float) -> None:
+    """Raises ValueError unless the bias is a finite number >= 0."""
+    if not 0 <= denominator_bias < math.inf:
+        raise ValueError(f"denominator_bias must be at least 0 and finite, is {denominator_bias}")

@@ -29,19 +29,19 @@ from jax import lax
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.numerics import where_empty
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Shaped
 
 
 def soft_top_k(
-    scores: Array,
-    k: float | Array,
+    scores: Float[Array, "*B T"],
+    k: float | Shaped[Array, ""],
     *,
     num_iterations: int = 50,
     epsilon: float = 1.0,
     epsilon_init: float | None = None,
     epsilon_decay: float = 0.7,
-    mask: Array | None = None,
-) -> Array:
+    mask: Bool[Array, "*B T"] | None = None,
+) -> Float[Array, "*B T"]:
     r"""Weights in [0, 1] that sum to k, large where scores are: a differentiable choice of k.
 
     The lambda that maximises `sum_i lambda_i s_i + epsilon entropy(lambda)` under these two
@@ -126,12 +126,14 @@ class Routing(NamedTuple):
         there is the first one again.
     """
 
-    indices: Array
-    weights: Array
-    mask: Array
+    indices: Integer[Array, "*B R"]
+    weights: Float[Array, "*B R"]
+    mask: Bool[Array, "*B R"]
 
 
-def route(weights: Array, num_routed: int, *, mask: Array | None = None) -> Routing:
+def route(
+    weights: Float[Array, "*B T"], num_routed: int, *, mask: Bool[Array, "*B T"] | None = None
+) -> Routing:
     """The tokens of largest weight: `num_routed` of them, all where there are fewer.
 
     Soft weights saturate at 1, so ties are common: of equal weights the earliest tokens are taken.
@@ -166,13 +168,13 @@ def route(weights: Array, num_routed: int, *, mask: Array | None = None) -> Rout
 
 
 def conditional_feed_forward(
-    x: Array,
+    x: Features,
     light: Callable[[Array], Array],
     heavy: Callable[[Array], Array],
     routing: Routing,
     *,
-    residual: Array | None = None,
-) -> Array:
+    residual: Features | None = None,
+) -> Features:
     r"""A feed-forward layer with a heavy branch for routed tokens (CoLT5).
 
         Y_i = X_i + Light(X_i) + lambda_i Heavy(X_i),    lambda_i = 0 where i is not routed
@@ -202,14 +204,14 @@ def conditional_feed_forward(
 
 
 def conditional_attention(
-    x: Array,
+    x: Features,
     light: Callable[[Array], Array],
     heavy: Callable[[Array, Array, Array], Array],
     query_routing: Routing,
     key_value_routing: Routing,
     *,
-    residual: Array | None = None,
-) -> Array:
+    residual: Features | None = None,
+) -> Features:
     r"""Local attention, and full attention among routed tokens (CoLT5).
 
         Y_i = X_i + A_light(X)_i + lambda^q_i A_heavy(X_i, {lambda^kv_j X_j})

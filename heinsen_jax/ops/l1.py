@@ -22,15 +22,27 @@ from jax import lax
 
 from heinsen_jax.ops.arguments import (
     check_array,
+    check_bias,
     check_heads,
     check_segments,
     check_tokens,
     is_there,
     without_padding,
 )
+from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.numerics import share
-from heinsen_jax.ops.softmax import folded, unfolded
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import (
+    Array,
+    Bool,
+    Float,
+    Integer,
+    Keys,
+    Lengths,
+    Mixed,
+    Query,
+    Segments,
+    Values,
+)
 
 SCORES = 2**18  # of a tile on a CPU, where it fits the cache
 SCORES_ELSEWHERE = 2**22
@@ -40,16 +52,16 @@ UNROLLED_BACK = 4
 
 
 def l1_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     is_causal: bool = False,
     denominator_bias: float = 0.0,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
-    query_offset: int | Array = 0,
-) -> Array:
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    query_offset: int | Integer[Array, ""] = 0,
+) -> Mixed:
     r"""Softmax attention whose scores are negative L1 distances, exact.
 
         S_ts = -1/sqrt(K) sum_c |Q_tc - K_sc|
@@ -106,13 +118,7 @@ def l1_attention(
     y = _compiled(problem, query, key, value, there, segment_ids, offset)
     y = jnp.moveaxis(y, 0, 2)
     y = y.reshape(*y.shape[:2], -1, y.shape[-1])[:, :, :length]
-    return unfolded(y, query, value).astype(dtype)
-
-
-def check_bias(denominator_bias: float) -> None:
-    """Raises ValueError unless the bias is a finite number >= 0."""
-    if not 0 <= denominator_bias < math.inf:
-        raise ValueError(f"denominator_bias must be at least 0 and finite, is {denominator_bias}")
+    return unfold_heads(y, query, value).astype(dtype)
 
 
 @dataclass(frozen=True)
@@ -123,25 +129,25 @@ class _Problem:
     bias: float
     is_causal: bool
     rows: int  # C, queries of a tile
-    columns: int  # C', keys of a tile
+    columns: int  # L, keys of a tile
 
 
 class _Tiles(NamedTuple):
-    """I tiles of C queries and J tiles of C' keys, of X batch entries and key/value heads, with R
+    """I tiles of C queries and J tiles of L keys, of X batch entries and key/value heads, with R
     query heads of each."""
 
-    query: Array  # [I, K, X, R, C]
-    key: Array  # [J, K, X, C']
-    value: Array  # [J, X, C', V]
+    query: Float[Array, "I K X R C"]
+    key: Float[Array, "J K X L"]
+    value: Float[Array, "J X L V"]
 
 
 class _Sight(NamedTuple):
     """What tells which keys a query sees: those that are there, of its own id, up to itself."""
 
-    there: Array  # [J, X, C']
-    query_ids: Array | None  # [I, X, C]
-    key_ids: Array | None  # [J, X, C']
-    offset: Array
+    there: Bool[Array, "J X L"]
+    query_ids: Integer[Array, "I X C"] | None
+    key_ids: Integer[Array, "J X L"] | None
+    offset: Integer[Array, ""]
 
 
 def _sizes(query: Array, key: Array) -> tuple[int, int]:
@@ -182,9 +188,9 @@ def _tiled(
         query_ids = of_tokens(segment_ids, problem.rows)
         key_ids = of_tokens(segment_ids, problem.columns)
     tiles = _Tiles(
-        jnp.moveaxis(_tiles(folded(query, groups), problem.rows, 2), -1, 1),
-        jnp.moveaxis(_tiles(folded(key, groups)[:, 0], problem.columns, 1), -1, 1),
-        _tiles(folded(value, groups)[:, 0], problem.columns, 1),
+        jnp.moveaxis(_tiles(fold_heads(query, groups), problem.rows, 2), -1, 1),
+        jnp.moveaxis(_tiles(fold_heads(key, groups)[:, 0], problem.columns, 1), -1, 1),
+        _tiles(fold_heads(value, groups)[:, 0], problem.columns, 1),
     )
     return tiles, _Sight(of_tokens(there, problem.columns), query_ids, key_ids, offset)
 

@@ -6,7 +6,7 @@ a time, backward too.
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +14,52 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from heinsen_jax.ops.arguments import check_array, check_heads
-from heinsen_jax.ops.l1 import check_bias
-from heinsen_jax.typing import Array
+from heinsen_jax.ops.arguments import check_array, check_bias, check_heads
+from heinsen_jax.typing import Array, Float, Integer, Keys, Mixed, Query, Values
 
 NUMBERS = 2**18  # gathered at a time on a CPU, where they fit the cache
 NUMBERS_ELSEWHERE = 2**24
 
 
+Edges = Integer[Array, "E _"] | Integer[np.ndarray, "E _"]  # E pairs, or rows of 4
+
+
+@overload
 def l1_sparse_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    edges: Array | np.ndarray,
+    query: Query,
+    key: Keys,
+    value: Values,
+    edges: Edges,
     *,
     denominator_bias: float = 0.0,
     normalize: bool = True,
-    value_back: Array | None = None,
-) -> Any:
+    value_back: None = None,
+) -> Mixed: ...
+
+
+@overload
+def l1_sparse_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    edges: Edges,
+    *,
+    denominator_bias: float = 0.0,
+    normalize: bool = True,
+    value_back: Float[Array, "*B T N W"],
+) -> tuple[Mixed, Float[Array, "*B S N W"]]: ...
+
+
+def l1_sparse_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    edges: Edges,
+    *,
+    denominator_bias: float = 0.0,
+    normalize: bool = True,
+    value_back: Float[Array, "*B T N W"] | None = None,
+) -> Mixed | tuple[Mixed, Float[Array, "*B S N W"]]:
     r"""`l1_attention` in which a query sees only the keys that a list of edges names.
 
         S_e = -1/sqrt(K) sum_c |Q_dc - K_sc|        of an edge e = (d, s)
@@ -106,7 +134,7 @@ def l1_sparse_attention(
     return (y, result(back[0], destination, source, sources)) if back else y
 
 
-def edge_counts(edges: Array | np.ndarray) -> tuple[np.ndarray, int, int]:
+def edge_counts(edges: Edges) -> tuple[np.ndarray, int, int]:
     """Edges with what the published kernels lay out their work by.
 
     Args:

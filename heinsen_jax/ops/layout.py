@@ -5,6 +5,7 @@ batch and key/value heads are folded into one axis X = B G and tokens are cut in
 that every contraction is one batched matrix product.
 """
 
+import math
 from typing import TypeVar
 
 import jax
@@ -34,6 +35,24 @@ def unchunk(
     x = x.reshape(chunks, folds // groups, groups, heads, rows // heads, features)
     x = jnp.transpose(x, (1, 0, 4, 2, 3, 5))
     return x.reshape(folds // groups, chunks * rows // heads, groups, heads, features)
+
+
+def fold_heads(x: Array, groups: int) -> Array:
+    """`[*B, T, N, F]` -> `[X, R, T, F]` in float32 at least, X = B G, R = N / G."""
+    *batch, length, heads, features = x.shape
+    shared = heads // groups
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.reshape(math.prod(batch), length, groups, shared, features)
+    x = jnp.transpose(x, (0, 2, 3, 1, 4))
+    return x.reshape(math.prod(batch) * groups, shared, length, features)
+
+
+def unfold_heads(y: Array, query: Array, value: Array) -> Array:
+    """`[X, R, T, V]` -> `[*B, T, N, V]`, in the type of the inputs."""
+    *batch, length, heads, _ = query.shape
+    y = y.reshape(math.prod(batch), heads, length, value.shape[-1])
+    y = jnp.swapaxes(y, 1, 2).reshape(*batch, length, heads, value.shape[-1])
+    return y.astype(jnp.result_type(query, value))
 
 
 def repeat_rows(x: Shaped[Array, "*N C F"], heads: int) -> Shaped[Array, "*N RC F"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,17 @@ from heinsen_jax.ops.arguments import (
     without_padding,
 )
 from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk, varying_like
-from heinsen_jax.typing import Array, pytree_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Float,
+    Keys,
+    Lengths,
+    Mixed,
+    Query,
+    Segments,
+    Values,
+    pytree_dataclass,
+)
 
 CHUNK = 64  # tokens whose weights are formed at once
 CHUNKS_IN_BLOCK = 8  # that are computed in parallel; backward keeps a state for each block
@@ -57,8 +67,8 @@ class LinearAttentionState:
       z: Z `[..., num_kv_heads, feature_depth]`.
     """
 
-    s: Array
-    z: Array
+    s: Float[Array, "*B G F V"]
+    z: Float[Array, "*B G F"]
 
     @classmethod
     def empty(
@@ -78,19 +88,67 @@ class LinearAttentionState:
         return jax.tree.map(jnp.add, self, other)
 
 
+@overload
 def linear_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     feature_map: FeatureMap = "elu1",
     is_causal: bool = True,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    epsilon: float = 1e-6,
+    initial_state: LinearAttentionState | None = None,
+    return_state: Literal[False] = False,
+) -> Mixed: ...
+
+
+@overload
+def linear_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    *,
+    feature_map: FeatureMap = "elu1",
+    is_causal: bool = True,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    epsilon: float = 1e-6,
+    initial_state: LinearAttentionState | None = None,
+    return_state: Literal[True],
+) -> tuple[Mixed, LinearAttentionState]: ...
+
+
+@overload
+def linear_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    *,
+    feature_map: FeatureMap = "elu1",
+    is_causal: bool = True,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    epsilon: float = 1e-6,
+    initial_state: LinearAttentionState | None = None,
+    return_state: bool,
+) -> Mixed | tuple[Mixed, LinearAttentionState]: ...
+
+
+def linear_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    *,
+    feature_map: FeatureMap = "elu1",
+    is_causal: bool = True,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     epsilon: float = 1e-6,
     initial_state: LinearAttentionState | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Mixed | tuple[Mixed, LinearAttentionState]:
     r"""Attention with weights phi(q) . phi(k), at constant cost per token.
 
         S = sum_s phi(k_s) v_s^T,    Z = sum_s phi(k_s)                 (10), (11)

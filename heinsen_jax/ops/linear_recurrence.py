@@ -19,12 +19,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.numerics import log_add_exp, log_sum_exp, share, where_empty
-from heinsen_jax.typing import Array, pytree_dataclass
+from heinsen_jax.typing import Array, Float, pytree_dataclass
 
 
 def linear_recurrence(
-    coefficients: Array, inputs: Array, *, initial: Array | None = None, axis: int = -2
-) -> Array:
+    coefficients: Float[Array, "*C"],
+    inputs: Float[Array, "*B"],
+    *,
+    initial: Float[Array, "*_"] | None = None,
+    axis: int = -2,
+) -> Float[Array, "*B"]:
     """x_t = a_t x_{t-1} + b_t, for all t at once.
 
     Args:
@@ -62,8 +66,12 @@ def linear_recurrence(
 
 
 def log_linear_recurrence(
-    log_coefficients: Array, log_inputs: Array, *, initial: Array | None = None, axis: int = -2
-) -> Array:
+    log_coefficients: Float[Array, "*_"],
+    log_inputs: Float[Array, "*B"],
+    *,
+    initial: Float[Array, "*_"] | None = None,
+    axis: int = -2,
+) -> Float[Array, "*B"]:
     """h_t = logaddexp(log a_t + h_{t-1}, log b_t), for all t: the log of `linear_recurrence`.
 
     Sums are held as pairs (largest term, sum relative to it) until the end, which loses less to
@@ -106,8 +114,8 @@ class RecurrenceState:
       h: what it is after them, from nothing `[..., D]`.
     """
 
-    log_decay: Array
-    h: Array
+    log_decay: Float[Array, "*B D"]
+    h: Float[Array, "*B D"]
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: Any = jnp.float32) -> RecurrenceState:
@@ -129,13 +137,6 @@ class RecurrenceState:
         """Of this state's tokens and then the other's."""
         h = log_add_exp(self.h + other.log_decay, other.h)
         return RecurrenceState(self.log_decay + other.log_decay, h)
-
-
-def cumulative_log_sum_exp(x: Array, *, axis: int = -2) -> Array:
-    """log(sum_{s <= t} exp(x_s)): `lax.cumlogsumexp` as a scan, with gradients right at -inf."""
-    shape = [1] * x.ndim
-    shape[axis] = x.shape[axis]
-    return log_linear_recurrence(jnp.zeros(shape, x.dtype), x, axis=axis)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -4,18 +4,18 @@ import jax.numpy as jnp
 
 from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, without_padding
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Float, Keys, Lengths, Mixed, Query, Values
 
 
 def linformer_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    key_projection: Array,
-    value_projection: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
+    key_projection: Float[Array, "L P"] | Float[Array, "G L P"],
+    value_projection: Float[Array, "L P"] | Float[Array, "G L P"],
     *,
-    key_value_seq_lengths: Array | None = None,
-) -> Array:
+    key_value_seq_lengths: Lengths | None = None,
+) -> Mixed:
     r"""Softmax attention over P rows, into which keys and values of all positions are projected.
 
         K' = E^T K,    V' = F^T V,    Y = softmax(Q K'^T / sqrt(key_depth)) V'     (7)

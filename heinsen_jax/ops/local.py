@@ -9,24 +9,24 @@ import jax.numpy as jnp
 from heinsen_jax.ops import masks
 from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.ops.softmax import Implementation, dot_product_attention, reach
-from heinsen_jax.typing import Array
+from heinsen_jax.ops.softmax import Implementation, dot_product_attention
+from heinsen_jax.typing import Array, Keys, Lengths, Mixed, Query, Segments, Values
 
 Pattern = Literal["local", "strided", "fixed"]
 
 
 def sliding_window_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     local_window_size: int | tuple[int, int],
     is_causal: bool = True,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Mixed:
     """Softmax attention over the nearest tokens (Beltagy et al., 2020, section 3.1).
 
     A causal query sees the last `local_window_size` tokens, itself included; otherwise as many on
@@ -57,18 +57,18 @@ def sliding_window_attention(
 
 
 def dilated_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     local_window_size: int | tuple[int, int],
     dilation: int,
     is_causal: bool = True,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Mixed:
     """Softmax attention over every `dilation`-th token (Beltagy et al., 2020, section 3.1).
 
     Query t sees t, t - dilation, ...: `local_window_size` tokens, itself included, and as many
@@ -127,19 +127,19 @@ def dilated_attention(
 
 
 def longformer_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     local_window_size: int | tuple[int, int],
     global_positions: Sequence[int],
     global_heads: tuple[Array, Array, Array] | None = None,
     is_causal: bool = False,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Mixed:
     """Sliding windows, and a few tokens that all see and that see all (Beltagy et al., 2020).
 
     Args:
@@ -176,7 +176,7 @@ def longformer_attention(
     length = query.shape[-3]
     if positions and not 0 <= positions[0] <= positions[-1] < length:
         raise ValueError(f"global_positions must be in 0 .. {length - 1}, are {positions}")
-    rule = masks.Window(*reach(local_window_size, is_causal))
+    rule = masks.Window(*masks.reach(local_window_size, is_causal))
     rule = rule | masks.Global(_runs(positions), seen_only=global_heads is not None)
     y = dot_product_attention(
         query,
@@ -209,18 +209,18 @@ def longformer_attention(
 
 
 def block_sparse_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     pattern: Pattern = "fixed",
     block_size: int,
     num_summaries: int = 1,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Mixed:
     """Causal softmax attention by one of the patterns of Child et al. (2019), section 4.2.
 
     With l = block_size, query i sees key j <= i where

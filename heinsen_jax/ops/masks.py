@@ -118,3 +118,15 @@ class _Either(Mask):
 
     def __call__(self, query: Any, key: Any) -> Any:
         return self.first(query, key) | self.second(query, key)
+
+
+def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[int, int]:
+    """How many tokens a query sees before itself, and after."""
+    size = local_window_size
+    if isinstance(size, tuple):
+        if min(size) < 0:
+            raise ValueError(f"local_window_size must not be negative, is {size}")
+        return size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"local_window_size must be a whole number >= 1 or a pair, is {size!r}")
+    return size - 1, 0 if is_causal else size - 1

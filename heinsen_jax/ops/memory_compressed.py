@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from heinsen_jax.ops.arguments import (
 )
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
-from heinsen_jax.typing import Array, pytree_dataclass
+from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, pytree_dataclass
 
 Pad = Literal["left", "right"]
 AXIS = -3  # of tokens
@@ -40,9 +40,9 @@ class Compression(NamedTuple):
       null: `[num_kv_heads, new depth]`, one more key (or value), which every query sees.
     """
 
-    kernel: Array
-    bias: Array
-    null: Array
+    kernel: Float[Array, "G F K L"]
+    bias: Float[Array, "G L"]
+    null: Float[Array, "G L"]
 
     @property
     def factor(self) -> int:
@@ -66,11 +66,11 @@ class CompressedCache:
       length: how many tokens there have been, a scalar.
     """
 
-    key: Array
-    value: Array
-    recent_key: Array
-    recent_value: Array
-    length: Array
+    key: Float[Array, "*B J G K"]
+    value: Float[Array, "*B J G V"]
+    recent_key: Float[Array, "*B F G _"]
+    recent_value: Float[Array, "*B F G _"]
+    length: Integer[Array, ""]
 
     @classmethod
     def empty(
@@ -151,7 +151,13 @@ class Complete(Mask):
         return key * self.size - 1 <= query
 
 
-def compress(x: Array, kernel: Array, bias: Array, *, pad: Pad = "right") -> Array:
+def compress(
+    x: Float[Array, "*B S G K"],
+    kernel: Float[Array, "G F K L"],
+    bias: Float[Array, "G L"],
+    *,
+    pad: Pad = "right",
+) -> Float[Array, "*B J G L"]:
     """A convolution of width and stride F over the tokens of each head.
 
         y_j = sum_f x_{jF + f} W_f + b
@@ -185,21 +191,75 @@ def compress(x: Array, kernel: Array, bias: Array, *, pad: Pad = "right") -> Arr
     return y + jnp.broadcast_to(bias.astype(dtype), y.shape)
 
 
+@overload
 def memory_compressed_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Float[Array, "*B S G _"],
+    value: Float[Array, "*B S G _"],
     key_compression: Compression,
     value_compression: Compression,
     *,
     is_causal: bool = False,
     pad: Pad = "left",
-    key_value_seq_lengths: Array | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    scale: float | Array | None = None,
+    initial_state: CompressedCache | None = None,
+    return_state: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> Mixed: ...
+
+
+@overload
+def memory_compressed_attention(
+    query: Query,
+    key: Float[Array, "*B S G _"],
+    value: Float[Array, "*B S G _"],
+    key_compression: Compression,
+    value_compression: Compression,
+    *,
+    is_causal: bool = False,
+    pad: Pad = "left",
+    key_value_seq_lengths: Lengths | None = None,
+    scale: float | Array | None = None,
+    initial_state: CompressedCache | None = None,
+    return_state: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[Mixed, CompressedCache]: ...
+
+
+@overload
+def memory_compressed_attention(
+    query: Query,
+    key: Float[Array, "*B S G _"],
+    value: Float[Array, "*B S G _"],
+    key_compression: Compression,
+    value_compression: Compression,
+    *,
+    is_causal: bool = False,
+    pad: Pad = "left",
+    key_value_seq_lengths: Lengths | None = None,
+    scale: float | Array | None = None,
+    initial_state: CompressedCache | None = None,
+    return_state: bool,
+    implementation: Implementation | None = None,
+) -> Mixed | tuple[Mixed, CompressedCache]: ...
+
+
+def memory_compressed_attention(
+    query: Query,
+    key: Float[Array, "*B S G _"],
+    value: Float[Array, "*B S G _"],
+    key_compression: Compression,
+    value_compression: Compression,
+    *,
+    is_causal: bool = False,
+    pad: Pad = "left",
+    key_value_seq_lengths: Lengths | None = None,
     scale: float | Array | None = None,
     initial_state: CompressedCache | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> Mixed | tuple[Mixed, CompressedCache]:
     """Softmax attention over S / F compressed keys and values, and a learned null one.
 
         K' = [k_0, compress(K)],    V' = [v_0, compress(V)]

@@ -11,27 +11,27 @@ import jax.numpy as jnp
 
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, Segments
 
 Form = Literal["expanded", "absorbed"]
 
 
 def mla_attention(
-    query: Array,
-    query_pe: Array,
-    latent: Array,
-    key_pe: Array,
-    key_up: Array,
-    value_up: Array,
+    query: Query,
+    query_pe: Float[Array, "*B T N P"],
+    latent: Float[Array, "*B S R"],
+    key_pe: Float[Array, "*B S P"],
+    key_up: Float[Array, "N R K"],
+    value_up: Float[Array, "N R V"],
     *,
     form: Form = "expanded",
     is_causal: bool = False,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
-    query_offset: int | Array = 0,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    query_offset: int | Integer[Array, ""] = 0,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Mixed:
     r"""Softmax attention with keys and values made of latents c, and one rotated key for all heads.
 
         P_ts = softmax_s(scale (Q_t . (c_s W^K) + Q^pe_t . K^pe_s)),    Y_t = sum_s P_ts (c_s W^V)
@@ -97,18 +97,18 @@ def mla_attention(
 
 
 def latent_attention(
-    query: Array,
-    query_pe: Array,
-    latent: Array,
-    key_pe: Array,
+    query: Float[Array, "*B T N R"],
+    query_pe: Float[Array, "*B T N P"],
+    latent: Float[Array, "*B S R"],
+    key_pe: Float[Array, "*B S P"],
     *,
     scale: float,
     is_causal: bool = False,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
-    query_offset: int | Array = 0,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    query_offset: int | Integer[Array, ""] = 0,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Float[Array, "*B T N R"]:
     """The core of `mla_attention`'s absorbed form: latents are keys and values of all heads.
 
         P_ts = softmax_s(scale (Q'_t . c_s + Q^pe_t . K^pe_s)),    O_t = sum_s P_ts c_s

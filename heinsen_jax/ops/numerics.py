@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.typing import Array, Float, pytree_dataclass, typed
+from heinsen_jax.typing import Array, Float, pytree_dataclass
 
 # GPUs and TPUs would multiply float32 as TF32 or bfloat16.
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -143,7 +143,6 @@ class Scaled:
         return Scaled(factor, lax.stop_gradient(exponent))
 
 
-@typed
 def log_scores(
     query: Float[Array, "*batch I K"], key: Float[Array, "*batch J K"]
 ) -> Float[Array, "*batch I J"]:
@@ -151,7 +150,6 @@ def log_scores(
     return scaled_scores(query, key).log()
 
 
-@typed
 def scaled_scores(query: Float[Array, "*batch I K"], key: Float[Array, "*batch J K"]) -> Scaled:
     """exp(Q) exp(K)^T, exact for any finite input and 0 where a sum holds nothing but -inf.
 

@@ -1,7 +1,7 @@
 """Performer attention: the softmax's kernel estimated from random features (FAVOR+)."""
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,92 @@ from heinsen_jax.ops.arguments import check_array, check_heads, check_tokens, wi
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
 from heinsen_jax.ops.log_attention import HeinsenAttentionState, heinsen_attention
 from heinsen_jax.ops.numerics import log_add_exp
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import (
+    Array,
+    DTypeLike,
+    Float,
+    Keys,
+    Lengths,
+    Mixed,
+    Query,
+    Segments,
+    Values,
+)
 
 # What the published code adds to each feature, and, if causal, to each sum of features of keys.
 FEATURE_EPSILON = {"softmax": 1e-4, "relu": 1e-3}
 SUM_EPSILON = 1e-6
 
 
+@overload
 def performer_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    projection: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
+    projection: Float[Array, "M K"],
     *,
     kernel: Literal["softmax", "relu"] = "softmax",
     is_causal: bool = True,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    epsilon: float | None = None,
+    initial_state: HeinsenAttentionState | LinearAttentionState | None = None,
+    return_state: Literal[False] = False,
+    implementation: Literal["log_space", "published"] | None = None,
+) -> Mixed: ...
+
+
+@overload
+def performer_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    projection: Float[Array, "M K"],
+    *,
+    kernel: Literal["softmax", "relu"] = "softmax",
+    is_causal: bool = True,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    epsilon: float | None = None,
+    initial_state: HeinsenAttentionState | LinearAttentionState | None = None,
+    return_state: Literal[True],
+    implementation: Literal["log_space", "published"] | None = None,
+) -> tuple[Mixed, HeinsenAttentionState | LinearAttentionState]: ...
+
+
+@overload
+def performer_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    projection: Float[Array, "M K"],
+    *,
+    kernel: Literal["softmax", "relu"] = "softmax",
+    is_causal: bool = True,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    epsilon: float | None = None,
+    initial_state: HeinsenAttentionState | LinearAttentionState | None = None,
+    return_state: bool,
+    implementation: Literal["log_space", "published"] | None = None,
+) -> Mixed | tuple[Mixed, HeinsenAttentionState | LinearAttentionState]: ...
+
+
+def performer_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    projection: Float[Array, "M K"],
+    *,
+    kernel: Literal["softmax", "relu"] = "softmax",
+    is_causal: bool = True,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     epsilon: float | None = None,
     initial_state: HeinsenAttentionState | LinearAttentionState | None = None,
     return_state: bool = False,
     implementation: Literal["log_space", "published"] | None = None,
-) -> Any:
+) -> Mixed | tuple[Mixed, HeinsenAttentionState | LinearAttentionState]:
     r"""Linear attention whose weights estimate those of softmax attention from random features.
 
         phi(x) = M^-1/2 (exp(W x' - |x'|^2 / 2) + epsilon),    x' = x K^-1/4
@@ -114,8 +178,13 @@ def performer_attention(
 
 
 def orthogonal_features(
-    key: Array, num_features: int, depth: int, *, scaling: Literal[0, 1] = 0, dtype=jnp.float32
-) -> Array:
+    key: Array,
+    num_features: int,
+    depth: int,
+    *,
+    scaling: Literal[0, 1] = 0,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "{num_features} {depth}"]:
     """Random rows, orthogonal in blocks of `depth`, for `performer_attention`.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.ops.layout import varying_like
-from heinsen_jax.typing import Array, pytree_dataclass
+from heinsen_jax.typing import Array, Features, Float, Integer, pytree_dataclass
 
 Layer = Callable[[Array], Array]
 
@@ -31,9 +31,9 @@ class SegmentState:
       count: how many inputs these are, a whole number below segment_length.
     """
 
-    memory: Array
-    tokens: Array
-    count: Array
+    memory: Float[Array, "*B M D"]
+    tokens: Float[Array, "*B L D"]
+    count: Integer[Array, "*_"]
 
     @classmethod
     def start(cls, memory: Array, segment_length: int) -> SegmentState:
@@ -57,15 +57,51 @@ class SegmentState:
         return SegmentState(memory, jnp.zeros_like(self.tokens), jnp.zeros_like(self.count))
 
 
+@overload
 def segment_recurrence(
     layer: Layer,
-    x: Array,
-    memory: Array | None = None,
+    x: Features,
+    memory: Float[Array, "*B M D"] | Float[Array, "M D"] | None = None,
+    *,
+    segment_length: int,
+    initial_state: SegmentState | None = None,
+    return_state: Literal[False] = False,
+) -> Features: ...
+
+
+@overload
+def segment_recurrence(
+    layer: Layer,
+    x: Features,
+    memory: Float[Array, "*B M D"] | Float[Array, "M D"] | None = None,
+    *,
+    segment_length: int,
+    initial_state: SegmentState | None = None,
+    return_state: Literal[True],
+) -> tuple[Features, SegmentState]: ...
+
+
+@overload
+def segment_recurrence(
+    layer: Layer,
+    x: Features,
+    memory: Float[Array, "*B M D"] | Float[Array, "M D"] | None = None,
+    *,
+    segment_length: int,
+    initial_state: SegmentState | None = None,
+    return_state: bool,
+) -> Features | tuple[Features, SegmentState]: ...
+
+
+def segment_recurrence(
+    layer: Layer,
+    x: Features,
+    memory: Float[Array, "*B M D"] | Float[Array, "M D"] | None = None,
     *,
     segment_length: int,
     initial_state: SegmentState | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Features | tuple[Features, SegmentState]:
     r"""Runs a causal layer over segments of a sequence, with memory from each to the next.
 
         [_, Y_s, m_{s+1}] = layer([m_s, X_s, m_s]),    s = 0, 1, ...

@@ -2,10 +2,15 @@
 
 import jax.numpy as jnp
 
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Float, Shaped
 
 
-def rotary(x: Array, positions: Array, *, base: float = 10000.0) -> Array:
+def rotary(
+    x: Float[Array, "*B T N P"],
+    positions: Shaped[Array, "T"] | Shaped[Array, "*B T"],
+    *,
+    base: float = 10000.0,
+) -> Float[Array, "*B T N P"]:
     """Turns each pair of adjacent features by an angle that grows with the position.
 
         (x_2i, x_2i+1) -> (x_2i cos a - x_2i+1 sin a,  x_2i sin a + x_2i+1 cos a)

@@ -14,9 +14,21 @@ from heinsen_jax.ops.arguments import (
     is_there,
     without_padding,
 )
+from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.numerics import where_empty
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import (
+    Array,
+    Bool,
+    Float,
+    Integer,
+    Keys,
+    Lengths,
+    Mixed,
+    Query,
+    Segments,
+    Values,
+)
 
 Implementation = Literal["xla", "tiled", "cudnn"]
 NAMES = ("xla", "tiled", "cudnn")
@@ -25,20 +37,20 @@ SMALL = 256 * 256  # scores of a head that are best held all at once
 
 
 def dot_product_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
-    bias: Array | None = None,
-    mask: Array | Mask | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | Mask | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
-    segment_ids: Array | None = None,
-    key_value_seq_lengths: Array | None = None,
-    query_offset: int | Array = 0,
-    scale: float | Array | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    query_offset: int | Integer[Array, ""] = 0,
+    scale: float | Float[Array, ""] | None = None,
     implementation: Implementation | None = None,
-) -> Array:
+) -> Mixed:
     r"""Softmax attention, exact.
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(scale Q_t . K_s + bias_ts)       (1)
@@ -92,7 +104,7 @@ def dot_product_attention(
     if 0 in (query.shape[-3], key.shape[-3]):
         y = jnp.zeros((*query.shape[:-1], value.shape[-1]))
         return y.astype(jnp.result_type(query, value))
-    window = None if local_window_size is None else reach(local_window_size, is_causal)
+    window = None if local_window_size is None else masks.reach(local_window_size, is_causal)
     if implementation == "cudnn":
         given = {"segment_ids": segment_ids is not None, "mask as a rule": isinstance(mask, Mask)}
         given["query_offset"] = not isinstance(query_offset, int) or query_offset != 0
@@ -122,24 +134,12 @@ def dot_product_attention(
     groups = key.shape[-2]
     y = tiled.attention(
         problem,
-        scale * folded(query, groups),
-        folded(key, groups)[:, 0],
-        folded(value, groups)[:, 0],
+        scale * fold_heads(query, groups),
+        fold_heads(key, groups)[:, 0],
+        fold_heads(value, groups)[:, 0],
         *(None if x is None else jnp.repeat(x, groups, 0) for x in ids),
     )
-    return unfolded(y, query, value)
-
-
-def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[int, int]:
-    """How many tokens a query sees before itself, and after."""
-    size = local_window_size
-    if isinstance(size, tuple):
-        if min(size) < 0:
-            raise ValueError(f"local_window_size must not be negative, is {size}")
-        return size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"local_window_size must be a whole number >= 1 or a pair, is {size!r}")
-    return size - 1, 0 if is_causal else size - 1
+    return unfold_heads(y, query, value)
 
 
 def _refuse(implementation: str, given: dict[str, bool]) -> None:
@@ -166,29 +166,11 @@ def _ids(
     return query_ids.reshape(size, query.shape[-3]), ids.reshape(size, length)
 
 
-def folded(x: Array, groups: int) -> Array:
-    """`[*B, T, N, F]` -> `[X, R, T, F]` in float32 at least, X = B G, R = N / G."""
-    *batch, length, heads, features = x.shape
-    shared = heads // groups
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    x = x.reshape(math.prod(batch), length, groups, shared, features)
-    x = jnp.transpose(x, (0, 2, 3, 1, 4))
-    return x.reshape(math.prod(batch) * groups, shared, length, features)
-
-
-def unfolded(y: Array, query: Array, value: Array) -> Array:
-    """`[X, R, T, V]` -> `[*B, T, N, V]`, in the type of the inputs."""
-    *batch, length, heads, _ = query.shape
-    y = y.reshape(math.prod(batch), heads, length, value.shape[-1])
-    y = jnp.swapaxes(y, 1, 2).reshape(*batch, length, heads, value.shape[-1])
-    return y.astype(jnp.result_type(query, value))
-
-
 def _dense(query, key, value, bias, mask, rule, ids, offset, scale) -> Array:
     *batch, length, heads, _ = query.shape
     sources, groups = key.shape[-3:-1]
-    key, values = folded(key, groups)[:, 0], folded(value, groups)[:, 0]
-    scores = scale * jnp.einsum("xrtk,xsk->xrts", folded(query, groups), key)
+    key, values = fold_heads(key, groups)[:, 0], fold_heads(value, groups)[:, 0]
+    scores = scale * jnp.einsum("xrtk,xsk->xrts", fold_heads(query, groups), key)
     full = *batch, heads, length, sources
     if bias is not None:
         scores = scores + jnp.broadcast_to(bias, full).reshape(scores.shape)
@@ -205,7 +187,7 @@ def _dense(query, key, value, bias, mask, rule, ids, offset, scale) -> Array:
     weights = jnp.exp(scores - where_empty(largest, 0.0))
     total = jnp.sum(weights, -1, keepdims=True)
     y = jnp.einsum("xrts,xsv->xrtv", weights / jnp.where(total == 0, 1.0, total), values)
-    return unfolded(y, query, value)
+    return unfold_heads(y, query, value)
 
 
 def _cudnn(query, key, value, bias, mask, is_causal, window, lengths, scale) -> Array:

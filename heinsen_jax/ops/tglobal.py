@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, is_there
+from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.numerics import where_empty
-from heinsen_jax.ops.softmax import folded, unfolded
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import Array, Features, Float, Integer, Keys, Lengths, Mixed, Query, Values
 
 
 def relative_position_bucket(
-    relative_position: Array,
+    relative_position: Integer[Array, "*B"],
     *,
     is_bidirectional: bool = True,
     num_buckets: int = 32,
     max_distance: int = 128,
-) -> Array:
+) -> Integer[Array, "*B"]:
     """T5's buckets of relative positions: one each for small ones, wider ones farther away.
 
     With n buckets (half of them for each side, if bidirectional), distances below n/2 have their
@@ -65,12 +65,12 @@ def relative_position_bucket(
 
 
 def block_sums(
-    x: Array,
+    x: Features,
     block_size: int,
     *,
     is_causal: bool = False,
-    key_value_seq_lengths: Array | None = None,
-) -> tuple[Array, Array]:
+    key_value_seq_lengths: Lengths | None = None,
+) -> tuple[Float[Array, "*B J D"], Integer[Array, "*B T"]]:
     """The sum of the tokens of every complete block, and in which block each token is.
 
     Tokens after the last complete block (orphans) join it; or, if causal, are in a block of their
@@ -114,21 +114,21 @@ def block_sums(
 
 
 def tglobal_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    global_key: Array,
-    global_value: Array,
+    query: Query,
+    key: Keys,
+    value: Values,
+    global_key: Float[Array, "*B J G K"],
+    global_value: Float[Array, "*B J G V"],
     *,
     radius: int,
     block_size: int,
-    local_bias: Array | None = None,
-    global_bias: Array | None = None,
+    local_bias: Float[Array, "_ N"] | None = None,
+    global_bias: Float[Array, "_ N"] | None = None,
     max_distance: int = 128,
     is_causal: bool = False,
-    key_value_seq_lengths: Array | None = None,
-    scale: float | Array = 1.0,
-) -> Array:
+    key_value_seq_lengths: Lengths | None = None,
+    scale: float | Float[Array, ""] = 1.0,
+) -> Mixed:
     """One softmax over the 2 radius + 1 nearest tokens and the summaries of all blocks.
 
         Y_t = softmax_j(scale Q_t . [K_t-r .. K_t+r, K'_0 .. K'_M-1] + bias_tj) [V, V']
@@ -185,7 +185,7 @@ def tglobal_attention(
         if table is not None:
             check_array(name, table, ((len(table), heads),), jnp.floating)
     if 0 in query.shape[:-1]:
-        return unfolded(jnp.zeros((*query.shape[:-1], value.shape[-1])), query, value)
+        return unfold_heads(jnp.zeros((*query.shape[:-1], value.shape[-1])), query, value)
     lengths = jnp.full((1,), length)
     inputs = query, key, value
     if key_value_seq_lengths is not None:
@@ -210,7 +210,7 @@ def tglobal_attention(
     near_seen, far_seen = _seen(blocks, near_scores.shape, far[0].shape[2], radius, is_causal)
     y = _average(near_scores, near_seen, near[1], far_scores, far_seen, far[1])
     y = y.reshape(*y.shape[:3], -1, y.shape[-1])[..., :length, :]
-    return unfolded(y, query, value)
+    return unfold_heads(y, query, value)
 
 
 class _Blocks(NamedTuple):
@@ -238,7 +238,7 @@ def _blocks(lengths: Array, length: int, size: int, is_causal: bool) -> _Blocks:
 
 def _folded(x: Array, groups: int) -> Array:
     """`[*B, T, N, F]` -> `[B, G, R, T, F]` in float32 at least."""
-    x = folded(x, groups)
+    x = fold_heads(x, groups)
     return x.reshape(x.shape[0] // groups, groups, *x.shape[1:])
 
 

@@ -19,6 +19,7 @@ from heinsen_jax.ops import LogAttentionState, log_attention, sharded_log_attent
 
 BATCH, LENGTH, HEADS, DEPTH = 8, 8 * 24, 2, 4
 BY_ROWS, BY_TOKENS = PartitionSpec("devices"), PartitionSpec(None, "devices")
+BY_HEADS = PartitionSpec(None, None, "devices")
 WHOLE = PartitionSpec()
 
 
@@ -69,9 +70,11 @@ def errors(one: Callable, other: Callable, arrays: dict[str, Any]) -> list[float
     ]
 
 
-def sharded(op: Callable, spec: PartitionSpec, arrays: dict[str, Any], returns: Any) -> Callable:
+def sharded(
+    op: Callable, spec: PartitionSpec, arrays: dict[str, Any], returns: Any, **others: PartitionSpec
+) -> Callable:
     mesh = jax.make_mesh((8,), ("devices",), axis_types=(AxisType.Auto,))
-    specs = {name: WHOLE if name == "initial_state" else spec for name in arrays}
+    specs = {name: WHOLE if name == "initial_state" else spec for name in arrays} | others
 
     def function(**arrays: Any) -> Any:
         call = lambda arrays: op(**arrays)  # noqa: E731
@@ -100,6 +103,15 @@ def main() -> None:
         found["by rows"] = errors(
             sharded(log_attention, BY_ROWS, arrays, BY_ROWS), log_attention, arrays
         )
+    if "by query heads" in names:
+        arrays = {
+            "query": rng.standard_normal((2, 40, 8, DEPTH)).astype(np.float32),
+            "key": rng.standard_normal((2, 40, 1, DEPTH)).astype(np.float32),
+            "log_value": rng.standard_normal((2, 40, 1, DEPTH)).astype(np.float32),
+            "log_decay": -rng.exponential(0.1, (2, 40, 1, DEPTH)).astype(np.float32),
+        }
+        part = sharded(log_attention, WHOLE, arrays, BY_HEADS, query=BY_HEADS)
+        found["by query heads"] = errors(part, log_attention, arrays)
     cases = {
         "segments": {"decay": False, "segments": True, "state": False},
         "all, from a state to a state": {"decay": True, "segments": True, "state": True},

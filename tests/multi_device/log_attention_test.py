@@ -10,13 +10,13 @@ from tests.multi_device.apart import run_apart
 @pytest.mark.parametrize(
     "names",
     [
-        ["all, from a state to a state"],
+        ["by query heads", "all, from a state to a state"],
         pytest.param(["by rows", "segments", "both ways"], marks=pytest.mark.nightly),
     ],
     ids=", ".join,
 )
-def test_by_rows_and_by_tokens_it_is_that_of_one_device(names):
-    """Outputs, states and gradients; with segments, decay and states, and both ways."""
+def test_split_over_devices_it_is_that_of_one(names):
+    """Outputs, states and gradients, with keys and decay that devices share, segments, states."""
     seed = random.randrange(1 << 30)
     errors = run_apart("log_attention_run.py", str(seed), *names)["errors"]
     assert list(errors) == names

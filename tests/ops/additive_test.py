@@ -486,15 +486,20 @@ X, LOGITS = jnp.zeros((2, 6, 3, 4)), jnp.zeros((2, 6, 3))
             {"initial_state": AdditiveState.empty((2,), 3, 4), "local_window_size": 4},
             r"initial_state\.x must have shape \(2, 3, 3, 4\), has \(2, 1, 3, 4\)",
         ),
-        (
-            {"initial_state": AdditiveState(X[:, :1], LOGITS[:, :1, :2])},
-            r"initial_state\.logits must have shape \(2, 1, 3\), has \(2, 1, 2\)",
-        ),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_refuses_what_does_not_fit(changes, message):
     with pytest.raises(ValueError, match=message):
         additive_pooling(**({"x": X, "logits": LOGITS} | changes))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_refuses_a_state_of_other_logits():
+    state = AdditiveState(X[:, :1], LOGITS[:, :1, :2])
+    message = r"initial_state\.logits must have shape \(2, 1, 3\), has \(2, 1, 2\)"
+    with pytest.raises(ValueError, match=message):
+        additive_pooling(X, LOGITS, initial_state=state)
 
 
 def test_refuses_a_window_that_is_not_causal():

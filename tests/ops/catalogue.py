@@ -175,8 +175,9 @@ MLA = {
 }
 OPS: dict[str, Op] = {
     **both_directions(Op(linear_attention, **PACKED, state=linear_state, largest=1e15), "linear"),
-    "performer": Op(
-        performer_attention, constants=((NUM_FEATURES, 3),), **PACKED, state=performer_state
+    **both_directions(
+        Op(performer_attention, constants=((NUM_FEATURES, 3),), **PACKED, state=performer_state),
+        "performer",
     ),
     "performer, relu": Op(
         partial(performer_attention, kernel="relu"),

@@ -467,6 +467,7 @@ ROUTING = Routing(jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2)), jnp.ones((3, 2
         (lambda: layer_of(heavy=lambda x: x[..., :1]), "heavy returns must have shape"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

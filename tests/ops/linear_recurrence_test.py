@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heinsen_jax.ops.linear_recurrence import (
-    cumulative_log_sum_exp,
     linear_recurrence,
     log_linear_recurrence,
 )
@@ -19,7 +18,6 @@ INF = float("inf")
 
 linear = jax.jit(linear_recurrence)
 log_linear = jax.jit(log_linear_recurrence, static_argnames="axis")
-cumulative = jax.jit(cumulative_log_sum_exp)
 
 
 def step_by_step(log_a, log_b, initial=None):
@@ -193,13 +191,3 @@ def test_linear_recurrence_step_by_step():
         expected.append(x)
     actual = linear(a, b, initial=jnp.asarray([1.0, -2.0, 0.0]))
     np.testing.assert_allclose(actual, np.stack(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_cumulative_log_sum_exp():
-    x = np.random.default_rng(0).standard_normal((2, 20, 3)).astype(np.float32)
-    x[:, :5, 0] = -INF
-    expected = np.logaddexp.accumulate(x.astype(np.float64), axis=1)
-    np.testing.assert_allclose(cumulative(x), expected, atol=2e-6)
-    gradient = jax.jit(jax.grad(lambda x: jnp.sum(cumulative(x)[:, 4])))(x)
-    assert np.isfinite(gradient).all()
-    np.testing.assert_array_equal(gradient[:, :, 0], 0)

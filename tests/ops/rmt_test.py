@@ -308,6 +308,7 @@ X, MEMORY = jnp.zeros((2, 7, WIDTH)), jnp.zeros((2, SIZE, WIDTH))
         ({"layer": lambda x: x[..., :-1, :]}, "layer returns must have shape"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_what_does_not_fit_is_refused(arguments, message):
     call = {"layer": causal_attention, "x": X, "memory": MEMORY, "segment_length": SEGMENT}
     with pytest.raises(ValueError, match=message):

@@ -5,20 +5,20 @@ from typing import Literal, overload
 from heinsen_jax.ops.log_attention import call
 from heinsen_jax.ops.log_attention.call import Implementation
 from heinsen_jax.ops.log_attention.state import HeinsenAttentionState, LogAttentionState
-from heinsen_jax.typing import Array, Float, Inexact, Integer
+from heinsen_jax.typing import Array, Decay, Inexact, Keys, Lengths, Mixed, Query, Segments, Values
 
 
 @overload
 def log_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
+    query: Query,
+    key: Keys,
     log_value: Inexact[Array, "*B S G V"],
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: Literal[False] = False,
     implementation: Implementation | None = None,
@@ -27,15 +27,15 @@ def log_attention(
 
 @overload
 def log_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
+    query: Query,
+    key: Keys,
     log_value: Inexact[Array, "*B S G V"],
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: Literal[True],
     implementation: Implementation | None = None,
@@ -44,15 +44,15 @@ def log_attention(
 
 @overload
 def log_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
+    query: Query,
+    key: Keys,
     log_value: Inexact[Array, "*B S G V"],
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: bool,
     implementation: Implementation | None = None,
@@ -60,15 +60,15 @@ def log_attention(
 
 
 def log_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
+    query: Query,
+    key: Keys,
     log_value: Inexact[Array, "*B S G V"],
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,
@@ -108,7 +108,8 @@ def log_attention(
         If not causal, every query reads the last state.
       initial_state: the state of earlier tokens; that of no tokens when None.
       return_state: whether to return also the state after all S tokens. It has the total of decay
-        and segments in `log_decay`, unless an initial state without it was given.
+        and segments in `log_decay`, unless an initial state without it was given, and the dtype of
+        the initial state, or else of sums: float32, or float64 where an input is.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
         "chunked" (matrix products over chunks, by the cheapest tier that is exact for the inputs;
         or a `Chunked` with other sizes), "gpu" (experimental kernels for NVIDIA's Hopper generation
@@ -160,69 +161,69 @@ def log_attention(
 
 @overload
 def heinsen_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
-    value: Float[Array, "*B S G V"],
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: HeinsenAttentionState | None = None,
     return_state: Literal[False] = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "*B T N V"]: ...
+) -> Mixed: ...
 
 
 @overload
 def heinsen_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
-    value: Float[Array, "*B S G V"],
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: HeinsenAttentionState | None = None,
     return_state: Literal[True],
     implementation: Implementation | None = None,
-) -> tuple[Float[Array, "*B T N V"], HeinsenAttentionState]: ...
+) -> tuple[Mixed, HeinsenAttentionState]: ...
 
 
 @overload
 def heinsen_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
-    value: Float[Array, "*B S G V"],
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: HeinsenAttentionState | None = None,
     return_state: bool,
     implementation: Implementation | None = None,
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], HeinsenAttentionState]: ...
+) -> Mixed | tuple[Mixed, HeinsenAttentionState]: ...
 
 
 def heinsen_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
-    value: Float[Array, "*B S G V"],
+    query: Query,
+    key: Keys,
+    value: Values,
     *,
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    key_value_seq_lengths: Integer[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     local_window_size: int | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Decay | None = None,
     initial_state: HeinsenAttentionState | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], HeinsenAttentionState]:
+) -> Mixed | tuple[Mixed, HeinsenAttentionState]:
     """`log_attention` for values of any sign, in linear space.
 
         Y = Softmax(log(exp(Q) exp(K)^T)) V                             (1)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from heinsen_jax.typing import Array, Bool, DTypeLike, Float
 Implementation = Literal["reference", "scan", "chunked", "gpu"] | Chunked
 State = LogAttentionState | HeinsenAttentionState
 
-IMPLEMENTATIONS = ("reference", "scan", "chunked", "gpu")
+IMPLEMENTATIONS = get_args(get_args(Implementation)[0])
 ARRAYS = "query", "key", "value", "segment_ids", "key_value_seq_lengths", "log_decay", "state"
 CHOICES = "is_log", "is_causal", "local_window_size", "implementation"
 
@@ -66,7 +66,14 @@ class Arguments:
 
     @property
     def dtype(self) -> DTypeLike:
+        """Of the output."""
         return jnp.result_type(self.query, self.key, self.value)
+
+    @property
+    def computed_dtype(self) -> DTypeLike:
+        """Of sums: float32 at least."""
+        states = () if self.state is None else (self.state.log_z,)
+        return jnp.promote_types(jnp.result_type(self.dtype, *states), jnp.float32)
 
 
 @partial(jax.jit, inline=True)  # outside another `jit`, so that calls alike are compiled once
@@ -77,7 +84,10 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
     inputs, valid, segment_ids = _inputs(arguments)
     state = _state(arguments)
     before = state.to_averages()
-    before = Averages(*(_one_batch(x, n) for x, n in zip(before, (2, 3), strict=True)))
+    dtype = arguments.computed_dtype
+    before = Averages(
+        *(_one_batch(x.astype(dtype), n) for x, n in zip(before, (2, 3), strict=True))
+    )
     implementation = _implementation(arguments)
     window, is_log = arguments.local_window_size, arguments.is_log
     masked = _masked(inputs, valid, segment_ids, is_log=is_log)
@@ -102,14 +112,13 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
         y, after = variants.windowed(implementation, masked, before, window, is_log=is_log), before
     else:
         y, after = variants.bidirectional(implementation, masked, before, is_log=is_log)
+    y = y.reshape(*arguments.query.shape[:-1], arguments.value.shape[-1])
     after = Averages(
         *(x.reshape(of.shape) for x, of in zip(after, state.to_averages(), strict=True))
     )
-    y = y.reshape(*arguments.query.shape[:-1], arguments.value.shape[-1])
-    after = dataclasses.replace(
-        type(state).from_averages(after), log_decay=_total_decay(arguments, state, masked)
-    )
-    return y.astype(arguments.dtype), after
+    after = type(state).from_averages(after)
+    after = dataclasses.replace(after, log_decay=_total_decay(arguments, state, masked))
+    return y.astype(arguments.dtype), jax.tree.map(lambda x: x.astype(state.log_z.dtype), after)
 
 
 def _signed(arguments: Arguments) -> tuple[Array, State]:
@@ -129,8 +138,8 @@ def _state(arguments: Arguments) -> State:
         return arguments.state
     groups, key_depth = arguments.key.shape[-2:]
     kind = LogAttentionState if arguments.is_log else HeinsenAttentionState
-    dtype = jnp.promote_types(arguments.dtype, jnp.float32)
-    return kind.empty(arguments.batch, groups, key_depth, arguments.value.shape[-1], dtype)
+    sizes = groups, key_depth, arguments.value.shape[-1]
+    return kind.empty(arguments.batch, *sizes, arguments.computed_dtype)
 
 
 def _one_batch(x: Array, axes: int) -> Array:
@@ -142,7 +151,7 @@ def _inputs(arguments: Arguments) -> tuple[Inputs, Array | None, Array | None]:
     """The tokens in one layout; which are no padding `[B, S]`; their segments."""
     *_, length, num_heads, key_depth = arguments.query.shape
     sources, groups, value_depth = arguments.value.shape[-3:]
-    batch, dtype = math.prod(arguments.batch), jnp.promote_types(arguments.dtype, jnp.float32)
+    batch, dtype = math.prod(arguments.batch), arguments.computed_dtype
     if arguments.implementation == "gpu" and arguments.dtype == jnp.bfloat16:
         dtype = jnp.bfloat16  # kernels read half the bytes
     log_decay = arguments.log_decay
@@ -160,7 +169,7 @@ def _inputs(arguments: Arguments) -> tuple[Inputs, Array | None, Array | None]:
     if arguments.key_value_seq_lengths is not None:
         valid = is_there(arguments.key_value_seq_lengths, arguments.batch, sources)
         valid = valid.reshape(batch, sources)
-        if arguments.is_causal:  # NaN times a cotangent of 0 would be NaN
+        if length == sources:  # NaN times a cotangent of 0 would be NaN
             usable = valid[..., None, None, None] | jnp.isfinite(query)
             query = jnp.where(usable, query, 0)
     return Inputs(query, key, value, log_decay), valid, segment_ids

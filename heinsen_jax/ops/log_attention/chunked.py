@@ -7,7 +7,8 @@ Two tiers, chosen block by block from a scalar that is measured beforehand:
 2. `exact`: everything else.
 
 Nothing is clamped. The backward pass is written out, not left to differentiation of `lax.scan` and
-`lax.cond`, which would keep copies of every block's inputs and the residuals of both tiers.
+`lax.cond`, which would keep copies of every block's inputs. Of a single block, residuals are kept,
+with zeros in place of those of the tier that is not chosen.
 """
 
 import math
@@ -84,8 +85,9 @@ class Chunked:
     ) -> tuple[Array, Array, Averages]:
         """Output, log Z and the state after all tokens: in log space if values and state are."""
         plan, length = self.plan(inputs, is_log=is_log), inputs.length
+        inputs, state = varying_like((inputs, state), (inputs, state))
         padded = pad_tokens(inputs, -(-length // plan.block_size) * plan.block_size)
-        folded = Averages(*(x.reshape(-1, *x.shape[2:]) for x in varying_like(state, inputs)))
+        folded = Averages(*(x.reshape(-1, *x.shape[2:]) for x in state))
         result: tuple[Outputs, Averages] = _attend(plan, padded, folded)
         (y, log_z), after = result
         after = Averages(*(x.reshape(of.shape) for x, of in zip(after, state, strict=True)))

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.log_attention.inputs import Averages
-from heinsen_jax.typing import Array, Bool, Float, Integer, typed
+from heinsen_jax.typing import Array, Bool, Float, Integer
 
 
-@typed
 def attention(
     query: Float[Array, "B T G R K"],
     key: Float[Array, "B S G K"],

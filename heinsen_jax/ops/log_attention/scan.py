@@ -11,14 +11,7 @@ import jax.numpy as jnp
 from heinsen_jax.ops.linear_recurrence import linear_recurrence, log_linear_recurrence
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.log_attention.state import read_all, read_averages
-from heinsen_jax.ops.numerics import (
-    einsum,
-    finite,
-    log_add_exp,
-    log_sum_exp,
-    share,
-    where_empty,
-)
+from heinsen_jax.ops.numerics import einsum, finite, log_add_exp, log_sum_exp, share
 from heinsen_jax.typing import Array, Float
 
 
@@ -38,13 +31,13 @@ class Scan:
         before = jnp.concatenate([state.log_z[:, None], h_z[:, :-1]], 1)
         kept, added = before + decay, inputs.key
         log_z = log_sum_exp(inputs.query + h_z[..., None, :], -1)
-        total = where_empty(h_z, jnp.inf)
+        total = finite(h_z)
         if is_log:
             terms = (added - total)[..., None] + inputs.value[..., None, :]
             mean = log_linear_recurrence(
                 (kept - total)[..., None], terms, initial=state.mean, axis=1
             )
-            logits = inputs.query + h_z[..., None, :] - where_empty(log_z, jnp.inf)[..., None]
+            logits = inputs.query + h_z[..., None, :] - finite(log_z)[..., None]
             y = log_sum_exp(logits[..., None] + mean[..., None, :, :], -2)
         else:
             mean = linear_recurrence(

@@ -9,19 +9,19 @@ import jax.numpy as jnp
 from heinsen_jax.ops.context import over_context, summary_of
 from heinsen_jax.ops.log_attention.api import Implementation, log_attention
 from heinsen_jax.ops.log_attention.state import LogAttentionState
-from heinsen_jax.typing import Array, Float, Inexact, Integer
+from heinsen_jax.typing import Array, Decay, Inexact, Keys, Query, Segments
 
 
 @overload
 def sharded_log_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
+    query: Query,
+    key: Keys,
     log_value: Inexact[Array, "*B S G V"],
     *,
     axis_name: str = "context",
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: Literal[False] = False,
     implementation: Implementation | None = None,
@@ -30,14 +30,14 @@ def sharded_log_attention(
 
 @overload
 def sharded_log_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
+    query: Query,
+    key: Keys,
     log_value: Inexact[Array, "*B S G V"],
     *,
     axis_name: str = "context",
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: Literal[True],
     implementation: Implementation | None = None,
@@ -45,14 +45,14 @@ def sharded_log_attention(
 
 
 def sharded_log_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B S G K"],
+    query: Query,
+    key: Keys,
     log_value: Inexact[Array, "*B S G V"],
     *,
     axis_name: str = "context",
     is_causal: bool = True,
-    segment_ids: Integer[Array, "*B S"] | None = None,
-    log_decay: Float[Array, "..."] | None = None,
+    segment_ids: Segments | None = None,
+    log_decay: Decay | None = None,
     initial_state: LogAttentionState | None = None,
     return_state: bool = False,
     implementation: Implementation | None = None,

@@ -161,8 +161,10 @@ def backward(
     form: Form, inputs: Inputs, residuals: Residuals, d_outputs: Outputs, d_after: Averages
 ) -> tuple[Inputs, Averages]:
     """Cotangents of inputs, `starts` being None, and of the state before them."""
-    query, key, value, weights, inverse, y, s, z = residuals[:8]
-    mean, start, mean_end, inverse_end, kept, carried, segments = residuals[8:]
+    (
+        query, key, value, weights, inverse, y, s, z,
+        mean, start, mean_end, inverse_end, kept, carried, segments,
+    ) = residuals  # fmt: skip
     d_y = chunk(d_outputs[0], form.chunk_size)
     d_log_z = chunk(d_outputs[1][..., None], form.chunk_size)[..., 0]
     d_y = d_y * inverse[..., None]

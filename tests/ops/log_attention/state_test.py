@@ -294,3 +294,24 @@ def test_states_serialise(tmp_path):
     np.savez(tmp_path / "state.npz", **fields)
     with np.load(tmp_path / "state.npz") as saved:
         assert_same(LogAttentionState(**saved), state, 1e-30)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+@pytest.mark.parametrize(
+    ("of_inputs", "of_state"),
+    [(jnp.bfloat16, jnp.bfloat16), (jnp.float64, jnp.float32), (jnp.float32, jnp.float64)],
+)
+def test_a_state_keeps_its_dtype(function, of_inputs, of_state):
+    """So that it can be carried by a loop. Sums are formed in the wider type, float32 at least."""
+    inputs = [x.astype(of_inputs) for x in random_inputs(CASE, 0)[:3]]
+    kind = LogAttentionState if function is log_attention else HeinsenAttentionState
+    state = kind.empty(*SHAPE, of_state)
+    options = {"return_state": True, "implementation": "chunked"}
+    y, after = function(*inputs, initial_state=state, **options)
+    assert y.dtype == of_inputs
+    assert {x.dtype for x in jax.tree.leaves(after)} == {np.dtype(of_state)}
+    y, _ = function(*inputs, initial_state=after, **options)
+    expected, _ = function(*(jnp.concatenate([x, x], -3) for x in inputs), **options)
+    bound = 0.1 if of_state == jnp.bfloat16 else 1e-5
+    assert_within(y.astype(float), expected[..., CASE.length :, :, :].astype(float), bound)

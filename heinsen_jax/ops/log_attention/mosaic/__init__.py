@@ -35,13 +35,12 @@ def is_available() -> bool:
 
 def check(*, depths: tuple[int, int], dtype: DTypeLike, is_causal: bool) -> None:
     """Raises NotImplementedError where the kernels cannot serve a call."""
-    is_deep = max(depths) > DEEPEST_OF_FLOAT32
     if max(depths) > max(DEPTHS):
         reason = f"depths {depths} of keys and values are more than {max(DEPTHS)}"
-    elif is_deep and dtype != jnp.bfloat16:
-        reason = f"depths {depths} of float32 need more shared memory than there is: use bfloat16"
     elif dtype == jnp.float64:
         reason = "there are no kernels of float64"
+    elif max(depths) > DEEPEST_OF_FLOAT32 and dtype != jnp.bfloat16:
+        reason = f"depths {depths} of float32 need more shared memory than there is: use bfloat16"
     elif jnp.issubdtype(dtype, jnp.complexfloating):
         reason = "there are no kernels of complex log_value: use heinsen_attention"
     elif not is_causal:
@@ -50,7 +49,7 @@ def check(*, depths: tuple[int, int], dtype: DTypeLike, is_causal: bool) -> None
         reason = "it needs an NVIDIA GPU of the Hopper generation or later"
     else:
         return
-    raise NotImplementedError(f'implementation="gpu": {reason}; or use "chunked"')
+    raise NotImplementedError(f'implementation="gpu" (experimental): {reason}; or use "chunked"')
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ def log_attention(
         reads key/value head n // (num_heads // num_kv_heads). A key of -inf masks a token.
       log_value: `[*B, S, num_kv_heads, value_depth]`, the natural logarithm of positive values, or
         complex, log|v| + i pi (v < 0), for values of either sign: then log Y is complex likewise.
+        log 0 = -inf is served; where values of 0 outweigh all others by more than the range of
+        floating point (80 nats of float32), "chunked" may return log 0 for the rest.
       is_causal: whether a token attends only to itself and earlier ones; then S must equal T.
       segment_ids: `[*B, S]`, integers: tokens attend only to those of their own segment, a run of
         equal numbers. The given state belongs to the first segment, the returned one to the last.

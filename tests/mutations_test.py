@@ -1,4 +1,4 @@
-"""The faults of `mutations.py` still fit the code: the program itself takes a quarter of an hour."""
+"""The faults of `mutations.py` still fit the code; the program itself takes half an hour."""
 
 import pytest
 

@@ -59,6 +59,8 @@ class ConditionalAttention(Attention[ConditionalConfig, Never]):
         return route(soft_top_k(scores, min(SPREAD * count, x.shape[-2])), count)
 
     def mix(self, x: Features, call: Call[Never]) -> tuple[Features, None]:
+        if x.shape[-2] == 0:  # nothing to route
+            return x, None
         y = conditional_attention(
             x,
             lambda x: self.light(x, is_causal=False).astype(x.dtype),

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array, check_tokens, document_starts, is_there
+from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.numerics import log_sum_exp, share
 from heinsen_jax.ops.pooling import Tokens, average, merged, pool
 from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dataclass
@@ -174,7 +175,9 @@ def additive_pooling(
             end = None if there is None else jnp.repeat(_end(there).reshape(-1), heads)
             after = _last_tokens(before, tokens, segments, end)
     y = _unfolded(pooled, batch, heads).x.astype(jnp.result_type(x, logits))
-    return (y, AdditiveState(*_unfolded(after, batch, heads))) if return_state else y
+    if not return_state:
+        return y
+    return y, astype_like(AdditiveState(*_unfolded(after, batch, heads)), state)
 
 
 def additive_summary(

@@ -60,6 +60,12 @@ def repeat_rows(x: Shaped[Array, "*N C F"], heads: int) -> Shaped[Array, "*N RC 
     return x if heads == 1 else jnp.concatenate([x] * heads, -2)
 
 
+def astype_like(tree: Tree, example: Tree) -> Tree:
+    """The same arrays in the dtypes of another pytree of the same structure: loops carry states, so
+    that one is returned in the dtype it was given in."""
+    return jax.tree.map(lambda x, of: x.astype(of.dtype), tree, example)
+
+
 def varying_like(tree: Tree, example: object) -> Tree:
     """The same arrays, but varying over the devices of an enclosing `jax.shard_map` where any array
     of `example` does: loops and branches require equal types, of which that is a part."""

@@ -20,7 +20,7 @@ from heinsen_jax.ops.arguments import (
     is_there,
     without_padding,
 )
-from heinsen_jax.ops.layout import chunk, repeat_rows, unchunk, varying_like
+from heinsen_jax.ops.layout import astype_like, chunk, repeat_rows, unchunk, varying_like
 from heinsen_jax.typing import (
     Array,
     Float,
@@ -199,7 +199,8 @@ def linear_attention(
     *batch, sources, groups, value_depth = value.shape
     output_dtype = jnp.result_type(query, key, value)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
-    dtype = jnp.promote_types(output_dtype, jnp.float32)
+    sums = () if initial_state is None else (initial_state.s,)
+    dtype = jnp.promote_types(jnp.result_type(output_dtype, *sums), jnp.float32)
     query, key = _features(feature_map, query.astype(dtype), key.astype(dtype))
     there = None
     if key_value_seq_lengths is not None:  # features of a zero need not be zeros
@@ -234,7 +235,8 @@ def linear_attention(
     y = _divided(numerator.reshape(*batch, length, heads, value_depth), total).astype(output_dtype)
     if not return_state:
         return y
-    return y, LinearAttentionState(after.s.reshape(shapes[0]), after.z.reshape(shapes[1]))
+    after = LinearAttentionState(after.s.reshape(shapes[0]), after.z.reshape(shapes[1]))
+    return y, astype_like(after, initial_state)
 
 
 def _check(query, key, value, is_causal, segment_ids, key_value_seq_lengths) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.arguments import check_array
-from heinsen_jax.ops.layout import varying_like
+from heinsen_jax.ops.layout import astype_like, varying_like
 from heinsen_jax.typing import Array, Features, Float, Integer, pytree_dataclass
 
 Layer = Callable[[Array], Array]
@@ -142,10 +142,11 @@ def segment_recurrence(
     """
     state = _state(x, memory, segment_length, initial_state)
     dtype = jnp.result_type(x, state.memory)
+    given = _cast(state, dtype) if initial_state is None else initial_state
     x, state = x.astype(dtype), _cast(state, dtype)
     length = x.shape[-2]
     if length == 0:
-        return (x, state) if return_state else x
+        return (x, given) if return_state else x
 
     # Where the count is known, so are the segments' borders. Otherwise there may be one segment
     # more, and the last may be empty. What is padding repeats the last token.
@@ -180,7 +181,8 @@ def segment_recurrence(
     y = lax.dynamic_slice_in_dim(y, count, length, -2)
     if not return_state:
         return y
-    return y, _after(stream, memory, jnp.asarray(count + length, jnp.int32), segment_length)
+    after = _after(stream, memory, jnp.asarray(count + length, jnp.int32), segment_length)
+    return y, astype_like(after, given)
 
 
 def _segment(layer: Layer, memory: Array, tokens: Array) -> tuple[Array, Array]:

@@ -299,6 +299,23 @@ def test_no_tokens(name):
         assert_close(of_tokens(state), of_tokens(empty))
 
 
+@ops_with(lambda op: op.state)
+@pytest.mark.parametrize(
+    ("of_arrays", "of_state"), [(np.float64, np.float32), (np.float32, np.float64)]
+)
+@pytest.mark.usefixtures("x64")
+def test_a_state_keeps_its_dtype(name, of_arrays, of_state):
+    """So that a loop can carry it, whatever the arrays are."""
+    op, inputs = OPS[name], draw(name)
+    arrays = [x[:, :7].astype(of_arrays) for x in inputs.arrays]
+    constants = [x.astype(of_state) for x in inputs.constants]
+    state = op.state((BATCH,), of_state, *constants)
+    call = partial(op, initial_state=state, return_state=True)
+    _, after = jax.eval_shape(call, arrays, constants)
+    dtypes = [jax.tree.map(lambda x: x.dtype, x) for x in (state, after)]
+    assert dtypes[0] == dtypes[1]
+
+
 @each_op
 def test_no_sequences(name):
     op, inputs = OPS[name], draw(name, np.float32)

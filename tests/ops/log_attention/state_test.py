@@ -238,6 +238,22 @@ def test_every_tree_of_merges_gives_the_same_state(seed, std, decays, order, dat
     assert_same(states[0], whole, 5e-6, std)
 
 
+absorb_values = jax.jit(HeinsenAttentionState.absorb)
+
+
+@given(SEEDS)
+def test_linear_states_with_decay_merge_into_that_of_all_tokens(seed):
+    tokens = [decayed_tokens((seed + i) % 2**32) for i in range(2)]
+    first, second = (absorb_values(NO_AVERAGES, *x) for x in tokens)
+    whole = absorb_values(NO_AVERAGES, *(np.concatenate(x, 1) for x in zip(*tokens, strict=True)))
+    merged = first.merge(second)
+    gone = np.isneginf(whole.log_z)
+    assert_within(np.where(gone, 0, merged.log_z), np.where(gone, 0, whole.log_z), 2e-5)
+    np.testing.assert_array_equal(np.isneginf(merged.log_z), gone)
+    assert_within(merged.mean, whole.mean, 2e-5)
+    assert_within(first.merge(NO_AVERAGES).mean, first.mean, 1e-30)
+
+
 def test_with_decay_the_order_counts():
     a, b = (absorb(EMPTY, *decayed_tokens(seed)) for seed in (1, 2))
     assert not np.allclose(merge(a, b).log_z, merge(b, a).log_z, atol=0.1)

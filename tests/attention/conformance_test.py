@@ -239,6 +239,21 @@ def test_a_state_without_a_capacity_grows(variant):
         start += size
 
 
+@able("streaming")
+@pytest.mark.usefixtures("x64")
+def test_a_loop_carries_the_state_of_float32_through_tokens_of_float64(variant):
+    layer = build(variant)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        y, state = layer(x[:, None], state=state, return_state=True)
+        return state, y
+
+    state, tokens = layer.init_state((BATCH,), capacity=3), np.zeros((3, BATCH, MODEL_DIM))
+    after, _ = jax.eval_shape(partial(jax.lax.scan, step), state, tokens)
+    dtypes = [jax.tree.map(lambda x: x.dtype, x) for x in (state, after)]
+    assert dtypes[0] == dtypes[1]
+
+
 @able("streaming", short={*NAMES, *STREAMS, "log, decay of heads"})
 def test_the_state_is_of_the_size_that_is_claimed(variant):
     layer = build(variant)

@@ -330,7 +330,7 @@ def _tree(factor: Array, added: States, first: State) -> States:
 
         factors = factor.reshape(*factor.shape, *[1] * (added.ndim - factor.ndim))
         a, x = lax.associative_scan(compose, (factors, added))
-        return x + a * first
+        return x + a * first[None]
 
     return jax.tree.map(recurrence, added, first)
 

@@ -208,3 +208,13 @@ def test_float32_with_segments_stays_float32_beside_float64():
         *arrays, segment_ids=segment_ids, return_state=True, implementation="chunked"
     )
     assert {x.dtype for x in (log_y, state.log_s, state.log_z)} == {np.dtype(np.float32)}
+
+
+def test_states_formed_in_a_tree_are_those_of_a_loop():
+    """As accelerators form them; `forms_test.py` has more."""
+    arrays = inputs()
+    log_y, gradients = value_and_gradients(*arrays, Chunked(16, 64, parallel_scan=True))
+    expected, expected_gradients = value_and_gradients(*arrays, DEFAULT)
+    assert_within(log_y, expected, 5e-6)
+    for have, want in zip(gradients, expected_gradients, strict=True):
+        assert_within(have, want, 5e-6 * np.max(np.abs(want)))

@@ -128,5 +128,5 @@ def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[in
             raise ValueError(f"local_window_size must not be negative, is {size}")
         return size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"local_window_size must be a whole number >= 1 or a pair, is {size!r}")
+        raise ValueError(f"local_window_size must be an integer >= 1 or a pair, is {size!r}")
     return size - 1, 0 if is_causal else size - 1

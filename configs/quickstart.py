@@ -14,17 +14,19 @@ from heinsen_jax.config import (
 
 def get_config() -> ExperimentConfig:
     return ExperimentConfig(
-        model=LanguageModelConfig(vocab_size=264, model_dim=128, num_layers=4, num_heads=4),
+        model=LanguageModelConfig(
+            vocab_size=264, model_dim=128, num_layers=4, num_heads=4, remat=True
+        ),
         data=DataConfig(
             corpus="python-stdlib", tokenizer="bytes", sequence_length=128, batch_size=8
         ),
         optimizer=OptimizerConfig(
-            learning_rate=3e-3, end_learning_rate=1e-4, warmup_steps=50, beta2=0.99
+            learning_rate=4e-3, end_learning_rate=1e-4, warmup_steps=50, beta2=0.99
         ),
         training=TrainingConfig(
-            steps=750,
+            steps=700,
             report_every=50,
-            evaluate_every=375,
+            evaluate_every=350,
             evaluation_batches=20,
             sample_prompt="def ",
         ),

@@ -16,6 +16,9 @@ from jax import lax
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.typing import Array, Float, pytree_dataclass
 
+# Elements of the sums over terms that are held at once: what caches hold; 1 GiB of float32.
+TERMS_ON_CPU, TERMS = 2**19, 2**28
+
 # GPUs and TPUs would multiply float32 as TF32 or bfloat16.
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -177,10 +180,11 @@ def _or_by_terms_forward(sums, exponent, x, y, added):
     way = first_safe(jnp.max(jnp.where(exponent == -jnp.inf, 0.0, excess), initial=0.0)[None])
 
     def by_terms():
-        terms = _terms(x, y)
-        largest = jnp.max(terms, -2)
+        largest = jnp.max(_terms(x, y), -2)
         if added is not None:
             largest = jnp.maximum(largest, added)
+        # Formed again: held for both reductions, they would take time and memory.
+        terms = _terms(*lax.optimization_barrier((x, y)))
         total = jnp.sum(share(terms, largest[..., None, :]), -2)
         return total if added is None else total + share(added, largest), largest
 
@@ -196,9 +200,17 @@ def _or_by_terms_backward(saved, cotangents):
         return d_sums, *jax.tree.map(jnp.zeros_like, (x, y, added))
 
     def of_terms():
-        d_terms = share(_terms(x, y), exponent[..., None, :]) * d_sums[..., None, :]
+        def of_matrix(matrices):
+            x, y, exponent, d_sums = matrices
+            d_terms = share(_terms(x, y), exponent[:, None]) * d_sums[:, None]
+            return jnp.sum(d_terms, 2), jnp.sum(d_terms, 0)
+
+        at_once = TERMS_ON_CPU if jax.default_backend() == "cpu" else TERMS
+        size = max(1, at_once // max(1, x.shape[-2] * y.shape[-2] * y.shape[-1]))
+        matrices = (m.reshape(-1, *m.shape[-2:]) for m in (x, y, exponent, d_sums))
+        d_x, d_y = lax.map(of_matrix, tuple(matrices), batch_size=size)
         d_added = None if added is None else share(added, exponent) * d_sums
-        return jnp.zeros_like(d_sums), jnp.sum(d_terms, -1), jnp.sum(d_terms, -3), d_added
+        return jnp.zeros_like(d_sums), d_x.reshape(x.shape), d_y.reshape(y.shape), d_added
 
     d_sums, *d_terms = lax.switch(way, (of_sums, of_terms))
     return d_sums, None, *d_terms

@@ -70,22 +70,24 @@ class Sampler:
             drawn = jax.random.wrap_key_data(drawn)  # of jax.random.PRNGKey
         return cls(drawn, temperature, top_k, num_tokens)
 
-    def draw(
-        self, logits: Float[Array, "*B V"], position: int | Integer[Array, ""]
-    ) -> Integer[Array, "*B"]:
-        """The token at a position of the new ones, for logits `[*B, V]`."""
+    def keys(self, position: int | Integer[Array, ""]) -> Key[Array, "*B"]:
+        """Those of the draw at a position of the new tokens."""
+        by_row = jax.vmap(jax.random.fold_in, (0, None))
+        if not self.key.shape:
+            return jax.random.fold_in(self.key, position)
+        return by_row(self.key.reshape(-1), position).reshape(self.key.shape)
+
+    def draw(self, logits: Float[Array, "*B V"], keys: Key[Array, "*_"]) -> Integer[Array, "*B"]:
+        """A token for each row of logits."""
         logits = logits[..., : self.num_tokens]
         if self.top_k == 1:
             return jnp.argmax(logits, -1)
         logits = filter_logits(logits, self.temperature, self.top_k)
-        if not self.key.shape:
-            return jax.random.categorical(jax.random.fold_in(self.key, position), logits)
-
-        def one(key: Key[Array, ""], logits: Float[Array, "V"]) -> Integer[Array, ""]:
-            return jax.random.categorical(jax.random.fold_in(key, position), logits)
-
+        if not keys.shape:
+            return jax.random.categorical(keys, logits)
         rows = logits.reshape(-1, logits.shape[-1])
-        return jax.vmap(one)(self.key.reshape(-1), rows).reshape(logits.shape[:-1])
+        drawn = jax.vmap(jax.random.categorical)(keys.reshape(-1), rows)
+        return drawn.reshape(logits.shape[:-1])
 
 
 def check_prompts(model: LanguageModel, tokens: Shaped[Array, "..."]) -> None:

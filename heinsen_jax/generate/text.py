@@ -151,7 +151,7 @@ def _begin(
     """The first token of every sample, and the state that it is drawn from."""
     features, state = read(reader(graph, parameters, are_apart), tokens, lengths, state)
     each = jnp.repeat(jnp.arange(len(tokens)), samples)
-    first = draw(graph, parameters, features[each], sampler, 0, tokens.dtype)
+    first = draw(graph, parameters, features[each], sampler, sampler.keys(0), tokens.dtype)
     return first, take_rows(state, each)
 
 

@@ -15,7 +15,7 @@ from heinsen_jax.generate.prompts import Lengths, Padding, read, to_the_right
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import Read, keeps_rows_apart, reader, to_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Shaped
+from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
 
 Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
 
@@ -202,7 +202,8 @@ def _next_token(
 ) -> Carry:
     """Feeds tokens `[*B, T]` and draws the one that follows."""
     features, state = reader(graph, parameters, True)(tokens, state)
-    return draw(graph, parameters, features, sampler, position, tokens.dtype), state
+    keys = sampler.keys(position)
+    return draw(graph, parameters, features, sampler, keys, tokens.dtype), state
 
 
 def draw(
@@ -210,12 +211,12 @@ def draw(
     parameters: nnx.State,
     features: Features,
     sampler: Sampler,
-    position: int | Integer[Array, ""],
+    keys: Key[Array, "*_"],
     dtype: DTypeLike,
 ) -> Integer[Array, "*B"]:
     """The token that follows the last of features `[*B, T, D]`."""
     logits = nnx.merge(graph, parameters).readout(features[..., -1:, :])[..., 0, :]
-    return sampler.draw(logits, position).astype(dtype)
+    return sampler.draw(logits, keys).astype(dtype)
 
 
 @partial(jax.jit, static_argnames=("graph", "max_new_tokens", "are_apart"))
@@ -234,7 +235,7 @@ def _generate(
         features, state = rows(tokens, state)
     else:
         features, state = read(rows, tokens, lengths, state)
-    first = draw(graph, parameters, features, sampler, 0, tokens.dtype)
+    first = draw(graph, parameters, features, sampler, sampler.keys(0), tokens.dtype)
     going_on = partial(go_on, graph, parameters, rows, sampler)
     (_, state), rest = going_on((first, state), jnp.arange(1, max_new_tokens))
     return jnp.concatenate([first[..., None], rest], -1), state
@@ -250,11 +251,11 @@ def go_on(
 ) -> tuple[Carry, Integer[Array, "*B new"]]:
     """(the last token, the state before it) after further tokens, and these, `[*B, positions]`."""
 
-    def step(carry: Carry, position: Integer[Array, ""]) -> tuple[Carry, Integer[Array, "*B"]]:
+    def step(carry: Carry, keys: Key[Array, "*_"]) -> tuple[Carry, Integer[Array, "*B"]]:
         token, state = carry
         features, state = rows(token[..., None], state)
-        token = draw(graph, parameters, features, sampler, position, token.dtype)
+        token = draw(graph, parameters, features, sampler, keys, token.dtype)
         return (token, state), token
 
-    carry, new = lax.scan(step, carry, positions)
+    carry, new = lax.scan(step, carry, jax.vmap(sampler.keys)(positions))
     return carry, jnp.moveaxis(new, 0, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeAlias, Unpack, overload
@@ -278,6 +278,25 @@ def _through(
     turns = len(jax.tree.leaves(parameters)[0])
     unroll = x.shape[-2] == 1 and turns <= MOST_UNROLLED
     return lax.scan(apply_turn, x, (parameters, states), unroll=turns if unroll else 1)
+
+
+def by_layer(parameters: nnx.State) -> Callable[[], nnx.State]:
+    """The parameters, as a loop over single tokens wants them.
+
+    Each layer's are cut from the stack here, outside of the loop, and stacked again where the
+    result is called, inside of it. XLA undoes the two together; a loop that is given the stack
+    copies all weights at every token.
+    """
+    stacks, tree = jax.tree.flatten(parameters["blocks"])
+    if len(stacks[0]) > MOST_UNROLLED:
+        return lambda: parameters
+    layers = [list(stack) for stack in stacks]
+
+    def stacked() -> nnx.State:
+        blocks = jax.tree.unflatten(tree, map(jnp.stack, layers))
+        return nnx.State({**parameters, "blocks": blocks})
+
+    return stacked
 
 
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:

@@ -4,11 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.generate import decode_stream, filter_logits, generate, stream
+from heinsen_jax.generate.sampling import Sampler
+from heinsen_jax.generate.tokens import _generate
 from heinsen_jax.interop.torch import from_state_dict
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.models import LanguageModel, language_model
 from tests.models.mechanisms_test import build
 from tests.models.small import apply, assert_greedy
 
@@ -50,6 +53,24 @@ def test_greedy_equals_recomputing_everything_also_after_a_state(model):
     first, state = generate(model, tokens, 12, top_k=1, return_state=True)
     second = generate(model, first[:, -1:], 12, top_k=1, state=state)
     assert_greedy(model, tokens, np.concatenate([first, second], 1))
+
+
+def test_no_token_copies_the_weights_of_all_layers(model):
+    """A loop that held them stacked would cut them apart, which is to copy them, at every token."""
+    parameters = nnx.split(model)[1]
+    stack = parameters["blocks"][0]["attention"]["project"]["kernel"][...].shape
+    sampler = Sampler.of(model, 1.0, None, jax.random.key(0), None)
+    state = model.init_state(())
+    arguments = *nnx.split(model), PROMPT[:1], None, state, sampler, 8, True
+    program = _generate.lower(*arguments).compile().as_text()
+    loops = [line for line in program.splitlines() if " while(" in line]
+    assert loops
+    assert not [loop for loop in loops if "f32[{},{},{}]".format(*stack) in loop]
+
+
+def test_more_layers_than_are_unrolled(model, monkeypatch):
+    monkeypatch.setattr(language_model, "MOST_UNROLLED", 1)
+    assert_greedy(model, PROMPT[None], generate(model, PROMPT[None], 7, top_k=1))
 
 
 def test_a_key_of_either_kind_decides_the_sample(model):

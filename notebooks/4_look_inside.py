@@ -56,7 +56,6 @@ config = replace(
         convolution_size=4,
     ),
     data=replace(base.data, sequence_length=64, cache=str(ROOT / "data")),
-    optimizer=replace(base.optimizer, learning_rate=4e-3),
     training=replace(
         base.training, steps=200, evaluate_every=200, sample_tokens=0, report_every=10
     ),

@@ -71,23 +71,22 @@ class Sampler:
         return cls(drawn, temperature, top_k, num_tokens)
 
     def keys(self, position: int | Integer[Array, ""]) -> Key[Array, "*B"]:
-        """Those of the draw at a position of the new tokens."""
-        by_row = jax.vmap(jax.random.fold_in, (0, None))
-        if not self.key.shape:
-            return jax.random.fold_in(self.key, position)
-        return by_row(self.key.reshape(-1), position).reshape(self.key.shape)
+        """Random keys for drawing the new token at a position."""
+        fold_in = jax.random.fold_in
+        for _ in self.key.shape:
+            fold_in = jax.vmap(fold_in, (0, None))
+        return fold_in(self.key, position)
 
     def draw(self, logits: Float[Array, "*B V"], keys: Key[Array, "*_"]) -> Integer[Array, "*B"]:
-        """A token for each row of logits."""
+        """A token for each row of logits, by one key for all rows or one for each."""
         logits = logits[..., : self.num_tokens]
         if self.top_k == 1:
             return jnp.argmax(logits, -1)
         logits = filter_logits(logits, self.temperature, self.top_k)
-        if not keys.shape:
-            return jax.random.categorical(keys, logits)
-        rows = logits.reshape(-1, logits.shape[-1])
-        drawn = jax.vmap(jax.random.categorical)(keys.reshape(-1), rows)
-        return drawn.reshape(logits.shape[:-1])
+        choose = jax.random.categorical
+        for _ in keys.shape:
+            choose = jax.vmap(choose)
+        return choose(keys, logits)
 
 
 def check_prompts(model: LanguageModel, tokens: Shaped[Array, "..."]) -> None:

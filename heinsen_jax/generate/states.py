@@ -20,7 +20,7 @@ from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
-from heinsen_jax.models.language_model import by_layer
+from heinsen_jax.models.language_model import unstacked
 from heinsen_jax.models.position import PositionState
 from heinsen_jax.training.weights import named
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer
@@ -102,15 +102,14 @@ def take_rows(state: LanguageModelState, rows: Rows) -> LanguageModelState:
 def reader(graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, are_apart: bool) -> Read:
     """Reads tokens `[*B, T]` after a state; if rows are not kept apart, of `to_rows`.
 
-    To be called outside of a loop over tokens: it takes the layers' weights apart.
+    Call it outside a loop over tokens: it unstacks the layers' weights.
     """
-    for_one_token = by_layer(parameters)
+    weights = unstacked(parameters)
 
     def read(
         tokens: Integer[Array, "*B T"], state: LanguageModelState
     ) -> tuple[Features, LanguageModelState]:
-        weights = for_one_token() if tokens.shape[-1] == 1 else parameters
-        model = nnx.merge(graph, weights)
+        model = nnx.merge(graph, weights(tokens.shape[-1]))
         features, after = model.features(tokens, state=state, return_state=True)
         assert after is not None
         return features, after

@@ -276,27 +276,32 @@ def _through(
     if remat is not None:
         apply_turn = jax.checkpoint(apply_turn, prevent_cse=False, policy=REMAT_POLICIES[remat])
     turns = len(jax.tree.leaves(parameters)[0])
-    unroll = x.shape[-2] == 1 and turns <= MOST_UNROLLED
+    unroll = _is_unrolled(turns, x.shape[-2])
     return lax.scan(apply_turn, x, (parameters, states), unroll=turns if unroll else 1)
 
 
-def by_layer(parameters: nnx.State) -> Callable[[], nnx.State]:
-    """The parameters, as a loop over single tokens wants them.
+def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
+    """Returns a function that gives the parameters inside a loop over tokens, for so many at once.
 
-    Each layer's are cut from the stack here, outside of the loop, and stacked again where the
-    result is called, inside of it. XLA undoes the two together; a loop that is given the stack
-    copies all weights at every token.
+    For single tokens the layers' weights are unstacked here, outside the loop, and stacked again by
+    the function, which XLA cancels: if the loop held the stack, it would copy every weight at every
+    token. Throughout the loop the layers' weights take their memory twice.
     """
     stacks, tree = jax.tree.flatten(parameters["blocks"])
-    if len(stacks[0]) > MOST_UNROLLED:
-        return lambda: parameters
-    layers = [list(stack) for stack in stacks]
+    turns = len(stacks[0])
+    layers = [[*stack] for stack in stacks] if _is_unrolled(turns, 1) else []
 
-    def stacked() -> nnx.State:
+    def weights(length: int) -> nnx.State:
+        if not _is_unrolled(turns, length):
+            return parameters
         blocks = jax.tree.unflatten(tree, map(jnp.stack, layers))
         return nnx.State({**parameters, "blocks": blocks})
 
-    return stacked
+    return weights
+
+
+def _is_unrolled(turns: int, length: int) -> bool:
+    return length == 1 and turns <= MOST_UNROLLED
 
 
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:

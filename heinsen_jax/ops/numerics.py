@@ -16,8 +16,9 @@ from jax import lax
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.typing import Array, Float, pytree_dataclass
 
-# Elements of the sums over terms that are held at once: what caches hold; 1 GiB of float32.
-TERMS_ON_CPU, TERMS = 2**19, 2**28
+# Terms held at once in a backward pass: on a CPU 2 MiB of float32, which caches hold.
+TERMS = 2**19
+TERMS_ELSEWHERE = 2**28
 
 # GPUs and TPUs would multiply float32 as TF32 or bfloat16.
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
@@ -183,7 +184,7 @@ def _or_by_terms_forward(sums, exponent, x, y, added):
         largest = jnp.max(_terms(x, y), -2)
         if added is not None:
             largest = jnp.maximum(largest, added)
-        # Formed again: held for both reductions, they would take time and memory.
+        # Without the barrier, XLA would form the terms once and hold them for both reductions.
         terms = _terms(*lax.optimization_barrier((x, y)))
         total = jnp.sum(share(terms, largest[..., None, :]), -2)
         return total if added is None else total + share(added, largest), largest
@@ -200,20 +201,35 @@ def _or_by_terms_backward(saved, cotangents):
         return d_sums, *jax.tree.map(jnp.zeros_like, (x, y, added))
 
     def of_terms():
-        def of_matrix(matrices):
-            x, y, exponent, d_sums = matrices
-            d_terms = share(_terms(x, y), exponent[:, None]) * d_sums[:, None]
-            return jnp.sum(d_terms, 2), jnp.sum(d_terms, 0)
-
-        at_once = TERMS_ON_CPU if jax.default_backend() == "cpu" else TERMS
-        size = max(1, at_once // max(1, x.shape[-2] * y.shape[-2] * y.shape[-1]))
-        matrices = (m.reshape(-1, *m.shape[-2:]) for m in (x, y, exponent, d_sums))
-        d_x, d_y = lax.map(of_matrix, tuple(matrices), batch_size=size)
+        d_x, d_y = _terms_backward(x, y, exponent, d_sums)
         d_added = None if added is None else share(added, exponent) * d_sums
-        return jnp.zeros_like(d_sums), d_x.reshape(x.shape), d_y.reshape(y.shape), d_added
+        return jnp.zeros_like(d_sums), d_x, d_y, d_added
 
     d_sums, *d_terms = lax.switch(way, (of_sums, of_terms))
     return d_sums, None, *d_terms
+
+
+def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple[Array, Array]:
+    """Cotangents of x and y, of some matrices at a time: no more than `TERMS`, or one."""
+
+    def of_part(part: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, y, exponent, d_sums = part
+        d_terms = share(_terms(x, y), exponent[..., None, :]) * d_sums[..., None, :]
+        return jnp.sum(d_terms, -1), jnp.sum(d_terms, -3)
+
+    at_once = TERMS if jax.default_backend() == "cpu" else TERMS_ELSEWHERE
+    number, terms = math.prod(x.shape[:-2]), y.shape[-1] * math.prod(x.shape[-2:])
+    sizes = (size for size in range(number, 1, -1) if number % size == 0)
+    size = next((size for size in sizes if size * terms <= at_once), min(number, 1))
+    if size == number:
+        return of_part((x, y, exponent, d_sums))
+
+    def split(m: Array) -> Array:  # matrices stay on their device: each part takes every n-th
+        return jnp.swapaxes(m.reshape(size, -1, *m.shape[-2:]), 0, 1)
+
+    parts = lax.map(of_part, tuple(split(m) for m in (x, y, exponent, d_sums)))
+    d_x, d_y = (jnp.swapaxes(part, 0, 1) for part in parts)
+    return d_x.reshape(x.shape), d_y.reshape(y.shape)
 
 
 _or_by_terms.defvjp(_or_by_terms_forward, _or_by_terms_backward)

@@ -55,22 +55,25 @@ def test_greedy_equals_recomputing_everything_also_after_a_state(model):
     assert_greedy(model, tokens, np.concatenate([first, second], 1))
 
 
-def test_no_token_copies_the_weights_of_all_layers(model):
-    """A loop that held them stacked would cut them apart, which is to copy them, at every token."""
-    parameters = nnx.split(model)[1]
+@pytest.mark.usefixtures("as_users_compile")
+def test_a_loop_over_tokens_holds_the_weights_of_each_layer_apart(model):
+    """It would cut them out of a stack, which is to copy them, at every token."""
+    graph, parameters = nnx.split(model)
     stack = parameters["blocks"][0]["attention"]["project"]["kernel"][...].shape
-    sampler = Sampler.of(model, 1.0, None, jax.random.key(0), None)
+    sampler = Sampler.of(model, 1.0, 1, None, None)
     state = model.init_state(())
-    arguments = *nnx.split(model), PROMPT[:1], None, state, sampler, 8, True
-    program = _generate.lower(*arguments).compile().as_text()
-    loops = [line for line in program.splitlines() if " while(" in line]
-    assert loops
-    assert not [loop for loop in loops if "f32[{},{},{}]".format(*stack) in loop]
+    lowered = _generate.lower(graph, parameters, PROMPT[:1], None, state, sampler, 8, True)
+    lines = lowered.compile().as_text().splitlines()
+    (loop,) = [line for line in lines if " while(" in line]
+    layer = "f32[{},{}]".format(*stack[1:])
+    assert loop.split(" while(")[0].count(layer) == stack[0]
+    assert "f32[{},{},{}]".format(*stack) not in loop
 
 
-def test_more_layers_than_are_unrolled(model, monkeypatch):
+def test_deep_models_keep_their_weights_stacked(model, monkeypatch):
     monkeypatch.setattr(language_model, "MOST_UNROLLED", 1)
-    assert_greedy(model, PROMPT[None], generate(model, PROMPT[None], 7, top_k=1))
+    parameters = nnx.split(model)[1]
+    assert language_model.unstacked(parameters)(1) is parameters
 
 
 def test_a_key_of_either_kind_decides_the_sample(model):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from heinsen_jax import attention
+from heinsen_jax.config import as_json, load_config
 from heinsen_jax.study import load_study, results_of
 from heinsen_jax.study.report import table
 
@@ -58,7 +59,12 @@ def test_there_are_examples():
 
 @pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
 def test_losses_are_those_of_the_results(name):
-    assert f"{result(name)['final']['loss']:.2f} | {result(name)['unigram_loss']:.2f}" in PAGES
+    measured = result(name)
+    assert f"{measured['final']['loss']:.2f} | {measured['unigram_loss']:.2f}" in PAGES
+    now = as_json(load_config(ROOT / "configs" / f"{name}.py"))
+    for part in ("model", "data", "optimizer", "training"):  # fields that came later had no effect
+        fields = measured["config"][part]
+        assert fields == {field: now[part][field] for field in fields}
 
 
 def test_mechanisms_are_compared_with_the_results():

@@ -71,11 +71,12 @@ def _run_text(
     max_batches: int | None,
     latest: bool,
 ) -> None:
+    for option, number in (("max-batches", max_batches), ("sequence-length", sequence_length)):
+        if number is not None and number < 1:
+            raise UserError(f"--{option} {number} must be at least 1")
     model, tokenizer, step = load_run(workdir, best=not latest)
     experiment = load_config(workdir / CONFIG_FILE)
     settings = experiment.data
-    if max_batches is not None and max_batches < 1:
-        raise UserError(f"--max-batches {max_batches} must be at least 1")
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
             f"{workdir} holds a run that learned a task, which has its own lengths: leave out "
@@ -84,8 +85,6 @@ def _run_text(
     if data is not None and isinstance(settings, DataConfig):
         settings = replace(settings, corpus=data, validation_fraction=None)
     if sequence_length is not None:
-        if sequence_length < 1:
-            raise UserError(f"--sequence-length {sequence_length} must be at least 1")
         settings = replace(settings, sequence_length=sequence_length)
     dataset = cast(Dataset, text.load(settings))
     if isinstance(settings, DataConfig):

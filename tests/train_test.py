@@ -130,6 +130,7 @@ def validation_rows(workdir: Path) -> list[dict]:
 
 
 def test_training_says_what_comes_next(trained):
+    assert "compiling the update\ncompiled in " in trained
     assert "step 200/200  validation" in trained
     assert "a sample:" in trained
     assert "python -m heinsen_jax.generate --workdir whole" in trained
@@ -202,6 +203,14 @@ def test_generate_continues_a_prompt_the_same_way_for_the_same_seed(
         assert len(out) == 5 + 40 + 1
         texts.append(out)
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("option", ["--max-batches", "--sequence-length"])
+def test_evaluate_checks_its_options_before_it_reads_a_model(place, monkeypatch, capsys, option):
+    arguments = "--workdir", "nowhere", option, "0"
+    code, _, error = said_by(evaluate.main, place, monkeypatch, capsys, *arguments)
+    assert code == 2
+    assert f"{option} 0 must be at least 1" in error
 
 
 def test_evaluate_measures_what_training_did(place, trained, monkeypatch, capsys):

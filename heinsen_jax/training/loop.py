@@ -1,5 +1,6 @@
 """The training loop: from configurations to a trained model in a run's folder."""
 
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -127,7 +128,10 @@ class _Run:
                 for damaged, reason in self.checkpoints.damaged.items():
                     folder = self.checkpoints.folder / str(damaged)
                     self.reporter.line(f"{folder} is damaged ({reason}): it is not used")
+                self.reporter.line("compiling the update")
+                started = time.monotonic()
                 update = self._compiled()
+                self.reporter.line(f"compiled in {time.monotonic() - started:.1f} s")
                 for line in self._described(update):
                     self.reporter.line(line)
                 if start is None:
@@ -135,6 +139,7 @@ class _Run:
                 else:
                     self.reporter.line(f"continuing {self.workdir} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
+                self.reporter.begin()
                 result = self._steps(state, start, update)
                 self.checkpoints.wait()
         self._conclude(result)
@@ -293,7 +298,8 @@ class _Run:
         line(f"loss plot: {plot_losses(self.workdir)}")
         if self.model.is_causal and self.dataset.tokenizer is not None:
             line("next, let it write:")
-            line(f'  python -m heinsen_jax.generate --workdir {self.workdir} --prompt "..."')
+            workdir = shlex.quote(str(self.workdir))
+            line(f'  python -m heinsen_jax.generate --workdir {workdir} --prompt "..."')
 
 
 class _Tracer:

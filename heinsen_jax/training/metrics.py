@@ -2,6 +2,7 @@
 
 import json
 import time
+import warnings
 from pathlib import Path
 from types import TracebackType
 
@@ -10,6 +11,8 @@ import matplotlib.figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tensorboardX import SummaryWriter
+
+from heinsen_jax.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
@@ -37,7 +40,11 @@ class Reporter:
     """Writes a run's metrics where people look for them. On other processes than 0 it is silent.
 
     Use as a context manager. Rows of metrics.jsonl after `start_step`, written by a process that
-    was killed before its next checkpoint, are removed: the run goes on from that step.
+    was killed before its next checkpoint, are removed: the run goes on from that step. Lines that
+    cannot be read are named, and left out.
+
+    Raises:
+      UserError: metrics.jsonl cannot be read or written.
     """
 
     def __init__(
@@ -48,10 +55,18 @@ class Reporter:
         self._steps = steps
         if not self.active:
             return
-        self._path = workdir / METRICS_FILE
-        rows = [row for row in read_metrics(workdir) if row["step"] <= start_step]
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        self._file = self._path.open("a")
+        path = workdir / METRICS_FILE
+        try:
+            rows, damaged = _read(path)
+            _keep(path, [line for line, row in rows if row["step"] <= start_step])
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be read and written ({error}): make it a file that can be, or give "
+                "another --workdir"
+            ) from None
+        if damaged:
+            self.line(f"{_damage(path, damaged)}: left out")
         self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
         self._bar = Progress(
             TextColumn("step"),
@@ -63,7 +78,8 @@ class Reporter:
             disable=not self.console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, completed=start_step)
-        self._started, self._start_step = time.monotonic(), start_step
+        self._start_step = start_step
+        self.begin()
 
     def __enter__(self) -> "Reporter":
         if self.active:
@@ -75,6 +91,10 @@ class Reporter:
             self._bar.stop()
             self._file.close()
             self._board.close()
+
+    def begin(self) -> None:
+        """Starts the clock that the time left is told by: call it once all is compiled."""
+        self._started = time.monotonic()
 
     def training(self, step: int, metrics: dict[str, float]) -> None:
         """A row of training metrics."""
@@ -115,15 +135,50 @@ class Reporter:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.jsonl; a last line cut short by a killed process is left out."""
+    """The rows of a run's metrics.jsonl.
+
+    A last line cut short by a killed process is left out, and so, with a warning, is any other that
+    is no row: no JSON object of numbers with an integer `step`.
+    """
     path = workdir / METRICS_FILE
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    rows, damaged = _read(path)
+    if damaged:
+        warnings.warn(f"{_damage(path, damaged)}: left out", stacklevel=2)
+    return [row for _, row in rows]
+
+
+def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, float]]], list[int]]:
+    """Each line that is a row, with the row; and the numbers, from 1, of the lines that are not."""
+    rows, damaged = [], []
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    for number, line in enumerate(lines, 1):
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
-    return rows
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int and _are_numbers(row):
+            rows.append((line.rstrip(b"\r\n") + b"\n", row))
+        elif number < len(lines) or line.endswith(b"\n"):
+            damaged.append(number)
+    return rows, damaged
+
+
+def _are_numbers(row: dict[str, object]) -> bool:
+    return all(isinstance(x, int | float) for x in row.values())
+
+
+def _keep(path: Path, lines: list[bytes]) -> None:
+    """Makes these the lines of a file, which at any time holds either all of the old or these."""
+    content = b"".join(lines)
+    if path.exists() and path.read_bytes() == content:
+        return
+    aside = path.with_name(f"{path.name}.partial")
+    aside.write_bytes(content)
+    aside.replace(path)
+
+
+def _damage(path: Path, lines: list[int]) -> str:
+    return f"{path}: line(s) {', '.join(map(str, lines))} cannot be read"
 
 
 def plot_losses(workdir: Path) -> Path:

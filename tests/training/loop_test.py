@@ -40,7 +40,7 @@ def final_bytes(workdir, config) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(small, tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    workdir = tmp_path_factory.mktemp("runs") / "a whole run"
     return workdir, run(workdir, small)
 
 
@@ -117,10 +117,12 @@ def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
     assert second.metrics == uninterrupted[1].metrics
 
 
-def test_a_finished_run_is_left_as_it_is(small, uninterrupted):
+def test_a_finished_run_is_left_as_it_is(small, uninterrupted, capsys):
     workdir, _ = uninterrupted
     before = final_bytes(workdir, small)
     again = run(workdir, small)
+    command = f"python -m heinsen_jax.generate --workdir '{workdir}' --prompt"
+    assert command in capsys.readouterr().out  # as a shell wants it
     assert again.step == 60
     assert again.metrics == uninterrupted[1].metrics
     assert final_bytes(workdir, small) == before

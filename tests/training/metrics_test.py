@@ -1,11 +1,14 @@
 """What a run writes for people."""
 
+import errno
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from heinsen_jax.errors import UserError
 from heinsen_jax.training.metrics import (
     METRICS_FILE,
     Reporter,
@@ -41,6 +44,55 @@ def test_rows_after_the_step_resumed_from_are_removed(tmp_path):
     with Reporter(tmp_path, start_step=10, steps=30, console=console()) as reporter:
         reporter.training(15, {"loss": 0.5})
     assert [row["train/loss"] for row in read_metrics(tmp_path)] == [1.0, 1.0, 0.5]
+
+
+DAMAGED = {
+    "cut": b'{"step": 10, "train/lo\n',
+    "not UTF-8": b'{"step": 10, "train/loss": "\xff"}\n',
+    "no step": b'{"train/loss": 1.0}\n',
+    "a number": b"17\n",
+    "no number": b'{"step": 10, "train/loss": "low"}\n',
+    "nested": b"[" * 100_000 + b"\n",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_row_is_named_and_no_other_is_lost(tmp_path, damage):
+    path = tmp_path / METRICS_FILE
+    rows = [json.dumps({"step": step, "train/loss": 1.0}).encode() + b"\n" for step in (5, 15)]
+    path.write_bytes(rows[0] + damage + rows[1])
+    with pytest.warns(match=r"line\(s\) 2 cannot be read"):
+        assert [row["step"] for row in read_metrics(tmp_path)] == [5, 15]
+    screen = console()
+    with Reporter(tmp_path, start_step=15, steps=30, console=screen):
+        assert path.read_bytes() == b"".join(rows)
+    assert "line(s) 2 cannot be read: left out" in " ".join(screen.file.getvalue().split())
+
+
+def test_rows_are_not_lost_where_the_file_cannot_be_written_anew(tmp_path, monkeypatch):
+    path = tmp_path / METRICS_FILE
+    text = "".join(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in (5, 10, 15))
+    path.write_text(text)
+
+    def no_space(file, content):
+        with file.open("wb") as opened:
+            opened.write(content[:7])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(type(path), "write_bytes", no_space)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be read and written .*No space"):
+        Reporter(tmp_path, start_step=10, steps=30, console=console())
+    assert path.read_text() == text
+
+
+def test_the_time_left_does_not_count_what_came_before_the_first_step(tmp_path, monkeypatch):
+    clock = SimpleNamespace(monotonic=iter([0.0, 100.0, 110.0]).__next__)
+    monkeypatch.setattr("heinsen_jax.training.metrics.time", clock)
+    screen = console()
+    with Reporter(tmp_path, start_step=0, steps=10, console=screen) as reporter:
+        reporter.begin()  # 100 s later, all is compiled
+        reporter.training(5, {"loss": 2.5})
+    assert "10 s left" in screen.file.getvalue()
 
 
 def test_a_plot_is_drawn(tmp_path):

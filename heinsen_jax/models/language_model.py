@@ -281,11 +281,12 @@ def _through(
 
 
 def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
-    """Returns a function that gives the parameters inside a loop over tokens, for so many at once.
+    """Parameters for a loop over tokens: a function, to be called inside the loop, of the number of
+    tokens that a step reads.
 
-    For single tokens the layers' weights are unstacked here, outside the loop, and stacked again by
-    the function, which XLA cancels: if the loop held the stack, it would copy every weight at every
-    token. Throughout the loop the layers' weights take their memory twice.
+    For steps of one token the layers' weights are unstacked here, outside the loop, and stacked
+    again by the function, which XLA cancels: a loop that held the stack would copy every weight at
+    every token. While the loop runs, the layers' weights are in memory twice.
     """
     stacks, tree = jax.tree.flatten(parameters["blocks"])
     turns = len(stacks[0])

@@ -16,7 +16,7 @@ from jax import lax
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.typing import Array, Float, pytree_dataclass
 
-# Terms held at once in a backward pass: on a CPU 2 MiB of float32, which caches hold.
+# Terms held at once in a backward pass: 2 MiB of float32, which fits a CPU's cache; or 1 GiB.
 TERMS = 2**19
 TERMS_ELSEWHERE = 2**28
 
@@ -210,7 +210,8 @@ def _or_by_terms_backward(saved, cotangents):
 
 
 def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple[Array, Array]:
-    """Cotangents of x and y, of some matrices at a time: no more than `TERMS`, or one."""
+    """Cotangents of x and y, a few matrices of the batch at a time: at most `TERMS` terms, or one
+    matrix."""
 
     def of_part(part: tuple[Array, ...]) -> tuple[Array, Array]:
         x, y, exponent, d_sums = part
@@ -219,8 +220,8 @@ def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple
 
     at_once = TERMS if jax.default_backend() == "cpu" else TERMS_ELSEWHERE
     number, terms = math.prod(x.shape[:-2]), y.shape[-1] * math.prod(x.shape[-2:])
-    sizes = (size for size in range(number, 1, -1) if number % size == 0)
-    size = next((size for size in sizes if size * terms <= at_once), min(number, 1))
+    sizes = (size for size in range(1, number + 1) if number % size == 0)
+    size = max((size for size in sizes if size * terms <= at_once), default=min(number, 1))
     if size == number:
         return of_part((x, y, exponent, d_sums))
 

@@ -40,7 +40,7 @@ class Reporter:
     """Writes a run's metrics where people look for them. On other processes than 0 it is silent.
 
     Use as a context manager. Rows of metrics.jsonl after `start_step`, written by a process that
-    was killed before its next checkpoint, are removed: the run goes on from that step. Lines that
+    was killed before its next checkpoint, are removed: the run resumes from that step. Lines that
     cannot be read are named, and left out.
 
     Raises:
@@ -62,8 +62,8 @@ class Reporter:
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:
             raise UserError(
-                f"{path} cannot be read and written ({error}): make it a file that can be, or give "
-                "another --workdir"
+                f"{path} cannot be read and written ({error}): check its permissions and the free "
+                "space, or give another --workdir"
             ) from None
         if damaged:
             self.line(f"{_damage(path, damaged)}: left out")
@@ -93,7 +93,7 @@ class Reporter:
             self._board.close()
 
     def begin(self) -> None:
-        """Starts the clock that the time left is told by: call it once all is compiled."""
+        """Starts the clock for the estimate of the time left: call it once all is compiled."""
         self._started = time.monotonic()
 
     def training(self, step: int, metrics: dict[str, float]) -> None:
@@ -168,7 +168,7 @@ def _are_numbers(row: dict[str, object]) -> bool:
 
 
 def _keep(path: Path, lines: list[bytes]) -> None:
-    """Makes these the lines of a file, which at any time holds either all of the old or these."""
+    """Replaces a file's lines atomically: it holds either all of the old ones or these."""
     content = b"".join(lines)
     if path.exists() and path.read_bytes() == content:
         return

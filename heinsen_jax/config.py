@@ -1,6 +1,7 @@
 """One experiment: the parts' configurations together; loading, overriding and saving them."""
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import tempfile
@@ -15,20 +16,27 @@ from heinsen_jax.data import (
     AnyDataConfig,
     DataConfig,
     Dataset,
+    TokenDataset,
     fingerprint,
     load_tokenizer,
     save_tokenizer,
 )
-from heinsen_jax.errors import UserError
+from heinsen_jax.data.files import free_name, write_atomically, writing
+from heinsen_jax.data.units import joint_hash
+from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
-from heinsen_jax.typing import config_dataclass
+from heinsen_jax.typing import JSON, config_dataclass
 
 NOT_ARCHITECTURE = {"dtype", "remat", "remat_keeps"}
-"""Fields of a model that a run may go on with other values of."""
+"""Fields of a model that a run may resume with other values of."""
+OWN_TO_A_HOST = {"data.corpus", "data.cache", "data.tokenizer", "training.compilation_cache"}
+"""Fields that may differ between the hosts of a run: they are paths. What the data's paths hold is
+compared in their place."""
+SET_ASIDE = "before-restart"
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
@@ -109,25 +117,11 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
         raise UserError(explain(error)) from error
 
 
-def explain(error: Exception) -> str:
-    """A validation error in one line: each field with what is wrong about it."""
-    if not isinstance(error, pydantic.ValidationError):
-        return " ".join(str(error).split())
-    problems = []
-    for problem in error.errors():
-        field = ".".join(str(part) for part in problem["loc"])
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "unexpected_keyword_argument":
-            message = "there is no such field"
-        problems.append(f"{field}: {message}" if field else message)
-    return "; ".join(problems)
-
-
-def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
-    """Makes sure that a run may be started or continued in a folder, before any work is done.
+def check_writable(workdir: Path) -> None:
+    """Makes a run's folder, before any work is done.
 
     Raises:
-      UserError: the folder cannot be written, or holds a run with another model.
+      UserError: it cannot be written.
     """
     try:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -136,9 +130,17 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
         raise UserError(
             f"--workdir {workdir} cannot be written ({error.strerror}): choose another folder"
         ) from None
+
+
+def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
+    """Makes sure that a run may be started or resumed in a folder.
+
+    Raises:
+      UserError: the folder holds a run with another model.
+    """
     if (recorded := read_config(workdir)) is None:
         return
-    ours, theirs = as_json(config)["model"], recorded.get("model", {})
+    ours, theirs = as_json(config)["model"], recorded["model"]
     if differing := [
         f"model.{name} is {ours.get(name)!r} here, {theirs.get(name)!r} there"
         for name in sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
@@ -146,20 +148,51 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     ]:
         raise UserError(
             f"--workdir {workdir} holds a run of another architecture ({'; '.join(differing)}): "
-            "choose another folder, or the same architecture"
+            "choose another folder, or the same architecture; --restart sets that run aside"
         )
+
+
+def set_aside(workdir: Path) -> None:
+    """Moves all that a run's folder holds into a folder within it, `before-restart`."""
+    held = [path for path in workdir.iterdir() if not path.name.startswith((".", SET_ASIDE))]
+    if held:
+        aside = free_name(workdir / SET_ASIDE)
+        with writing(workdir):
+            aside.mkdir()
+            for path in held:
+                path.rename(aside / path.name)
+
+
+def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
+    """All that must be the same in all processes of a run, by names for messages."""
+    found = {
+        f"{section}.{name}": value
+        for section, fields in as_json(config).items()
+        if isinstance(fields, dict)
+        for name, value in fields.items()
+        if f"{section}.{name}" not in OWN_TO_A_HOST
+    }
+    found["seed"] = config.seed
+    if isinstance(dataset, TokenDataset):
+        found["the tokens of data.corpus"] = joint_hash(dataset.manifest.model_dump_json())[:12]
+    sources = (path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+    found["the source of heinsen_jax"] = joint_hash(*sources)[:12]
+    for library in ("jax", "jaxlib", "flax", "optax"):
+        found[library] = importlib.metadata.version(library)
+    return found
 
 
 def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
     """Writes the resolved configuration and the tokenizer, if there is one, into a run's folder.
 
     Raises:
-      UserError: the folder holds a run with another tokenizer, or of another task.
+      UserError: the folder holds a run with another tokenizer, or of another task; or a file cannot
+        be written.
     """
     tokenizer, recorded = dataset.tokenizer, read_config(workdir)
     if recorded is not None:
         ours = getattr(config.data, "task", "text")
-        theirs = recorded.get("data", {}).get("task", "text")
+        theirs = recorded["data"].get("task", "text")
         if ours != theirs:
             raise UserError(
                 f"--workdir {workdir} holds a run that learned {theirs}, not {ours}: choose "
@@ -174,11 +207,11 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
                 f"from data.tokenizer={config.data.tokenizer}: choose another folder, or its "
                 "tokenizer"
             )
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, workdir)
-    temporary = workdir / f"{CONFIG_FILE}.partial"
-    temporary.write_text(json.dumps(as_json(config), indent=2) + "\n")
-    temporary.replace(workdir / CONFIG_FILE)
+    with writing(workdir):
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, workdir)
+        content = json.dumps(as_json(config), indent=2) + "\n"
+        write_atomically(workdir / CONFIG_FILE, content.encode())
 
 
 def as_json(config: ExperimentConfig) -> SavedConfig:

@@ -1,8 +1,9 @@
 """Several processes as one run: how they find one another, take turns, and agree."""
 
 import contextlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,23 +59,74 @@ def initialize(
 
 
 @contextlib.contextmanager
-def process_0_first(what: str) -> Iterator[bool]:
-    """Process 0 goes through a block while the others wait, then they. Gives whether this is 0.
+def together() -> Iterator[None]:
+    """A block that all processes run. If it fails in one of them, it fails in all, with its reason.
 
-    Should the block fail in process 0, the others are told of it by its end.
+    Raises:
+      UserError: the block failed in another process; the message has that process's number.
+    """
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        gather(str(error) if isinstance(error, UserError) else repr(error))
+        raise
+    _raise_first(gather(""))
+
+
+@contextlib.contextmanager
+def process_0_first() -> Iterator[bool]:
+    """A block that process 0 runs while the others wait, then they. Yields whether this is 0.
+
+    Raises:
+      UserError: as `together`; where process 0 fails, the others do not run the block.
     """
     is_first = jax.process_index() == 0
     if not is_first:
-        barrier(what)
-    yield is_first
+        _raise_first(gather(""))
+    with together():
+        yield is_first
     if is_first:
-        barrier(what)
+        _raise_first(gather(""))
 
 
-def barrier(what: str) -> None:
-    """Waits until all processes have come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(what)
+def check_alike(values: Mapping[str, object]) -> None:
+    """Compares values by their names, such as settings, between all processes.
+
+    Raises:
+      UserError: a process has others than process 0; the message names them.
+    """
+    found = [json.loads(text) for text in gather(json.dumps(values, default=str))]
+    ours = found[0]
+    for number, theirs in enumerate(found):
+        differing = [
+            f"{name} ({theirs.get(name)!r}, not {ours.get(name)!r})"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]
+        if differing:
+            raise UserError(
+                f"process {number} differs from process 0 in {', '.join(differing)}: give all "
+                "processes the same command, data and versions"
+            )
+
+
+def gather(text: str) -> list[str]:
+    """The texts of all processes, by their numbers. All of them must call this."""
+    if jax.process_count() == 1:
+        return [text]
+    content = np.frombuffer(text.encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.array([content.size], np.int32)))
+    padded = np.pad(content, (0, int(sizes.max()) + 1 - content.size))
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [
+        bytes(row[:size]).decode() for row, size in zip(rows, sizes.ravel().tolist(), strict=True)
+    ]
+
+
+def _raise_first(failures: Sequence[str]) -> None:
+    for number, failure in enumerate(failures):
+        if failure:
+            raise UserError(f"process {number} ended with: {failure}")
 
 
 class Agreement:

@@ -1,26 +1,74 @@
-"""The one exception for what a person can mend, and how a command line reports it."""
+"""The one exception for what a person can fix, and how a command line reports it."""
 
 import functools
+import os
 import sys
+import warnings
 from collections.abc import Callable
+from typing import TextIO
+
+import pydantic
+
+TRACEBACK = "HEINSEN_JAX_TRACEBACK"
+"""The environment variable that brings back the tracebacks and libraries' logs of errors."""
 
 
 class UserError(ValueError):
-    """Input is wrong. The message names the field or file and says how to mend it, in one line."""
+    """Input is wrong. The message names the field or file and says how to fix it, in one line."""
+
+
+def explain(error: Exception) -> str:
+    """A validation error in one line: each field with what is wrong about it."""
+    if not isinstance(error, pydantic.ValidationError):
+        return " ".join(str(error).split())
+    problems = []
+    for problem in error.errors():
+        field = ".".join(str(part) for part in problem["loc"])
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "unexpected_keyword_argument":
+            message = "there is no such field"
+        problems.append(f"{field}: {message}" if field else message)
+    return "; ".join(problems)
+
+
+def wants_tracebacks() -> bool:
+    return bool(os.environ.get(TRACEBACK))
 
 
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
-    """Wraps a `main` so that a `UserError` ends it with one clear line and exit code 2."""
+    """Wraps a `main` so that it ends with one clear line: exit code 2 after a `UserError`, 130
+    after Ctrl-C. Warnings are one line, too, and a reader that closes the pipe is no error."""
 
     @functools.wraps(main)
     def wrapped() -> int:
-        try:
-            return main() or 0
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+        with warnings.catch_warnings():
+            warnings.showwarning = _one_line
+            try:
+                return main() or 0
+            except UserError as error:
+                if wants_tracebacks():
+                    raise
+                print(f"error: {error}", file=sys.stderr)
+                return 2
+            except KeyboardInterrupt:
+                print("\ninterrupted", file=sys.stderr)
+                return 130
+            except BrokenPipeError:  # of `... | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 141
 
     return wrapped
+
+
+def _one_line(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    print(f"warning: {message}", file=file or sys.stderr)
 
 
 def without_extra(missing: ImportError, extra: str, module: str) -> BaseException:

@@ -5,21 +5,36 @@
 A configuration is a Python file, a run's config.json, or one of those that come with this package,
 by name. From a clone, `python train.py --config configs/quickstart.py` is the same.
 
-A run that was stopped, or killed, goes on where it was when the same command is given again, also
-on other devices. Stopped by Ctrl-C the exit code is 130, by SIGTERM 143, each with a checkpoint;
-124 if there was no time for one; after bad input it is 2.
+A run that was stopped or killed resumes where it was when the same command is given again, also on
+other devices. Stopped by Ctrl-C the exit code is 130, by SIGTERM 143, by a closed terminal 129,
+each with a checkpoint; 124 if there was no time for one; after bad input it is 2. Set
+HEINSEN_JAX_TRACEBACK=1 to see the traceback of an error.
 
 On several hosts the same command runs in each: docs/pods.md.
 """
 
 import argparse
+from contextlib import ExitStack
 from pathlib import Path
 
+import jax
+
 from heinsen_jax import data, distributed
-from heinsen_jax.config import check_workdir, load_config, override, record
+from heinsen_jax.config import (
+    check_workdir,
+    check_writable,
+    identity,
+    load_config,
+    override,
+    record,
+    set_aside,
+)
 from heinsen_jax.errors import command_line
+from heinsen_jax.field_help import print_help
+from heinsen_jax.locks import locked
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.settings import check_settings
+from heinsen_jax.training.signals import exit_at_once
 
 
 @command_line
@@ -31,10 +46,20 @@ def main() -> int:
         add_help=False,
     )
     parser.add_argument(
-        "-h", "--help", action="store_true", help="this, and with --config also every field"
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="this, and with --config the fields people change first, or all of a section",
     )
     parser.add_argument("--config", help="a name, a file, or a run's config.json: has to be given")
     parser.add_argument("--workdir", help="the run's folder; runs/<name of the config> by default")
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="begin at step 1, also where the folder holds a run: that is set aside within it",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="compile, rehearse, say what it takes; do not train"
     )
@@ -51,10 +76,10 @@ def main() -> int:
         help="seconds after which a silent process counts as dead, and the others end",
     )
     options, overrides = parser.parse_known_args()
-    if options.help:
+    if options.help is not None:
         parser.print_help()
         if options.config is not None:
-            override(load_config(options.config), ["--help"])
+            print_help(load_config(options.config), options.help)
         return 0
     if options.config is None:
         parser.error("--config is missing: give a name, as quickstart, a file, or --help")
@@ -64,18 +89,32 @@ def main() -> int:
         options.process_id,
         heartbeat_timeout=options.heartbeat_timeout,
     )
-    config = override(load_config(options.config), overrides)
-    name = Path(options.config)
-    workdir = Path(options.workdir or Path("runs") / name.stem)
+    with exit_at_once():
+        return _run(options, overrides)
 
-    check_workdir(workdir, config)
-    with distributed.process_0_first("data are prepared"):
-        dataset = data.load(config.data)
-    check_settings(dataset, config)
-    with distributed.process_0_first("the configuration is recorded") as is_first:
-        if is_first and not options.dry_run:
-            record(workdir, config, dataset)
-    result = train(workdir, dataset, config, dry_run=options.dry_run, profile=options.profile)
+
+def _run(options: argparse.Namespace, overrides: list[str]) -> int:
+    with ExitStack() as held:
+        with distributed.together():
+            config = override(load_config(options.config), overrides)
+            workdir = Path(options.workdir or Path("runs") / Path(options.config).stem)
+            check_writable(workdir)
+            if jax.process_index() == 0 and not options.dry_run:
+                held.enter_context(locked(workdir))
+            if not options.restart:
+                check_workdir(workdir, config)
+        with distributed.process_0_first():
+            dataset = data.load(config.data)
+        modes = {f"--{name}": getattr(options, name) for name in ("dry_run", "profile", "restart")}
+        distributed.check_alike(identity(config, dataset) | modes)
+        with distributed.together():
+            check_settings(dataset, config)
+        with distributed.process_0_first() as is_first:
+            if is_first and not options.dry_run:
+                if options.restart:
+                    set_aside(workdir)
+                record(workdir, config, dataset)
+        result = train(workdir, dataset, config, dry_run=options.dry_run, profile=options.profile)
     return 0 if result.signal is None else 128 + result.signal
 
 

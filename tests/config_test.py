@@ -9,6 +9,7 @@ from heinsen_jax.config import (
     ExperimentConfig,
     as_json,
     check_workdir,
+    check_writable,
     load_config,
     override,
 )
@@ -114,4 +115,4 @@ def test_another_architecture_is_refused_with_what_differs(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        check_workdir(tmp_path / "file" / "run", ExperimentConfig())
+        check_writable(tmp_path / "file" / "run")

@@ -8,6 +8,7 @@ LOWEST = {"errors", "typing"}
 ALLOWED = {
     "errors": set(),
     "typing": set(),
+    "locks": LOWEST,
     "ops": LOWEST,
     "sharding": LOWEST,
     "environment": set(),
@@ -15,16 +16,17 @@ ALLOWED = {
     "distributed": LOWEST,
     "attention": LOWEST | {"ops", "sharding"},
     "models": LOWEST | {"ops", "attention", "sharding"},
-    "data": LOWEST | {"on_ray"},
+    "data": LOWEST | {"on_ray", "locks"},
     "interop": LOWEST | {"models", "data", "training", "generate"},
     "training": LOWEST | {"attention", "models", "sharding", "distributed", "data", "generate"},
     "generate": LOWEST | {"attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "training", "generate"},
     "evaluate": LOWEST | {"data", "sharding", "training", "config"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
-    "train": LOWEST | {"distributed", "data", "training", "config"},
+    "field_help": LOWEST | {"config"},
+    "train": LOWEST | {"distributed", "locks", "data", "training", "config", "field_help"},
     "study": LOWEST
-    | {"environment", "on_ray", "attention", "models", "data", "training", "config"},
+    | {"environment", "on_ray", "locks", "attention", "models", "data", "training", "config"},
 }
 
 

@@ -63,7 +63,7 @@ def run_from(wheel, folder, *arguments: str) -> str:
 @pytest.mark.xdist_group("packaging")
 def test_outside_a_checkout_the_wheel_finds_what_it_ships(wheel, tmp_path):
     said = run_from(wheel, tmp_path, "--config", "quickstart", "--help")
-    assert "--model.num-layers" in said
+    assert "--model.num_layers 4" in said
 
 
 @pytest.mark.nightly

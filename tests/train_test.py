@@ -83,13 +83,22 @@ def test_help_is_of_options_and_with_a_configuration_of_its_fields(place, monkey
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
     assert main() == 0
     assert "--workdir" in (options := capsys.readouterr().out)
-    assert "--model.num-layers" not in options
+    assert "--model.num" not in options
     monkeypatch.setattr(sys, "argv", [*train("--help")])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main()
+    assert main() == 0
     shown = capsys.readouterr().out
     assert shown.startswith(options)
-    assert "--model.num-layers" in shown
+    assert len(shown) < 5000
+    assert "--model.num_layers 1\n      Residual blocks." in shown
+    assert "--model.key_depth" not in shown
+    monkeypatch.setattr(sys, "argv", [*train("--help", "model")])
+    assert main() == 0
+    of_model = capsys.readouterr().out
+    assert "--model.key-depth" in of_model
+    assert "--data.corpus" not in of_model
+    monkeypatch.setattr(sys, "argv", [*train("--help", "modle")])
+    assert main() == 2
+    assert "choose one of model, data" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["train.py", "--dry-run"])
     with pytest.raises(SystemExit, match=r"^2$"):
         main()

@@ -1,6 +1,7 @@
 """Files that are whole or absent, and a progress bar that is plain lines without a terminal."""
 
 import hashlib
+import itertools
 import os
 import time
 import uuid
@@ -18,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from heinsen_jax.errors import UserError
 
 _SECONDS_BETWEEN_LINES = 5
 
@@ -44,6 +47,25 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Writes a small file so that no reader ever sees half of it."""
     with replacing(path) as file:
         file.write(content)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A block that writes files in `folder`: what the system refuses is a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise UserError(
+            f"{error.filename or folder} cannot be written ({reason}): make room, or make it "
+            "writable, and give the same command again"
+        ) from error
+
+
+def free_name(path: Path) -> Path:
+    """A name that is not taken, by a number at its end if need be."""
+    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], others) if not name.exists())
 
 
 def sha256_of(path: Path) -> str:

@@ -1,5 +1,6 @@
 """The record of a prepared data set: what it was made from, what it holds, and that it is whole."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -7,7 +8,7 @@ import numpy as np
 import pydantic
 
 from heinsen_jax.data.documents import SplitName
-from heinsen_jax.data.files import write_atomically
+from heinsen_jax.data.files import sha256_of, write_atomically
 from heinsen_jax.errors import UserError
 
 MANIFEST_FILE = "manifest.json"
@@ -110,8 +111,24 @@ class Manifest(Recipe):
         manifest._check_shards(Path(folder))
         return manifest
 
+    def check_hashes(self, folder: Path) -> None:
+        """Reads every shard and makes sure that it is as it was written.
+
+        Raises:
+            UserError: One is not; the message names it.
+        """
+        for shard in self._shards():
+            if sha256_of(path := folder / shard.file) != shard.sha256:
+                raise UserError(
+                    f"{path} is damaged (its content has another hash): delete {folder} and "
+                    "prepare it again"
+                )
+
+    def _shards(self) -> Iterator[Shard]:
+        return (shard for split in self.splits.values() for shard in split.shards)
+
     def _check_shards(self, folder: Path) -> None:
-        for shard in (shard for split in self.splits.values() for shard in split.shards):
+        for shard in self._shards():
             path, expected = folder / shard.file, shard.tokens * numpy_dtype(self.dtype).itemsize
             if not path.is_file():
                 raise UserError(f"{path} is missing: delete {folder} and prepare it again")

@@ -50,6 +50,7 @@ from heinsen_jax.data.units import (
     read_record,
 )
 from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.locks import locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "document": 0.01}
 
@@ -68,8 +69,9 @@ def prepare(
     split: SplitChoice = "auto",
     downloads: str | Path = "data/downloads",
     executor: Executor = "local",
+    wait: bool = False,
 ) -> Manifest:
-    """Prepares a data set in `output`, or goes on where an earlier call stopped.
+    """Prepares a data set in `output`, or resumes where an earlier call stopped.
 
     Args:
         inputs: Names of corpora, text files, folders, `.jsonl` or `.jsonl.zst` files.
@@ -81,6 +83,12 @@ def prepare(
         downloads: The folder where downloaded corpora are kept.
         executor: Where the work is done: `local`, in this process, or `ray`, on a Ray cluster whose
             nodes all see the inputs and the output under the same names. The result is the same.
+        wait: Whether to wait for another process that prepares a data set in `output`, instead of
+            refusing.
+
+    Raises:
+        UserError: An argument does not fit, an input cannot be read, or `output` cannot be written,
+            is in use, or holds another data set.
     """
     output = Path(output)
     sources_by_input = _sources_by_input(inputs, Path(downloads))
@@ -92,11 +100,15 @@ def prepare(
         output.mkdir(parents=True, exist_ok=True)
         if _is_finished(recipe, output):
             return Manifest.load(output)
-        save_tokenizer(encoding, output)
-        recipe.write(output / _RECIPE_FILE)
-        units = plan_units(recipe, rule, sources)
-        _process([unit for unit in units if read_record(unit, output) is None], output, executor)
-        return _finish(recipe, encoding, units, output)
+        with locked(output, wait=wait):
+            if _is_finished(recipe, output):  # by the process that held the lock
+                return Manifest.load(output)
+            save_tokenizer(encoding, output)
+            recipe.write(output / _RECIPE_FILE)
+            units = plan_units(recipe, rule, sources)
+            left = [unit for unit in units if read_record(unit, output) is None]
+            _process(left, output, executor)
+            return _finish(recipe, encoding, units, output)
     except OSError as error:
         raise UserError(f"output {output} cannot be written: {error}") from error
 
@@ -244,6 +256,7 @@ def _finish(
         vocab_size=encoding.n_vocab,
         splits=splits,
     )
+    manifest.check_hashes(output)
     manifest.write(output / MANIFEST_FILE)
     return Manifest.load(output)
 

@@ -39,6 +39,8 @@ class DataConfig:
     """Sequences in a batch, over all processes."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
     """Further lengths to measure at, besides that of training."""
+    verify: bool = False
+    """Read all prepared tokens before training and compare their hashes with the manifest's."""
 
     @property
     def longest(self) -> int:
@@ -139,7 +141,7 @@ def load_text(config: DataConfig) -> TokenDataset:
     if (Path(config.corpus) / MANIFEST_FILE).exists():
         dataset = TokenDataset(config.corpus)
         _check_prepared(dataset.manifest, config)
-        return dataset
+        return _verified(dataset, config)
     folder = Path(config.cache) / f"{_slug(config.corpus)}-{tokenizer_name(config.tokenizer)}"
     prepare(
         [config.corpus],
@@ -147,8 +149,15 @@ def load_text(config: DataConfig) -> TokenDataset:
         folder,
         validation_fraction=config.validation_fraction,
         downloads=Path(config.cache) / "downloads",
+        wait=True,
     )
-    return TokenDataset(folder)
+    return _verified(TokenDataset(folder), config)
+
+
+def _verified(dataset: TokenDataset, config: DataConfig) -> TokenDataset:
+    if config.verify:
+        dataset.manifest.check_hashes(dataset.folder)
+    return dataset
 
 
 class _Windows:

@@ -12,9 +12,9 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 from flax import nnx
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import SafetensorError
 
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
@@ -22,13 +22,14 @@ from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
 from heinsen_jax.models.language_model import unstacked
 from heinsen_jax.models.position import PositionState
-from heinsen_jax.training.weights import named
+from heinsen_jax.training.weights import load_hashed, named, save_hashed
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer
 
 POSITION_AXIS, BLOCKS_AXIS = 0, 1
 """The first batch axis of the parts of a state: those of blocks are stacked, layer by layer."""
 
 Rows: TypeAlias = Integer[Array, "B"]
+Shapes: TypeAlias = dict[str, tuple[list[int], str]]
 Read: TypeAlias = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
 
 
@@ -183,7 +184,7 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
     held = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
     metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
     try:
-        save_file(held, path, metadata)
+        save_hashed(path, held, metadata)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{path} cannot be written ({error}): give a file in a folder that exists"
@@ -196,29 +197,33 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
     Raises:
       UserError: the file is damaged, or of a state of another model.
     """
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in [*file.keys()]}
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}): give the file of a state") from None
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}): read the text again") from None
+    arrays, metadata = load_hashed(path, "give the file of a state, or read the text again")
     if metadata.get("model") != fingerprint(model):
         raise UserError(
             f"{path} is of another model, or of other weights of it: a state is of use to the "
             "model that made it alone; read the text again"
         )
-    shapes = json.loads(metadata["shapes"])
-    has_room = any(name.endswith(".length") for name in shapes)
-    like = jax.eval_shape(lambda: model.init_state((), capacity=1 if has_room else None))
-    leaves = []
-    for name in named(like):
-        shape, dtype = shapes[name]
-        x = arrays.get(name, np.zeros(0, np.float32))
-        x = x.view(dtype) if dtype.startswith("complex") else x
-        leaves.append(jnp.asarray(x.reshape(shape), dtype))
+    try:
+        shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
+        has_room = any(name.endswith(".length") for name in shapes)
+        like = jax.eval_shape(lambda: model.init_state((), capacity=1 if has_room else None))
+        if shapes.keys() != named(like).keys():
+            raise ValueError("other arrays than the states of this model")
+        leaves = [_leaf(arrays.get(name), *shapes[name], x) for name, x in named(like).items()]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} is no state ({error!r}): read the text again") from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _leaf(x: np.ndarray | None, shape: list[int], dtype: str, like: jax.ShapeDtypeStruct) -> Array:
+    """An array as it was before it was saved; ValueError if it does not fit the state it is of."""
+    last = like.shape[1:]  # of which a cache's capacity may differ
+    changed = sum(n != size for n, size in zip(shape[len(shape) - len(last) :], last, strict=False))
+    if dtype != str(like.dtype) or len(shape) < like.ndim or changed > 1:
+        raise ValueError(f"{dtype}{shape} in place of {like.dtype}{[*like.shape]}")
+    x = np.zeros(0, dtype) if x is None else x
+    x = x.view(dtype) if dtype.startswith("complex") else x
+    return jnp.asarray(x.reshape(shape), dtype)
 
 
 def _real(x: np.ndarray) -> np.ndarray:
@@ -226,7 +231,7 @@ def _real(x: np.ndarray) -> np.ndarray:
     return x.view(np.finfo(x.dtype).dtype).reshape(*x.shape, 2) if np.iscomplexobj(x) else x
 
 
-def _described(state: LanguageModelState) -> dict[str, tuple[list[int], str]]:
+def _described(state: LanguageModelState) -> Shapes:
     return {name: ([*x.shape], str(x.dtype)) for name, x in named(state).items()}
 
 

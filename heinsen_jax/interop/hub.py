@@ -8,6 +8,8 @@ and their index), the tokenizer, and README.md, the card. `heinsen_jax.generate`
 `heinsen_jax.evaluate` take it as a `--workdir`. Needs `pip install 'heinsen_jax[hub]'`.
 """
 
+import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ import tyro
 from flax import nnx
 
 from heinsen_jax.data import save_tokenizer
+from heinsen_jax.data.files import writing
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
@@ -64,7 +67,9 @@ def save_pretrained(
     for name in (CONFIG_FILE, METRICS_FILE):
         if (workdir / name).exists():
             shutil.copyfile(workdir / name, output / name)
-    (output / "README.md").write_text(card(workdir, step, arrays, repo_id or str(output)))
+    with writing(output):
+        text = card(workdir, step, arrays, repo_id or str(output))
+        (output / "README.md").write_text(text, encoding="utf-8")
     return output
 
 
@@ -141,9 +146,10 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     found = _measured(workdir, step)
     is_text = "corpus" in data
     source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no one's folders
+    source = " ".join(source.split())
     writes = is_text and model.is_causal
     attention = ", ".join(model.turns)
-    title = workdir.resolve().name
+    title = " ".join(workdir.resolve().name.split())
     header = _metadata(title, attention, source, found, writes)
     rows = {
         "parameters": f"{sum(x.size for x in arrays.values()):,}",
@@ -152,7 +158,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
         "width": model.model_dim,
         "heads": model.num_heads,
         "vocabulary": f"{model.vocab_size:,}",
-        "data": source,
+        "data": _markdown(source),
         "tokens in a row of a batch": data.get("sequence_length"),
         "rows": data["batch_size"],
         "updates": f"{step:,} of {training['steps']:,}",
@@ -168,7 +174,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
 {header}
 ---
 
-# {title}
+# {_markdown(title)}
 
 A model trained with heinsen_jax. All of its settings are in
 [config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run.
@@ -186,7 +192,7 @@ A model trained with heinsen_jax. All of its settings are in
 ```python
 from heinsen_jax.interop.hub import from_pretrained
 
-model, tokenizer = from_pretrained("{name}")
+model, tokenizer = from_pretrained({json.dumps(name)})
 ```
 
 or, with a copy of this folder, {commands}.
@@ -199,6 +205,11 @@ It knows the text it was trained on, and nothing was done to make what it writes
 
 Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
 """
+
+
+def _markdown(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_\[\]<>#|~])", r"\\\1", text)
 
 
 def _measured(workdir: Path, step: int) -> dict[str, float]:

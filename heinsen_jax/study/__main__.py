@@ -3,9 +3,11 @@
 python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray] [--output DIR]
 """
 
+import contextlib
+import signal
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import tyro
 
@@ -13,6 +15,7 @@ from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.study.conduct import conduct
 from heinsen_jax.study.grid import load_study
 from heinsen_jax.study.runs import Stopped, in_processes, on_cluster
+from heinsen_jax.training.signals import unwind_on_signals
 
 
 @command_line
@@ -34,7 +37,7 @@ def main() -> int:
     ) -> int:
         """Does those runs of a study that are not done yet, and writes its report.
 
-        Each run is a line of results.jsonl when it is done. Stopped, the study goes on when the
+        Each run is a line of results.jsonl when it is done. Stopped, the study resumes when the
         same command is given again.
         """
         if jobs < 1:
@@ -44,13 +47,21 @@ def main() -> int:
         cluster = partial(on_cluster, cpus=cpus, gpus=gpus)
         perform = local if executor == "local" else cluster
         try:
-            conduct(load_study(study), folder, perform, report_only)
-        except (Stopped, KeyboardInterrupt):
-            print("\nstopped; to go on, give the same command again")
-            return 130
+            with unwind_on_signals():
+                conduct(load_study(study), folder, perform, report_only)
+        except Stopped:  # by a signal to all processes, of which another one heard first
+            return _stopped(128 + signal.SIGINT)
+        except SystemExit as stopped:
+            return _stopped(cast(int, stopped.code))
         return 0
 
     return tyro.cli(run, prog="python -m heinsen_jax.study")
+
+
+def _stopped(code: int) -> int:
+    with contextlib.suppress(OSError):  # a closed terminal
+        print("\nstopped; to resume, give the same command again")
+    return code
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """From a study to its results and report: what is done is never done again."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -8,7 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from heinsen_jax import data
 from heinsen_jax.data import AnyDataConfig
+from heinsen_jax.data.files import writing
 from heinsen_jax.errors import UserError
+from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.grid import Run, Study, describe
 from heinsen_jax.study.report import Row, draw, table
@@ -35,12 +38,21 @@ def conduct(study: Study, output: Path, executor: Executor, report_only: bool = 
       report_only: whether to do none, and report on those that are done.
 
     Raises:
-      UserError: a run's settings do not fit, before any is begun; or nothing is done to report on.
+      UserError: a run's settings do not fit, before any is begun; another process does this study;
+        or nothing is done to report on.
     """
     first = study.first()
     if not report_only:
         _check(study, first)
-    output.mkdir(parents=True, exist_ok=True)
+    with writing(output):
+        output.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext() if report_only else locked(output):
+        _conduct(study, first, output, executor, report_only)
+
+
+def _conduct(
+    study: Study, first: Sequence[Run], output: Path, executor: Executor, report_only: bool
+) -> None:
     recorded, console = Recorded(output / RESULTS_FILE), Console()
     with _progress(console) as progress:
         task = progress.add_task("", total=len(first))
@@ -109,7 +121,8 @@ def _report(study: Study, output: Path, recorded: Recorded) -> None:
             "and the worst. Of what is tuned, the best with the first seed is shown."
         )
     parts.append(f"{shown} of {expected} runs, {_made([x for y in done for x in y.rows])}.")
-    (output / REPORT_FILE).write_text("\n\n".join(parts) + "\n")
+    with writing(output):
+        (output / REPORT_FILE).write_text("\n\n".join(parts) + "\n")
 
 
 def _made(rows: Sequence[Row]) -> str:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Run, Study
 from heinsen_jax.study.report import Result, Row
@@ -17,16 +18,16 @@ class Recorded:
 
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, {}
-        text = path.read_text() if path.exists() else ""
-        for number, line in enumerate(text.splitlines(), 1):
+        content = path.read_bytes() if path.exists() else b""
+        lines = content.splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)
-            except ValueError:
-                if text.endswith("\n") or number < len(text.splitlines()):
+                self._rows[row["fingerprint"]] = row
+            except (ValueError, KeyError, TypeError):
+                if line.endswith(b"\n") or number < len(lines):
                     raise UserError(f"{path}, line {number}, is damaged: remove it") from None
-                path.write_text(text[: text.rfind("\n") + 1])  # cut short as it was written
-                break
-            self._rows[row["fingerprint"]] = row
+                write_atomically(path, b"".join(lines[:-1]))  # cut short as it was written
 
     def of(self, run: Run) -> Row | None:
         return self._rows.get(run.fingerprint)
@@ -34,7 +35,7 @@ class Recorded:
     def add(self, run: Run, row: Row) -> None:
         row = {"labels": run.labels, "fingerprint": run.fingerprint, **row}
         self._rows[run.fingerprint] = row
-        with self._path.open("a") as file:
+        with writing(self._path.parent), self._path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
 

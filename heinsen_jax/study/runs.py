@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -19,11 +20,12 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax import data, on_ray
-from heinsen_jax.config import ExperimentConfig, as_json, record
+from heinsen_jax.config import ExperimentConfig, as_json, check_writable, record
 from heinsen_jax.data import DataConfig
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
+from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.report import Row
@@ -35,7 +37,7 @@ ROW_FILE = "row.json"
 
 
 class Stopped(Exception):
-    """A signal ended a run before its last step; what it has is saved."""
+    """A signal ended a run before its last step; its state is saved."""
 
 
 def perform(values: SavedConfig, workdir: Path) -> Row:
@@ -48,12 +50,16 @@ def perform(values: SavedConfig, workdir: Path) -> Row:
     Raises:
       Stopped: a signal came first.
     """
-    if (workdir / ROW_FILE).exists():
-        return json.loads((workdir / ROW_FILE).read_text())
+    if (row := _recorded(workdir / ROW_FILE)) is not None:
+        return row
     config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
-    workdir.mkdir(parents=True, exist_ok=True)
+    check_writable(workdir)
     start, metrics, failed = time.monotonic(), {}, ""
-    with (workdir / LOG_FILE).open("a") as log, contextlib.redirect_stdout(log):
+    with (
+        locked(workdir),
+        (workdir / LOG_FILE).open("a") as log,
+        contextlib.redirect_stdout(log),
+    ):
         dataset = data.load(config.data)
         record(workdir, config, dataset)
         try:
@@ -72,6 +78,16 @@ def perform(values: SavedConfig, workdir: Path) -> Row:
     write_atomically(workdir / ROW_FILE, json.dumps(row).encode())
     shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
     return row
+
+
+def _recorded(path: Path) -> Row | None:
+    """What an earlier call of `perform` measured."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): remove it to repeat the run") from None
 
 
 class Costs(TypedDict):
@@ -100,14 +116,17 @@ def in_processes(
     shares: SimpleQueue[list[int]] = context.SimpleQueue()
     for job in range(jobs):
         shares.put(cores[job::jobs] or cores)
-    with ProcessPoolExecutor(jobs, context, _take_cores, (shares,)) as pool:
+    with ProcessPoolExecutor(jobs, context, _begin, (shares,)) as pool:
         waiting = {pool.submit(perform, as_json(run.config), folder(run)): run for run in runs}
         try:
             for done in as_completed(waiting):
                 with _named(waiting[done]):
                     row = done.result()
                 yield waiting[done], row
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SystemExit):  # a signal to this process, not to the others
+                for process in multiprocessing.active_children():
+                    process.terminate()
             pool.shutdown(cancel_futures=True)  # those that still end write their rows themselves
             raise
 
@@ -157,10 +176,20 @@ def _named(run: Run) -> Iterator[None]:
         ) from error
 
 
-def _take_cores(shares: SimpleQueue[list[int]]) -> None:
-    """Gives a process cores of its own: XLA has as many threads as it may use cores."""
+def _begin(shares: SimpleQueue[list[int]]) -> None:
+    """Gives a process cores of its own, for XLA has as many threads as it may use cores; and ends
+    it when its parent does."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if cores := shares.get():
         os.sched_setaffinity(0, cores)
+
+
+def _end_with_parent() -> None:
+    """A study that was killed leaves no process that goes on training, and holds its folders."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def folder_name(run: Run) -> str:

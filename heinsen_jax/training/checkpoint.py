@@ -1,14 +1,16 @@
 """Checkpoints of a run: asynchronous, atomic, the latest and the best kept."""
 
-import itertools
+import contextlib
 import json
 import logging
 import math
+import sys
 import tempfile
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict, TypeVar
+from typing import TypedDict, TypeVar, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -18,8 +20,9 @@ from flax import nnx
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from heinsen_jax.data import load_tokenizer
+from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import process_0_first
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, explain, wants_tracebacks
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.seal import damage, seal, seal_the_last
 from heinsen_jax.training.state import TrainState
@@ -29,9 +32,23 @@ from heinsen_jax.typing import JSON
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
 
+SAVED_FILE = "last_checkpoint.json"
+"""The newest step that was saved: where it is known and no step is left, something was lost."""
+
 EXPECTED = "CheckpointManagerOptions.read_only=True", "Given directory is read only"
 """What Orbax warns of where a folder is only read, which is what was asked for."""
-logging.getLogger("absl").addFilter(lambda record: not record.getMessage().startswith(EXPECTED))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for what this module reports itself: a save that fails is one `UserError`."""
+    message = record.getMessage()
+    is_of_save = "orbax" in record.pathname or "orbax" in message
+    is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
+    return not message.startswith(EXPECTED) and (wants_tracebacks() or not is_reported)
+
+
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(_is_news)
 
 
 Tree = TypeVar("Tree")
@@ -60,12 +77,15 @@ class Checkpoints:
 
     def __init__(self, workdir: Path, *, keep: int = 2, read_only: bool = False):
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
+        self._saved_file = workdir.resolve() / SAVED_FILE
         self._read_only = read_only
         self._on_exit = ExitStack()
         if read_only:
             self.damaged = self._find_damaged()
         else:
-            with process_0_first("checkpoints are checked") as is_first:
+            if sys.unraisablehook is sys.__unraisablehook__:
+                sys.unraisablehook = _ignore_closed_loop
+            with process_0_first() as is_first:
                 self.damaged = self._find_damaged() if is_first else {}
         best = BestN(get_metric_fn=_goodness, n=1)
         options = ocp.CheckpointManagerOptions(
@@ -79,6 +99,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._without_damaged(), options=options, item_handlers=ocp.PyTreeCheckpointHandler()
         )
+        self._record_newest()
 
     def _steps(self) -> list[Path]:
         """The folders of finished steps."""
@@ -94,7 +115,7 @@ class Checkpoints:
             if reason := damage(folder):
                 found[int(folder.name)] = reason
                 if not self._read_only:
-                    folder.rename(_free(folder.with_name(f"damaged-{folder.name}")))
+                    folder.rename(free_name(folder.with_name(f"damaged-{folder.name}")))
         return found
 
     def _without_damaged(self) -> Path:
@@ -112,6 +133,32 @@ class Checkpoints:
         if jax.process_index() == 0:
             for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
                 seal(folder)
+
+    def _record_newest(self) -> None:
+        """Notes the newest step. (Orbax has no callback for the moment after a step is whole.)"""
+        if self._read_only or jax.process_index() != 0:
+            return
+        if steps := [int(folder.name) for folder in self._steps()]:
+            with writing(self._saved_file.parent):
+                write_atomically(self._saved_file, json.dumps({"step": max(steps)}).encode())
+
+    def check_lost(self) -> None:
+        """Makes sure that a run without a checkpoint is one that never had any.
+
+        Raises:
+          UserError: it had; the message says what became of it.
+        """
+        if self.latest_step() is not None:
+            return
+        reasons = [f"step {step} ({reason})" for step, reason in sorted(self.damaged.items())]
+        earlier = [path.name for path in sorted(self.folder.glob("damaged-*"))]
+        if not (reasons or earlier or self._saved_file.exists()):
+            return
+        found = "is damaged: " + ", ".join(reasons or earlier) if reasons or earlier else "is gone"
+        raise UserError(
+            f"{self.folder}: every checkpoint of this run {found}; bring one back, or give "
+            "--restart to set the run aside and begin at step 1"
+        )
 
     def latest_step(self) -> int | None:
         """The newest whole checkpoint."""
@@ -135,6 +182,7 @@ class Checkpoints:
                 metrics={"loss": math.inf if loss is None else loss},
                 force=True,
             )
+            self._record_newest()  # of the steps before: this one is being written
         except jax.errors.JaxRuntimeError:  # of the devices, or of another process
             raise
         except Exception as error:
@@ -154,6 +202,7 @@ class Checkpoints:
         """
         try:
             self._manager.wait_until_finished()
+            self._record_newest()
         except jax.errors.JaxRuntimeError:  # of the devices, or of another process
             raise
         except Exception as error:
@@ -188,13 +237,27 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        """Waits until everything is written."""
-        self._manager.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Waits until everything is written. An error that ended the context is the one that is
+        raised, not those of saves that fail for the same reason."""
         self._on_exit.close()
-        if not self._read_only and jax.process_index() == 0:
-            for folder in self._steps():
-                seal_the_last(folder)
+        try:
+            if not self._read_only:
+                self.wait()
+                if jax.process_index() == 0:
+                    for folder in self._steps():
+                        seal_the_last(folder)
+        except (UserError, OSError):
+            if kind is None:
+                raise
+        finally:
+            with contextlib.suppress(Exception):  # of a save that failed, once more
+                self._manager.close()
 
 
 def load_run(
@@ -204,7 +267,11 @@ def load_run(
     of `interop.hub`. There is no tokenizer where what was learned is a task, and no text.
 
     Raises:
-      UserError: the folder holds no run, or nothing has been saved in it yet.
+      UserError: the folder holds no run, or one that cannot be read, or nothing has been saved in
+        it yet.
+
+    Warns:
+      UserWarning: a checkpoint is damaged, and another one used.
     """
     workdir = Path(workdir)
     config = read_config(workdir)
@@ -216,7 +283,10 @@ def load_run(
     has_checkpoints = (workdir / CHECKPOINT_FOLDER).is_dir()
     if not has_checkpoints and not has_weights(workdir):
         raise UserError(_no_checkpoint(workdir))
-    model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
+    try:
+        model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
+    except ValueError as error:
+        raise UserError(f"{workdir / CONFIG_FILE}: model.{explain(error)}") from None
     graph, abstract = nnx.split(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(
@@ -237,8 +307,14 @@ def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.
     """The parameters and the step of a run's best (or latest) checkpoint."""
     with Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
+        checkpoints.check_lost()
         if step is None:
             raise UserError(_no_checkpoint(workdir))
+        for damaged, reason in sorted(checkpoints.damaged.items()):
+            warnings.warn(
+                f"{checkpoints.folder / str(damaged)} is damaged ({reason}): step {step} is used",
+                stacklevel=3,
+            )
         return checkpoints.restore(step, {"parameters": abstract})["parameters"], step
 
 
@@ -252,25 +328,31 @@ def read_config(workdir: Path) -> SavedConfig | None:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it or use another workdir") from None
+    for name in SavedConfig.__annotations__:
+        kind = int if name == "seed" else dict
+        if not isinstance(config, dict) or not isinstance(config.get(name), kind):
+            raise UserError(f"{path} is damaged (no {name}): restore it or use another workdir")
+    return cast(SavedConfig, config)
 
 
 def _no_checkpoint(workdir: Path) -> str:
-    return f"{workdir} has no checkpoint yet: start its training again to go on"
+    return f"{workdir} has no checkpoint yet: start its training again"
+
+
+def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:
+    """After a save that failed, threads of TensorStore call back an event loop that Orbax has
+    closed: each would print a traceback."""
+    if wants_tracebacks() or str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _reason(error: Exception) -> str:
     """The first line of what an error is about."""
     cause = error.__cause__ or error
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
-
-
-def _free(path: Path) -> Path:
-    """A name that is not taken, by a number at its end if need be."""
-    others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(name for name in itertools.chain([path], others) if not name.exists())
 
 
 def _goodness(metrics: dict[str, float]) -> float:

@@ -1,5 +1,6 @@
 """The training loop: from configurations to a trained model in a run's folder."""
 
+import contextlib
 import shlex
 import signal
 import time
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.data import Batch, Dataset, end_of_text_id, train_batches
-from heinsen_jax.distributed import Agreement
+from heinsen_jax.distributed import Agreement, check_alike, together
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.models import flops_per_token
@@ -67,8 +68,8 @@ def train(
 ) -> Result:
     """Trains from the latest checkpoint in `workdir`, or from the start, to the last step.
 
-    SIGTERM and SIGINT, to any of the processes, save a checkpoint after the step in progress and
-    end training early.
+    SIGTERM, SIGHUP and SIGINT, to any of the processes, save a checkpoint after the step in
+    progress and end training early. Before the first step they are not handled here.
 
     Args:
       workdir: the run's folder, which all processes see.
@@ -79,7 +80,8 @@ def train(
       profile: whether to write a trace of a few updates into the run's folder.
 
     Raises:
-      UserError: as `check_settings`, or a checkpoint cannot be read.
+      UserError: as `check_settings`; no checkpoint of a run is left, or it cannot be read; or a
+        file cannot be written.
       Diverged: `most_skipped` updates in a row were skipped.
     """
     mesh = check_settings(dataset, experiment)
@@ -120,11 +122,8 @@ class _Run:
     def __call__(self) -> Result:
         keep, steps = self.training.keep_checkpoints, self.training.steps
         with Checkpoints(self.workdir, keep=keep) as self.checkpoints:
-            start = self.checkpoints.latest_step()
-            with (
-                Signals(self.training.stop_within) as self.signals,
-                Reporter(self.workdir, start_step=start or 0, steps=steps) as self.reporter,
-            ):
+            start = self._start()
+            with Reporter(self.workdir, start_step=start or 0, steps=steps) as self.reporter:
                 for damaged, reason in self.checkpoints.damaged.items():
                     folder = self.checkpoints.folder / str(damaged)
                     self.reporter.line(f"{folder} is damaged ({reason}): it is not used")
@@ -139,11 +138,21 @@ class _Run:
                 else:
                     self.reporter.line(f"continuing {self.workdir} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
-                self.reporter.begin()
-                result = self._steps(state, start, update)
-                self.checkpoints.wait()
+                with Signals(self.training.stop_within) as self.signals:
+                    self.reporter.begin()
+                    result = self._steps(state, start, update)
+                    self.checkpoints.wait()
         self._conclude(result)
         return result
+
+    def _start(self) -> int | None:
+        """The step to resume from; None for a run that begins."""
+        with together():
+            if jax.process_index() == 0:
+                self.checkpoints.check_lost()
+        start = self.checkpoints.latest_step()
+        check_alike({f"the latest step in --workdir {self.workdir}": start})
+        return start
 
     def rehearse(self) -> Result:
         """Everything but training."""
@@ -214,7 +223,9 @@ class _Run:
                 if stopped_by and not last:
                     self.checkpoints.save(step, state)
                     return Result(step, metrics, stopped_by)
-                metrics = self._look(step, state)
+                is_first = not metrics  # it compiles, too
+                with self.reporter.untimed() if is_first else contextlib.nullcontext():
+                    metrics = self._look(step, state)
                 clock.restart(step)
             elif training.checkpoint_every and step % training.checkpoint_every == 0:
                 self.checkpoints.save(step, state)
@@ -248,12 +259,7 @@ class _Run:
         self.checkpoints.save(step, state, loss=metrics["loss"])
         self.reporter.validation(step, metrics)
         if self.training.sample_tokens:
-            text = self._sample(state)
-            self.reporter.sample(step, text)
-            if self.reporter.active:
-                folder = self.workdir / "samples"
-                folder.mkdir(exist_ok=True)
-                (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
+            self.reporter.sample(step, self._sample(state))
         return metrics
 
     def _evaluated(self, state: TrainState) -> dict[str, float]:

@@ -1,8 +1,10 @@
 """What a run reports: a progress bar, metrics.jsonl, TensorBoard events, and a loss plot."""
 
+import contextlib
 import json
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -10,12 +12,17 @@ import jax
 import matplotlib.figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
+from tensorboardX import summary
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-from heinsen_jax.errors import UserError
+from heinsen_jax.data.files import writing
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
+FLUSH_SECONDS = 30
+"""The longest that TensorBoard lags behind."""
 
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -55,19 +62,14 @@ class Reporter:
         self._steps = steps
         if not self.active:
             return
-        path = workdir / METRICS_FILE
-        try:
+        self._workdir, path = workdir, workdir / METRICS_FILE
+        with writing(workdir):
             rows, damaged = _read(path)
             _keep(path, [line for line, row in rows if row["step"] <= start_step])
+            self._board = _Board(workdir / "tensorboard", start_step + 1)
             self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise UserError(
-                f"{path} cannot be read and written ({error}): check its permissions and the free "
-                "space, or give another --workdir"
-            ) from None
         if damaged:
             self.line(f"{_damage(path, damaged)}: left out")
-        self._board = SummaryWriter(str(workdir / "tensorboard"), purge_step=start_step + 1)
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -86,15 +88,32 @@ class Reporter:
             self._bar.start()
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        if self.active:
-            self._bar.stop()
-            self._file.close()
-            self._board.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self.active:
+            return
+        self._bar.stop()
+        with contextlib.ExitStack() as files:
+            if kind is not None:  # what cannot be written now says no more than that error
+                files.enter_context(contextlib.suppress(OSError))
+            files.enter_context(writing(self._workdir))
+            files.callback(self._board.close)
+            files.callback(self._file.close)
 
     def begin(self) -> None:
         """Starts the clock for the estimate of the time left: call it once all is compiled."""
         self._started = time.monotonic()
+
+    @contextlib.contextmanager
+    def untimed(self) -> Iterator[None]:
+        """A block that does not count in that estimate."""
+        start = time.monotonic()
+        yield
+        self._started += time.monotonic() - start
 
     def training(self, step: int, metrics: dict[str, float]) -> None:
         """A row of training metrics."""
@@ -115,9 +134,14 @@ class Reporter:
         self.line(f"step {step}/{self._steps}  validation  {text}")
 
     def sample(self, step: int, text: str) -> None:
-        """A text that the model wrote."""
-        if self.active:
-            self._board.add_text("sample", text, step)
+        """A text that the model wrote, also into a file of its own."""
+        if not self.active:
+            return
+        with writing(self._workdir):
+            self._board.add(step, summary.text("sample", text))
+            folder = self._workdir / "samples"
+            folder.mkdir(exist_ok=True)
+            (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
 
     def line(self, text: str) -> None:
         """A line for the person who watches."""
@@ -128,10 +152,31 @@ class Reporter:
         if not self.active:
             return
         row = {"step": step} | {f"{group}/{name}": value for name, value in metrics.items()}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-        for name, value in metrics.items():
-            self._board.add_scalar(f"{group}/{name}", value, step)
+        with writing(self._workdir):
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
+            for name, value in metrics.items():
+                self._board.add(step, summary.scalar(f"{group}/{name}", value))
+
+
+class _Board:
+    """TensorBoard's events, written at once. The thread in which tensorboardX's `SummaryWriter`
+    writes them dies where a disk is full, and its caller then waits for ever."""
+
+    def __init__(self, folder: Path, purge_step: int):
+        folder.mkdir(exist_ok=True)
+        self._writer, self._flushed = EventsWriter(str(folder / "events")), time.monotonic()
+        start = SessionLog(status=SessionLog.START)  # hides events of a killed run after this step
+        self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def add(self, step: int, values: Summary) -> None:
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=values))
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def read_metrics(workdir: Path) -> list[dict[str, float]]:
@@ -193,7 +238,8 @@ def plot_losses(workdir: Path) -> Path:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(workdir / PLOT_FILE, dpi=150)
+    with writing(workdir):
+        figure.savefig(workdir / PLOT_FILE, dpi=150)
     return workdir / PLOT_FILE
 
 

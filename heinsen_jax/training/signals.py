@@ -1,22 +1,51 @@
-"""SIGTERM and Ctrl-C: a run is asked to stop, and has a while to save what it has."""
+"""SIGTERM, SIGHUP and Ctrl-C: a run ends at once, or has a while to save its state.
 
+Python calls the handler of a signal in the main thread, when that is back in Python: not while XLA
+compiles, nor in a collective operation whose peers are gone. So a second thread, woken by the
+signal itself (`signal.set_wakeup_fd`), keeps the time.
+"""
+
+import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import TypeAlias
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
 
 TOO_LATE = 124
 """The exit code of a run that could not save in time."""
+CLEANUP_SECONDS = 1.0
+"""How long a run that has nothing to save may need to remove its temporary files."""
 
 
-Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+@contextlib.contextmanager
+def exit_at_once() -> Iterator[None]:
+    """A context in which a signal ends the process with 128 plus the signal's number, within
+    `CLEANUP_SECONDS`: for the time before the first update, where there is nothing to save."""
+
+    def end(number: int) -> None:
+        _say(f"\nstopped by {signal.Signals(number).name} before the first update: nothing to save")
+        time.sleep(CLEANUP_SECONDS)
+        os._exit(128 + number)
+
+    with _caught(_unwind, end):
+        yield
+
+
+def unwind_on_signals() -> contextlib.AbstractContextManager[None]:
+    """A context in which a signal raises `SystemExit` of 128 plus its number."""
+    return _caught(_unwind, lambda number: None)
+
+
+def _unwind(number: int) -> None:
+    raise SystemExit(128 + number)
 
 
 class Signals:
-    """A context in which SIGTERM and SIGINT are collected instead of obeyed.
+    """A context in which SIGTERM, SIGHUP and SIGINT are collected instead of obeyed.
 
     A second SIGINT interrupts at once. A process that is still in this context `deadline` seconds
     after the first signal ends there and then, with the exit code `TOO_LATE`.
@@ -25,36 +54,84 @@ class Signals:
     def __init__(self, deadline: float):
         self._deadline = deadline
         self._timer: threading.Timer | None = None
-        self._previous: dict[signal.Signals, Handler] = {}
+        self._is_interrupted = False
+        self._caught = contextlib.ExitStack()
         self.first = 0
         """The number of the signal that came first; 0 while none has."""
 
     def __enter__(self) -> "Signals":
-        numbers = signal.SIGTERM, signal.SIGINT
-        self._previous = {number: signal.signal(number, self._catch) for number in numbers}
+        self._caught.enter_context(_caught(self._interrupt, self._start_timer))
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._caught.close()
         if self._timer is not None:
             self._timer.cancel()
 
-    def _catch(self, number: int, _: FrameType | None) -> None:
-        if self.first and number == signal.SIGINT:
+    def _interrupt(self, number: int) -> None:
+        self.first = self.first or number
+        if number == signal.SIGINT and self._is_interrupted:
             raise KeyboardInterrupt
-        if not self.first:
-            self.first = number
+        self._is_interrupted = True
+
+    def _start_timer(self, number: int) -> None:
+        if self._timer is None:
+            self.first = self.first or number
             self._timer = threading.Timer(self._deadline, self._give_up)
             self._timer.daemon = True
             self._timer.start()
 
     def _give_up(self) -> None:
-        print(
+        _say(
             f"error: stopped by {signal.Signals(self.first).name}, and nothing could be saved in "
             f"the {self._deadline:g} s of training.stop_within: the last saved step stands. Give "
-            "more time, or checkpoint_every fewer steps",
-            file=sys.stderr,
-            flush=True,
+            "more time, or checkpoint_every fewer steps"
         )
         os._exit(TOO_LATE)
+
+
+@contextlib.contextmanager
+def _caught(
+    in_main_thread: Callable[[int], None], at_once: Callable[[int], None]
+) -> Iterator[None]:
+    """A context in which a signal calls `at_once(number)` in a thread of its own, right away, and
+    `in_main_thread(number)` as soon as Python can. SIGHUP that is ignored (nohup) stays so."""
+    hangup = getattr(signal, "SIGHUP", None)  # there is none on Windows
+    numbers = {signal.SIGTERM, signal.SIGINT}
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        numbers.add(hangup)
+    terminals = [number for number in (1, 2) if os.isatty(number)]
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def watch() -> None:
+        with reader:
+            while number := reader.recv(1):
+                if number[0] == hangup:
+                    _disconnect(terminals)
+                if number[0] in numbers:
+                    at_once(number[0])
+
+    previous = {n: signal.signal(n, lambda n, _: in_main_thread(n)) for n in numbers}
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        writer.close()
+
+
+def _disconnect(terminals: list[int]) -> None:
+    """Sends what would be written to a terminal that was closed, which is an error, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in terminals:
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal or pipe
+        print(text, file=sys.stderr, flush=True)

@@ -1,5 +1,9 @@
-"""A model's weights as .safetensors: one file, or shards of it and an index."""
+"""A model's weights as .safetensors: one file, or shards of it and an index.
 
+The metadata of a file hold the hash of all that is in it, so that damage is found when it is read.
+"""
+
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +14,14 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from heinsen_jax.data.files import write_atomically
+from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array, PyTree
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+HASH = "sha256"
 
 
 def named(tree: PyTree) -> dict[str, Any]:
@@ -50,14 +55,15 @@ def save_weights(
         file = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
         file = WEIGHTS_FILE if len(shards) == 1 else file
         place |= dict.fromkeys(shard, file)
-        held = {name: np.ascontiguousarray(x) for name, x in shard.items()}
-        save_file(held, folder / file, metadata)
+        with writing(folder):
+            save_hashed(folder / file, shard, metadata)
     if len(shards) == 1:
         (folder / INDEX_FILE).unlink(missing_ok=True)  # of what was there before
     else:
         total = sum(x.nbytes for x in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": place}
-        write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
+        with writing(folder):
+            write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
 
 
 def load_weights(
@@ -75,22 +81,55 @@ def load_weights(
     for file in sorted(set(place.values())):
         path = folder / file
         names = [name for name in place if place[name] == file]
-        try:
-            with safe_open(path, framework="numpy") as opened:
-                if problems := {*names} ^ {*opened.keys()}:
-                    raise UserError(_mismatch(path, min(problems), "of another model"))
-                step = int((opened.metadata() or {}).get("step", 0))
-                for name in names:
-                    x, want = opened.get_tensor(name), abstract[name]
-                    if x.shape != want.shape or x.dtype != want.dtype:
-                        what = f"{x.dtype}{[*x.shape]}, not {want.dtype}{[*want.shape]}"
-                        raise UserError(_mismatch(path, name, what))
-                    arrays[name] = jax.device_put(x, want.sharding)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error}): fetch it again") from None
-        except SafetensorError as error:
-            raise UserError(f"{path} is damaged ({error}): fetch it again") from None
+        found, metadata = load_hashed(path, "fetch it again")
+        if problems := {*names} ^ found.keys():
+            raise UserError(_mismatch(path, min(problems), "of another model"))
+        if not (number := metadata.get("step", "0")).isdecimal():
+            raise UserError(f"{path}: its step is {number!r}, which is no number; fetch it again")
+        step = int(number)
+        for name, x in found.items():
+            want = abstract[name]
+            if x.shape != want.shape or x.dtype != want.dtype:
+                what = f"{x.dtype}{[*x.shape]}, not {want.dtype}{[*want.shape]}"
+                raise UserError(_mismatch(path, name, what))
+            arrays[name] = jax.device_put(x, want.sharding)
     return arrays, step
+
+
+def save_hashed(
+    path: str | Path, arrays: Mapping[str, Array | np.ndarray], metadata: Mapping[str, str]
+) -> None:
+    """Writes arrays by their names, and metadata with the hash of everything."""
+    held = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    save_file(held, path, {**metadata, HASH: _hash_of(held, metadata)})
+
+
+def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """The arrays and metadata that `save_hashed` wrote.
+
+    Raises:
+      UserError: the file cannot be read, or is not as it was written. The message ends with the
+        remedy.
+    """
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = dict(file.metadata() or {})
+            arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}): {remedy}") from None
+    except (SafetensorError, ValueError, TypeError) as error:
+        raise UserError(f"{path} is damaged ({error}): {remedy}") from None
+    if metadata.pop(HASH, None) != _hash_of(arrays, metadata):
+        raise UserError(f"{path} is damaged (its content has another hash): {remedy}")
+    return arrays, metadata
+
+
+def _hash_of(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    for name, x in sorted(arrays.items()):
+        digest.update(json.dumps([name, str(x.dtype), x.shape]).encode())
+        digest.update(x.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _index(folder: Path) -> dict[str, str] | None:
@@ -100,7 +139,7 @@ def _index(folder: Path) -> dict[str, str] | None:
     try:
         place = json.loads(path.read_text())["weight_map"]
         return {name: Path(file).name for name, file in place.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error!r}): fetch it again") from None
 
 

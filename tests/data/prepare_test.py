@@ -329,7 +329,7 @@ def test_broken_row_stops_the_preparation_and_leaves_no_half_shard(tmp_path: Pat
     with pytest.raises(UserError, match=r"a\.jsonl:2 is not JSON"):
         prepare([str(tmp_path / "a.jsonl")], "bytes", tmp_path / "out")
     left = {path.name for path in (tmp_path / "out").iterdir()}
-    assert left == {"recipe.json", "tokenizer.json", "tokenizer.tiktoken"}
+    assert left == {".lock", "recipe.json", "tokenizer.json", "tokenizer.tiktoken"}
 
 
 @pytest.mark.parametrize(

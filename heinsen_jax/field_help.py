@@ -1,0 +1,91 @@
+"""What `--help` says of the fields of a configuration: those people change first, or a section."""
+
+import ast
+import dataclasses
+import inspect
+import textwrap
+
+import tyro
+
+from heinsen_jax.config import ExperimentConfig
+from heinsen_jax.errors import UserError
+
+FIRST = (
+    "seed",
+    "model.attention",
+    "model.block",
+    "model.num_layers",
+    "model.model_dim",
+    "model.num_heads",
+    "data.corpus",
+    "data.tokenizer",
+    "data.sequence_length",
+    "data.batch_size",
+    "optimizer.learning_rate",
+    "optimizer.warmup_steps",
+    "training.steps",
+    "training.evaluate_every",
+    "training.checkpoint_every",
+    "mesh.data",
+    "mesh.fsdp",
+)
+SECTIONS = tuple(x.name for x in dataclasses.fields(ExperimentConfig) if x.name != "seed")
+
+
+def print_help(config: ExperimentConfig, section: str) -> None:
+    """Prints the fields of a configuration with their values and what they are.
+
+    Args:
+      config: the configuration.
+      section: a part of it (model, data, ...), or "all"; "" for the fields people change first.
+
+    Raises:
+      UserError: there is no such section.
+    """
+    if section in (*SECTIONS, "all"):
+        _print_section(config, SECTIONS if section == "all" else (section,))
+        return
+    if section:
+        raise UserError(f"--help {section}: choose one of {', '.join(SECTIONS)}, all")
+    print("\nfields people change first, with their values here:\n")
+    for name in FIRST:
+        part, _, field = name.rpartition(".")
+        holder = getattr(config, part) if part else config
+        if hasattr(holder, field):  # a task has no corpus
+            print(f"  --{name} {_shown(getattr(holder, field))}")
+            print(textwrap.indent(textwrap.fill(_description(type(holder), field), 88), " " * 6))
+    print(f"\nall fields of a section: --help SECTION, one of {', '.join(SECTIONS)}; or --help all")
+
+
+def _print_section(config: ExperimentConfig, sections: tuple[str, ...]) -> None:
+    fields = [(name, type(value := getattr(config, name)), value) for name in sections]
+    part = dataclasses.make_dataclass("Part", fields, frozen=True)
+    try:
+        tyro.cli(part, args=["--help"], prog="train.py", description="")
+    except SystemExit:
+        return
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return str(value)
+
+
+def _description(config: type, field: str) -> str:
+    """The docstring of a field: the string that follows it in its class, or in a base class."""
+    for cls in config.__mro__:
+        if field not in inspect.get_annotations(cls):
+            continue
+        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        (definition,) = tree.body
+        assert isinstance(definition, ast.ClassDef)
+        pairs = zip(definition.body, definition.body[1:], strict=False)
+        for statement, following in pairs:
+            match statement, following:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ) if name == field:
+                    return " ".join(text.split())
+    return ""

@@ -67,7 +67,10 @@ def together() -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except SystemExit as ended:
+        gather(f"exit code {ended.code}; see what it printed")
+        raise
+    except Exception as error:
         gather(str(error) if isinstance(error, UserError) else repr(error))
         raise
     _raise_first(gather(""))

@@ -232,3 +232,15 @@ def test_training_steps_are_those_of_the_results():
     assert f"trains it in PyTorch, {1e3 * seconds['peer']:.1f} ms" in PAGES
     shares = f"{100 * profile['log_attention']:.0f}% goes into\nlog-attention, "
     assert shares + f"{100 * profile['attention']:.0f}% into its layer's" in PAGES
+
+
+def test_what_is_said_to_happen_when_something_breaks_is_proved():
+    """Each row of the table names tests that exist."""
+    table = (ROOT / "docs" / "pods.md").read_text().split("when something breaks\n")[1]
+    rows = [row for row in table.splitlines() if row.startswith("| ") and "**" not in row]
+    assert len(rows) > 20
+    for row in rows[1:]:
+        named = re.findall(r"`(tests/\S+\.py)::(\w+)`", row)
+        assert named, row
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / file).read_text(), test

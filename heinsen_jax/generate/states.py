@@ -29,7 +29,7 @@ POSITION_AXIS, BLOCKS_AXIS = 0, 1
 """The first batch axis of the parts of a state: those of blocks are stacked, layer by layer."""
 
 Rows: TypeAlias = Integer[Array, "B"]
-Shapes: TypeAlias = dict[str, tuple[list[int], str]]
+Shapes: TypeAlias = dict[str, tuple[list[pydantic.NonNegativeInt], str]]
 Read: TypeAlias = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
 
 

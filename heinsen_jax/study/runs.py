@@ -117,7 +117,7 @@ def in_processes(
     for job in range(jobs):
         shares.put(cores[job::jobs] or cores)
     with ProcessPoolExecutor(jobs, context, _begin, (shares,)) as pool:
-        waiting = {pool.submit(perform, as_json(run.config), folder(run)): run for run in runs}
+        waiting = {pool.submit(_perform, as_json(run.config), folder(run)): run for run in runs}
         try:
             for done in as_completed(waiting):
                 with _named(waiting[done]):
@@ -174,6 +174,21 @@ def _named(run: Run) -> Iterator[None]:
             f"{describe(run.labels)}: its process was killed, perhaps for want of memory: try a "
             "smaller --jobs; the same command goes on"
         ) from error
+
+
+class _Worker:
+    is_stopped = False
+
+
+def _perform(values: SavedConfig, workdir: Path) -> Row:
+    """The same in a process of the pool, which may hold its next run already when it is stopped."""
+    if _Worker.is_stopped:
+        raise Stopped
+    try:
+        return perform(values, workdir)
+    except (Stopped, KeyboardInterrupt):
+        _Worker.is_stopped = True
+        raise
 
 
 def _begin(shares: SimpleQueue[list[int]]) -> None:

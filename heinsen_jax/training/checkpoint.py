@@ -329,6 +329,8 @@ def read_config(workdir: Path) -> SavedConfig | None:
         return None
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): make it readable") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it or use another workdir") from None
     for name in SavedConfig.__annotations__:

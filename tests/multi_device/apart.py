@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,15 @@ def start(*arguments: str, cwd: Path | None = None, **environment: Any) -> subpr
     )
 
 
-def train(place: Path, *arguments: str, devices: int = 1, processes: int = 1) -> list:
-    """Processes that train together, on so many virtual devices each."""
+def train(
+    place: Path,
+    *arguments: str,
+    devices: int = 1,
+    processes: int = 1,
+    only_last: Sequence[str] = (),
+) -> list:
+    """Processes that train together, on so many virtual devices each; the last one with further
+    arguments."""
     command = str(ROOT / "train.py"), "--config", "tiny.py", *arguments
     if processes > 1:
         address = f"localhost:{free_port()}"
@@ -43,6 +51,7 @@ def train(place: Path, *arguments: str, devices: int = 1, processes: int = 1) ->
         start(
             *command,
             *(("--process-id", str(index)) if processes > 1 else ()),
+            *(only_last if index == processes - 1 else ()),
             cwd=place,
             JAX_PLATFORMS="cpu",
             JAX_NUM_CPU_DEVICES=devices,

@@ -1,0 +1,67 @@
+"""A run small enough to be attacked again and again."""
+
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.multi_device.apart import finish, train
+
+CONFIG = """
+from heinsen_jax.config import *
+
+def get_config():
+    return ExperimentConfig(
+        model=LanguageModelConfig(
+            vocab_size=264, model_dim=16, num_layers=1, num_heads=2, attention="linear",
+        ),
+        data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=8),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
+        training=TrainingConfig(
+            steps=40, report_every=1, evaluate_every=20, checkpoint_every=5, evaluation_batches=2,
+            sample_tokens=5,
+        ),
+    )
+"""
+ENDLESS = "--training.steps", "1000000", "--training.evaluate_every", "1000000"
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory) -> Path:
+    """A folder with a text, its prepared form, a configuration, and a finished run of it."""
+    folder = tmp_path_factory.mktemp("faults")
+    draw = random.Random(0)
+    words = " ".join(draw.choice(["abc", "de", "f"]) for _ in range(5000))
+    (folder / "words.txt").write_text(words)
+    (folder / "tiny.py").write_text(CONFIG)
+    ((code, _, err),) = finish(train(folder, "--workdir", "finished"))
+    assert code == 0, err
+    return folder
+
+
+@pytest.fixture
+def run(place, tmp_path) -> Path:
+    """A copy of the finished run, to damage."""
+    return shutil.copytree(place / "finished", tmp_path / "run")
+
+
+def wait_until(happens: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
+def has_checkpoint(workdir: Path) -> bool:
+    return any(path.name.isdecimal() for path in workdir.glob("checkpoints/*"))
+
+
+def assert_one_line(err: str, *words: str) -> None:
+    """Nothing but an error in one line, with these words."""
+    assert err.startswith("error: "), err
+    assert err.count("\n") == 1, err
+    for word in words:
+        assert word in err

@@ -1,0 +1,102 @@
+"""One process at a time in a folder."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from heinsen_jax.data.prepare import prepare
+from heinsen_jax.errors import UserError
+from heinsen_jax.locks import LOCK_FILE, locked
+from heinsen_jax.study.conduct import conduct
+from heinsen_jax.training.metrics import read_metrics
+from tests.faults.conftest import ENDLESS, assert_one_line, has_checkpoint, wait_until
+from tests.multi_device.apart import finish, train
+from tests.study.conduct_test import SMALLER
+
+
+def test_a_second_trainer_is_refused_and_the_first_goes_on(place, tmp_path):
+    """And the lock of one that was killed bars nobody."""
+    workdir = tmp_path / "run"
+    (first,) = train(place, "--workdir", str(workdir), *ENDLESS)
+    wait_until(lambda: has_checkpoint(workdir))
+    ((code, _, err),) = finish(train(place, "--workdir", str(workdir), "--seed", "1"))
+    assert code == 2
+    assert_one_line(err, f"{workdir} is in use by process {first.pid} on {socket.gethostname()}")
+    before = len(read_metrics(workdir))
+    wait_until(lambda: len(read_metrics(workdir)) > before)
+    first.kill()
+    first.communicate()
+    assert f'"pid": {first.pid}' in (workdir / LOCK_FILE).read_text()
+    steps = [row["step"] for row in read_metrics(workdir)]
+    assert steps == [*range(1, len(steps) + 1)]
+    last = str(len(steps) + 10)
+    ((code, out, err),) = finish(train(place, "--workdir", str(workdir), "--training.steps", last))
+    assert code == 0, err
+    assert f"step {last}/{last}" in out
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from heinsen_jax.locks import locked
+with locked(Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def held(tmp_path):
+    """A folder that another process has locked, and that process."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "locked\n"
+        yield tmp_path, process
+        process.kill()
+
+
+def test_a_lock_names_its_owner_and_ends_with_it(held):
+    folder, process = held
+    owner = rf"in use by process {process.pid} on {socket.gethostname()}, since 20\d\d-"
+    with pytest.raises(UserError, match=owner), locked(folder):
+        raise AssertionError
+    process.kill()
+    process.wait()
+    with locked(folder):
+        assert f'"pid": {os.getpid()}' in (folder / LOCK_FILE).read_text()
+
+
+def test_a_study_and_a_preparation_lock_their_output(held, tmp_path):
+    folder, _ = held
+    (tmp_path / "a.txt").write_text("words " * 100)
+    with pytest.raises(UserError, match="is in use by process"):
+        prepare([str(tmp_path / "a.txt")], "bytes", folder)
+    with pytest.raises(UserError, match="is in use by process"):
+        conduct(SMALLER, folder, lambda runs, folder: pytest.fail("runs begin"))
+
+
+def test_training_waits_for_another_process_that_prepares_its_data(held, tmp_path, capfd):
+    folder, process = held
+    (tmp_path / "a.txt").write_text("words " * 100)
+    assert process.stdin is not None
+    process.stdin.close()  # it ends a moment later
+    assert prepare([str(tmp_path / "a.txt")], "bytes", folder, wait=True).splits["train"].tokens
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("heinsen_jax.locks.FileLock.acquire", refuse)
+    said = "cannot be locked .*not supported.* no other process uses it"
+    with pytest.warns(match=said), locked(tmp_path):
+        pass

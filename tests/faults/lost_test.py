@@ -1,0 +1,263 @@
+"""Lost and damaged files are refused or named, never passed over."""
+
+import json
+import shutil
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from heinsen_jax import distributed, evaluate
+from heinsen_jax.data import DataConfig, load, units
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate import load_state, save_state
+from heinsen_jax.generate.__main__ import main as generate
+from heinsen_jax.interop.hub import from_pretrained, save_pretrained
+from heinsen_jax.train import main
+from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.training.weights import load_hashed, save_hashed
+from tests.multi_device.apart import finish, train
+
+
+def flip(path, place=None, bit=1) -> None:
+    """Changes one bit of a file, in its middle if nothing else is said."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 if place is None else place] ^= bit
+    path.write_bytes(content)
+
+
+def said(main, monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """Exit code and errors of a command line, called in this process."""
+    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)  # only at the start
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=".* is damaged")
+        code = main()
+    return code, capsys.readouterr().err
+
+
+def damage_all(run) -> None:
+    for step in (run / "checkpoints").iterdir():
+        flip(step / "default/manifest.ocdbt")
+
+
+def remove_folder(run) -> None:
+    shutil.rmtree(run / "checkpoints")
+
+
+def empty_folder(run) -> None:
+    for step in (run / "checkpoints").iterdir():
+        shutil.rmtree(step) if step.is_dir() else step.unlink()
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [(damage_all, "is damaged: step"), (remove_folder, "is gone"), (empty_folder, "is gone")],
+)
+def test_a_run_without_its_checkpoints_is_not_begun_anew(
+    place, run, way, words, monkeypatch, capsys
+):
+    monkeypatch.chdir(place)
+    way(run)
+    before = (run / "metrics.jsonl").read_bytes()
+    for _ in range(2):  # also when damaged steps have been renamed
+        code, err = said(main, monkeypatch, capsys, "--config", "tiny.py", "--workdir", str(run))
+        assert code == 2
+        assert f"{run}/checkpoints: every checkpoint of this run is" in err
+        assert "--restart" in err
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_is_damaged_is_named(place, run, monkeypatch, capsys):
+    damage_all(run)
+    with pytest.raises(UserError, match=r"step 40 \(default/manifest.ocdbt is not as it was"):
+        load_run(run)
+    monkeypatch.chdir(place)
+    _, err = said(main, monkeypatch, capsys, "--config", "tiny.py", "--workdir", str(run))
+    assert "step 35 (default/manifest.ocdbt is not as it was written), step 40 (" in err
+
+
+def test_restart_sets_the_run_aside(place, run):
+    damage_all(run)
+    before = (run / "metrics.jsonl").read_bytes()
+    wider = "--model.model_dim", "24"
+    arguments = "--workdir", str(run), "--restart", *wider, "--training.steps", "20"
+    ((code, out, err),) = finish(train(place, *arguments))
+    assert code == 0, err
+    assert "step 1/20" in out
+    assert (run / "before-restart/metrics.jsonl").read_bytes() == before
+    assert next(iter(read_metrics(run)))["step"] == 1
+    assert load_run(run)[2] == 20
+
+
+def test_a_run_that_had_no_checkpoint_yet_begins_again(place, run, monkeypatch, capsys):
+    """Killed before its first one, with rows in metrics.jsonl."""
+    remove_folder(run)
+    (run / "last_checkpoint.json").unlink()
+    monkeypatch.chdir(place)
+    few = "--workdir", str(run), "--training.steps", "20"
+    assert said(main, monkeypatch, capsys, "--config", "tiny.py", *few) == (0, "")
+
+
+def test_readers_say_which_step_they_use_in_place_of_a_damaged_one(run, monkeypatch, capsys):
+    flip(run / "checkpoints/40/default/manifest.ocdbt")
+    with pytest.warns(match=r"checkpoints/40 is damaged \(.*\): step \d+ is used"):
+        assert load_run(run, best=False)[2] == 35
+    for program, more in (
+        (generate, ("--prompt", "abc", "--max-new-tokens", "1")),
+        (evaluate.main, ("--max-batches", "1", "--data", str(run.parent / "words.txt"))),
+    ):
+        (run.parent / "words.txt").write_text("abc de f " * 100)
+        monkeypatch.chdir(run.parent)
+        code, err = said(program, monkeypatch, capsys, "--workdir", str(run), "--latest", *more)
+        assert code == 0
+        assert "checkpoints/40 is damaged (default/manifest.ocdbt is not as it was" in err
+        assert "): step 35 is used\n" in err
+
+
+def spread(size: int, number: int) -> list[int]:
+    """Places all over a file."""
+    return np.linspace(0, size - 1, number).astype(int).tolist()
+
+
+def test_any_flipped_bit_of_saved_weights_is_found(run, tmp_path):
+    folder = save_pretrained(run, tmp_path / "model")
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    for number, place in enumerate(spread(len(whole), 40)):
+        flip(path, place, 1 << number % 8)
+        with pytest.raises(UserError, match="model"):
+            from_pretrained(folder)
+        path.write_bytes(whole)
+    from_pretrained(folder)
+
+
+def test_any_flipped_bit_of_a_saved_state_is_found(run, tmp_path):
+    model, _, _ = load_run(run)
+    path = tmp_path / "state"
+    save_state(path, model, model.init_state(()))
+    whole = path.read_bytes()
+    for number, place in enumerate(spread(len(whole), 64)):
+        flip(path, place, 1 << number % 8)
+        with pytest.raises(UserError, match="state"):
+            load_state(path, model)
+        path.write_bytes(whole)
+    load_state(path, model)
+
+
+def test_shards_are_verified_when_asked(place, tmp_path):
+    shutil.copytree(place / "data", tmp_path / "data")
+    (prepared,) = (x for x in (tmp_path / "data").iterdir() if (x / "manifest.json").exists())
+    config = DataConfig(corpus=str(prepared), verify=True)
+    load(config)
+    flip(prepared / "train-00000.bin")
+    load(DataConfig(corpus=str(prepared)))
+    with pytest.raises(UserError, match=r"train-00000\.bin is damaged .* prepare it again"):
+        load(config)
+
+
+def test_what_was_written_wrongly_is_found_when_it_is_prepared(tmp_path, monkeypatch):
+    class Losing(units._ShardWriter):
+        def shard(self):
+            self._file.seek(0)
+            self._file.write(b"x")
+            return super().shard()
+
+    monkeypatch.setattr(units, "_ShardWriter", Losing)
+    (tmp_path / "a.txt").write_text("words " * 100)
+    with pytest.raises(UserError, match=r"train-00000\.bin is damaged"):
+        load(DataConfig(corpus=str(tmp_path / "a.txt"), cache=str(tmp_path / "data")))
+
+
+def drop(name):
+    return lambda file: file.pop(name)
+
+
+CONFIGS = {
+    "no model": drop("model"),
+    "an unknown field": lambda config: config["model"].update(width=3),
+    "a wrong value": lambda config: config["model"].update(num_heads="many"),
+    "a list": lambda config: config.update(data=[]),
+}
+
+
+@pytest.mark.parametrize("change", CONFIGS.values(), ids=CONFIGS)
+def test_a_wrong_configuration_is_one_line(run, change, monkeypatch, capsys):
+    config = json.loads((run / "config.json").read_text())
+    change(config)
+    (run / "config.json").write_text(json.dumps(config))
+    code, err = said(generate, monkeypatch, capsys, "--workdir", str(run), "--prompt", "a")
+    assert code == 2
+    assert err.startswith(f"error: {run}/config.json")
+    assert err.count("\n") == 1
+
+
+def rewritten(path, change) -> None:
+    """A saved file with other metadata and their hash: not damaged, but made by mistake."""
+    arrays, metadata = load_hashed(path, "")
+    change(metadata)
+    save_hashed(path, arrays, metadata)
+
+
+def shapes(change):
+    """Changes the shapes that a state's metadata give."""
+
+    def change_metadata(metadata):
+        found = json.loads(metadata["shapes"])
+        change(found)
+        metadata["shapes"] = json.dumps(found)
+
+    return change_metadata
+
+
+def of_first(**changes):
+    def change(found):
+        name = next(iter(found))
+        shape, dtype = found[name]
+        found[name] = [changes.get("shape", shape), changes.get("dtype", dtype)]
+
+    return shapes(change)
+
+
+STATES = {
+    "no shapes": drop("shapes"),
+    "no JSON": lambda metadata: metadata.update(shapes="{"),
+    "a list": lambda metadata: metadata.update(shapes="[]"),
+    "too few": shapes(lambda found: found.popitem()),
+    "too large": of_first(shape=[10**12]),
+    "negative": of_first(shape=[-1]),
+    "no numbers": of_first(shape=["a"]),
+    "another dtype": of_first(dtype="float16"),
+    "no dtype": of_first(dtype="floaty"),
+}
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES)
+def test_a_malformed_state_is_one_error(run, tmp_path, change):
+    model, _, _ = load_run(run)
+    save_state(tmp_path / "state", model, model.init_state(()))
+    rewritten(tmp_path / "state", change)
+    with pytest.raises(UserError, match="state is no state"):
+        load_state(tmp_path / "state", model)
+
+
+def test_a_step_that_is_no_number_is_one_error(run, tmp_path):
+    folder = save_pretrained(run, tmp_path / "model")
+    rewritten(folder / "model.safetensors", lambda metadata: metadata.update(step="last"))
+    with pytest.raises(UserError, match="its step is 'last', which is no number"):
+        from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
+def test_a_file_that_cannot_be_written_is_one_line(place, run, name, monkeypatch, capsys):
+    (run / name).unlink()
+    (run / name).mkdir()  # for root may write what is read-only
+    monkeypatch.chdir(place)
+    more = "--workdir", str(run), "--training.steps", "50"
+    code, err = said(main, monkeypatch, capsys, "--config", "tiny.py", *more)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert name in err
+    assert err.count("\n") == 1

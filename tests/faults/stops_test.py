@@ -1,0 +1,239 @@
+"""Signals, closed terminals, and processes whose parent or peer has ended."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from heinsen_jax import distributed
+from heinsen_jax.distributed import check_alike
+from heinsen_jax.errors import UserError
+from heinsen_jax.training.checkpoint import load_run
+from tests.faults.conftest import ENDLESS, assert_one_line, has_checkpoint, wait_until
+from tests.multi_device.apart import ROOT, finish, start, train
+
+
+def read_until(process: subprocess.Popen, words: str) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if words in line:
+            return
+    raise AssertionError(f"it never said {words!r}")
+
+
+def test_sigterm_while_compiling_ends_at_once(place, tmp_path):
+    """The update of log-attention takes seconds to compile; nothing needs saving yet."""
+    options = "--model.attention", "log", "--model.num_layers", "3", "--training.stop_within", "600"
+    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
+    command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", str(tmp_path / "run")
+    process = start(*command, *options, cwd=place, JAX_PLATFORMS="cpu", **uncached)
+    read_until(process, "compiling the update")
+    time.sleep(0.5)
+    process.terminate()
+    asked = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert time.monotonic() - asked < 5
+    assert process.returncode == 143
+    assert "compiled in" not in out, "it was over already"
+    assert err == "\nstopped by SIGTERM before the first update: nothing to save\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_saves_and_the_exit_code_names_it(place, tmp_path, number):
+    workdir = tmp_path / "run"
+    (process,) = train(place, "--workdir", str(workdir), *ENDLESS)
+    wait_until(lambda: has_checkpoint(workdir))
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert f"stopped by {number.name} after step" in out
+    step = int(out.split("after step ")[1].split(",")[0])
+    assert load_run(workdir, best=False)[2] == step
+
+
+TERMINAL = """
+import os, pty, sys
+from pathlib import Path
+number, terminal = pty.fork()
+if number == 0:
+    os.execv(sys.argv[2], sys.argv[2:])
+while not any(path.name.isdecimal() for path in Path(sys.argv[1]).glob("checkpoints/*")):
+    os.read(terminal, 1 << 16)
+os.close(terminal)
+print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
+"""
+
+
+def test_a_closed_terminal_saves(place, tmp_path):
+    """Where also nothing can be printed any more."""
+    workdir = tmp_path / "run"
+    command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", str(workdir), *ENDLESS
+    ended = start("-c", TERMINAL, str(workdir), sys.executable, *command, cwd=place)
+    out, err = ended.communicate(timeout=120)
+    assert out == f"{128 + signal.SIGHUP}\n", err
+    assert load_run(workdir, best=False)[2] > 5
+
+
+@pytest.mark.parametrize("ignored", [True, False])
+def test_nohup_is_respected(ignored):
+    program = f"""
+import os, signal
+if {ignored}:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+from heinsen_jax.training.signals import Signals
+with Signals(60) as signals:
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(signals.first)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == f"{0 if ignored else int(signal.SIGHUP)}\n"
+
+
+def test_a_deadline_holds_though_python_cannot_run():
+    """A main thread that is stuck, as in a collective operation, handles no signal itself."""
+    program = """
+import os, signal, threading, time
+from heinsen_jax.training.signals import Signals
+with Signals(0.3):
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    lock = threading.Lock()
+    lock.acquire()
+    import ctypes
+    ctypes.CDLL(None).sleep(20)
+"""
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 124
+    assert time.monotonic() - begun < 15
+
+
+def test_a_preparation_that_is_interrupted_is_one_line_and_resumes(tmp_path):
+    with (tmp_path / "text.jsonl").open("w") as file:
+        for number in range(300_000):
+            file.write(f'{{"text": "words of document {number}"}}\n')
+    command = "-m", "heinsen_jax.data.prepare", "text.jsonl", "--output", "out"
+    process = start(*command, cwd=tmp_path)
+    wait_until(lambda: any((tmp_path / "out").glob("*.partial")))
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "\ninterrupted\n"
+    assert not list((tmp_path / "out").glob("*.partial"))
+    ((code, out, err),) = finish([start(*command, cwd=tmp_path)])
+    assert code == 0, err
+    assert sum(int(number) for number in re.findall(r"(\d+) documents", out)) == 300_000
+
+
+STUDY = """
+from dataclasses import replace
+from tests.study.conduct_test import BASE, SMALLER
+
+def get_study():
+    training = replace(BASE.training, steps={steps}, evaluate_every={steps}, checkpoint_every=5)
+    return replace(SMALLER, base=replace(BASE, training=training))
+"""
+
+
+def children(parent: int) -> set[int]:
+    """Processes that a process has started, and theirs."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and fields[0] != "Z":
+                found |= {int(path.name), *children(int(path.name))}
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGKILL, -9, id="killed"),
+        pytest.param(signal.SIGTERM, 143, id="stopped", marks=pytest.mark.nightly),
+    ],
+)
+def test_the_processes_of_a_study_end_with_it_and_it_resumes(tmp_path, number, code):
+    (tmp_path / "small.py").write_text(STUDY.format(steps=200_000))
+    command = "-m", "heinsen_jax.study", "small.py", "--output", "out"
+    study = start(*command, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    wait_until(lambda: any(map(has_checkpoint, (tmp_path / "out").glob("runs/*"))))
+    left = children(study.pid)
+    assert left
+    study.send_signal(number)
+    _, err = study.communicate(timeout=60)
+    assert study.returncode == code, err
+    assert "Traceback" not in err
+    wait_until(lambda: not any(Path(f"/proc/{process}").is_dir() for process in left), 20)
+    again = start(*command, cwd=tmp_path, JAX_PLATFORMS="cpu")
+    logs = [*(tmp_path / "out").glob("runs/*/log.txt")]
+    wait_until(lambda: any("continuing" in log.read_text() for log in logs))
+    again.terminate()
+    again.communicate(timeout=60)
+    assert again.returncode == 143
+
+
+DIFFERENT = {
+    "--optimizer.learning_rate 0.5": "optimizer.learning_rate (0.5, not 0.01)",
+    "--seed 7": "seed (7, not 0)",
+    "--data.batch_size 16": "data.batch_size (16, not 8)",
+    "--data.corpus other.txt": "the tokens of data.corpus",
+    "--training.steps 50": "training.steps (50, not 40)",
+    "--training.evaluate_every 7": "training.evaluate_every (7, not 20)",
+    "--model.model_dim 32": "model.model_dim (32, not 16)",
+    "--dry-run": "--dry_run (True, not False)",
+}
+SHORT = "--optimizer.learning_rate 0.5"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        pytest.param(*case, id=case[0], marks=[pytest.mark.nightly] * (case[0] != SHORT))
+        for case in DIFFERENT.items()
+    ],
+)
+def test_processes_that_differ_are_refused(place, tmp_path, arguments, words):
+    (place / "other.txt").write_text("fed cba " * 1000)
+    for code, _, err in pair(place, tmp_path, *arguments.split()):
+        assert code == 2
+        assert_one_line(cleaned(err), f"process 1 differs from process 0 in {words}")
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--data.corpus missing.txt", "input missing.txt does not exist"),
+        pytest.param("--model.widht 3", "exit code 2", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_process_whose_peer_failed_says_why(place, tmp_path, arguments, words):
+    (code, _, err), (other, _, own) = pair(place, tmp_path, *arguments.split())
+    assert code == other == 2
+    assert_one_line(cleaned(err), f"process 1 ended with: {words}")
+    assert "process 1" not in own
+
+
+def pair(place: Path, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
+    """Two processes of one run, of which the second has more arguments."""
+    command = "--workdir", str(folder / "run")
+    return finish(train(place, *command, processes=2, only_last=arguments), timeout=120)
+
+
+def cleaned(err: str) -> str:
+    """Without what JAX's coordination service says of how it is."""
+    return "".join(x for x in err.splitlines(keepends=True) if not x.startswith(("I", "W")))
+
+
+def test_source_and_versions_are_compared(monkeypatch):
+    found = ['{"jax": "0.10.2", "seed": 0}', '{"jax": "0.12.0", "seed": 0}']
+    monkeypatch.setattr(distributed, "gather", lambda text: found)
+    with pytest.raises(UserError, match=r"process 1 .* in jax \('0.12.0', not '0.10.2'\)"):
+        check_alike({})

@@ -103,6 +103,8 @@ def prepare(
         with locked(output, wait=wait):
             if _is_finished(recipe, output):  # by the process that held the lock
                 return Manifest.load(output)
+            for partial in output.glob("*.partial"):  # of a process that was killed
+                partial.unlink()
             save_tokenizer(encoding, output)
             recipe.write(output / _RECIPE_FILE)
             units = plan_units(recipe, rule, sources)

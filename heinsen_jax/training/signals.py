@@ -11,27 +11,24 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
 TOO_LATE = 124
 """The exit code of a run that could not save in time."""
-CLEANUP_SECONDS = 1.0
-"""How long a run that has nothing to save may need to remove its temporary files."""
 
 
 @contextlib.contextmanager
 def exit_at_once() -> Iterator[None]:
-    """A context in which a signal ends the process with 128 plus the signal's number, within
-    `CLEANUP_SECONDS`: for the time before the first update, where there is nothing to save."""
+    """A context in which a signal ends the process at once, with 128 plus the signal's number: for
+    the time before the first update, where there is nothing to save. Nothing is unwound, for an
+    exception that a handler raises in a callback of another library is lost."""
 
     def end(number: int) -> None:
-        _say(f"\nstopped by {signal.Signals(number).name} before the first update: nothing to save")
-        time.sleep(CLEANUP_SECONDS)
+        _say(f"\nstopped by {signal.Signals(number).name}: there was nothing to save")
         os._exit(128 + number)
 
-    with _caught(_unwind, end):
+    with _caught(lambda number: None, end):
         yield
 
 
@@ -134,4 +131,5 @@ def _disconnect(terminals: list[int]) -> None:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError):  # a closed terminal or pipe
+        sys.stdout.flush()
         print(text, file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ def test_sigterm_while_compiling_ends_at_once(place, tmp_path):
     assert time.monotonic() - asked < 5
     assert process.returncode == 143
     assert "compiled in" not in out, "it was over already"
-    assert err == "\nstopped by SIGTERM before the first update: nothing to save\n"
+    assert err == "\nstopped by SIGTERM: there was nothing to save\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 from flax import nnx
-from safetensors import SafetensorError
 
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
@@ -185,7 +184,7 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
     metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
     try:
         save_hashed(path, held, metadata)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error}): give a file in a folder that exists"
         ) from None

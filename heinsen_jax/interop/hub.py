@@ -22,7 +22,7 @@ import tyro
 from flax import nnx
 
 from heinsen_jax.data import save_tokenizer
-from heinsen_jax.data.files import writing
+from heinsen_jax.data.files import free_name, writing
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
@@ -53,23 +53,29 @@ def save_pretrained(
     says how to fetch it from `repo_id`.
 
     Raises:
-      UserError: there is no such run; or the folder exists and holds something.
+      UserError: there is no such run; the folder exists and holds something; or it cannot be
+        written.
     """
     workdir, output = Path(workdir), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} exists: give the name of a new folder")
     model, tokenizer, step = load_run(workdir, best=best)
     arrays = named(nnx.state(model, nnx.Param))
-    output.mkdir(parents=True, exist_ok=True)
-    save_weights(output, jax.device_get(arrays), step=step, shard_bytes=shard_bytes)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, output)
-    for name in (CONFIG_FILE, METRICS_FILE):
-        if (workdir / name).exists():
-            shutil.copyfile(workdir / name, output / name)
-    with writing(output):
-        text = card(workdir, step, arrays, repo_id or str(output))
-        (output / "README.md").write_text(text, encoding="utf-8")
+    partial = free_name(output.with_name(f"{output.name}.partial"))
+    try:
+        with writing(output.parent):
+            partial.mkdir(parents=True)
+            save_weights(partial, jax.device_get(arrays), step=step, shard_bytes=shard_bytes)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, partial)
+            for name in (CONFIG_FILE, METRICS_FILE):
+                if (workdir / name).exists():
+                    shutil.copyfile(workdir / name, partial / name)
+            text = card(workdir, step, arrays, repo_id or str(output))
+            (partial / "README.md").write_text(text, encoding="utf-8")
+            partial.replace(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return output
 
 

@@ -29,7 +29,7 @@ from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.report import Row
-from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER, SavedConfig
+from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER, SAVED_FILE, SavedConfig
 from heinsen_jax.training.loop import Diverged, train
 
 LOG_FILE = "log.txt"
@@ -77,6 +77,7 @@ def perform(values: SavedConfig, workdir: Path) -> Row:
         row["metrics"] = metrics
     write_atomically(workdir / ROW_FILE, json.dumps(row).encode())
     shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
+    (workdir / SAVED_FILE).unlink(missing_ok=True)
     return row
 
 

@@ -341,6 +341,8 @@ def read_config(workdir: Path) -> SavedConfig | None:
 
 
 def _no_checkpoint(workdir: Path) -> str:
+    if (workdir / SAVED_FILE).exists():
+        return f"{workdir}: its checkpoints are gone; bring them back, or train it again"
     return f"{workdir} has no checkpoint yet: start its training again"
 
 

@@ -123,7 +123,10 @@ class _Run:
         keep, steps = self.training.keep_checkpoints, self.training.steps
         with Checkpoints(self.workdir, keep=keep) as self.checkpoints:
             start = self._start()
-            with Reporter(self.workdir, start_step=start or 0, steps=steps) as self.reporter:
+            with contextlib.ExitStack() as files:
+                with together():
+                    reporter = Reporter(self.workdir, start_step=start or 0, steps=steps)
+                    self.reporter = files.enter_context(reporter)
                 for damaged, reason in self.checkpoints.damaged.items():
                     folder = self.checkpoints.folder / str(damaged)
                     self.reporter.line(f"{folder} is damaged ({reason}): it is not used")

@@ -99,9 +99,16 @@ def load_weights(
 def save_hashed(
     path: str | Path, arrays: Mapping[str, Array | np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes arrays by their names, and metadata with the hash of everything."""
+    """Writes arrays by their names, and metadata with the hash of everything.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     held = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    save_file(held, path, {**metadata, HASH: _hash_of(held, metadata)})
+    try:
+        save_file(held, path, {**metadata, HASH: _hash_of(held, metadata)})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:

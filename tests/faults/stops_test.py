@@ -57,8 +57,9 @@ def test_a_signal_saves_and_the_exit_code_names_it(place, tmp_path, number):
 
 
 TERMINAL = """
-import os, pty, sys
+import os, pty, signal, sys
 from pathlib import Path
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 number, terminal = pty.fork()
 if number == 0:
     os.execv(sys.argv[2], sys.argv[2:])
@@ -83,8 +84,7 @@ def test_a_closed_terminal_saves(place, tmp_path):
 def test_nohup_is_respected(ignored):
     program = f"""
 import os, signal
-if {ignored}:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
 from heinsen_jax.training.signals import Signals
 with Signals(60) as signals:
     os.kill(os.getpid(), signal.SIGHUP)

@@ -11,6 +11,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+OBEYING = """
+import os, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT):  # ignored where tests run under nohup
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 def run_apart(program: str, *arguments: str, cwd: Path | None = None) -> dict:
@@ -25,7 +31,7 @@ def start(*arguments: str, cwd: Path | None = None, **environment: Any) -> subpr
     """A Python process that can import this project; keywords are variables of its environment."""
     names = {name: str(value) for name, value in environment.items()}
     return subprocess.Popen(
-        [sys.executable, *arguments],
+        [sys.executable, "-c", OBEYING, *arguments],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | names,
         stdout=subprocess.PIPE,

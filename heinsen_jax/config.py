@@ -152,6 +152,18 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
         )
 
 
+def changed_settings(workdir: Path, config: ExperimentConfig) -> list[str]:
+    """The settings that differ from those which a run's folder records, each in words."""
+    if (recorded := read_config(workdir)) is None:
+        return []
+    ours, theirs = _flat(as_json(config)), _flat(recorded)
+    return [
+        f"{name} {value!r} (was {theirs[name]!r})"
+        for name, value in ours.items()
+        if name in theirs and value != theirs[name]
+    ]
+
+
 def set_aside(workdir: Path) -> None:
     """Moves all that a run's folder holds into a folder within it, `before-restart`."""
     held = [path for path in workdir.iterdir() if not path.name.startswith((".", SET_ASIDE))]
@@ -165,14 +177,8 @@ def set_aside(workdir: Path) -> None:
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
     """All that must be the same in all processes of a run, by names for messages."""
-    found = {
-        f"{section}.{name}": value
-        for section, fields in as_json(config).items()
-        if isinstance(fields, dict)
-        for name, value in fields.items()
-        if f"{section}.{name}" not in OWN_TO_A_HOST
-    }
-    found["seed"] = config.seed
+    fields = _flat(as_json(config))
+    found = {name: value for name, value in fields.items() if name not in OWN_TO_A_HOST}
     if isinstance(dataset, TokenDataset):
         found["the tokens of data.corpus"] = joint_hash(dataset.manifest.model_dump_json())[:12]
     sources = (path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
@@ -217,6 +223,15 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
 def as_json(config: ExperimentConfig) -> SavedConfig:
     """The configuration as nested dictionaries of plain values."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _flat(config: SavedConfig) -> dict[str, JSON]:
+    """The fields of all sections, by names such as data.corpus."""
+    found: dict[str, JSON] = {"seed": config["seed"]}
+    for section, fields in config.items():
+        if isinstance(fields, dict):
+            found |= {f"{section}.{name}": value for name, value in fields.items()}
+    return found
 
 
 def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:

@@ -12,6 +12,11 @@ import pydantic
 TRACEBACK = "HEINSEN_JAX_TRACEBACK"
 """The environment variable that brings back the tracebacks and libraries' logs of errors."""
 
+LESS_MEMORY = (
+    "use fewer rows (batch size) or shorter sequences; in training also --model.remat True, "
+    "--training.accumulation_steps, or --mesh.fsdp over more devices"
+)
+
 
 class UserError(ValueError):
     """Input is wrong. The message names the field or file and says how to fix it, in one line."""
@@ -36,8 +41,9 @@ def wants_tracebacks() -> bool:
 
 
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
-    """Wraps a `main` so that it ends with one clear line: exit code 2 after a `UserError`, 130
-    after Ctrl-C. Warnings are one line, too, and a reader that closes the pipe is no error."""
+    """Wraps a `main` so that it ends with one clear line: exit code 2 after a `UserError` or where
+    a device's memory is exhausted, 130 after Ctrl-C. Warnings are one line, too, and a reader that
+    closes the pipe is no error."""
 
     @functools.wraps(main)
     def wrapped() -> int:
@@ -49,6 +55,12 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
                 if wants_tracebacks():
                     raise
                 print(f"error: {error}", file=sys.stderr)
+                return 2
+            except RuntimeError as error:
+                if wants_tracebacks() or "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                reason = next(iter(str(error).splitlines()))
+                print(f"error: out of memory ({reason}): {LESS_MEMORY}", file=sys.stderr)
                 return 2
             except KeyboardInterrupt:
                 print("\ninterrupted", file=sys.stderr)

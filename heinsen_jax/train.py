@@ -21,6 +21,7 @@ import jax
 
 from heinsen_jax import data, distributed
 from heinsen_jax.config import (
+    changed_settings,
     check_workdir,
     check_writable,
     identity,
@@ -113,6 +114,8 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
             if is_first and not options.dry_run:
                 if options.restart:
                     set_aside(workdir)
+                if changed := changed_settings(workdir, config):
+                    print(f"settings that this run had otherwise: {'; '.join(changed)}")
                 record(workdir, config, dataset)
         result = train(workdir, dataset, config, dry_run=options.dry_run, profile=options.profile)
     return 0 if result.signal is None else 128 + result.signal

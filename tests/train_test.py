@@ -155,7 +155,9 @@ def test_a_killed_run_goes_on_and_ends_bit_for_bit_the_same(place, trained):
     out, _ = process.communicate()
     assert process.returncode == -9, "the run must have been killed, not have ended"
     assert "step 200/200" not in out
-    assert "continuing killed from step" in train_here(place, "killed")
+    said = train_here(place, "killed")
+    assert "continuing killed from step" in said
+    assert "settings that this run had otherwise" not in said
     assert final_parameters(workdir) == final_parameters(place / "whole")
     assert validation_rows(workdir) == validation_rows(place / "whole")
 

@@ -141,6 +141,8 @@ class _Run:
                 else:
                     self.reporter.line(f"continuing {self.workdir} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
+                    if start >= steps:
+                        self.reporter.line(f"training.steps={steps} are done: nothing is left")
                 with Signals(self.training.stop_within) as self.signals:
                     self.reporter.begin()
                     result = self._steps(state, start, update)

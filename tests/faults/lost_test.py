@@ -5,12 +5,14 @@ import shutil
 import sys
 import warnings
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from heinsen_jax import distributed, evaluate
 from heinsen_jax.data import DataConfig, load, units
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import load_state, save_state
 from heinsen_jax.generate.__main__ import main as generate
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
@@ -18,6 +20,7 @@ from heinsen_jax.train import main
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.weights import load_hashed, save_hashed
+from tests.faults.conftest import assert_one_line
 from tests.multi_device.apart import finish, train
 
 
@@ -99,6 +102,27 @@ def test_a_run_that_had_no_checkpoint_yet_begins_again(place, run, monkeypatch, 
     monkeypatch.chdir(place)
     few = "--workdir", str(run), "--training.steps", "20"
     assert said(main, monkeypatch, capsys, "--config", "tiny.py", *few) == (0, "")
+
+
+def test_other_settings_than_before_are_named(place, run, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
+    more = "--workdir", str(run), "--training.steps", "20", "--optimizer.learning_rate", "0.02"
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "tiny.py", *more])
+    assert main() == 0
+    said = capsys.readouterr().out
+    changed = "optimizer.learning_rate 0.02 (was 0.01); training.steps 20 (was 40)"
+    assert f"settings that this run had otherwise: {changed}\n" in said
+    assert "training.steps=20 are done: nothing is left" in said
+
+
+def test_a_device_that_is_out_of_memory_is_one_line(capsys):
+    @command_line
+    def main() -> None:
+        jax.block_until_ready(jnp.zeros(1 << 46))  # 256 TiB
+
+    assert main() == 2
+    assert_one_line(capsys.readouterr().err, "out of memory (RESOURCE_EXHAUSTED", "shorter")
 
 
 def test_readers_say_which_step_they_use_in_place_of_a_damaged_one(run, monkeypatch, capsys):

@@ -56,7 +56,7 @@ def perform(values: SavedConfig, workdir: Path) -> Row:
     check_writable(workdir)
     start, metrics, failed = time.monotonic(), {}, ""
     with (
-        locked(workdir),
+        locked(workdir, wait=True),  # for a process of a study that was killed to end
         (workdir / LOG_FILE).open("a") as log,
         contextlib.redirect_stdout(log),
     ):
@@ -125,7 +125,7 @@ def in_processes(
                     row = done.result()
                 yield waiting[done], row
         except BaseException as error:
-            if isinstance(error, SystemExit):  # a signal to this process, not to the others
+            if isinstance(error, SystemExit | GeneratorExit):  # a signal to this process alone
                 for process in multiprocessing.active_children():
                     process.terminate()
             pool.shutdown(cancel_futures=True)  # those that still end write their rows themselves
@@ -201,7 +201,7 @@ def _begin(shares: SimpleQueue[list[int]]) -> None:
 
 
 def _end_with_parent() -> None:
-    """A study that was killed leaves no process that goes on training, and holds its folders."""
+    """Ends this process when its study is killed: else it would keep training, and its folder."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -18,6 +18,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from heinsen_jax.data.files import writing
+from heinsen_jax.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
@@ -98,8 +99,8 @@ class Reporter:
             return
         self._bar.stop()
         with contextlib.ExitStack() as files:
-            if kind is not None:  # what cannot be written now says no more than that error
-                files.enter_context(contextlib.suppress(OSError))
+            if kind is not None:  # the error that is raised already, not a further one
+                files.enter_context(contextlib.suppress(UserError))
             files.enter_context(writing(self._workdir))
             files.callback(self._board.close)
             files.callback(self._file.close)

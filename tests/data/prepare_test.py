@@ -350,10 +350,13 @@ def test_damaged_data_set_is_found(tmp_path: Path, damage, problem: str) -> None
         Manifest.load(tmp_path / "out")
 
 
-def test_two_processes_may_prepare_the_same_folder(tmp_path: Path) -> None:
+def test_of_two_processes_that_prepare_the_same_folder_one_waits(tmp_path: Path) -> None:
+    """As two trainers with the same data do."""
     folder, out = make_folder(tmp_path / "in", 400), tmp_path / "out"
-    command = [sys.executable, "-m", "heinsen_jax.data.prepare", str(folder), "--output", str(out)]
-    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(2)]
+    program = "import sys; from heinsen_jax.data.prepare import prepare"
+    program += "; prepare([sys.argv[1]], 'bytes', sys.argv[2], wait=True)"
+    command = [sys.executable, "-c", program, str(folder), str(out)]
+    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     prepare([str(folder)], "bytes", tmp_path / "alone")
     assert contents(out) == contents(tmp_path / "alone")

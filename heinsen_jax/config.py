@@ -21,12 +21,13 @@ from heinsen_jax.data import (
     load_tokenizer,
     save_tokenizer,
 )
-from heinsen_jax.data.files import free_name, write_atomically, writing
+from heinsen_jax.data.files import free_name, sha256_of, write_atomically, writing
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
+from heinsen_jax.training.metrics import METRICS_FILE
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON, config_dataclass
@@ -167,6 +168,7 @@ def changed_settings(workdir: Path, config: ExperimentConfig) -> list[str]:
 def set_aside(workdir: Path) -> None:
     """Moves all that a run's folder holds into a folder within it, `before-restart`."""
     held = [path for path in workdir.iterdir() if not path.name.startswith((".", SET_ASIDE))]
+    held.sort(key=lambda path: path.name != METRICS_FILE)  # lost if this were stopped without it
     if held:
         aside = free_name(workdir / SET_ASIDE)
         with writing(workdir):
@@ -181,7 +183,7 @@ def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
     found = {name: value for name, value in fields.items() if name not in OWN_TO_A_HOST}
     if isinstance(dataset, TokenDataset):
         found["the tokens of data.corpus"] = joint_hash(dataset.manifest.model_dump_json())[:12]
-    sources = (path.read_text() for path in sorted(PACKAGE.rglob("*.py")))
+    sources = (sha256_of(path) for path in sorted(PACKAGE.rglob("*.py")))
     found["the source of heinsen_jax"] = joint_hash(*sources)[:12]
     for library in ("jax", "jaxlib", "flax", "optax"):
         found[library] = importlib.metadata.version(library)

@@ -13,7 +13,7 @@ TRACEBACK = "HEINSEN_JAX_TRACEBACK"
 """The environment variable that brings back the tracebacks and libraries' logs of errors."""
 
 LESS_MEMORY = (
-    "use fewer rows (batch size) or shorter sequences; in training also --model.remat True, "
+    "use fewer rows (batch size) or shorter sequences; in training also --model.remat, "
     "--training.accumulation_steps, or --mesh.fsdp over more devices"
 )
 
@@ -57,7 +57,7 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
                 print(f"error: {error}", file=sys.stderr)
                 return 2
             except RuntimeError as error:
-                if wants_tracebacks() or "RESOURCE_EXHAUSTED" not in str(error):
+                if wants_tracebacks() or "Out of memory" not in str(error):
                     raise
                 reason = next(iter(str(error).splitlines()))
                 print(f"error: out of memory ({reason}): {LESS_MEMORY}", file=sys.stderr)

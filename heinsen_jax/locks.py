@@ -1,6 +1,7 @@
 """One process at a time in a folder."""
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -15,6 +16,8 @@ from filelock import FileLock, Timeout
 from heinsen_jax.errors import UserError
 
 LOCK_FILE = ".lock"
+WITHOUT_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
+"""What a file system answers that has no locks."""
 
 
 @contextlib.contextmanager
@@ -23,17 +26,18 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
     The file `.lock` in it names the owner: host, process id, start. The lock itself is the
     operating system's, which releases it when its owner ends, however that happens: the name of an
-    owner that was killed bars nobody. Where a file system has no locks, a warning says so.
+    owner that was killed keeps nobody out. Where a file system has no locks, a warning says so.
 
     Args:
       folder: what to lock.
       wait: whether to wait for an owner to end instead of refusing.
 
     Raises:
-      UserError: another process holds the lock; the message names it.
+      UserError: another process holds the lock, and the message names it; or the file cannot be
+        written.
     """
     path = folder / LOCK_FILE
-    lock = FileLock(path)
+    lock = FileLock(path, fallback_to_soft=False)  # that one outlives its owner
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -45,6 +49,11 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         print(f"{folder} is in use by {_owner(path)}: waiting for its end", file=sys.stderr)
         lock.acquire()
     except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise UserError(
+                f"{path} cannot be opened ({error.strerror}): make it writable, or choose another "
+                "folder"
+            ) from None
         warnings.warn(
             f"{folder} cannot be locked ({error}): see to it that no other process uses it",
             stacklevel=3,

@@ -36,6 +36,7 @@ from heinsen_jax.locks import locked
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.settings import check_settings
 from heinsen_jax.training.signals import exit_at_once
+from heinsen_jax.typing import JSON
 
 
 @command_line
@@ -59,7 +60,8 @@ def main() -> int:
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="begin at step 1, also where the folder holds a run: that is set aside within it",
+        help="begin at step 1: a run in the folder is set aside within it; give it once, not in a "
+        "command that a scheduler repeats",
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="compile, rehearse, say what it takes; do not train"
@@ -106,8 +108,14 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
                 check_workdir(workdir, config)
         with distributed.process_0_first():
             dataset = data.load(config.data)
-        modes = {f"--{name}": getattr(options, name) for name in ("dry_run", "profile", "restart")}
-        distributed.check_alike(identity(config, dataset) | modes)
+        modes: dict[str, JSON] = {
+            "--dry-run": options.dry_run,
+            "--profile": options.profile,
+            "--restart": options.restart,
+        }
+        with distributed.together():
+            alike = identity(config, dataset) | modes
+        distributed.check_alike(alike)
         with distributed.together():
             check_settings(dataset, config)
         with distributed.process_0_first() as is_first:
@@ -115,7 +123,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
                 if options.restart:
                     set_aside(workdir)
                 if changed := changed_settings(workdir, config):
-                    print(f"settings that this run had otherwise: {'; '.join(changed)}")
+                    print(f"settings changed since the last start: {'; '.join(changed)}")
                 record(workdir, config, dataset)
         result = train(workdir, dataset, config, dry_run=options.dry_run, profile=options.profile)
     return 0 if result.signal is None else 128 + result.signal

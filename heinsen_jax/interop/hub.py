@@ -56,12 +56,14 @@ def save_pretrained(
       UserError: there is no such run; the folder exists and holds something; or it cannot be
         written.
     """
-    workdir, output = Path(workdir), Path(output)
+    workdir, place = Path(workdir), Path(output)
+    output = place.resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{output} exists: give the name of a new folder")
+        raise UserError(f"{place} exists: give the name of a new folder")
     model, tokenizer, step = load_run(workdir, best=best)
     arrays = named(nnx.state(model, nnx.Param))
-    partial = free_name(output.with_name(f"{output.name}.partial"))
+    holder = output if output.exists() else output.parent
+    partial = free_name(holder / f"{output.name}.partial")
     try:
         with writing(output.parent):
             partial.mkdir(parents=True)
@@ -71,12 +73,14 @@ def save_pretrained(
             for name in (CONFIG_FILE, METRICS_FILE):
                 if (workdir / name).exists():
                     shutil.copyfile(workdir / name, partial / name)
-            text = card(workdir, step, arrays, repo_id or str(output))
+            text = card(workdir, step, arrays, repo_id or str(place))
             (partial / "README.md").write_text(text, encoding="utf-8")
-            partial.replace(output)
+            output.mkdir(parents=True, exist_ok=True)
+            for path in partial.iterdir():
+                path.replace(output / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return output
+    return place
 
 
 def from_pretrained(

@@ -53,7 +53,7 @@ def conduct(study: Study, output: Path, executor: Executor, report_only: bool = 
 def _conduct(
     study: Study, first: Sequence[Run], output: Path, executor: Executor, report_only: bool
 ) -> None:
-    recorded, console = Recorded(output / RESULTS_FILE), Console()
+    recorded, console = Recorded(output / RESULTS_FILE, read_only=report_only), Console()
     with _progress(console) as progress:
         task = progress.add_task("", total=len(first))
 

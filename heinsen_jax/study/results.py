@@ -16,7 +16,7 @@ RESULTS_FILE = "results.jsonl"
 class Recorded:
     """The lines of a results file, by what decides a run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path, self._rows = path, {}
         content = path.read_bytes() if path.exists() else b""
         lines = content.splitlines(keepends=True)
@@ -27,7 +27,10 @@ class Recorded:
             except (ValueError, KeyError, TypeError):
                 if line.endswith(b"\n") or number < len(lines):
                     raise UserError(f"{path}, line {number}, is damaged: remove it") from None
-                write_atomically(path, b"".join(lines[:-1]))  # cut short as it was written
+                lines = lines[:-1]  # cut short as it was written
+                if not read_only:
+                    write_atomically(path, b"".join(lines))
+        self._separator = "\n" if lines and not lines[-1].endswith(b"\n") else ""
 
     def of(self, run: Run) -> Row | None:
         return self._rows.get(run.fingerprint)
@@ -36,7 +39,8 @@ class Recorded:
         row = {"labels": run.labels, "fingerprint": run.fingerprint, **row}
         self._rows[run.fingerprint] = row
         with writing(self._path.parent), self._path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(f"{self._separator}{json.dumps(row)}\n")
+            self._separator = ""
 
 
 def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
@@ -67,7 +71,7 @@ def results_of(study: Study, output: Path) -> list[Result]:
     Raises:
       UserError: nothing is.
     """
-    recorded = Recorded(output / RESULTS_FILE)
+    recorded = Recorded(output / RESULTS_FILE, read_only=True)
     found = [_result(study, runs, recorded) for runs in best_of(study, recorded)]
     if done := [result for result in found if result.rows]:
         return done

@@ -50,16 +50,21 @@ def perform(values: SavedConfig, workdir: Path) -> Row:
     Raises:
       Stopped: a signal came first.
     """
-    if (row := _recorded(workdir / ROW_FILE)) is not None:
-        return row
-    config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     check_writable(workdir)
+    with locked(workdir, wait=True):  # for a process of a study that was killed to end
+        row = _recorded(workdir / ROW_FILE)
+        if row is None:
+            config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
+            row = _measured(config, workdir)
+            write_atomically(workdir / ROW_FILE, json.dumps(row).encode())
+        (workdir / SAVED_FILE).unlink(missing_ok=True)
+        shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
+    return row
+
+
+def _measured(config: ExperimentConfig, workdir: Path) -> Row:
     start, metrics, failed = time.monotonic(), {}, ""
-    with (
-        locked(workdir, wait=True),  # for a process of a study that was killed to end
-        (workdir / LOG_FILE).open("a") as log,
-        contextlib.redirect_stdout(log),
-    ):
+    with (workdir / LOG_FILE).open("a") as log, contextlib.redirect_stdout(log):
         dataset = data.load(config.data)
         record(workdir, config, dataset)
         try:
@@ -75,9 +80,6 @@ def perform(values: SavedConfig, workdir: Path) -> Row:
         row["failed"] = failed
     else:
         row["metrics"] = metrics
-    write_atomically(workdir / ROW_FILE, json.dumps(row).encode())
-    shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
-    (workdir / SAVED_FILE).unlink(missing_ok=True)
     return row
 
 

@@ -99,7 +99,6 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self._without_damaged(), options=options, item_handlers=ocp.PyTreeCheckpointHandler()
         )
-        self._record_newest()
 
     def _steps(self) -> list[Path]:
         """The folders of finished steps."""
@@ -134,7 +133,7 @@ class Checkpoints:
             for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
                 seal(folder)
 
-    def _record_newest(self) -> None:
+    def record_newest(self) -> None:
         """Notes the newest step. (Orbax has no callback for the moment after a step is whole.)"""
         if self._read_only or jax.process_index() != 0:
             return
@@ -182,7 +181,7 @@ class Checkpoints:
                 metrics={"loss": math.inf if loss is None else loss},
                 force=True,
             )
-            self._record_newest()  # of the steps before: this one is being written
+            self.record_newest()  # of the steps before: this one is being written
         except jax.errors.JaxRuntimeError:  # of the devices, or of another process
             raise
         except Exception as error:
@@ -202,7 +201,7 @@ class Checkpoints:
         """
         try:
             self._manager.wait_until_finished()
-            self._record_newest()
+            self.record_newest()
         except jax.errors.JaxRuntimeError:  # of the devices, or of another process
             raise
         except Exception as error:
@@ -227,10 +226,12 @@ class Checkpoints:
                     partial_restore=True,
                 ),
             )
+        except jax.errors.JaxRuntimeError:  # of the devices, or of another process
+            raise
         except Exception as error:
             raise UserError(
                 f"{self.folder / str(step)} cannot be read ({_reason(error)}): move that folder "
-                "away to go on from the step before"
+                "away to resume from the step before"
             ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 
@@ -252,7 +253,7 @@ class Checkpoints:
                 if jax.process_index() == 0:
                     for folder in self._steps():
                         seal_the_last(folder)
-        except (UserError, OSError):
+        except Exception:
             if kind is None:
                 raise
         finally:

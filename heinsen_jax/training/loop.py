@@ -121,7 +121,10 @@ class _Run:
 
     def __call__(self) -> Result:
         keep, steps = self.training.keep_checkpoints, self.training.steps
-        with Checkpoints(self.workdir, keep=keep) as self.checkpoints:
+        with (
+            contextlib.ExitStack() as outer,
+            Checkpoints(self.workdir, keep=keep) as self.checkpoints,
+        ):
             start = self._start()
             with contextlib.ExitStack() as files:
                 with together():
@@ -142,11 +145,13 @@ class _Run:
                     self.reporter.line(f"continuing {self.workdir} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
                     if start >= steps:
-                        self.reporter.line(f"training.steps={steps} are done: nothing is left")
-                with Signals(self.training.stop_within) as self.signals:
-                    self.reporter.begin()
-                    result = self._steps(state, start, update)
-                    self.checkpoints.wait()
+                        line = f"training.steps={steps} are done: there is nothing left to train"
+                        self.reporter.line(line)
+                # To the end of the last save, also after an error: its deadline holds there, too.
+                self.signals = outer.enter_context(Signals(self.training.stop_within))
+                self.reporter.begin()
+                result = self._steps(state, start, update)
+                self.checkpoints.wait()
         self._conclude(result)
         return result
 
@@ -155,8 +160,9 @@ class _Run:
         with together():
             if jax.process_index() == 0:
                 self.checkpoints.check_lost()
+                self.checkpoints.record_newest()
         start = self.checkpoints.latest_step()
-        check_alike({f"the latest step in --workdir {self.workdir}": start})
+        check_alike({"the latest step in --workdir": start})
         return start
 
     def rehearse(self) -> Result:

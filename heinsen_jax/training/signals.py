@@ -9,10 +9,10 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import Any
 
 TOO_LATE = 124
 """The exit code of a run that could not save in time."""
@@ -21,12 +21,12 @@ TOO_LATE = 124
 @contextlib.contextmanager
 def exit_at_once() -> Iterator[None]:
     """A context in which a signal ends the process at once, with 128 plus the signal's number: for
-    the time before the first update, where there is nothing to save. Nothing is unwound, for an
-    exception that a handler raises in a callback of another library is lost."""
+    the time before the first update, and after the last, without anything to save. Nothing is
+    unwound, for an exception that a handler raises in a callback of another library is lost."""
 
     def end(number: int) -> None:
-        _say(f"\nstopped by {signal.Signals(number).name}: there was nothing to save")
-        os._exit(128 + number)
+        name = signal.Signals(number).name
+        _end(f"\nstopped by {name}: there was nothing to save", 128 + number)
 
     with _caught(lambda number: None, end):
         yield
@@ -79,12 +79,12 @@ class Signals:
             self._timer.start()
 
     def _give_up(self) -> None:
-        _say(
+        _end(
             f"error: stopped by {signal.Signals(self.first).name}, and nothing could be saved in "
             f"the {self._deadline:g} s of training.stop_within: the last saved step stands. Give "
-            "more time, or checkpoint_every fewer steps"
+            "more time, or checkpoint_every fewer steps",
+            TOO_LATE,
         )
-        os._exit(TOO_LATE)
 
 
 @contextlib.contextmanager
@@ -109,27 +109,34 @@ def _caught(
                 if number[0] in numbers:
                     at_once(number[0])
 
-    previous = {n: signal.signal(n, lambda n, _: in_main_thread(n)) for n in numbers}
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    previous: dict[int, Any] = {}
     before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=watch, daemon=True).start()
     try:
+        for number in numbers:
+            previous[number] = signal.signal(number, lambda n, _: in_main_thread(n))
         yield
     finally:
         signal.set_wakeup_fd(before)
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         writer.close()
+        thread.join()  # what it was told already is done within this context
 
 
 def _disconnect(terminals: list[int]) -> None:
     """Sends what would be written to a terminal that was closed, which is an error, nowhere."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for number in terminals:
-        os.dup2(nowhere, number)
-    os.close(nowhere)
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in terminals:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # a closed terminal or pipe
-        sys.stdout.flush()
-        print(text, file=sys.stderr, flush=True)
+def _end(text: str, code: int) -> None:
+    """Ends the process with a last line, whatever state its streams are in."""
+    try:
+        os.write(2, f"{text}\n".encode())
+    finally:
+        os._exit(code)

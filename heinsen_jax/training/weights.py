@@ -85,7 +85,7 @@ def load_weights(
         if problems := {*names} ^ found.keys():
             raise UserError(_mismatch(path, min(problems), "of another model"))
         if not (number := metadata.get("step", "0")).isdecimal():
-            raise UserError(f"{path}: its step is {number!r}, which is no number; fetch it again")
+            raise UserError(f"{path}: its step {number!r} is not an integer; fetch it again")
         step = int(number)
         for name, x in found.items():
             want = abstract[name]
@@ -124,9 +124,11 @@ def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], d
             arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error}): {remedy}") from None
-    except (SafetensorError, ValueError, TypeError) as error:
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error}): {remedy}") from None
-    if metadata.pop(HASH, None) != _hash_of(arrays, metadata):
+    if HASH not in metadata:
+        raise UserError(f"{path} is damaged, or not of this package (it has no {HASH}): {remedy}")
+    if metadata.pop(HASH) != _hash_of(arrays, metadata):
         raise UserError(f"{path} is damaged (its content has another hash): {remedy}")
     return arrays, metadata
 

@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -87,9 +89,22 @@ def test_a_study_and_a_preparation_lock_their_output(held, tmp_path):
 def test_training_waits_for_another_process_that_prepares_its_data(held, tmp_path, capfd):
     folder, process = held
     (tmp_path / "a.txt").write_text("words " * 100)
-    assert process.stdin is not None
-    process.stdin.close()  # it ends a moment later
-    assert prepare([str(tmp_path / "a.txt")], "bytes", folder, wait=True).splits["train"].tokens
+    with ThreadPoolExecutor(1) as pool:
+        prepared = pool.submit(prepare, [str(tmp_path / "a.txt")], "bytes", folder, wait=True)
+        said = ""
+        while "waiting for its end" not in said:
+            said += capfd.readouterr().err
+            time.sleep(0.01)
+        assert f"in use by process {process.pid}" in said
+        assert not prepared.done()
+        process.kill()
+        assert prepared.result(60).splits["train"].tokens
+
+
+def test_a_lock_that_may_not_be_opened_is_refused(tmp_path):
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(UserError, match=r"\.lock cannot be opened"), locked(tmp_path):
+        raise AssertionError
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):

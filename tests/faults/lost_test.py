@@ -112,8 +112,8 @@ def test_other_settings_than_before_are_named(place, run, monkeypatch, capsys):
     assert main() == 0
     said = capsys.readouterr().out
     changed = "optimizer.learning_rate 0.02 (was 0.01); training.steps 20 (was 40)"
-    assert f"settings that this run had otherwise: {changed}\n" in said
-    assert "training.steps=20 are done: nothing is left" in said
+    assert f"settings changed since the last start: {changed}\n" in said
+    assert "training.steps=20 are done: there is nothing left to train" in said
 
 
 def test_a_device_that_is_out_of_memory_is_one_line(capsys):
@@ -270,7 +270,7 @@ def test_a_malformed_state_is_one_error(run, tmp_path, change):
 def test_a_step_that_is_no_number_is_one_error(run, tmp_path):
     folder = save_pretrained(run, tmp_path / "model")
     rewritten(folder / "model.safetensors", lambda metadata: metadata.update(step="last"))
-    with pytest.raises(UserError, match="its step is 'last', which is no number"):
+    with pytest.raises(UserError, match="its step 'last' is not an integer"):
         from_pretrained(folder)
 
 

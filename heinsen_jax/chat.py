@@ -17,6 +17,7 @@ import tyro
 
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import generate, load_state, save_state
+from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one
 from heinsen_jax.generate.text import bytes_of, decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
@@ -33,6 +34,9 @@ class Chat:
       model, tokenizer: which write.
       most: tokens of a turn of the model's.
       temperature, top_k, seed: as of `generate`.
+
+    Raises:
+      UserError: the model cannot write, or one of these is out of its range.
     """
 
     model: LanguageModel
@@ -46,6 +50,8 @@ class Chat:
         self.state: LanguageModelState | None = None
         self.unread: list[int] = []  # the last token written, which the state has not seen
         self.turns = 0
+        key = jax.random.key(self.seed)
+        Sampler.of(self.model, self.temperature, self.top_k, key, self.tokenizer.n_vocab)
 
     def answer(self, line: str) -> Iterator[str]:
         """What the model writes after a line, as it comes; up to the end of a line."""

@@ -1,9 +1,12 @@
 """One experiment: the parts' configurations together; loading, overriding and saving them."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
+import io
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +41,8 @@ OWN_TO_A_HOST = {"data.corpus", "data.cache", "data.tokenizer", "training.compil
 """Fields that may differ between the hosts of a run: they are paths. What the data's paths hold is
 compared in their place."""
 SET_ASIDE = "before-restart"
+DATA_FILE = "data_manifest.json"
+"""The manifest of the prepared text that a run learns."""
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
@@ -99,23 +104,44 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
     """`config` with fields replaced from `--section.field VALUE` arguments.
 
     Raises:
-      UserError: a value is out of its range. (A misspelt name or a wrong type ends the program with
-        the field and its nearest names, as any wrong option does.)
+      UserError: a name is misspelt, or a value is of another type or out of its range.
 
     Examples:
       >>> override(ExperimentConfig(), ["--model.num_layers", "3"]).model.num_layers
       3
     """
+    said = io.StringIO()
     try:
-        return tyro.cli(
-            ExperimentConfig,
-            default=config,
-            args=list(arguments),
-            prog="train.py",
-            config=(tyro.conf.AvoidSubcommands,),
-        )
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            return tyro.cli(
+                ExperimentConfig,
+                default=config,
+                args=list(arguments),
+                config=(tyro.conf.AvoidSubcommands,),
+            )
     except ValueError as error:
         raise UserError(explain(error)) from error
+    except SystemExit as ended:
+        raise UserError(_refusal(config, ended.__context__, said.getvalue())) from None
+
+
+def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) -> str:
+    """Why tyro refused an argument, in one line, out of the error it met and the box it printed."""
+    cause = error and (error.__cause__ or error.__context__)
+    if isinstance(cause, pydantic.ValidationError):
+        sections = (x.name for x in dataclasses.fields(config))
+        by_class = {type(getattr(config, name)).__name__: name for name in sections}
+        return explain(cause, f"--{by_class.get(cause.title, cause.title)}")
+    lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
+    body = " ".join(" ".join(lines[1:]).split())  # below its title
+    reason, *rest = re.split(r" (?=Perhaps you meant|Argument helptext|For full helptext)", body)
+    similar = next((part for part in rest if part.startswith("Perhaps")), "")
+    reason = reason.removeprefix("Error parsing ")
+    if names := dict.fromkeys(re.findall(r"--[a-z][\w.-]+", similar)):
+        return f"{reason}; perhaps {' or '.join(names)} is meant"
+    if reason.endswith(("True", "False", "true", "false")):
+        return f"{reason}; a switch has no value: --section.field, or --section.no-field"
+    return f"{reason}; --help SECTION lists the fields of a section"
 
 
 def check_writable(workdir: Path) -> None:
@@ -134,13 +160,21 @@ def check_writable(workdir: Path) -> None:
 
 
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
-    """Makes sure that a run may be started or resumed in a folder.
+    """Makes sure that a run may be started or resumed in a folder, as far as is known before its
+    data are read.
 
     Raises:
-      UserError: the folder holds a run with another model.
+      UserError: the folder holds a run of another task, or with another model.
     """
     if (recorded := read_config(workdir)) is None:
         return
+    ours = getattr(config.data, "task", "text")
+    theirs = recorded["data"].get("task", "text")
+    if ours != theirs:
+        raise UserError(
+            f"--workdir {workdir} holds a run that learned {theirs}, not {ours}: choose another "
+            "folder"
+        )
     ours, theirs = as_json(config)["model"], recorded["model"]
     if differing := [
         f"model.{name} is {ours.get(name)!r} here, {theirs.get(name)!r} there"
@@ -153,16 +187,40 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
         )
 
 
-def changed_settings(workdir: Path, config: ExperimentConfig) -> list[str]:
-    """The settings that differ from those which a run's folder records, each in words."""
+def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
+    """Makes sure that a run in a folder has the tokenizer of the data.
+
+    Raises:
+      UserError: it has another one.
+    """
+    tokenizer = dataset.tokenizer
+    if tokenizer is None or read_config(workdir) is None:
+        return
+    assert isinstance(config.data, DataConfig)
+    theirs = load_tokenizer(workdir)
+    if fingerprint(theirs) != fingerprint(tokenizer):
+        raise UserError(
+            f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs from "
+            f"data.tokenizer={config.data.tokenizer}: choose another folder, or its tokenizer"
+        )
+
+
+def changed_settings(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> list[str]:
+    """What differs from what a run's folder records, each in words."""
     if (recorded := read_config(workdir)) is None:
         return []
     ours, theirs = _flat(as_json(config)), _flat(recorded)
-    return [
+    changed = [
         f"{name} {value!r} (was {theirs[name]!r})"
         for name, value in ours.items()
         if name in theirs and value != theirs[name]
     ]
+    path = workdir / DATA_FILE
+    if not isinstance(dataset, TokenDataset) or not path.exists():
+        return changed
+    if path.read_bytes() != dataset.manifest.as_bytes():
+        changed.append(f"the content of data.corpus ({path} has what it was)")
+    return changed
 
 
 def set_aside(workdir: Path) -> None:
@@ -191,33 +249,20 @@ def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
 
 
 def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
-    """Writes the resolved configuration and the tokenizer, if there is one, into a run's folder.
+    """Writes the resolved configuration, the tokenizer and the data's manifest, if there are any,
+    into a run's folder.
 
     Raises:
-      UserError: the folder holds a run with another tokenizer, or of another task; or a file cannot
-        be written.
+      UserError: the folder holds a run with another tokenizer, model or task; or a file cannot be
+        written.
     """
-    tokenizer, recorded = dataset.tokenizer, read_config(workdir)
-    if recorded is not None:
-        ours = getattr(config.data, "task", "text")
-        theirs = recorded["data"].get("task", "text")
-        if ours != theirs:
-            raise UserError(
-                f"--workdir {workdir} holds a run that learned {theirs}, not {ours}: choose "
-                "another folder"
-            )
-    if recorded is not None and tokenizer is not None:
-        assert isinstance(config.data, DataConfig)
-        theirs = load_tokenizer(workdir)
-        if fingerprint(theirs) != fingerprint(tokenizer):
-            raise UserError(
-                f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs "
-                f"from data.tokenizer={config.data.tokenizer}: choose another folder, or its "
-                "tokenizer"
-            )
+    check_workdir(workdir, config)
+    check_tokenizer(workdir, config, dataset)
     with writing(workdir):
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, workdir)
+        if dataset.tokenizer is not None:
+            save_tokenizer(dataset.tokenizer, workdir)
+        if isinstance(dataset, TokenDataset):
+            write_atomically(workdir / DATA_FILE, dataset.manifest.as_bytes())
         content = json.dumps(as_json(config), indent=2) + "\n"
         write_atomically(workdir / CONFIG_FILE, content.encode())
 

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +113,28 @@ def check_alike(values: Mapping[str, object]) -> None:
                 f"process {number} differs from process 0 in {', '.join(differing)}: give all "
                 "processes the same command, data and versions"
             )
+
+
+def check_shared(folder: Path) -> None:
+    """Makes sure that all processes see one folder under this name.
+
+    Raises:
+      UserError: they do not; or it cannot be written.
+    """
+    if jax.process_count() == 1:
+        return
+    path = folder / f".shared-{gather(uuid.uuid4().hex)[0]}"
+    with together():
+        if jax.process_index() == 0:
+            path.touch()
+    missing = [i for i, is_there in enumerate(gather(str(path.exists()))) if is_there != "True"]
+    if jax.process_index() == 0:
+        path.unlink()
+    if missing:
+        raise UserError(
+            f"--workdir {folder} is not one folder for all processes: process {missing[0]} does "
+            "not see what process 0 writes there; choose one on a file system that all hosts share"
+        )
 
 
 def gather(text: str) -> list[str]:

@@ -22,13 +22,13 @@ class UserError(ValueError):
     """Input is wrong. The message names the field or file and says how to fix it, in one line."""
 
 
-def explain(error: Exception) -> str:
-    """A validation error in one line: each field with what is wrong about it."""
+def explain(error: Exception, within: str = "") -> str:
+    """A validation error in one line: each field, of what it is `within`, with what is wrong."""
     if not isinstance(error, pydantic.ValidationError):
         return " ".join(str(error).split())
     problems = []
     for problem in error.errors():
-        field = ".".join(str(part) for part in problem["loc"])
+        field = ".".join(filter(None, [within, *map(str, problem["loc"])]))
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "unexpected_keyword_argument":
             message = "there is no such field"
@@ -86,5 +86,11 @@ def _one_line(
 def without_extra(missing: ImportError, extra: str, module: str) -> BaseException:
     """What a module that needs an extra of this package raises without it: where the module is the
     program, an end with one clear line."""
-    message = f"{missing}: install what it needs, pip install 'heinsen_jax[{extra}]'"
-    return SystemExit(f"error: {message}") if module == "__main__" else ImportError(message)
+    message = (
+        f"{missing}: install what it needs, pip install 'heinsen_jax[{extra}]', or in a clone "
+        f"pip install -e '.[{extra}]'"
+    )
+    if module != "__main__":
+        return ImportError(message)
+    print(f"error: {message}", file=sys.stderr)
+    return SystemExit(2)

@@ -17,20 +17,27 @@ from flax import nnx
 
 from heinsen_jax import data as text
 from heinsen_jax.config import load_config
-from heinsen_jax.data import DataConfig, Dataset
+from heinsen_jax.data import DataConfig, Dataset, TokenDataset
+from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.objective import objective_of
+from heinsen_jax.training.signals import exit_at_once
 from heinsen_jax.training.step import make_evaluation_step
+
+DATA_HELP = (
+    "a corpus or a prepared folder, of which the validation text counts; or a file or folder, of "
+    "which all does. What the run was validated on, if not given"
+)
 
 
 @command_line
 def main() -> None:
     def run(
         workdir: Path,
-        data: Annotated[str | None, tyro.conf.arg(help="a corpus, as data.corpus")] = None,
+        data: Annotated[str | None, tyro.conf.arg(help=DATA_HELP)] = None,
         sequence_length: Annotated[int | None, tyro.conf.arg(help="tokens seen at once")] = None,
         max_batches: Annotated[int | None, tyro.conf.arg(help="all if not given")] = None,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
@@ -61,7 +68,8 @@ def main() -> None:
         else:
             _run_text(workdir, data, sequence_length, max_batches, latest)
 
-    tyro.cli(run, prog="python -m heinsen_jax.evaluate")
+    with exit_at_once():
+        tyro.cli(run, prog="python -m heinsen_jax.evaluate")
 
 
 def _run_text(
@@ -86,7 +94,7 @@ def _run_text(
         settings = replace(settings, corpus=data, validation_fraction=None)
     if sequence_length is not None:
         settings = replace(settings, sequence_length=sequence_length)
-    dataset = cast(Dataset, text.load(settings))
+    dataset = cast(Dataset, text.load(settings) if data is None else _all_of(settings))
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
     graph, parameters = nnx.split(model)
@@ -103,10 +111,24 @@ def _run_text(
             max_batches=max_batches,
             is_causal=experiment.model.is_causal,
         )
-    what = settings.corpus if isinstance(settings, DataConfig) else dataset.name
+    what = dataset.name
+    if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):
+        split = dataset.manifest.splits["validation"]
+        what = f"{settings.corpus}, {split.tokens:,} tokens"
+        if dataset.manifest.split != "validation":
+            what = f"the validation text of {what}"
+    if max_batches is not None:
+        what += f", of which the first {max_batches} batches"
     print(f"{workdir}, step {step}, on {what}:")
     for name, value in found.items():
         print(f"  {name.replace('_', ' ')}: {value:.4f}")
+
+
+def _all_of(settings: text.AnyDataConfig) -> Dataset:
+    """What --data names. A text of the user's is no split of anything: all of it is measured."""
+    assert isinstance(settings, DataConfig)
+    split = "auto" if settings.corpus in text.CORPORA else "validation"
+    return load_text(settings, split=split)
 
 
 def _check_tokenizer(

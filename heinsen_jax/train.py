@@ -22,6 +22,7 @@ import jax
 from heinsen_jax import data, distributed
 from heinsen_jax.config import (
     changed_settings,
+    check_tokenizer,
     check_workdir,
     check_writable,
     identity,
@@ -33,6 +34,7 @@ from heinsen_jax.config import (
 from heinsen_jax.errors import command_line
 from heinsen_jax.field_help import print_help
 from heinsen_jax.locks import locked
+from heinsen_jax.training.checkpoint import CONFIG_FILE
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.settings import check_settings
 from heinsen_jax.training.signals import exit_at_once
@@ -81,8 +83,8 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     if options.help is not None:
         parser.print_help()
-        if options.config is not None:
-            print_help(load_config(options.config), options.help)
+        if options.config is not None or options.help:
+            print_help(load_config(options.config or "quickstart"), options.help)
         return 0
     if options.config is None:
         parser.error("--config is missing: give a name, as quickstart, a file, or --help")
@@ -100,12 +102,13 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     with ExitStack() as held:
         with distributed.together():
             config = override(load_config(options.config), overrides)
-            workdir = Path(options.workdir or Path("runs") / Path(options.config).stem)
+            workdir = Path(options.workdir or Path("runs") / _name(Path(options.config)))
             check_writable(workdir)
             if jax.process_index() == 0 and not options.dry_run:
                 held.enter_context(locked(workdir))
             if not options.restart:
                 check_workdir(workdir, config)
+        distributed.check_shared(workdir)
         with distributed.process_0_first():
             dataset = data.load(config.data)
         modes: dict[str, JSON] = {
@@ -122,11 +125,23 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
             if is_first and not options.dry_run:
                 if options.restart:
                     set_aside(workdir)
-                if changed := changed_settings(workdir, config):
-                    print(f"settings changed since the last start: {'; '.join(changed)}")
-                record(workdir, config, dataset)
-        result = train(workdir, dataset, config, dry_run=options.dry_run, profile=options.profile)
+                check_tokenizer(workdir, config, dataset)
+                if changed := changed_settings(workdir, config, dataset):
+                    print(f"changed since the last start: {'; '.join(changed)}", flush=True)
+        result = train(
+            workdir,
+            dataset,
+            config,
+            dry_run=options.dry_run,
+            profile=options.profile,
+            on_start=lambda: record(workdir, config, dataset),
+        )
     return 0 if result.signal is None else 128 + result.signal
+
+
+def _name(config: Path) -> str:
+    """What a run of a configuration is called: the file's name, or that of the run it is of."""
+    return config.absolute().parent.name if config.name == CONFIG_FILE else config.stem
 
 
 if __name__ == "__main__":

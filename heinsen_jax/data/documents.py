@@ -9,12 +9,14 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
 
 import zstandard
 
 from heinsen_jax.data.download import Remote
+from heinsen_jax.data.files import sha256_of
 from heinsen_jax.errors import UserError
 
 Kind = Literal["text", "python", "jsonl", "jsonl.zst", "wikitext", "openwebtext"]
@@ -51,10 +53,24 @@ class Source:
     def has_published_split(self) -> bool:
         return self.kind == "wikitext"
 
-    @property
+    @cached_property
     def identity(self) -> tuple[str, str, int, str]:
-        """What decides the documents; equal for equal content as far as is known unread."""
-        return (self.name, self.kind, self.size, self.remote.sha256 if self.remote else "")
+        """What decides the documents: equal for equal content. A file that is here is read.
+
+        Raises:
+            UserError: It cannot be read.
+        """
+        try:
+            digest = self.remote.sha256 if self.remote else sha256_of(self.path)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        return (self.name, self.kind, self.size, digest)
+
+    @property
+    def version(self) -> tuple[str, int, int]:
+        """What changes where the content may have: for a file that is here, its time of change."""
+        changed = 0 if self.remote else self.path.stat().st_mtime_ns
+        return (self.name, self.size, changed)
 
 
 def find_sources(path: Path) -> list[Source]:

@@ -14,7 +14,7 @@ from heinsen_jax.errors import UserError
 MANIFEST_FILE = "manifest.json"
 
 DtypeName = Literal["uint16", "uint32"]
-SplitKind = Literal["document", "tail", "published"]
+SplitKind = Literal["document", "tail", "published", "validation"]
 
 
 def token_dtype(vocab_size: int) -> DtypeName:
@@ -32,8 +32,11 @@ class Record(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
+    def as_bytes(self) -> bytes:
+        return (self.model_dump_json(indent=2) + "\n").encode()
+
     def write(self, path: Path) -> None:
-        write_atomically(path, (self.model_dump_json(indent=2) + "\n").encode())
+        write_atomically(path, self.as_bytes())
 
 
 class InputRecord(Record):

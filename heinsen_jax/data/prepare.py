@@ -54,7 +54,7 @@ from heinsen_jax.locks import locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "document": 0.01}
 
-SplitChoice = Literal["auto", "document", "tail"]
+SplitChoice = Literal["auto", "document", "tail", "validation"]
 Executor = Literal["local", "ray"]
 
 _RECIPE_FILE = "recipe.json"
@@ -79,7 +79,7 @@ def prepare(
         output: The folder to fill. One that holds a data set from other inputs is an error.
         validation_fraction: How much is for validation; by default 0.1 of a tail, else 0.01.
         split: `tail` cuts the end off a single text, `document` chooses among documents, `auto`
-            takes `tail` for exactly one plain text.
+            takes `tail` for exactly one plain text; `validation` keeps nothing for training.
         downloads: The folder where downloaded corpora are kept.
         executor: Where the work is done: `local`, in this process, or `ray`, on a Ray cluster whose
             nodes all see the inputs and the output under the same names. The result is the same.
@@ -122,13 +122,18 @@ def _sources_by_input(inputs: Sequence[str], downloads: Path) -> dict[str, list[
     for name in inputs:
         if name in sources:
             raise UserError(f"input {name} is given twice: give it once")
-        sources[name] = _sources(name, downloads)
+        sources[name] = sources_of(name, downloads)
         if not sources[name]:
             raise UserError(f"input {name} holds no text: give one that does")
     return sources
 
 
-def _sources(name: str, downloads: Path) -> list[Source]:
+def sources_of(name: str, downloads: Path) -> list[Source]:
+    """The sources of a corpus, a file or a folder.
+
+    Raises:
+        UserError: It does not exist.
+    """
     if name in CORPORA:
         return corpus_sources(name, downloads)
     if not Path(name).exists():
@@ -151,6 +156,10 @@ def _split_rule(
                 "leave both out"
             )
         return SplitRule("published", None)
+    if choice == "validation":
+        if fraction is not None:
+            raise UserError("validation_fraction: leave it out, for split=validation takes all")
+        return SplitRule("validation", None)
     kind = "tail" if choice == "tail" or (choice == "auto" and is_single_text) else "document"
     if fraction is None:
         fraction = DEFAULT_FRACTIONS[kind]
@@ -212,7 +221,9 @@ def _is_finished(recipe: Recipe, output: Path) -> bool:
 
 def _brief(value: object) -> str:
     if isinstance(value, tuple):
-        return " + ".join(f"{i.name}: {i.files} files, {i.bytes} bytes" for i in value)
+        return " + ".join(
+            f"{i.name}: {i.files} files, {i.bytes} bytes, hash {i.fingerprint[:8]}" for i in value
+        )
     return str(value)[:12]
 
 
@@ -266,16 +277,17 @@ def _finish(
 def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) -> None:
     """Refuses a data set with an empty side, and forgets its recipe so that another may follow."""
     empty = [name for name, split in splits.items() if not split.tokens]
-    if not empty:
+    if not empty or (recipe.split == "validation" and empty == ["train"]):
         return
     (output / _RECIPE_FILE).unlink(missing_ok=True)
     if len(empty) == 2:
         names = ", ".join(record.name for record in recipe.inputs)
         raise UserError(f"{names}: there is no text at all in it; give a corpus that has some")
+    names = " + ".join(record.name for record in recipe.inputs)
     change = "smaller" if empty == ["train"] else "larger"
     raise UserError(
-        f"no text is left for {empty[0]} with validation_fraction={recipe.validation_fraction}: "
-        f"make validation_fraction {change}, or give more text"
+        f"{names}: no text is left for {empty[0]} with validation_fraction="
+        f"{recipe.validation_fraction}; make validation_fraction {change}, or give more text"
     )
 
 
@@ -292,7 +304,8 @@ class Arguments:
     validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None
     """How much of the text is for validation; by default 0.1 of a tail, else 0.01."""
     split: SplitChoice = "auto"
-    """document: choose among documents; tail: the end of the only text."""
+    """document: choose among documents; tail: the end of the only text; validation: nothing is for
+    training."""
     downloads: Path = Path("data/downloads")
     """Where downloaded corpora are kept."""
     executor: Executor = "local"

@@ -1,6 +1,5 @@
 """Prepared texts as data: windows of consecutive tokens, read from memory maps."""
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -13,10 +12,11 @@ import pydantic
 
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch
-from heinsen_jax.data.documents import SplitName
+from heinsen_jax.data.documents import Source, SplitName
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
-from heinsen_jax.data.prepare import prepare
+from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
 from heinsen_jax.data.tokenizers import fingerprint, load_tokenizer, tokenizer_name
+from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
 
@@ -136,21 +136,32 @@ class TokenDataset:
         return TokenSource(self.folder, self.manifest, name)
 
 
-def load_text(config: DataConfig) -> TokenDataset:
-    """The data set that `config` names; it is prepared first where that is still to be done."""
+def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDataset:
+    """The data set that `config` names; it is prepared first where that is still to be done.
+
+    Args:
+        config: The data set.
+        split: As for `prepare`; of no account where it is prepared, or has a published split.
+    """
     if (Path(config.corpus) / MANIFEST_FILE).exists():
         dataset = TokenDataset(config.corpus)
         _check_prepared(dataset.manifest, config)
         return _verified(dataset, config)
-    folder = Path(config.cache) / f"{_slug(config.corpus)}-{tokenizer_name(config.tokenizer)}"
-    prepare(
-        [config.corpus],
-        config.tokenizer,
-        folder,
-        validation_fraction=config.validation_fraction,
-        downloads=Path(config.cache) / "downloads",
-        wait=True,
-    )
+    downloads = Path(config.cache) / "downloads"
+    sources = sources_of(config.corpus, downloads)
+    if all(source.has_published_split for source in sources):
+        split = "auto"
+    folder = Path(config.cache) / _folder_name(config, split, sources)
+    if not (folder / MANIFEST_FILE).exists():
+        prepare(
+            [config.corpus],
+            config.tokenizer,
+            folder,
+            validation_fraction=config.validation_fraction,
+            split=split,
+            downloads=downloads,
+            wait=True,
+        )
     return _verified(TokenDataset(folder), config)
 
 
@@ -229,10 +240,18 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
         )
 
 
-def _slug(corpus: str) -> str:
-    """A folder name for a corpus; that of a path tells apart equal names in different places."""
-    if corpus in CORPORA:
-        return corpus
-    path = Path(corpus).resolve()
-    place = hashlib.sha256(str(path).encode()).hexdigest()[:8]
-    return f"{re.sub(r'[^A-Za-z0-9]+', '-', path.stem).strip('-').lower()}-{place}"
+def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Source]) -> str:
+    """Of a data set in the cache: another one for whatever may have other tokens."""
+    path, tokenizer = Path(config.corpus), Path(config.tokenizer)
+    is_corpus = config.corpus in CORPORA
+    stem = config.corpus if is_corpus else re.sub(r"[^A-Za-z0-9]+", "-", path.resolve().stem)
+    versions = [source.version for source in sources if source.remote is None]
+    decides = [
+        "" if is_corpus else str(path.resolve()),
+        config.validation_fraction or "",
+        "" if split == "auto" else split,
+        tokenizer.stat().st_mtime_ns if tokenizer.is_file() else "",
+        *map(str, versions),
+    ]
+    mark = f"-{joint_hash(*map(str, decides))[:8]}" if any(decides) else ""
+    return f"{stem.strip('-').lower()}{mark}-{tokenizer_name(config.tokenizer)}"

@@ -28,6 +28,7 @@ class SplitRule:
       an end-of-text token follows each.
     - `tail`: the last characters of the only document are for validation; no token is added.
     - `published`: every source says itself; an end-of-text token follows each document.
+    - `validation`: all of it is for validation; an end-of-text token follows each document.
     """
 
     kind: SplitKind
@@ -36,7 +37,9 @@ class SplitRule:
     def divide(self, document: Document) -> Iterator[tuple[SplitName, str]]:
         """The parts of a document and where they go."""
         fraction = self.validation_fraction
-        if document.split is not None:
+        if self.kind == "validation":
+            yield "validation", document.text
+        elif document.split is not None:
             yield document.split, document.text
         elif fraction is None:
             raise ValueError("a document without a published split needs a validation fraction")

@@ -205,24 +205,36 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
     try:
         shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
         has_room = any(name.endswith(".length") for name in shapes)
-        like = jax.eval_shape(lambda: model.init_state((), capacity=1 if has_room else None))
+        like, longer = (
+            jax.eval_shape(partial(model.init_state, (), capacity=capacity if has_room else None))
+            for capacity in (1, 2)
+        )
         if shapes.keys() != named(like).keys():
             raise ValueError("other arrays than the states of this model")
-        leaves = [_leaf(arrays.get(name), *shapes[name], x) for name, x in named(like).items()]
+        alike = zip(named(like).items(), jax.tree.leaves(longer), strict=True)
+        leaves = [_leaf(arrays.get(name), *shapes[name], x, y) for (name, x), y in alike]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is no state ({error!r}): read the text again") from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _leaf(x: np.ndarray | None, shape: list[int], dtype: str, like: jax.ShapeDtypeStruct) -> Array:
-    """An array as it was before it was saved; ValueError if it does not fit the state it is of."""
-    last = like.shape[1:]  # of which a cache's capacity may differ
-    changed = sum(n != size for n, size in zip(shape[len(shape) - len(last) :], last, strict=False))
-    if dtype != str(like.dtype) or len(shape) < like.ndim or changed > 1:
-        raise ValueError(f"{dtype}{shape} in place of {like.dtype}{[*like.shape]}")
+def _leaf(
+    x: np.ndarray | None,
+    shape: list[int],
+    dtype: str,
+    like: jax.ShapeDtypeStruct,
+    longer: jax.ShapeDtypeStruct,
+) -> Array:
+    """An array as it was before it was saved; ValueError if it does not fit the state it is of,
+    `like` this one but for axes of texts, and those that differ in a `longer` one."""
     x = np.zeros(0, dtype) if x is None else x
     x = x.view(dtype) if dtype.startswith("complex") else x
-    return jnp.asarray(x.reshape(shape), dtype)
+    last = len(shape) - like.ndim + 1
+    sizes = zip(shape[last:], like.shape[1:], longer.shape[1:], strict=False)
+    fits = last > 0 and all(n == size or size != other for n, size, other in sizes)
+    if not fits or {dtype, str(x.dtype)} != {str(like.dtype)}:
+        raise ValueError(f"{x.dtype}{shape} in place of {like.dtype}{[*like.shape]}")
+    return jnp.asarray(x.reshape(shape))
 
 
 def _real(x: np.ndarray) -> np.ndarray:

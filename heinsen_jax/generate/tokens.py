@@ -1,7 +1,7 @@
 """New tokens after prompts: all of them by one compiled function, or one by one, without end."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from typing import Literal, TypeAlias, overload
 
@@ -171,9 +171,15 @@ def stream(
       UserError: an argument is out of its range; or, when it comes to that, the model has positions
         for no more tokens.
     """
-    fed = jnp.asarray(tokens)
+    prompt = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
-    check_prompts(model, fed)
+    check_prompts(model, prompt)
+    return _stream(model, prompt, sampler)
+
+
+def _stream(
+    model: LanguageModel, fed: Integer[Array, "T"], sampler: Sampler
+) -> Generator[int, None, None]:
     graph, parameters = nnx.split(model)
     state, room = model.init_state(()), 0
     left = model.remaining(state)

@@ -140,8 +140,8 @@ def push(
         except Exception as error:  # of its HTTP client, too, which changes from version to version
             reason = next(iter(str(error).splitlines()), "no reason given")
             raise UserError(
-                f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}): log in with "
-                "`hf auth login`, as someone who may write there"
+                f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}): is there a "
+                "network? Log in with `hf auth login`, as someone who may write there"
             ) from error
     return str(address)
 
@@ -180,6 +180,8 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     if writes:
         commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
     measured = f"| | validation |\n|---|---|\n{measured}" if found else "Not measured."
+    if found and (batches := training["evaluation_batches"]) is not None:
+        measured += f"\n\nOf the first {batches} batches of the validation text."
     return f"""---
 {header}
 ---

@@ -62,6 +62,7 @@ def _conduct(
             progress.advance(task, len(runs) - len(left))
             if not left:
                 return
+            console.print(f"{len(left)} runs to do; each says what it does in its log.txt")
             for run, row in executor(left, lambda run: output / "runs" / folder_name(run)):
                 recorded.add(run, row)
                 progress.advance(task)

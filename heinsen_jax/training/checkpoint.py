@@ -4,8 +4,11 @@ import contextlib
 import json
 import logging
 import math
+import re
+import shlex
 import sys
 import tempfile
+import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +38,12 @@ CHECKPOINT_FOLDER = "checkpoints"
 SAVED_FILE = "last_checkpoint.json"
 """The newest step that was saved: where it is known and no step is left, something was lost."""
 
+REMOVED_WITHIN = 2.0
+"""Seconds that a reader waits for a step that another process seems to be removing."""
+
+OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
+"""How TensorStore and Orbax quote the operating system."""
+
 EXPECTED = "CheckpointManagerOptions.read_only=True", "Given directory is read only"
 """What Orbax warns of where a folder is only read, which is what was asked for."""
 
@@ -45,10 +54,6 @@ def _is_news(record: logging.LogRecord) -> bool:
     is_of_save = "orbax" in record.pathname or "orbax" in message
     is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
     return not message.startswith(EXPECTED) and (wants_tracebacks() or not is_reported)
-
-
-for _name in ("absl", "asyncio"):
-    logging.getLogger(_name).addFilter(_is_news)
 
 
 Tree = TypeVar("Tree")
@@ -80,11 +85,10 @@ class Checkpoints:
         self._saved_file = workdir.resolve() / SAVED_FILE
         self._read_only = read_only
         self._on_exit = ExitStack()
+        _quiet(self._on_exit)
         if read_only:
             self.damaged = self._find_damaged()
         else:
-            if sys.unraisablehook is sys.__unraisablehook__:
-                sys.unraisablehook = _ignore_closed_loop
             with process_0_first() as is_first:
                 self.damaged = self._find_damaged() if is_first else {}
         best = BestN(get_metric_fn=_goodness, n=1)
@@ -111,7 +115,8 @@ class Checkpoints:
         for folder in self._steps():
             if not self._read_only:
                 seal_the_last(folder)
-            if reason := damage(folder):
+            reason = damage(folder)
+            if reason and not (self._read_only and _is_being_removed(folder)):
                 found[int(folder.name)] = reason
                 if not self._read_only:
                     folder.rename(free_name(folder.with_name(f"damaged-{folder.name}")))
@@ -141,11 +146,11 @@ class Checkpoints:
             with writing(self._saved_file.parent):
                 write_atomically(self._saved_file, json.dumps({"step": max(steps)}).encode())
 
-    def check_lost(self) -> None:
+    def check_lost(self, remedy: str) -> None:
         """Makes sure that a run without a checkpoint is one that never had any.
 
         Raises:
-          UserError: it had; the message says what became of it.
+          UserError: it had; the message says what became of it, and ends with the remedy.
         """
         if self.latest_step() is not None:
             return
@@ -154,10 +159,25 @@ class Checkpoints:
         if not (reasons or earlier or self._saved_file.exists()):
             return
         found = "is damaged: " + ", ".join(reasons or earlier) if reasons or earlier else "is gone"
-        raise UserError(
-            f"{self.folder}: every checkpoint of this run {found}; bring one back, or give "
-            "--restart to set the run aside and begin at step 1"
-        )
+        raise UserError(f"{self.folder}: every checkpoint of this run {found}; {remedy}")
+
+    def losses(self) -> list[str]:
+        """In words, each checkpoint that is damaged, or was saved as the newest and is gone."""
+        found = [
+            f"{self.folder / str(step)} is damaged ({reason})"
+            for step, reason in sorted(self.damaged.items())
+        ]
+        latest, newest = self.latest_step(), self._newest_saved()
+        if latest is not None and newest is not None and latest < newest not in self.damaged:
+            found.append(f"{self.folder / str(newest)} was saved, and is gone")
+        return found
+
+    def _newest_saved(self) -> int | None:
+        """The step that `record_newest` noted."""
+        try:
+            return int(json.loads(self._saved_file.read_text())["step"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def latest_step(self) -> int | None:
         """The newest whole checkpoint."""
@@ -182,15 +202,16 @@ class Checkpoints:
                 force=True,
             )
             self.record_newest()  # of the steps before: this one is being written
-        except jax.errors.JaxRuntimeError:  # of the devices, or of another process
-            raise
         except Exception as error:
+            if not _is_of_storage(error):
+                raise
             raise self._not_written(error) from error
 
     def _not_written(self, error: Exception) -> UserError:
         return UserError(
-            f"a checkpoint cannot be written into {self.folder} ({_reason(error)}): make room, or "
-            "make it writable, and give the same command again; the checkpoints before it are kept"
+            f"{self.folder}: a checkpoint cannot be written ({_reason(error)}); make room, or make "
+            "the folder writable, and give the same command again: the checkpoints before it are "
+            "kept"
         )
 
     def wait(self) -> None:
@@ -202,9 +223,9 @@ class Checkpoints:
         try:
             self._manager.wait_until_finished()
             self.record_newest()
-        except jax.errors.JaxRuntimeError:  # of the devices, or of another process
-            raise
         except Exception as error:
+            if not _is_of_storage(error):
+                raise
             raise self._not_written(error) from error
 
     def restore(self, step: int, abstract: Tree) -> Tree:
@@ -246,7 +267,6 @@ class Checkpoints:
     ) -> None:
         """Waits until everything is written. An error that ended the context is the one that is
         raised, not those of saves that fail for the same reason."""
-        self._on_exit.close()
         try:
             if not self._read_only:
                 self.wait()
@@ -259,6 +279,7 @@ class Checkpoints:
         finally:
             with contextlib.suppress(Exception):  # of a save that failed, once more
                 self._manager.close()
+            self._on_exit.close()
 
 
 def load_run(
@@ -277,10 +298,7 @@ def load_run(
     workdir = Path(workdir)
     config = read_config(workdir)
     if config is None:
-        raise UserError(
-            f"{workdir} holds no run ({CONFIG_FILE} is missing): train one with "
-            f"`python -m heinsen_jax.train --config quickstart --workdir {workdir}`"
-        )
+        raise UserError(_no_run(workdir))
     has_checkpoints = (workdir / CHECKPOINT_FOLDER).is_dir()
     if not has_checkpoints and not has_weights(workdir):
         raise UserError(_no_checkpoint(workdir))
@@ -308,14 +326,11 @@ def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.
     """The parameters and the step of a run's best (or latest) checkpoint."""
     with Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
-        checkpoints.check_lost()
+        checkpoints.check_lost("bring one back, or train it again")
         if step is None:
             raise UserError(_no_checkpoint(workdir))
-        for damaged, reason in sorted(checkpoints.damaged.items()):
-            warnings.warn(
-                f"{checkpoints.folder / str(damaged)} is damaged ({reason}): step {step} is used",
-                stacklevel=3,
-            )
+        for warning in checkpoints.losses():
+            warnings.warn(f"{warning}: step {step} is used", stacklevel=3)
         return checkpoints.restore(step, {"parameters": abstract})["parameters"], step
 
 
@@ -341,10 +356,50 @@ def read_config(workdir: Path) -> SavedConfig | None:
     return cast(SavedConfig, config)
 
 
+def _no_run(workdir: Path) -> str:
+    """What to say of something without a run's configuration."""
+    said = f"{workdir} holds no run ({CONFIG_FILE} is missing)"
+    if workdir.is_file():
+        return f"{workdir} is a file: give the folder of a run"
+    if runs := sorted(path.parent.name for path in workdir.glob(f"*/{CONFIG_FILE}")):
+        return f"{said}: give one of the folders in it that do: {', '.join(runs)}"
+    command = shlex.join(("--config", "quickstart", "--workdir", str(workdir)))
+    return f"{said}: train one with `python -m heinsen_jax.train {command}`"
+
+
 def _no_checkpoint(workdir: Path) -> str:
     if (workdir / SAVED_FILE).exists():
-        return f"{workdir}: its checkpoints are gone; bring them back, or train it again"
+        return f"{workdir / CHECKPOINT_FOLDER} is gone: bring it back, or train the run again"
     return f"{workdir} has no checkpoint yet: start its training again"
+
+
+def _is_being_removed(folder: Path) -> bool:
+    """Whether a step is one that the process which writes the run is just removing."""
+    deadline = time.monotonic() + REMOVED_WITHIN
+    while folder.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not folder.exists()
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether a save failed where it was to be stored: not on a device, nor for a fault of ours.
+    Orbax raises errors of its own; TensorStore's are ValueError, with the system's in its text."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return False
+    causes = [error, error.__cause__, error.__context__]
+    return any(isinstance(x, OSError) or OF_SYSTEM.search(str(x)) for x in causes)
+
+
+def _quiet(stack: ExitStack) -> None:
+    """Silences, until the stack is closed, what libraries log of a save that fails here."""
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        logger.addFilter(_is_news)
+        stack.callback(logger.removeFilter, _is_news)
+    hook = sys.unraisablehook
+    if hook is sys.__unraisablehook__:
+        sys.unraisablehook = _ignore_closed_loop
+        stack.callback(setattr, sys, "unraisablehook", hook)
 
 
 def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:

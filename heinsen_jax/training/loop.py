@@ -1,10 +1,11 @@
 """The training loop: from configurations to a trained model in a run's folder."""
 
 import contextlib
+import json
 import shlex
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,19 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.data import Batch, Dataset, end_of_text_id, train_batches
-from heinsen_jax.distributed import Agreement, check_alike, together
+from heinsen_jax.distributed import Agreement, check_alike, gather, together
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.models import flops_per_token
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.evaluate import evaluate
-from heinsen_jax.training.metrics import Reporter, model_flops_utilization, plot_losses
+from heinsen_jax.training.metrics import (
+    Reporter,
+    model_flops_utilization,
+    plot_losses,
+    read_metrics,
+)
 from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import learning_rate, make_optimizer
 from heinsen_jax.training.patience import punctual
@@ -65,6 +71,7 @@ def train(
     *,
     dry_run: bool = False,
     profile: bool = False,
+    on_start: Callable[[], None] = lambda: None,
 ) -> Result:
     """Trains from the latest checkpoint in `workdir`, or from the start, to the last step.
 
@@ -78,6 +85,7 @@ def train(
       dry_run: whether to do everything but train: compile, rehearse a few updates, and say what
         the run will take.
       profile: whether to write a trace of a few updates into the run's folder.
+      on_start: called before the first update, by process 0; not where none is left to make.
 
     Raises:
       UserError: as `check_settings`; no checkpoint of a run is left, or it cannot be read; or a
@@ -89,7 +97,7 @@ def train(
         jax.config.update("jax_compilation_cache_dir", experiment.training.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     with jax.set_mesh(mesh):
-        run = _Run(workdir, dataset, experiment, mesh, profile)
+        run = _Run(workdir, dataset, experiment, mesh, profile, on_start)
         return run.rehearse() if dry_run else run()
 
 
@@ -103,11 +111,13 @@ class _Run:
         experiment: Experiment,
         mesh: Mesh,
         profile: bool,
+        on_start: Callable[[], None],
     ):
         self.workdir, self.dataset, self.mesh = workdir, dataset, mesh
         self.seed = experiment.seed
         self.model, self.data = experiment.model, experiment.data
         self.training, self.profile = experiment.training, profile
+        self.on_start = on_start
         self.schedule = learning_rate(experiment.optimizer, self.training.steps)
         self.transform = make_optimizer(experiment.optimizer, self.training.steps)
         self.graph = graph_of(self.model)
@@ -125,14 +135,15 @@ class _Run:
             contextlib.ExitStack() as outer,
             Checkpoints(self.workdir, keep=keep) as self.checkpoints,
         ):
-            start = self._start()
+            start, lost = self._start()
             with contextlib.ExitStack() as files:
                 with together():
                     reporter = Reporter(self.workdir, start_step=start or 0, steps=steps)
                     self.reporter = files.enter_context(reporter)
-                for damaged, reason in self.checkpoints.damaged.items():
-                    folder = self.checkpoints.folder / str(damaged)
-                    self.reporter.line(f"{folder} is damaged ({reason}): it is not used")
+                for words in lost:
+                    self.reporter.line(f"warning: {words}: step {start} is used")
+                if start is not None and start >= steps:
+                    return self._finished(start)
                 self.reporter.line("compiling the update")
                 started = time.monotonic()
                 update = self._compiled()
@@ -144,9 +155,9 @@ class _Run:
                 else:
                     self.reporter.line(f"continuing {self.workdir} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
-                    if start >= steps:
-                        line = f"training.steps={steps} are done: there is nothing left to train"
-                        self.reporter.line(line)
+                with together():
+                    if jax.process_index() == 0:
+                        self.on_start()
                 # To the end of the last save, also after an error: its deadline holds there, too.
                 self.signals = outer.enter_context(Signals(self.training.stop_within))
                 self.reporter.begin()
@@ -155,15 +166,35 @@ class _Run:
         self._conclude(result)
         return result
 
-    def _start(self) -> int | None:
-        """The step to resume from; None for a run that begins."""
+    def _start(self) -> tuple[int | None, list[str]]:
+        """The step to resume from, or None for a run that begins; and what was lost."""
         with together():
+            lost = self.checkpoints.losses()
             if jax.process_index() == 0:
-                self.checkpoints.check_lost()
+                self.checkpoints.check_lost(
+                    "bring one back, or give --restart to set the run aside and begin at step 1"
+                )
                 self.checkpoints.record_newest()
         start = self.checkpoints.latest_step()
         check_alike({"the latest step in --workdir": start})
-        return start
+        return start, lost
+
+    def _finished(self, step: int) -> Result:
+        """What a run comes to that has made all its updates."""
+        self.reporter.line(
+            f"{self.workdir} has made {step} updates, and training.steps={self.training.steps}: "
+            "there is nothing left to train"
+        )
+        self._say_next()
+        rows = [row for row in read_metrics(self.workdir) if row["step"] == step]
+        found = gather(json.dumps(rows))[0]  # that of process 0, for all
+        for row in json.loads(found):
+            if "validation/loss" in row:
+                del row["step"]
+                metrics = {name.removeprefix("validation/"): x for name, x in row.items()}
+                return Result(step, metrics)
+        state = self.checkpoints.restore(step, self.abstract)
+        return Result(step, self._evaluated(state))
 
     def rehearse(self) -> Result:
         """Everything but training."""
@@ -240,7 +271,7 @@ class _Run:
                 clock.restart(step)
             elif training.checkpoint_every and step % training.checkpoint_every == 0:
                 self.checkpoints.save(step, state)
-        return Result(training.steps, metrics or self._evaluated(state))
+        return Result(training.steps, metrics)
 
     def _report(self, step: int, measured: Metrics, clock: "_Clock") -> None:
         values = {name: float(x) for name, x in measured.items()}
@@ -313,10 +344,14 @@ class _Run:
         if sample.exists():
             line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
         line(f"loss plot: {plot_losses(self.workdir)}")
+        self._say_next()
+
+    def _say_next(self) -> None:
         if self.model.is_causal and self.dataset.tokenizer is not None:
-            line("next, let it write:")
+            self.reporter.line("next, let it write:")
             workdir = shlex.quote(str(self.workdir))
-            line(f'  python -m heinsen_jax.generate --workdir {workdir} --prompt "..."')
+            command = f'python -m heinsen_jax.generate --workdir {workdir} --prompt "..."'
+            self.reporter.line(f"  {command}")
 
 
 class _Tracer:

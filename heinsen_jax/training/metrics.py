@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import signal
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ import jax
 import matplotlib.figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
@@ -59,7 +63,7 @@ class Reporter:
         self, workdir: Path, *, start_step: int, steps: int, console: Console | None = None
     ):
         self.active = jax.process_index() == 0
-        self.console = console or Console()
+        self.console = console or _Console()
         self._steps = steps
         if not self.active:
             return
@@ -71,12 +75,14 @@ class Reporter:
             self._file = path.open("a", encoding="utf-8")
         if damaged:
             self.line(f"{_damage(path, damaged)}: left out")
+        rest = Column(no_wrap=True, overflow="ellipsis", ratio=1)
         self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
+            TextColumn("step", table_column=Column(no_wrap=True)),
+            MofNCompleteColumn(table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=20, table_column=Column(no_wrap=True)),
+            TimeRemainingColumn(table_column=Column(no_wrap=True)),
+            TextColumn("{task.description}", table_column=rest),
+            expand=True,
             console=self.console,
             disable=not self.console.is_terminal,
         )
@@ -158,6 +164,15 @@ class Reporter:
             self._file.flush()
             for name, value in metrics.items():
                 self._board.add(step, summary.scalar(f"{group}/{name}", value))
+
+
+class _Console(Console):
+    """One whose reader may go away, as that of `... | head` does: this is as if its terminal were
+    closed, so the run is saved, and ends."""
+
+    def on_broken_pipe(self) -> None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        signal.raise_signal(getattr(signal, "SIGHUP", signal.SIGTERM))
 
 
 class _Board:

@@ -1,5 +1,6 @@
 """What a run will take, said before it begins."""
 
+import math
 import time
 
 import jax
@@ -33,12 +34,17 @@ def describe(
     update, text = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
     of_text = f": {total / text:.3g} times the {text:,} tokens to learn from" if text else ""
+    batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
+    measured = min(batches, training.evaluation_batches or batches)
     return [
         f"{parameters:,} parameters on {mesh.size} {device} device(s) in {jax.process_count()} "
         f"process(es): {axes}",
         f"{memory(compiled)} of each device's memory",
         f"{data.batch_size:,} x {data.sequence_length:,} = {update:,} tokens an update, {total:,} "
         f"in all{of_text}",
+        f"validation: the first {measured:,} of {batches:,} batches"
+        if measured < batches
+        else f"validation: {batches:,} batches",
     ]
 
 
@@ -64,8 +70,14 @@ def rehearse(update: jax.stages.Compiled, state: TrainState, batch: Batch, steps
         state, _ = jax.block_until_ready(update(state, batch))
         if turn:
             seconds += (time.perf_counter() - start) / (TIMED - 1)
-    days = steps * seconds / 86400
-    return f"an update takes {seconds:.3g} s: {days:.3g} days for {steps:,} updates"
+    return f"an update takes {seconds:.3g} s: {_duration(steps * seconds)} for {steps:,} updates"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} seconds"
 
 
 def _bytes(count: float) -> str:

@@ -97,6 +97,8 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
             f"data has texts of up to {data.longest} tokens, for which model.max_length="
             f"{model.max_length} gives no positions: make it at least {data.longest}"
         )
+    dataset.train_row(data, experiment.seed)
+    dataset.validation_rows(data)
     learning_rate(experiment.optimizer, training.steps)
     mesh = make_mesh(experiment.mesh)
     share_of_process(mesh)

@@ -92,11 +92,14 @@ def _caught(
     in_main_thread: Callable[[int], None], at_once: Callable[[int], None]
 ) -> Iterator[None]:
     """A context in which a signal calls `at_once(number)` in a thread of its own, right away, and
-    `in_main_thread(number)` as soon as Python can. SIGHUP that is ignored (nohup) stays so."""
+    `in_main_thread(number)` as soon as Python can. Signals that are ignored (by nohup, or by a
+    shell's `&`) stay so. Outside the main thread, where Python has no handlers, none is caught."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     hangup = getattr(signal, "SIGHUP", None)  # there is none on Windows
-    numbers = {signal.SIGTERM, signal.SIGINT}
-    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
-        numbers.add(hangup)
+    possible = signal.SIGTERM, signal.SIGINT, hangup
+    numbers = {n for n in possible if n and signal.getsignal(n) is not signal.SIG_IGN}
     terminals = [number for number in (1, 2) if os.isatty(number)]
     reader, writer = socket.socketpair()
     writer.setblocking(False)

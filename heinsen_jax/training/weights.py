@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from heinsen_jax.data.files import write_atomically, writing
+from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array, PyTree
 
@@ -99,16 +99,23 @@ def load_weights(
 def save_hashed(
     path: str | Path, arrays: Mapping[str, Array | np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes arrays by their names, and metadata with the hash of everything.
+    """Writes arrays by their names, and metadata with the hash of everything: all of it, or none.
 
     Raises:
       OSError: the file cannot be written.
     """
-    held = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    path, held = Path(path), {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    partial = free_name(path.with_name(f"{path.name}.partial"))
     try:
-        save_file(held, path, {**metadata, HASH: _hash_of(held, metadata)})
+        partial.touch()
+        mode = partial.stat().st_mode
+        save_file(held, partial, {**metadata, HASH: _hash_of(held, metadata)})
+        partial.chmod(mode)  # that of any new file: safetensors makes one for its owner alone
+        partial.replace(path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:

@@ -1,6 +1,7 @@
 import base64
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +264,42 @@ def test_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
         data.load(DataConfig(corpus=str(made.folder), tokenizer="gpt2"))
     with pytest.raises(UserError, match=r"validation_fraction=0\.3, but"):
         data.load(DataConfig(corpus=str(made.folder), validation_fraction=0.3))
+
+
+def test_a_text_that_was_edited_is_prepared_again(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 100)
+    config = DataConfig(corpus=str(path), cache=str(tmp_path / "cache"))
+    before = data.load(config)
+    path.write_text("y" * 100)  # of the same size
+    os.utime(path, ns=(0, 1))
+    after = data.load(config)
+    assert set(after.split("train").read(0, 0, 99).tolist()) == {ord("y")}
+    assert after.manifest.inputs[0].fingerprint != before.manifest.inputs[0].fingerprint
+    assert set(before.split("train").read(0, 0, 99).tolist()) == {ord("x")}  # of who still reads it
+    other = data.load(DataConfig(**(dataclasses.asdict(config) | {"validation_fraction": 0.5})))
+    assert other.manifest.splits["train"].tokens == 50
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_an_output_of_a_text_that_was_edited_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("x" * 100)
+    text.prepare([str(path)], "bytes", tmp_path / "out")
+    os.utime(path, ns=(0, 1))
+    text.prepare([str(path)], "bytes", tmp_path / "out")  # touched, and the same
+    path.write_text("y" * 100)
+    with pytest.raises(UserError, match=r"differs in inputs \(a.txt: 1 files, 100 bytes, hash"):
+        text.prepare([str(path)], "bytes", tmp_path / "out")
+
+
+def test_all_of_a_text_can_be_for_validation(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be")
+    config = DataConfig(corpus=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
+    dataset = text.load_text(config, split="validation")
+    assert dataset.train_tokens == 0
+    found = dataset.split("validation").read(0, 0, 9).tolist()
+    assert dataset.tokenizer.decode(found) == f"to be{data.END_OF_TEXT}"
 
 
 def test_equal_file_names_do_not_share_a_data_set(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 import random
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.multi_device.apart import finish, train
+from tests.multi_device.apart import finish, kill_all, train
 
 CONFIG = """
 from heinsen_jax.config import *
@@ -40,6 +40,12 @@ def place(tmp_path_factory) -> Path:
     ((code, _, err),) = finish(train(folder, "--workdir", "finished"))
     assert code == 0, err
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running() -> Iterator[None]:
+    yield
+    kill_all()
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Lost and damaged files are refused or named, never passed over."""
 
 import json
+import logging
 import shutil
 import sys
+import threading
 import warnings
 
 import jax
@@ -11,13 +13,15 @@ import numpy as np
 import pytest
 
 from heinsen_jax import distributed, evaluate
+from heinsen_jax.config import load_config
 from heinsen_jax.data import DataConfig, load, units
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import load_state, save_state
 from heinsen_jax.generate.__main__ import main as generate
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
 from heinsen_jax.train import main
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training import loop
+from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.weights import load_hashed, save_hashed
 from tests.faults.conftest import assert_one_line
@@ -36,7 +40,7 @@ def said(main, monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
     monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)  # only at the start
     monkeypatch.setattr(sys, "argv", ["command", *arguments])
     with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=".* is damaged")
+        warnings.filterwarnings("always", message=".*: step [0-9]+ is used")
         code = main()
     return code, capsys.readouterr().err
 
@@ -75,8 +79,9 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(
 
 def test_what_is_damaged_is_named(place, run, monkeypatch, capsys):
     damage_all(run)
-    with pytest.raises(UserError, match=r"step 40 \(default/manifest.ocdbt is not as it was"):
+    with pytest.raises(UserError, match=r"step 40 \(default/manifest.ocdbt is not as") as refused:
         load_run(run)
+    assert "--restart" not in str(refused.value), "only training has that option"
     monkeypatch.chdir(place)
     _, err = said(main, monkeypatch, capsys, "--config", "tiny.py", "--workdir", str(run))
     assert "step 35 (default/manifest.ocdbt is not as it was written), step 40 (" in err
@@ -112,8 +117,92 @@ def test_other_settings_than_before_are_named(place, run, monkeypatch, capsys):
     assert main() == 0
     said = capsys.readouterr().out
     changed = "optimizer.learning_rate 0.02 (was 0.01); training.steps 20 (was 40)"
-    assert f"settings changed since the last start: {changed}\n" in said
-    assert "training.steps=20 are done: there is nothing left to train" in said
+    assert f"changed since the last start: {changed}\n" in said
+    assert "has made 40 updates, and training.steps=20: there is nothing left to train" in said
+    assert "compiling" not in said
+    assert (run / "config.json").read_bytes() == (place / "finished/config.json").read_bytes()
+
+
+def test_a_finished_run_has_the_metrics_of_its_last_evaluation(place, run, monkeypatch):
+    monkeypatch.chdir(place)
+    config = load_config(run / "config.json")
+    dataset = load(config.data)
+    recorded = next(x for x in reversed(read_metrics(run)) if "validation/loss" in x)
+    result = loop.train(run, dataset, config)
+    assert {f"validation/{name}": x for name, x in result.metrics.items()} == {
+        name: x for name, x in recorded.items() if name != "step"
+    }
+    (run / "metrics.jsonl").unlink()
+    evaluated = loop.train(run, dataset, config)
+    assert evaluated.metrics == pytest.approx(result.metrics, rel=1e-5)
+
+
+def test_a_run_that_resumes_names_text_that_changed(place, run, monkeypatch, capsys):
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
+    words = (place / "words.txt").read_text()
+    for text, says in ((words, False), (words.replace("a", "d"), True)):
+        (run.parent / "words.txt").write_text(text)
+        more = "--workdir", str(run), "--training.steps", "40"
+        monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(place / "tiny.py"), *more])
+        assert main() == 0
+        assert (
+            "changed since the last start: the content of data.corpus" in (capsys.readouterr().out)
+        ) is says
+
+
+def test_a_newest_checkpoint_that_is_gone_is_named(place, run, monkeypatch, capsys):
+    shutil.rmtree(run / "checkpoints/40")
+    with pytest.warns(match=r"checkpoints/40 was saved, and is gone: step 35 is used"):
+        assert load_run(run, best=False)[2] == 35
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "tiny.py", "--workdir", str(run)])
+    assert main() == 0
+    assert "checkpoints/40 was saved, and is gone: step 35 is used" in capsys.readouterr().out
+    assert load_run(run, best=False)[2] == 40
+
+
+def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):
+    """Retention removes old steps file by file, also while somebody reads."""
+    going = run / "checkpoints/35"
+    (going / "default/manifest.ocdbt").unlink()
+    remover = threading.Timer(0.3, shutil.rmtree, (going,))
+    remover.start()
+    with Checkpoints(run, read_only=True) as checkpoints:
+        assert checkpoints.damaged == {}
+        assert checkpoints.latest_step() == 40
+    remover.join()
+
+
+def test_other_code_logs_as_before(run):
+    """What is silenced is so only while checkpoints are open."""
+
+    def installed() -> list[object]:
+        filters = [list(logging.getLogger(name).filters) for name in ("absl", "asyncio")]
+        return [*filters, sys.unraisablehook]
+
+    before = installed()
+    with Checkpoints(run):
+        assert installed() != before
+    assert installed() == before
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (ValueError("Failed to write 9 bytes: File too large [os_error_code='27']"), UserError),
+        (KeyError("a fault of ours"), KeyError),
+    ],
+)
+def test_only_storage_is_blamed_for_a_save_that_fails(run, monkeypatch, error, raised):
+    def fail() -> None:
+        raise error
+
+    with Checkpoints(run) as checkpoints, monkeypatch.context() as patch:
+        patch.setattr(checkpoints._manager, "wait_until_finished", fail)
+        with pytest.raises(raised):
+            checkpoints.wait()
 
 
 def test_a_device_that_is_out_of_memory_is_one_line(capsys):

@@ -2,9 +2,11 @@
 
 import contextlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,16 +17,20 @@ from heinsen_jax.config import identity, load_config
 from heinsen_jax.distributed import check_alike
 from heinsen_jax.errors import UserError
 from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.signals import Signals
 from tests.faults.conftest import ENDLESS, assert_one_line, has_checkpoint, wait_until
-from tests.multi_device.apart import ROOT, finish, start, train
+from tests.multi_device.apart import ROOT, finish, free_port, start, train
 
 
 def read_until(process: subprocess.Popen, words: str) -> None:
+    """Reads what a process prints, up to these words."""
     assert process.stdout is not None
-    for line in process.stdout:
-        if words in line:
-            return
-    raise AssertionError(f"it never said {words!r}")
+    too_late = threading.Timer(120, process.kill)
+    too_late.start()
+    try:
+        assert any(words in line for line in process.stdout), f"it never said {words!r}"
+    finally:
+        too_late.cancel()
 
 
 def test_sigterm_while_compiling_ends_at_once(place, tmp_path):
@@ -34,7 +40,7 @@ def test_sigterm_while_compiling_ends_at_once(place, tmp_path):
     command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", str(tmp_path / "run")
     process = start(*command, *options, cwd=place, JAX_PLATFORMS="cpu", **uncached)
     read_until(process, "compiling the update")
-    time.sleep(0.5)
+    time.sleep(0.5)  # into it: whenever the signal comes, the end must be the same
     process.terminate()
     asked = time.monotonic()
     out, err = process.communicate(timeout=60)
@@ -55,6 +61,32 @@ def test_a_signal_saves_and_the_exit_code_names_it(place, tmp_path, number):
     assert f"stopped by {number.name} after step" in out
     step = int(out.split("after step ")[1].split(",")[0])
     assert load_run(workdir, best=False)[2] == step
+
+
+def test_output_that_nobody_reads_is_as_a_closed_terminal(place, tmp_path):
+    workdir = tmp_path / "run"
+    (process,) = train(place, "--workdir", str(workdir), *ENDLESS)
+    assert process.stdout is not None
+    read_until(process, "step 10/")
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGHUP, err
+    assert err == ""
+    assert load_run(workdir, best=False)[2] >= 10
+
+
+def test_signals_are_left_alone_outside_the_main_thread():
+    entered = []
+
+    def enter() -> None:
+        with Signals(60) as signals:
+            entered.append(signals.first)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert entered == [0]
 
 
 TERMINAL = """
@@ -82,17 +114,18 @@ def test_a_closed_terminal_saves(place, tmp_path):
 
 
 @pytest.mark.parametrize("ignored", [True, False])
-def test_nohup_is_respected(ignored):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_what_nohup_or_a_shell_ignores_stays_ignored(number, ignored):
     program = f"""
 import os, signal
-signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
+signal.signal({number:d}, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
 from heinsen_jax.training.signals import Signals
 with Signals(60) as signals:
-    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), {number:d})
     print(signals.first)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == f"{0 if ignored else int(signal.SIGHUP)}\n"
+    assert done.stdout == f"{0 if ignored else int(number)}\n"
 
 
 def test_a_deadline_holds_though_python_cannot_run():
@@ -184,6 +217,25 @@ def test_the_processes_of_a_study_end_with_it_and_it_resumes(tmp_path, number, c
     assert again.returncode == 143
 
 
+def test_a_folder_that_is_not_shared_is_refused(place, tmp_path):
+    """As each host has a folder of its own under one name."""
+    for number in range(2):
+        shutil.copytree(place, tmp_path / str(number), ignore=shutil.ignore_patterns("finished"))
+    address = f"localhost:{free_port()}"
+    processes = [
+        start(
+            *(str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", "run"),
+            *("--coordinator", address, "--num-processes", "2", "--process-id", str(number)),
+            cwd=tmp_path / str(number),
+            JAX_PLATFORMS="cpu",
+        )
+        for number in range(2)
+    ]
+    for code, _, err in finish(processes, timeout=120):
+        assert code == 2
+        assert_one_line(cleaned(err), "--workdir run is not one folder for all processes")
+
+
 DIFFERENT = {
     "--optimizer.learning_rate 0.5": "optimizer.learning_rate (0.5, not 0.01)",
     "--seed 7": "seed (7, not 0)",
@@ -216,7 +268,7 @@ def test_processes_that_differ_are_refused(place, tmp_path, arguments, words):
     ("arguments", "words"),
     [
         ("--data.corpus missing.txt", "input missing.txt does not exist"),
-        pytest.param("--model.widht 3", "exit code 2", marks=pytest.mark.nightly),
+        pytest.param("--model.widht 3", "Unrecognized options", marks=pytest.mark.nightly),
     ],
 )
 def test_a_process_whose_peer_failed_says_why(place, tmp_path, arguments, words):

@@ -11,6 +11,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+STARTED: list[subprocess.Popen] = []
+"""Processes that have not been waited for, perhaps."""
 OBEYING = """
 import os, signal, sys
 for number in (signal.SIGHUP, signal.SIGINT):  # ignored where tests run under nohup
@@ -30,7 +32,7 @@ def run_apart(program: str, *arguments: str, cwd: Path | None = None) -> dict:
 def start(*arguments: str, cwd: Path | None = None, **environment: Any) -> subprocess.Popen:
     """A Python process that can import this project; keywords are variables of its environment."""
     names = {name: str(value) for name, value in environment.items()}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-c", OBEYING, *arguments],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"} | names,
@@ -38,6 +40,17 @@ def start(*arguments: str, cwd: Path | None = None, **environment: Any) -> subpr
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
+
+
+def kill_all() -> None:
+    """Ends what a test has started and not waited for, for it failed before."""
+    while STARTED:
+        process = STARTED.pop()
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
 
 
 def train(

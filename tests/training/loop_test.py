@@ -71,7 +71,7 @@ def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing(small, tmp_path, cap
     assert "1 cpu device(s) in 1 process(es): data 1 x fsdp 1 x tensor 1 x context 1" in said
     assert re.search(r"[\d.]+ [kM]B \([\d.]+ [kM]B state, [\d.]+ [kM]B to work in\)", said)
     assert "8 x 32 = 256 tokens an update, 15,360 in all" in said
-    assert re.search(r"an update takes [\d.e-]+ s: [\d.e-]+ days for 60 updates", said)
+    assert re.search(r"an update takes [\d.e-]+ s: [\d.e-]+ seconds for 60 updates", said)
     assert not list((tmp_path / "run").iterdir())
 
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,17 @@ def test_the_time_left_does_not_count_what_came_before_the_first_step(tmp_path, 
             clock.now += 50
         reporter.training(5, {"loss": 2.5})
     assert "10 s left" in screen.file.getvalue()
+
+
+def test_a_narrow_terminal_shows_the_step_and_the_time_left(tmp_path):
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with Reporter(tmp_path, start_step=0, steps=12345, console=screen) as reporter:
+        names = "loss", "accuracy", "gradient_norm", "skipped", "learning_rate", "tokens_per_second"
+        reporter.training(6789, dict.fromkeys(names, 2.5))
+    shown = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.file.getvalue()).split("\r")
+    last = next(line for line in reversed(shown) if "6789" in line).splitlines()[0]
+    assert re.fullmatch(r"step +6789/12345 \S+ +(\d+:\d\d:\d\d|-:--:--) loss 2.5.*…", last), last
+    assert len(last) <= 80
 
 
 def test_a_plot_is_drawn(tmp_path):

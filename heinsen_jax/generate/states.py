@@ -205,14 +205,17 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
     try:
         shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
         has_room = any(name.endswith(".length") for name in shapes)
-        like, longer = (
-            jax.eval_shape(partial(model.init_state, (), capacity=capacity if has_room else None))
-            for capacity in (1, 2)
+        like, one, two = (
+            jax.eval_shape(partial(model.init_state, (), capacity=capacity))
+            for capacity in (1 if has_room else None, 1, 2)
         )
         if shapes.keys() != named(like).keys():
             raise ValueError("other arrays than the states of this model")
-        alike = zip(named(like).items(), jax.tree.leaves(longer), strict=True)
-        leaves = [_leaf(arrays.get(name), *shapes[name], x, y) for (name, x), y in alike]
+        of_one, of_two = named(one), named(two)
+        leaves = [
+            _leaf(arrays.get(name), *shapes[name], x, of_one[name].shape, of_two[name].shape)
+            for name, x in named(like).items()
+        ]
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is no state ({error!r}): read the text again") from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -223,15 +226,17 @@ def _leaf(
     shape: list[int],
     dtype: str,
     like: jax.ShapeDtypeStruct,
-    longer: jax.ShapeDtypeStruct,
+    one: Sequence[int],
+    two: Sequence[int],
 ) -> Array:
     """An array as it was before it was saved; ValueError if it does not fit the state it is of,
-    `like` this one but for axes of texts, and those that differ in a `longer` one."""
+    `like` this one but for axes of texts, and those of a capacity: of other sizes for one and two.
+    """
     x = np.zeros(0, dtype) if x is None else x
     x = x.view(dtype) if dtype.startswith("complex") else x
     last = len(shape) - like.ndim + 1
-    sizes = zip(shape[last:], like.shape[1:], longer.shape[1:], strict=False)
-    fits = last > 0 and all(n == size or size != other for n, size, other in sizes)
+    sizes = zip(shape[last:], like.shape[1:], one[1:], two[1:], strict=False)
+    fits = last > 0 and all(n == size or a != b for n, size, a, b in sizes)
     if not fits or {dtype, str(x.dtype)} != {str(like.dtype)}:
         raise ValueError(f"{x.dtype}{shape} in place of {like.dtype}{[*like.shape]}")
     return jnp.asarray(x.reshape(shape))

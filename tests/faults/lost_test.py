@@ -6,11 +6,13 @@ import shutil
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from heinsen_jax import distributed, evaluate
 from heinsen_jax.config import load_config
@@ -20,7 +22,7 @@ from heinsen_jax.generate import load_state, save_state
 from heinsen_jax.generate.__main__ import main as generate
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
 from heinsen_jax.train import main
-from heinsen_jax.training import loop
+from heinsen_jax.training import loop, weights
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.weights import load_hashed, save_hashed
@@ -354,6 +356,45 @@ def test_a_malformed_state_is_one_error(run, tmp_path, change):
     rewritten(tmp_path / "state", change)
     with pytest.raises(UserError, match="state is no state"):
         load_state(tmp_path / "state", model)
+
+
+def test_a_state_has_its_own_axes_but_for_a_caches_capacity(run, tmp_path):
+    """The state of the linear run has no cache: none of its axes may differ."""
+    model, _, _ = load_run(run)
+    state = model.init_state(())
+    save_state(tmp_path / "state", model, state)
+    arrays, metadata = load_hashed(tmp_path / "state", "")
+    for name, x in arrays.items():
+        if x.ndim > 1:
+            shapes_of = json.loads(metadata["shapes"])
+            twice = np.concatenate([x, x], -1)
+            shapes_of[name] = [[*twice.shape], str(x.dtype)]
+            changed = metadata | {"shapes": json.dumps(shapes_of)}
+            save_hashed(tmp_path / "other", arrays | {name: twice}, changed)
+            with pytest.raises(UserError, match="other is no state"):
+                load_state(tmp_path / "other", model)
+    save_hashed(tmp_path / "other", {n: x.astype("f2") for n, x in arrays.items()}, metadata)
+    with pytest.raises(UserError, match="other is no state"):
+        load_state(tmp_path / "other", model)
+
+
+def test_a_state_that_cannot_be_written_leaves_the_one_before(run, tmp_path, monkeypatch):
+    model, _, _ = load_run(run)
+    path = tmp_path / "state"
+    save_state(path, model, model.init_state(()))
+    before = path.read_bytes()
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+    def fail(held: object, partial: Path, metadata: object) -> None:
+        partial.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(weights, "save_file", fail)
+    with pytest.raises(UserError, match="state cannot be written"):
+        save_state(path, model, model.init_state(()))
+    assert path.read_bytes() == before
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["plain", "run", "state"]
 
 
 def test_a_step_that_is_no_number_is_one_error(run, tmp_path):

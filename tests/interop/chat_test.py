@@ -8,6 +8,7 @@ import pytest
 from heinsen_jax import chat
 from heinsen_jax.chat import Chat
 from heinsen_jax.data import get_tokenizer
+from heinsen_jax.errors import UserError
 from heinsen_jax.training.checkpoint import load_run
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
@@ -49,6 +50,12 @@ def test_room_for_a_turn_is_made_once(tmp_path):
     chat.command(f"/save {tmp_path / 'state'}")
     chat.command(f"/load {tmp_path / 'state'}")
     np.testing.assert_array_equal(chat.state.blocks[0].attention.length, read + 1)
+
+
+def test_a_model_that_cannot_write_is_refused_before_it_is_asked():
+    model = build("softmax", vocab_size=264, num_layers=1, is_causal=False)
+    with pytest.raises(UserError, match="fills in masked tokens, and cannot write"):
+        Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)
 
 
 def test_the_command_line(run, monkeypatch, capsys):

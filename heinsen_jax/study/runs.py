@@ -119,6 +119,7 @@ def in_processes(
     shares: SimpleQueue[list[int]] = context.SimpleQueue()
     for job in range(jobs):
         shares.put(cores[job::jobs] or cores)
+    others = multiprocessing.active_children()
     with ProcessPoolExecutor(jobs, context, _begin, (shares,)) as pool:
         waiting = {pool.submit(_perform, as_json(run.config), folder(run)): run for run in runs}
         try:
@@ -129,7 +130,8 @@ def in_processes(
         except BaseException as error:
             if isinstance(error, SystemExit | GeneratorExit):  # a signal to this process alone
                 for process in multiprocessing.active_children():
-                    process.terminate()
+                    if process not in others:
+                        process.terminate()
             pool.shutdown(cancel_futures=True)  # those that still end write their rows themselves
             raise
 

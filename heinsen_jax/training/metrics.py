@@ -211,7 +211,10 @@ def read_metrics(workdir: Path) -> list[dict[str, float]]:
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, float]]], list[int]]:
     """Each line that is a row, with the row; and the numbers, from 1, of the lines that are not."""
     rows, damaged = [], []
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    try:
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): make it readable") from None
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -122,6 +122,9 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
     except ValueError as error:
         raise UserError(explain(error)) from error
     except SystemExit as ended:
+        if not ended.code:
+            print(said.getvalue())
+            raise
         raise UserError(_refusal(config, ended.__context__, said.getvalue())) from None
 
 
@@ -134,8 +137,9 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
         return explain(cause, f"--{by_class.get(cause.title, cause.title)}")
     lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
     body = " ".join(" ".join(lines[1:]).split())  # below its title
-    reason, *rest = re.split(r" (?=Perhaps you meant|Argument helptext|For full helptext)", body)
-    similar = next((part for part in rest if part.startswith("Perhaps")), "")
+    parts = "Perhaps you meant|Arguments similar to|Argument helptext|For full helptext"
+    reason, *rest = re.split(rf" (?={parts})", body)
+    similar = " ".join(x.split(":", 1)[1] for x in rest if x.startswith(("Perhaps", "Arguments")))
     reason = reason.removeprefix("Error parsing ")
     if names := dict.fromkeys(re.findall(r"--[a-z][\w.-]+", similar)):
         return f"{reason}; perhaps {' or '.join(names)} is meant"

@@ -29,7 +29,7 @@ from heinsen_jax.training.step import make_evaluation_step
 
 DATA_HELP = (
     "a corpus or a prepared folder, of which the validation text counts; or a file or folder, of "
-    "which all does. What the run was validated on, if not given"
+    "which all does, if the run was not trained on it. The run's own, if not given"
 )
 
 
@@ -90,11 +90,14 @@ def _run_text(
             f"{workdir} holds a run that learned a task, which has its own lengths: leave out "
             "--data and --sequence-length"
         )
-    if data is not None and isinstance(settings, DataConfig):
+    is_other = (
+        isinstance(settings, DataConfig) and data is not None and not _same(data, settings.corpus)
+    )
+    if is_other:
         settings = replace(settings, corpus=data, validation_fraction=None)
     if sequence_length is not None:
         settings = replace(settings, sequence_length=sequence_length)
-    dataset = cast(Dataset, text.load(settings) if data is None else _all_of(settings))
+    dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
     graph, parameters = nnx.split(model)
@@ -122,6 +125,13 @@ def _run_text(
     print(f"{workdir}, step {step}, on {what}:")
     for name, value in found.items():
         print(f"  {name.replace('_', ' ')}: {value:.4f}")
+
+
+def _same(corpus: str, other: str) -> bool:
+    """Whether these name one text: then a part of it is what a run was trained on."""
+    return corpus == other or (
+        corpus not in text.CORPORA and Path(corpus).resolve() == Path(other).resolve()
+    )
 
 
 def _all_of(settings: text.AnyDataConfig) -> Dataset:

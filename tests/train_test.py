@@ -235,6 +235,8 @@ def test_evaluate_measures_what_training_did(place, trained, monkeypatch, capsys
     for name in ("loss", "perplexity", "bits_per_byte"):
         said = float(out.split(f"{name.replace('_', ' ')}: ")[1].split()[0])
         assert said == pytest.approx(last[f"validation/{name}"], abs=1e-4)
+    again = *arguments, "--data", str(place / "words.txt")  # what it was trained on
+    assert said_by(evaluate.main, place, monkeypatch, capsys, *again)[1] == out
     (place / "other.txt").write_text("abc de f " * 100)
     arguments += "--data", "other.txt"
     code, out, _ = said_by(evaluate.main, place, monkeypatch, capsys, *arguments)
@@ -263,6 +265,11 @@ TINY = "--config", "tiny.py"
             main,
             (*TINY, "--training.stepz", "9"),
             ["options: --training.stepz, 9; perhaps --training.steps", "is meant"],
+        ),
+        (
+            main,
+            (*TINY, "--training.stepz", "9", "--model.layerz", "3"),
+            ["--training.steps", "--model.num-layers", "is meant"],
         ),
         (main, (*TINY, "--model.attention", "lgo"), ["--model: no attention mechanism 'lgo'"]),
         (main, (*TINY, "--model.remat", "False"), ["a switch has no value: ", "no-field"]),

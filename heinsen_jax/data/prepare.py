@@ -54,6 +54,9 @@ from heinsen_jax.locks import locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "document": 0.01}
 
+LARGE = 1 << 30
+"""Bytes of inputs whose hashing shows its progress."""
+
 SplitChoice = Literal["auto", "document", "tail", "validation"]
 Executor = Literal["local", "ray"]
 
@@ -95,6 +98,7 @@ def prepare(
     sources = [source for group in sources_by_input.values() for source in group]
     rule = _split_rule(split, validation_fraction, sources)
     encoding = _tokenizer(tokenizer, output)
+    _hash(sources)
     recipe = _recipe(sources_by_input, encoding, rule)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -174,6 +178,17 @@ def _tokenizer(name: str, output: Path) -> tiktoken.Encoding:
     if is_published and saved_name(output) == name:
         return load_tokenizer(output)
     return get_tokenizer(name)
+
+
+def _hash(sources: Sequence[Source]) -> None:
+    """Forms what identifies the sources: their hashes, which takes a while for large ones."""
+    total = sum(source.size for source in sources if source.remote is None)
+    if total < LARGE:
+        return
+    with byte_progress("hashing the inputs", total) as advance:
+        for source in sources:
+            if source.remote is None and source.identity:
+                advance(source.size)
 
 
 def _recipe(

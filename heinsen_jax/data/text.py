@@ -13,6 +13,7 @@ import pydantic
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch
 from heinsen_jax.data.documents import Source, SplitName
+from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
 from heinsen_jax.data.tokenizers import fingerprint, load_tokenizer, tokenizer_name
@@ -217,6 +218,8 @@ class _ValidationRows(Sequence[Batch]):
 
 
 def _train_windows(source: TokenSource, length: int) -> _Windows:
+    if not source.lengths:
+        raise UserError("data.corpus: it has no text for training; prepare it with another split")
     windows = _Windows([(tokens - 1) // length for tokens in source.lengths], length)
     if not len(windows):
         raise UserError(
@@ -250,7 +253,7 @@ def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Sourc
         "" if is_corpus else str(path.resolve()),
         config.validation_fraction or "",
         "" if split == "auto" else split,
-        tokenizer.stat().st_mtime_ns if tokenizer.is_file() else "",
+        sha256_of(tokenizer) if tokenizer.is_file() else "",
         *map(str, versions),
     ]
     mark = f"-{joint_hash(*map(str, decides))[:8]}" if any(decides) else ""

@@ -205,40 +205,46 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
     try:
         shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
         has_room = any(name.endswith(".length") for name in shapes)
-        like, one, two = (
+        like, one, many = (
             jax.eval_shape(partial(model.init_state, (), capacity=capacity))
-            for capacity in (1 if has_room else None, 1, 2)
+            for capacity in (1 if has_room else None, 1, 1 << 20)
         )
         if shapes.keys() != named(like).keys():
             raise ValueError("other arrays than the states of this model")
-        of_one, of_two = named(one), named(two)
-        leaves = [
-            _leaf(arrays.get(name), *shapes[name], x, of_one[name].shape, of_two[name].shape)
-            for name, x in named(like).items()
-        ]
+        axes = [POSITION_AXIS for _ in jax.tree.leaves(like.position)]
+        axes += [BLOCKS_AXIS for _ in jax.tree.leaves(like.blocks)]
+        of_one, of_many = named(one), named(many)
+        batches, leaves = set(), []
+        for (name, x), axis in zip(named(like).items(), axes, strict=True):
+            shape, dtype = shapes[name]
+            grows = [a != b for a, b in zip(of_one[name].shape, of_many[name].shape, strict=True)]
+            batches.add(_batch(shape, x.shape, grows, axis))
+            leaves.append(_leaf(arrays.get(name), shape, dtype, x.dtype))
+        if len(batches - {()}) > 1:
+            raise ValueError(f"texts {sorted(batches)} in one state")
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} is no state ({error!r}): read the text again") from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _leaf(
-    x: np.ndarray | None,
-    shape: list[int],
-    dtype: str,
-    like: jax.ShapeDtypeStruct,
-    one: Sequence[int],
-    two: Sequence[int],
-) -> Array:
-    """An array as it was before it was saved; ValueError if it does not fit the state it is of,
-    `like` this one but for axes of texts, and those of a capacity: of other sizes for one and two.
-    """
+def _batch(
+    shape: Sequence[int], like: Sequence[int], grows: Sequence[bool], axis: int
+) -> tuple[int, ...]:
+    """The axes of texts, which begin at `axis`, of an array whose others are as those of `like`, or
+    of any size where they grow with the capacity; ValueError if they are not."""
+    end = len(shape) - len(like) + axis
+    rest = [*shape[:axis], *shape[end:]]
+    if end < axis or any(n != m and not may for n, m, may in zip(rest, like, grows, strict=True)):
+        raise ValueError(f"{[*shape]} in place of {[*like]}")
+    return tuple(shape[axis:end])
+
+
+def _leaf(x: np.ndarray | None, shape: list[int], dtype: str, wanted: np.dtype) -> Array:
+    """An array as it was before it was saved; ValueError if it does not fit what is said of it."""
     x = np.zeros(0, dtype) if x is None else x
     x = x.view(dtype) if dtype.startswith("complex") else x
-    last = len(shape) - like.ndim + 1
-    sizes = zip(shape[last:], like.shape[1:], one[1:], two[1:], strict=False)
-    fits = last > 0 and all(n == size or a != b for n, size, a, b in sizes)
-    if not fits or {dtype, str(x.dtype)} != {str(like.dtype)}:
-        raise ValueError(f"{x.dtype}{shape} in place of {like.dtype}{[*like.shape]}")
+    if {dtype, str(x.dtype)} != {str(wanted)}:
+        raise ValueError(f"{x.dtype} in place of {wanted}")
     return jnp.asarray(x.reshape(shape))
 
 

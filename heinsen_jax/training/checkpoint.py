@@ -85,7 +85,7 @@ class Checkpoints:
         self._saved_file = workdir.resolve() / SAVED_FILE
         self._read_only = read_only
         self._on_exit = ExitStack()
-        _quiet(self._on_exit)
+        _quiet_failed_saves()
         if read_only:
             self.damaged = self._find_damaged()
         else:
@@ -169,7 +169,9 @@ class Checkpoints:
         ]
         latest, newest = self.latest_step(), self._newest_saved()
         if latest is not None and newest is not None and latest < newest not in self.damaged:
-            found.append(f"{self.folder / str(newest)} was saved, and is gone")
+            path = self.folder / str(newest)
+            if not path.exists():  # it does where it was saved since this was opened
+                found.append(f"{path} was saved, and is gone")
         return found
 
     def _newest_saved(self) -> int | None:
@@ -390,16 +392,13 @@ def _is_of_storage(error: Exception) -> bool:
     return any(isinstance(x, OSError) or OF_SYSTEM.search(str(x)) for x in causes)
 
 
-def _quiet(stack: ExitStack) -> None:
-    """Silences, until the stack is closed, what libraries log of a save that fails here."""
+def _quiet_failed_saves() -> None:
+    """Silences what libraries log of saves that fail here: for good, for their threads outlive the
+    save."""
     for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        logger.addFilter(_is_news)
-        stack.callback(logger.removeFilter, _is_news)
-    hook = sys.unraisablehook
-    if hook is sys.__unraisablehook__:
+        logging.getLogger(name).addFilter(_is_news)
+    if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _ignore_closed_loop
-        stack.callback(setattr, sys, "unraisablehook", hook)
 
 
 def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -24,6 +24,7 @@ from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.metrics import (
+    PLOT_FILE,
     Reporter,
     model_flops_utilization,
     plot_losses,
@@ -185,16 +186,24 @@ class _Run:
             f"{self.workdir} has made {step} updates, and training.steps={self.training.steps}: "
             "there is nothing left to train"
         )
+        if (metrics := self._recorded(step)) is None:
+            self.reporter.line("its last evaluation was not recorded: evaluating")
+            metrics = self._evaluated(self.checkpoints.restore(step, self.abstract))
+            self.reporter.validation(step, metrics)
+        if self.reporter.active and not (self.workdir / PLOT_FILE).exists():
+            plot_losses(self.workdir)
         self._say_next()
-        rows = [row for row in read_metrics(self.workdir) if row["step"] == step]
-        found = gather(json.dumps(rows))[0]  # that of process 0, for all
-        for row in json.loads(found):
+        return Result(step, metrics)
+
+    def _recorded(self, step: int) -> dict[str, float] | None:
+        """The metrics of the evaluation at a step, as process 0 reads them, for all."""
+        with together():
+            rows = read_metrics(self.workdir) if jax.process_index() == 0 else []
+        for row in json.loads(gather(json.dumps([row for row in rows if row["step"] == step]))[0]):
             if "validation/loss" in row:
                 del row["step"]
-                metrics = {name.removeprefix("validation/"): x for name, x in row.items()}
-                return Result(step, metrics)
-        state = self.checkpoints.restore(step, self.abstract)
-        return Result(step, self._evaluated(state))
+                return {name.removeprefix("validation/"): x for name, x in row.items()}
+        return None
 
     def rehearse(self) -> Result:
         """Everything but training."""
@@ -340,10 +349,11 @@ class _Run:
             line(f"stopped by {name} after step {result.step}, which is saved in {self.workdir}")
             line("to go on, give the same command again")
             return
+        plot = plot_losses(self.workdir)
         sample = self.workdir / "samples" / f"step_{result.step:08d}.txt"
         if sample.exists():
             line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
-        line(f"loss plot: {plot_losses(self.workdir)}")
+        line(f"loss plot: {plot}")
         self._say_next()
 
     def _say_next(self) -> None:

@@ -172,7 +172,10 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        signal.raise_signal(getattr(signal, "SIGHUP", signal.SIGTERM))
+        number = getattr(signal, "SIGHUP", signal.SIGTERM)
+        if signal.getsignal(number) is signal.SIG_DFL:  # nobody would save anything
+            raise SystemExit(141)
+        signal.raise_signal(number)
 
 
 class _Board:

@@ -39,8 +39,12 @@ def damage(folder: Path) -> str | None:
             return f"{name} is missing"
         if name not in sealed:
             return f"{name} does not belong there"
-    for name, found in _hashes(folder, files).items():
-        if found != sealed[name]:
+    try:
+        found = _hashes(folder, files)
+    except FileNotFoundError as error:  # removed meanwhile
+        return f"{error.filename} is missing"
+    for name, digest in found.items():
+        if digest != sealed[name]:
             return f"{name} is not as it was written"
     return None
 

@@ -92,14 +92,18 @@ def _caught(
     in_main_thread: Callable[[int], None], at_once: Callable[[int], None]
 ) -> Iterator[None]:
     """A context in which a signal calls `at_once(number)` in a thread of its own, right away, and
-    `in_main_thread(number)` as soon as Python can. Signals that are ignored (by nohup, or by a
-    shell's `&`) stay so. Outside the main thread, where Python has no handlers, none is caught."""
+    `in_main_thread(number)` as soon as Python can. SIGHUP and SIGINT that are ignored (by nohup,
+    by a shell's `&`) stay so. Outside the main thread, where Python has no handlers,
+    none is caught.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     hangup = getattr(signal, "SIGHUP", None)  # there is none on Windows
-    possible = signal.SIGTERM, signal.SIGINT, hangup
-    numbers = {n for n in possible if n and signal.getsignal(n) is not signal.SIG_IGN}
+    numbers = {signal.SIGTERM}
+    for number in (signal.SIGINT, hangup):
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+            numbers.add(number)
     terminals = [number for number in (1, 2) if os.isatty(number)]
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -133,7 +137,8 @@ def _disconnect(terminals: list[int]) -> None:
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for number in terminals:
-            os.dup2(nowhere, number)
+            if not os.isatty(number):  # any more
+                os.dup2(nowhere, number)
         os.close(nowhere)
 
 

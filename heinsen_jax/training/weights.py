@@ -5,6 +5,7 @@ The metadata of a file hold the hash of all that is in it, so that damage is fou
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from heinsen_jax.data.files import free_name, write_atomically, writing
+from heinsen_jax.data.files import replacing, write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array, PyTree
 
@@ -104,18 +105,15 @@ def save_hashed(
     Raises:
       OSError: the file cannot be written.
     """
-    path, held = Path(path), {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    partial = free_name(path.with_name(f"{path.name}.partial"))
+    held = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     try:
-        partial.touch()
-        mode = partial.stat().st_mode
-        save_file(held, partial, {**metadata, HASH: _hash_of(held, metadata)})
-        partial.chmod(mode)  # that of any new file: safetensors makes one for its owner alone
-        partial.replace(path)
+        with replacing(Path(path)) as file:
+            save_file(held, file.name, {**metadata, HASH: _hash_of(held, metadata)})
+            os.chmod(file.name, os.fstat(file.fileno()).st_mode)  # it made one for its owner alone
+            with open(file.name, "rb") as made:
+                os.fsync(made.fileno())
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:

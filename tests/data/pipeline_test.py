@@ -281,6 +281,30 @@ def test_a_text_that_was_edited_is_prepared_again(tmp_path: Path) -> None:
     assert other.manifest.splits["train"].tokens == 50
 
 
+def test_tokenizers_of_one_name_do_not_share_a_data_set(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 50)
+    found = []
+    for order in (range(256), range(255, -1, -1)):
+        path = tmp_path / str(len(found)) / "mine.tiktoken"
+        path.parent.mkdir()
+        codes = [base64.b64encode(bytes([i])).decode() for i in order]
+        path.write_text("".join(f"{code} {rank}\n" for rank, code in enumerate(codes)))
+        os.utime(path, ns=(0, 1))
+        cache = str(tmp_path / "cache")
+        config = DataConfig(corpus=str(tmp_path / "a.txt"), tokenizer=str(path), cache=cache)
+        found.append(data.load(config).split("train").read(0, 0, 3).tolist())
+    assert found == [[97, 98, 99], [255 - 97, 255 - 98, 255 - 99]]
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_text_for_validation_alone_is_not_trained_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("to be")
+    text.prepare([str(tmp_path / "a.txt")], "bytes", tmp_path / "out", split="validation")
+    config = DataConfig(corpus=str(tmp_path / "out"), sequence_length=2)
+    with pytest.raises(UserError, match=r"data\.corpus: it has no text for training"):
+        data.load(config).train_row(config, 0)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_an_output_of_a_text_that_was_edited_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"

@@ -113,8 +113,37 @@ def test_a_closed_terminal_saves(place, tmp_path):
     assert load_run(workdir, best=False)[2] > 5
 
 
+STILL_OPEN = """
+import os, pty, sys
+number, terminal = pty.fork()
+if number == 0:
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+    from heinsen_jax.training.metrics import _Console
+    from heinsen_jax.training.signals import Signals
+    with Signals(60) as signals:
+        _Console().print("step 1")
+    print(f"heard {signals.first}", file=sys.stderr, flush=True)
+    os._exit(0)
+said = b""
+try:
+    while part := os.read(terminal, 1 << 16):
+        said += part
+except OSError:  # its end
+    pass
+print(said.decode())
+"""
+
+
+def test_a_terminal_that_is_open_still_shows_errors():
+    """Where only the standard output has no reader any more."""
+    done = subprocess.run([sys.executable, "-c", STILL_OPEN], capture_output=True, text=True)
+    assert f"heard {int(signal.SIGHUP)}" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("ignored", [True, False])
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
 def test_what_nohup_or_a_shell_ignores_stays_ignored(number, ignored):
     program = f"""
 import os, signal
@@ -125,7 +154,8 @@ with Signals(60) as signals:
     print(signals.first)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == f"{0 if ignored else int(number)}\n"
+    kept = ignored and number != signal.SIGTERM  # which batch systems send for a run to save
+    assert done.stdout == f"{0 if kept else int(number)}\n"
 
 
 def test_a_deadline_holds_though_python_cannot_run():

@@ -54,6 +54,17 @@ def test_a_file_gives_back_a_state(name, has_room, tmp_path):
     np.testing.assert_array_equal(*further)
 
 
+@pytest.mark.parametrize("name", ["memory_compressed", "tglobal", "softmax"])
+@pytest.mark.parametrize("capacity", [None, 7, 100])
+def test_a_state_of_any_capacity_is_given_back(name, capacity, tmp_path):
+    model = build(name, **SIZES)
+    state = model.init_state((2, 1), capacity=capacity)
+    save_state(tmp_path / "state", model, state)
+    again = load_state(tmp_path / "state", model)
+    for have, want in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(have, want)
+
+
 def test_a_state_of_nothing(tmp_path):
     model = build("softmax", **SIZES)
     save_state(tmp_path / "state.safetensors", model, model.init_state(()))

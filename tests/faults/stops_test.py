@@ -114,7 +114,8 @@ def test_a_closed_terminal_saves(place, tmp_path):
 
 
 STILL_OPEN = """
-import os, pty, sys
+import os, pty, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 number, terminal = pty.fork()
 if number == 0:
     reader, writer = os.pipe()

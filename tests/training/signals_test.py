@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -36,6 +37,15 @@ def test_one_that_is_in_time_is_left_alone():
     assert run(0.4, 0.1).returncode == 0
 
 
+@pytest.fixture
+def _obeys_interrupts() -> Iterator[None]:
+    """Also where tests run in the background of a shell, which then ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_obeys_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_is_kept_and_a_second_interrupt_interrupts(number):
     before = signal.getsignal(number)

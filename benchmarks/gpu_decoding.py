@@ -29,7 +29,7 @@ from rich.table import Table
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.config import load_config
 from heinsen_jax.environment import environment
-from heinsen_jax.generate import repeated
+from heinsen_jax.generate import repeat_state
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 
 PIECE = 4096  # tokens of context that are read at once
@@ -122,7 +122,7 @@ def measure(
 ) -> float:
     """Seconds per token of all rows."""
     if is_constant:
-        state = repeated(decoder.model, decoder.after(context), batch)
+        state = repeat_state(decoder.model, decoder.after(context), batch)
     else:
         state = decoder.full(context, batch, options.tokens)
     carry = jnp.zeros((batch,), jnp.int32), state

@@ -29,8 +29,8 @@ from heinsen_jax.training.metrics import PEAK_FLOPS, model_flops_utilization
 
 KEPT = {
     "all": {"remat": False},
-    "products": {"remat": True, "remat_keeps": "products"},
-    "nothing": {"remat": True, "remat_keeps": "nothing"},
+    "products": {"remat": True, "remat_policy": "dots_with_no_batch_dims_saveable"},
+    "nothing": {"remat": True, "remat_policy": "nothing_saveable"},
 }
 REQUIRED = 0.4
 

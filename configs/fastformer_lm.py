@@ -32,12 +32,12 @@ def get_config() -> ExperimentConfig:
                 (f"{layer}.window_size", 4 * 2**layer) for layer in range(NUM_LAYERS - 1)
             ),
             block="fastformer",
-            ends="fastformer",
+            embedding_style="fastformer",
             max_length=2048,
         ),
         data=DataConfig(corpus="wikitext-2", tokenizer="gpt2", sequence_length=2048, batch_size=2),
         optimizer=OptimizerConfig(
             learning_rate=5e-4, end_learning_rate=0.0, warmup_steps=100, clip_norm=1.0
         ),
-        training=TrainingConfig(steps=12_000, report_every=50, evaluate_every=1000),
+        training=TrainingConfig(steps=12_000, log_every=50, evaluate_every=1000),
     )

@@ -28,7 +28,7 @@ def get_config() -> ExperimentConfig:
         ),
         training=TrainingConfig(
             steps=700,
-            report_every=50,
+            log_every=50,
             evaluate_every=350,
             evaluation_batches=20,
             sample_prompt="def ",

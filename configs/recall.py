@@ -35,5 +35,5 @@ def get_config() -> ExperimentConfig:
         optimizer=OptimizerConfig(
             learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=100, beta2=0.99
         ),
-        training=TrainingConfig(steps=800, report_every=100, evaluate_every=400, sample_tokens=0),
+        training=TrainingConfig(steps=800, log_every=100, evaluate_every=400, sample_tokens=0),
     )

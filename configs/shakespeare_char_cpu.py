@@ -28,5 +28,5 @@ def get_config() -> ExperimentConfig:
         optimizer=OptimizerConfig(
             learning_rate=1e-3, end_learning_rate=1e-4, warmup_steps=100, beta2=0.99
         ),
-        training=TrainingConfig(steps=2000, report_every=50, evaluate_every=500),
+        training=TrainingConfig(steps=2000, log_every=50, evaluate_every=500),
     )

@@ -3,7 +3,7 @@
 python -m heinsen_jax.chat --workdir runs/quickstart
 
 What was said before is kept as a state, never read again. /save FILE keeps it in a file, /load FILE
-goes on from one, /forget begins anew, /quit or end of input ends.
+goes on from one, /reset begins anew, /quit or end of input ends.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ from heinsen_jax.generate.text import bytes_of, decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.training.checkpoint import load_run
 
-HELP = "/save FILE   /load FILE   /forget   /quit"
+HELP = "/save FILE   /load FILE   /reset   /quit"
 
 
 @dataclass
@@ -66,10 +66,10 @@ class Chat:
         state = self.model.init_state(()) if self.state is None else self.state
         if self.model.remaining(state) < (needed := len(tokens) + self.most):
             raise UserError(
-                "the text is as long as the model has positions for, model.max_length: /forget "
+                "the text is as long as the model has positions for, model.max_length: /reset "
                 "begins anew"
             )
-        self.state = self.model.with_room(state, needed)  # once, not token by token
+        self.state = self.model.ensure_capacity(state, needed)  # once, not token by token
         written = b""
         for position in range(self.most):
             new, self.state = generate(
@@ -93,14 +93,14 @@ class Chat:
         """Does what a line that begins with / asks for, and returns what to say of it."""
         name, _, file = line.partition(" ")
         match name, file.strip():
-            case "/forget", "":
+            case "/reset", "":
                 self.state, self.unread = None, []
-                return "forgotten"
+                return "the state is reset"
             case "/save", path if path:
                 if self.state is None:
                     raise UserError("/save: nothing was said yet")
                 unread = jnp.asarray(self.unread, jnp.int32)
-                before = self.model.with_room(self.state, len(self.unread))
+                before = self.model.ensure_capacity(self.state, len(self.unread))
                 _, state = self.model(unread, state=before, return_state=True)
                 self.state, self.unread = state, []
                 save_state(path, self.model, state)

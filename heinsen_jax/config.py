@@ -35,7 +35,7 @@ from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON, config_dataclass
 
-NOT_ARCHITECTURE = {"dtype", "remat", "remat_keeps"}
+NOT_ARCHITECTURE = {"dtype", "remat", "remat_policy"}
 """Fields of a model that a run may resume with other values of."""
 OWN_TO_A_HOST = {"data.corpus", "data.cache", "data.tokenizer", "training.compilation_cache"}
 """Fields that may differ between the hosts of a run: they are paths. What the data's paths hold is

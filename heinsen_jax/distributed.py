@@ -156,7 +156,7 @@ def _raise_first(failures: Sequence[str]) -> None:
             raise UserError(f"process {number} ended with: {failure}")
 
 
-class Agreement:
+class DelayedMax:
     """The largest of what the processes say, which all hear the next time they ask.
 
     Nobody waits: an answer is a reduction on the devices, run between the steps of training.

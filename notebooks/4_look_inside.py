@@ -56,9 +56,7 @@ config = replace(
         convolution_size=4,
     ),
     data=replace(base.data, sequence_length=64, cache=str(ROOT / "data")),
-    training=replace(
-        base.training, steps=200, evaluate_every=200, sample_tokens=0, report_every=10
-    ),
+    training=replace(base.training, steps=200, evaluate_every=200, sample_tokens=0, log_every=10),
 )
 workdir = Path(tempfile.mkdtemp()) / "run"
 workdir.mkdir()
@@ -112,7 +110,7 @@ def attention_input(tokens):
 log_layer, x = attention_input(tokens)
 weights = log_layer.importance(x)
 _, _, log_value = log_layer.heads(x)
-by_hand = log_layer.back(jnp.log(jnp.einsum("tsh,shv->thv", weights, jnp.exp(log_value))))
+by_hand = log_layer.out_proj(jnp.log(jnp.einsum("tsh,shv->thv", weights, jnp.exp(log_value))))
 print("these weights give the layer's own result, but for", jnp.abs(by_hand - log_layer(x)).max())
 
 figure, axes = plt.subplots(1, 4, figsize=(16, 4.4), layout="constrained")
@@ -167,7 +165,7 @@ for head, panel in enumerate(axes):
 # $f$ at every token halves in $\log 2 / -\log f$ tokens.
 
 # %%
-fade = jax.nn.log_sigmoid(log_layer.fade(x))  # [tokens, heads x features]
+fade = jax.nn.log_sigmoid(log_layer.decay_proj(x))  # [tokens, heads x features]
 half_life = np.log(2) / -np.asarray(fade.mean(0))
 plt.figure(figsize=(5, 3))
 plt.hist(np.log10(half_life), 30)

@@ -67,7 +67,7 @@ base = replace(
     ),
     data=task,
     optimizer=OptimizerConfig(learning_rate=5e-3, end_learning_rate=5e-4, warmup_steps=20),
-    training=replace(base.training, steps=240, evaluate_every=80, report_every=80),
+    training=replace(base.training, steps=240, evaluate_every=80, log_every=80),
 )
 MECHANISMS = {
     "softmax": {"attention": "softmax"},

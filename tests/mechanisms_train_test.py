@@ -31,7 +31,7 @@ def test_quickstart(name, corpus, tmp_path_factory):
     words = f"""
         --model.attention {name} --data.corpus {corpus} --data.cache {corpus.parent}
         --model.num_layers 2 --data.sequence_length 64 --data.batch_size 4 --training.steps 30
-        --training.report_every 1
+        --training.log_every 1
         --training.evaluation_batches 4 --training.sample_tokens 0 --optimizer.warmup_steps 5
     """
     config = override(load_config(ROOT / "configs/quickstart.py"), words.split())

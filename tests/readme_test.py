@@ -130,7 +130,7 @@ def test_reports_of_studies_are_of_their_results(folder):
     study = load_study(ROOT / f"configs/studies/{folder.name}.py")
     results = results_of_study(folder.name)
     report = (folder / "report.md").read_text()
-    assert table(results, study.metric, study.shown) in report
+    assert table(results, study.metric, study.extra_metrics) in report
     count = sum(len(result.rows) for result in results)
     assert f"{count} of {count} runs" in report
     assert (folder / "report.png").exists()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.study import Lengths, Study, choices
+from heinsen_jax.study import Lengths, Study, sweeps
 
 ABOUT = """
 Strings of 5 to 20 of 26 letters are learned, and all lengths of the plot tested. A letter counts as
@@ -34,7 +34,7 @@ MECHANISMS = (
 
 def get_study() -> Study:
     base = load_config(Path(__file__).parents[1] / "copying.py")
-    known = choices.causal_mechanisms(length=64)
+    known = sweeps.causal_mechanisms(length=64)
     return Study(
         title="Copying strings, and longer ones than were learned",
         about=ABOUT,
@@ -45,11 +45,11 @@ def get_study() -> Study:
         ),
         axes={
             "mechanism": {name: known[name] for name in MECHANISMS},
-            "learning_rate": choices.learning_rates(3e-3, 1e-2),
-            "seed": choices.seeds(0, 1),
+            "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
+            "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        better="more",
-        shown=tuple(f"accuracy_{length}" for length in TESTED),
+        mode="max",
+        extra_metrics=tuple(f"accuracy_{length}" for length in TESTED),
         plots=(Lengths(TESTED),),
     )

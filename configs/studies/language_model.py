@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.study import Ranking, Study, choices
+from heinsen_jax.study import Ranking, Study, sweeps
 
 ABOUT = """
 2000 updates of 12 x 64 characters, the budget of nanoGPT's CPU recipe, for which its README reports
@@ -23,7 +23,7 @@ branch. Learned positions end at 64.
 
 def get_study() -> Study:
     configs = Path(__file__).parents[1]
-    base = load_config(configs / "shakespeare_char_fading.py")
+    base = load_config(configs / "shakespeare_char_decay.py")
     paper = load_config(configs / "shakespeare_char_cpu.py")
     learned_positions = {
         "model.attention": "softmax",
@@ -38,7 +38,7 @@ def get_study() -> Study:
         about=ABOUT,
         base=replace(
             base,
-            training=replace(base.training, report_every=500, evaluate_every=2000, sample_tokens=0),
+            training=replace(base.training, log_every=500, evaluate_every=2000, sample_tokens=0),
         ),
         axes={
             "model": {
@@ -47,9 +47,9 @@ def get_study() -> Study:
                 "softmax, learned positions": learned_positions,
                 "the paper's model": {"model": paper.model},
             },
-            "learning_rate": choices.learning_rates(1e-3, 3e-3, 5e-3),
-            "seed": choices.seeds(1, 2, 3),
+            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 5e-3),
+            "seed": sweeps.seeds(1, 2, 3),
         },
-        shown=("loss_256", "loss_1024"),
+        extra_metrics=("loss_256", "loss_1024"),
         plots=(Ranking("loss"), Ranking("loss_1024")),
     )

@@ -27,7 +27,7 @@ def log(*options: tuple[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def get_study() -> Study:
-    base = load_config(Path(__file__).parents[1] / "shakespeare_char_fading.py")
+    base = load_config(Path(__file__).parents[1] / "shakespeare_char_decay.py")
     turns = {"model.attention": ("log", "sliding_window"), "model.attention_options": (WINDOW,)}
     return Study(
         title="Log-attention, one part changed at a time",
@@ -35,7 +35,7 @@ def get_study() -> Study:
         base=replace(
             base,
             seed=1,
-            training=replace(base.training, report_every=500, evaluate_every=2000, sample_tokens=0),
+            training=replace(base.training, log_every=500, evaluate_every=2000, sample_tokens=0),
         ),
         axes={
             "change": {
@@ -47,7 +47,7 @@ def get_study() -> Study:
                 "decay by feature, 2 key/value heads": log(
                     ("decay", "feature"), ("num_kv_heads", 2)
                 ),
-                "memories of 64 tokens at first": log(("longest_memory", 64)),
+                "memories of 64 tokens at first": log(("max_timescale", 64)),
                 "log-values": log(("values", "log")),
                 "normalised queries and keys": log(("query_key_norm", True)),
                 "gated": log(("gated", True), mlp_ratio=3),
@@ -60,6 +60,6 @@ def get_study() -> Study:
                 "a window of 16 alone": turns | {"model.attention": "sliding_window"},
             },
         },
-        shown=("loss_256", "loss_1024"),
+        extra_metrics=("loss_256", "loss_1024"),
         plots=(Ranking("loss"),),
     )

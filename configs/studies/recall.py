@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.study import Points, Study, choices
+from heinsen_jax.study import Points, Study, sweeps
 
 ABOUT = """
 Texts of 64 tokens name 8 keys and their values, and then ask for each value once; a guess among the
@@ -28,12 +28,12 @@ def get_study() -> Study:
         about=ABOUT,
         base=replace(base, training=replace(base.training, evaluate_every=800)),
         axes={
-            "mechanism": choices.causal_mechanisms(length=64),
-            "width": choices.widths(32, 64),
-            "learning_rate": choices.learning_rates(3e-3, 1e-2),
-            "seed": choices.seeds(0, 1),
+            "mechanism": sweeps.causal_mechanisms(length=64),
+            "width": sweeps.widths(32, 64),
+            "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
+            "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        better="more",
+        mode="max",
         plots=(Points("accuracy"),),
     )

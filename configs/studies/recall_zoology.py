@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.study import Points, Study, choices
+from heinsen_jax.study import Points, Study, sweeps
 
 ABOUT = """
 The tasks of Arora et al., 2023, Zoology, arXiv:2312.04927, at their lengths, widths and learning
@@ -49,11 +49,11 @@ def get_study() -> Study:
                 "16 pairs, 256 tokens": text(16, 256, 256),
                 "64 pairs, 512 tokens": text(64, 512, 128),
             },
-            "mechanism": choices.causal_mechanisms(length=64),
-            "width": choices.widths(64, 128, 256, 512),
-            "learning_rate": choices.learning_rates(*RATES),
+            "mechanism": sweeps.causal_mechanisms(length=64),
+            "width": sweeps.widths(64, 128, 256, 512),
+            "learning_rate": sweeps.learning_rates(*RATES),
         },
         metric="accuracy",
-        better="more",
+        mode="max",
         plots=(Points("accuracy"),),
     )

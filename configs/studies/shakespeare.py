@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.study import Points, Ranking, Study, choices
+from heinsen_jax.study import Points, Ranking, Study, sweeps
 
 ABOUT = """
 Three layers of width 96, a convolution of 4 tokens before each branch, no other positions; 1000
@@ -36,13 +36,13 @@ def get_study() -> Study:
             base,
             model=model,
             training=replace(
-                base.training, steps=1000, report_every=200, evaluate_every=1000, sample_tokens=0
+                base.training, steps=1000, log_every=200, evaluate_every=1000, sample_tokens=0
             ),
         ),
         axes={
-            "mechanism": choices.causal_mechanisms(length=64),
-            "learning_rate": choices.learning_rates(2e-3, 5e-3),
-            "seed": choices.seeds(0, 1),
+            "mechanism": sweeps.causal_mechanisms(length=64),
+            "learning_rate": sweeps.learning_rates(2e-3, 5e-3),
+            "seed": sweeps.seeds(0, 1),
         },
         plots=(Ranking("loss"), Points("loss")),
     )

@@ -9,7 +9,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention import devices
-from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
+from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, parameter
 from heinsen_jax.ops.additive import (
@@ -49,8 +49,8 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         causal=True, bidirectional=True, streaming=True, segments=True, mergeable=True
     )
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         width = self.model_dim
@@ -62,8 +62,8 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         self.query_weights = parameter(nnx.initializers.zeros, width, **options)
         self.key_weights = parameter(nnx.initializers.zeros, width, **options)
 
-    def mix(
-        self, x: Features, call: Call[AdditiveStates]
+    def apply(
+        self, x: Features, call: CallArguments[AdditiveStates]
     ) -> tuple[Features, AdditiveStates | None]:
         first, second = call.state or (None, None)
         pooled, first = self._pool(self.query(x), self.query_weights, call.with_state(first))
@@ -77,7 +77,7 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         """The weights of the two averages, `[..., T, S, num_heads]`: how much of each token s is in
         that of token t. For explanation; of quadratic size."""
         query, window = self.query(x), self.config.window_size
-        pooled, _ = self._pool(query, self.query_weights, Call())
+        pooled, _ = self._pool(query, self.query_weights, CallArguments())
         between = self.norm(x + self.project(pooled) * self.key(x))
         logits = self._logits(query, self.query_weights), self._logits(between, self.key_weights)
         first, second = (additive_weights(x, local_window_size=window) for x in logits)
@@ -91,7 +91,7 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         return jnp.einsum("...nd,nd->...n", heads, weight) / heads.shape[-1] ** 0.5
 
     def _pool(
-        self, x: Array, weights: nnx.Param[Array], call: Call[AdditiveState]
+        self, x: Array, weights: nnx.Param[Array], call: CallArguments[AdditiveState]
     ) -> tuple[Array, AdditiveState | None]:
         arrays, window = (self._heads(x), self._logits(x, weights)), self.config.window_size
         if window is None:

@@ -66,7 +66,7 @@ class OpKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Call(Generic[StateT]):
+class CallArguments(Generic[StateT]):
     """What is asked of a mechanism, once it is known to be declared: `Attention.__call__` has the
     meanings. There is a state before, or none is wanted."""
 
@@ -80,9 +80,9 @@ class Call(Generic[StateT]):
         """Of an op over a whole text."""
         return {"is_causal": self.is_causal, "segment_ids": self.segment_ids}
 
-    def with_state(self, state: OtherT | None) -> "Call[OtherT]":
+    def with_state(self, state: OtherT | None) -> "CallArguments[OtherT]":
         """The same with another state."""
-        return Call(self.source, self.is_causal, self.segment_ids, state)
+        return CallArguments(self.source, self.is_causal, self.segment_ids, state)
 
     def recur(
         self,
@@ -102,8 +102,8 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
 
     Generic in the mechanism's configuration and state; the latter is `Never` without streaming.
 
-    Subclasses declare `capabilities` and `Config`; they implement `create`, `mix`, and `init_state`
-    if they stream.
+    Subclasses declare `capabilities` and `Config`; they implement `setup`, `apply`, and, if
+    they stream, `init_state`.
 
     Args:
       model_dim: width D of the input and output.
@@ -132,9 +132,9 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         self.config = cast(ConfigT, self.Config() if config is None else config)
         self.dtype = dtype
         self.param_dtype = jnp.dtype(param_dtype)
-        self.create(dtype=dtype, param_dtype=self.param_dtype, rngs=rngs)
+        self.setup(dtype=dtype, param_dtype=self.param_dtype, rngs=rngs)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
         """Makes the parameters; the options are those of `layers`."""
 
     @overload
@@ -211,13 +211,13 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
             raise NotImplementedError("a state with is_causal=False or source: give all tokens")
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
-        y, after = self.mix(x, Call(source, is_causal, segment_ids, state))
+        y, after = self.apply(x, CallArguments(source, is_causal, segment_ids, state))
         return (y, cast(StateT, after)) if return_state else y
 
     def _can(self) -> list[str]:
         return [x.name for x in fields(Capabilities) if getattr(self.capabilities, x.name)]
 
-    def mix(self, x: Features, call: Call[StateT]) -> tuple[Features, StateT | None]:
+    def apply(self, x: Features, call: CallArguments[StateT]) -> tuple[Features, StateT | None]:
         """The mechanism: y, and the state after x if there is one before it."""
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from typing import Literal, Unpack
 
 import pydantic
 
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
@@ -40,8 +40,8 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
     Config = BlockSparseConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         if self.config.pattern != "fixed":  # whose blocks begin with the text, not a document
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
@@ -51,7 +51,9 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
     def reach(self) -> int | None:
         return self.config.block_size - 1 if self.config.pattern == "local" else None
 
-    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
+    def over_all(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+    ) -> Mixed:
         return block_sparse_attention(
             query,
             key,

@@ -26,12 +26,12 @@ class Cache(Protocol):
         """How many there have been; as many as there is room for when None."""
         ...
 
-    def widened(self, capacity: int) -> Cache:
+    def with_capacity(self, capacity: int) -> Cache:
         """The same tokens, with room for more."""
         ...
 
 
-def check_room(capacity: int, before: Array, count: int) -> None:
+def check_capacity(capacity: int, before: Array, count: int) -> None:
     """Raises ValueError where a state has no room for `count` tokens more, as far as is known."""
     least = count if isinstance(before, Tracer) else int(before) + count
     if least > capacity:
@@ -85,7 +85,7 @@ class TokenCache:
             pairs = zip(self.arrays, new, strict=True)
             return TokenCache(tuple(jnp.concatenate(p, AXIS) for p in pairs)), self.capacity
         start, count = self.length, new[0].shape[AXIS]
-        check_room(self.capacity, start, count)
+        check_capacity(self.capacity, start, count)
         arrays = tuple(
             lax.dynamic_update_slice_in_dim(old, x, start, old.ndim + AXIS)
             for old, x in zip(self.arrays, new, strict=True)
@@ -96,7 +96,7 @@ class TokenCache:
         """y, or NaN where there have been more tokens than the capacity."""
         return y if self.length is None else jnp.where(self.length > self.capacity, jnp.nan, y)
 
-    def widened(self, capacity: int) -> TokenCache:
+    def with_capacity(self, capacity: int) -> TokenCache:
         """The same tokens, with room for more."""
         padding = [(0, 0)] * self.arrays[0].ndim
         padding[AXIS] = (0, capacity - self.capacity)

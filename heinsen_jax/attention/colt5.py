@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
+from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention, SlidingWindowConfig
 from heinsen_jax.attention.softmax import SoftmaxAttention
@@ -42,8 +42,8 @@ class ConditionalAttention(Attention[ConditionalConfig, Never]):
     Config = ConditionalConfig
     capabilities = Capabilities(bidirectional=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         window = SlidingWindowConfig(window_size=self.config.window_size)
         sizes = self.model_dim, self.num_heads
         self.light = SlidingWindowAttention(*sizes, window, **options)
@@ -58,7 +58,7 @@ class ConditionalAttention(Attention[ConditionalConfig, Never]):
         scores = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
         return route(soft_top_k(scores, min(SPREAD * count, x.shape[-2])), count)
 
-    def mix(self, x: Features, call: Call[Never]) -> tuple[Features, None]:
+    def apply(self, x: Features, call: CallArguments[Never]) -> tuple[Features, None]:
         if x.shape[-2] == 0:  # nothing to route
             return x, None
         y = conditional_attention(

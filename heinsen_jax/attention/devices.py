@@ -8,7 +8,7 @@ from typing import TypeVar, cast
 import jax
 from jax.sharding import PartitionSpec
 
-from heinsen_jax.attention.base import Call
+from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.ops.context import Mergeable, over_context, summary_of
 from heinsen_jax.sharding import current_mesh, spec
 from heinsen_jax.typing import Array
@@ -17,7 +17,7 @@ MergeableT = TypeVar("MergeableT", bound=Mergeable)
 
 
 def recur(
-    call: Call[MergeableT],
+    call: CallArguments[MergeableT],
     op: Callable[..., Array | tuple[Array, MergeableT]],
     *arrays: Array,
     empty: MergeableT,

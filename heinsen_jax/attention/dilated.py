@@ -2,7 +2,7 @@
 
 import pydantic
 
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import dilated_attention
@@ -36,7 +36,9 @@ class DilatedAttention(RotaryAttention[DilatedConfig]):
     def reach(self) -> int:
         return (self.config.window_size - 1) * self.config.dilation
 
-    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
+    def over_all(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+    ) -> Mixed:
         return dilated_attention(
             query,
             key,

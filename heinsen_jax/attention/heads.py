@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Call, StateT
+from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, StateT
 from heinsen_jax.attention.layers import LayerOptions, dense_options, linear, rms_norm
 from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
 
@@ -48,7 +48,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
 
     Config = HeadsConfig
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
         chosen, model_dim, num_heads = self.config, self.model_dim, self.num_heads
         self.num_kv_heads = self.default_kv_heads()
         if num_heads % self.num_kv_heads:
@@ -74,16 +74,16 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         return self.config.num_kv_heads or self.num_heads
 
     def attend(
-        self, query: Query, key: Keys, value: Values, call: Call[StateT]
+        self, query: Query, key: Keys, value: Values, call: CallArguments[StateT]
     ) -> tuple[Mixed, StateT | None]:
         """The mechanism: `[..., T, N, V]`, and the state after it if there is one before."""
         raise NotImplementedError
 
-    def mix(self, x: Features, call: Call[StateT]) -> tuple[Features, StateT | None]:
+    def apply(self, x: Features, call: CallArguments[StateT]) -> tuple[Features, StateT | None]:
         query, key, value = self.heads(x, call.source)
         with jax.named_scope("mechanism"):
             y, state = self.attend(query, key, value, call)
-        return self.back(y), state
+        return self.out_proj(y), state
 
     def heads(
         self,
@@ -98,7 +98,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
-    def back(self, y: Mixed) -> Features:
+    def out_proj(self, y: Mixed) -> Features:
         """`[..., T, N, V]` -> `[..., T, D]`"""
         y = y.reshape(*y.shape[:-2], self.num_heads * self.value_depth)
         if self.config.gated:

@@ -7,7 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from heinsen_jax.attention import devices
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
@@ -32,7 +32,7 @@ class LinearAttention(HeadedAttention[LinearConfig, LinearAttentionState]):
     capabilities = Capabilities.all()
 
     def attend(
-        self, query: Query, key: Keys, value: Values, call: Call[LinearAttentionState]
+        self, query: Query, key: Keys, value: Values, call: CallArguments[LinearAttentionState]
     ) -> tuple[Mixed, LinearAttentionState | None]:
         op = partial(linear_attention, feature_map=self.config.feature_map)
         empty = self.init_state(query.shape[:-3])

@@ -4,7 +4,7 @@ from typing import Never, Unpack
 
 import pydantic
 
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
 from heinsen_jax.ops.linformer import linformer_attention
@@ -31,15 +31,15 @@ class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
     Config = LinformerConfig
     capabilities = Capabilities(bidirectional=True, cross=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         shape = self.config.max_length, self.config.rank
         init = uniform(self.config.max_length**-0.5)
         self.of_keys = parameter(init, *shape, **options)
         self.of_values = parameter(init, *shape, **options)
 
     def attend(
-        self, query: Query, key: Keys, value: Values, call: Call[Never]
+        self, query: Query, key: Keys, value: Values, call: CallArguments[Never]
     ) -> tuple[Mixed, None]:
         of_keys, of_values = self.of_keys[...], self.of_values[...]
         return linformer_attention(query, key, value, of_keys, of_values), None

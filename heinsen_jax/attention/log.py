@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pydantic
 
 from heinsen_jax.attention import devices
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import linear
@@ -38,7 +38,7 @@ class LogConfig(HeadsConfig):
     decay: Literal["head", "feature"] | None = None
     """What fades at every token, at a rate that is a learned function of it: all of a head at once,
     or each of its key features; nothing when None."""
-    longest_memory: Annotated[float, pydantic.Field(ge=1)] = 4096.0
+    max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
     """Tokens for which what fades slowest lasts at first; what fades fastest lasts for one."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Of `log_attention`; None chooses. "gpu" is experimental."""
@@ -56,7 +56,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     Heads are concatenated. The branch takes log Y as it is: values are never formed. With
     `values="linear"`, v and heinsen_attention(q, k, v) stand in place of log v and log Y. Decay,
     where there is any, is log sigmoid(x Wd + bd). At first about 1/e remains after
-    `longest_memory` tokens of what fades slowest, and half after one of what fades fastest.
+    `max_timescale` tokens of what fades slowest, and half after one of what fades fastest.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
@@ -65,22 +65,22 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     Config = LogConfig
     capabilities = Capabilities.all()
 
-    def create(self, **options: Any) -> None:
-        super().create(**options)
+    def setup(self, **options: Any) -> None:
+        super().setup(**options)
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         if self.config.decay is not None:
             rates = self.num_kv_heads * self._rates_of_a_head
-            self.fade = linear(self.model_dim, rates, ("embed", "heads"), **options)
-            memories = jnp.geomspace(self.config.longest_memory, 1.0, rates, dtype=self.param_dtype)
-            assert self.fade.bias is not None
-            self.fade.bias[...] = jnp.log(memories)  # log sigmoid(b) is about -exp(-b)
+            self.decay_proj = linear(self.model_dim, rates, ("embed", "heads"), **options)
+            memories = jnp.geomspace(self.config.max_timescale, 1.0, rates, dtype=self.param_dtype)
+            assert self.decay_proj.bias is not None
+            self.decay_proj.bias[...] = jnp.log(memories)  # log sigmoid(b) is about -exp(-b)
 
     @property
     def _rates_of_a_head(self) -> int:
         return {None: 0, "head": 1, "feature": self.key_depth}[self.config.decay]
 
-    def mix(self, x: Array, call: Call) -> tuple[Array, Any]:
+    def apply(self, x: Array, call: CallArguments) -> tuple[Array, Any]:
         query, *seen = self.heads(x, call.source)
         if self.config.decay is not None:
             seen.append(self._log_decay(x if call.source is None else call.source))
@@ -94,7 +94,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
                 empty = self.init_state(x.shape[:-2])
                 assert not isinstance(empty, WindowCache)
                 mixed, state = devices.recur(call, self._attend, query, *seen, empty=empty)
-        return self.back(mixed), state
+        return self.out_proj(mixed), state
 
     def importance(self, x: Array) -> Array:
         """How much of each token s is in what token t reads, causally. For explanation; of
@@ -123,12 +123,12 @@ class LogAttention(HeadedAttention[LogConfig, State]):
 
     def _log_decay(self, x: Array) -> Array:
         """`[..., S, num_kv_heads, K]`, or 1 in place of K."""
-        rates = self.fade(x)
+        rates = self.decay_proj(x)
         return jax.nn.log_sigmoid(
             rates.reshape(*x.shape[:-1], self.num_kv_heads, self._rates_of_a_head)
         )
 
-    def _check_order(self, call: Call, length: int) -> None:
+    def _check_order(self, call: CallArguments, length: int) -> None:
         if self.config.decay is not None and not call.is_causal and splits_tokens(length):
             raise NotImplementedError(
                 "LogAttention: decay with is_causal=False, where texts are split over devices: use "
@@ -157,7 +157,9 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             **options,
         )
 
-    def _over_window(self, query: Array, new: list[Array], call: Call) -> tuple[Array, WindowCache]:
+    def _over_window(
+        self, query: Array, new: list[Array], call: CallArguments
+    ) -> tuple[Array, WindowCache]:
         """Over the tokens of the window before these, too."""
         if call.segment_ids is not None:
             raise NotImplementedError(

@@ -8,7 +8,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import pydantic
 
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions
@@ -61,18 +61,18 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
     Config = LongformerConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         sizes = self.project.in_features, self.project.out_features
         self.project_global = HeadProjection(*sizes, ("embed", "heads"), **options)
 
-    def mix(
-        self, x: Features, call: Call[LongformerState]
+    def apply(
+        self, x: Features, call: CallArguments[LongformerState]
     ) -> tuple[Features, LongformerState | None]:
         heads, own = self.heads(x), self.heads(x, project=self.project_global)
         if call.state is not None:
             y, state = self._stream(heads, own, call.state)
-            return self.back(y), state
+            return self.out_proj(y), state
         positions = range(min(self.config.num_global_tokens, x.shape[-2]))
         y = longformer_attention(
             *heads,
@@ -81,7 +81,7 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
             global_heads=own,
             is_causal=call.is_causal,
         )
-        return self.back(y), None
+        return self.out_proj(y), None
 
     def _stream(
         self,

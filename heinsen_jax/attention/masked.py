@@ -5,7 +5,7 @@ from typing import TypeAlias, TypedDict, Unpack
 
 import jax.numpy as jnp
 
-from heinsen_jax.attention.base import Call
+from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.cache import TokenCache, WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadsT
 from heinsen_jax.ops.masks import Mask
@@ -42,7 +42,9 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         del before
         return query, key
 
-    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
+    def over_all(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+    ) -> Mixed:
         """The mechanism over a whole text."""
         return self.between(query, key, value, **call.keywords)
 
@@ -61,7 +63,7 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         )
 
     def attend(
-        self, query: Query, key: Keys, value: Values, call: Call[TokenStates]
+        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
     ) -> tuple[Mixed, TokenStates | None]:
         state = call.state
         query, key = self.placed(query, key, 0 if state is None else state.seen)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
 from heinsen_jax.ops.memory_compressed import (
@@ -42,8 +42,8 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
     Config = MemoryCompressedConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, cross=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         groups, factor = self.num_kv_heads, self.config.factor
 
         def parameters(depth: int) -> nnx.Dict:
@@ -63,7 +63,7 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
         ]
 
     def attend(
-        self, query: Query, key: Keys, value: Values, call: Call[CompressedCache]
+        self, query: Query, key: Keys, value: Values, call: CallArguments[CompressedCache]
     ) -> tuple[Mixed, CompressedCache | None]:
         arrays = query, key, value, *self._compressions(query.dtype)
         op = partial(memory_compressed_attention, pad="right")

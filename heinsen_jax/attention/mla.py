@@ -7,7 +7,7 @@ from typing import Unpack
 import jax.numpy as jnp
 import pydantic
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
+from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.layers import LayerOptions, linear, parameter, rms_norm, uniform
@@ -47,8 +47,8 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
     Config = LatentConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         chosen, model_dim, num_heads = self.config, self.model_dim, self.num_heads
         self.key_depth = chosen.key_depth or head_depth(model_dim, num_heads)
         self.value_depth = chosen.value_depth or head_depth(model_dim, num_heads)
@@ -67,7 +67,9 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         self.value_up = parameter(init, num_heads, self.rank, self.value_depth, **options)
         self.output = dense(num_heads * self.value_depth, model_dim, ("heads", "embed"))
 
-    def mix(self, x: Features, call: Call[TokenCache]) -> tuple[Features, TokenCache | None]:
+    def apply(
+        self, x: Features, call: CallArguments[TokenCache]
+    ) -> tuple[Features, TokenCache | None]:
         state = call.state
         query = x if self.config.query_rank is None else self.query_norm(self.query_down(x))
         depth = self.key_depth + self.rotary_depth

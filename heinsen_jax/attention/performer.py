@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pydantic
 
 from heinsen_jax.attention import devices
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.log_attention import HeinsenAttentionState
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
@@ -42,7 +42,7 @@ class PerformerAttention(HeadedAttention[PerformerConfig, HeinsenAttentionState]
         return self.config.num_features or default
 
     def attend(
-        self, query: Query, key: Keys, value: Values, call: Call[HeinsenAttentionState]
+        self, query: Query, key: Keys, value: Values, call: CallArguments[HeinsenAttentionState]
     ) -> tuple[Mixed, HeinsenAttentionState | None]:
         seed = jax.random.key(self.config.seed)
         features = orthogonal_features(seed, self.num_features, self.key_depth)

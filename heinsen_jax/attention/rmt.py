@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import Attention, AttentionConfig, Call, Capabilities
+from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.layers import LayerOptions, layer_norm, parameter
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
@@ -40,14 +40,16 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
     Config = RecurrentMemoryConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         self.attention = SoftmaxAttention(self.model_dim, self.num_heads, **options)
         self.norm = layer_norm(self.model_dim, **options)
         shape = self.config.num_memories, self.model_dim
         self.memory = parameter(nnx.initializers.normal(1.0), *shape, **options)
 
-    def mix(self, x: Features, call: Call[SegmentState]) -> tuple[Features, SegmentState | None]:
+    def apply(
+        self, x: Features, call: CallArguments[SegmentState]
+    ) -> tuple[Features, SegmentState | None]:
         op = partial(
             segment_recurrence,
             lambda s: s + self.attention(self.norm(s)).astype(s.dtype),

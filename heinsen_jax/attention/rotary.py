@@ -32,8 +32,8 @@ class RotaryAttention(MaskedAttention[RotaryT]):
 
     Config = RotaryConfig
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         if self.config.rotary and self.key_depth % 2:
             raise ValueError(
                 f"rotary turns pairs of features, but key_depth={self.key_depth}: make it even"

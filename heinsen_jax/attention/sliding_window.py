@@ -2,7 +2,7 @@
 
 import pydantic
 
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.local import sliding_window_attention
@@ -34,7 +34,9 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     def reach(self) -> int:
         return self.config.window_size - 1
 
-    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
+    def over_all(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+    ) -> Mixed:
         return sliding_window_attention(
             query,
             key,

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from heinsen_jax.attention.base import Call, Capabilities
+from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.softmax import dot_product_attention
@@ -29,7 +29,9 @@ class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
         causal=True, bidirectional=True, streaming=True, cross=True, segments=True
     )
 
-    def over_all(self, query: Query, key: Keys, value: Values, call: Call[TokenStates]) -> Mixed:
+    def over_all(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+    ) -> Mixed:
         return dot_product_attention(
             query,
             key,

@@ -12,8 +12,8 @@ import pydantic
 from flax import nnx
 from jax import lax
 
-from heinsen_jax.attention.base import Call, Capabilities
-from heinsen_jax.attention.cache import WindowCache, check_room
+from heinsen_jax.attention.base import CallArguments, Capabilities
+from heinsen_jax.attention.cache import WindowCache, check_capacity
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions, parameter, rms_norm, uniform
 from heinsen_jax.ops.softmax import dot_product_attention
@@ -64,7 +64,7 @@ class TransientGlobalState:
     def length(self) -> Array:
         return self.window.seen
 
-    def widened(self, capacity: int) -> TransientGlobalState:
+    def with_capacity(self, capacity: int) -> TransientGlobalState:
         """The same tokens, with room for so many at least."""
         padding = [(0, 0)] * self.key.ndim
         padding[-3] = (0, max(-(-capacity // self.block_size) - self.key.shape[-3], 0))
@@ -86,19 +86,19 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     Config = TransientGlobalConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
-    def create(self, **options: Unpack[LayerOptions]) -> None:
-        super().create(**options)
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
         self.global_norm = rms_norm(self.model_dim, **options)
         init, shape = uniform(0.02), (self.config.num_buckets, self.num_heads)
         self.local_bias = parameter(init, *shape, **options)
         self.global_bias = parameter(init, *shape, **options)
 
-    def mix(
-        self, x: Features, call: Call[TransientGlobalState]
+    def apply(
+        self, x: Features, call: CallArguments[TransientGlobalState]
     ) -> tuple[Features, TransientGlobalState | None]:
         if call.state is None:
             return self._over_all(x, call.is_causal), None
-        check_room(call.state.capacity, call.state.length, x.shape[-2])
+        check_capacity(call.state.capacity, call.state.length, x.shape[-2])
         y, state = self._stream(x, call.state)
         return jnp.where(state.length > state.capacity, jnp.nan, y), state
 
@@ -135,7 +135,9 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
             mask=jnp.concatenate([near_seen, far_offset < 0], -1),
             scale=self.key_depth**-0.5,
         )
-        return self.back(y), replace(state, window=window, key=far[0], value=far[1], begun=begun)
+        return self.out_proj(y), replace(
+            state, window=window, key=far[0], value=far[1], begun=begun
+        )
 
     def _summaries(self, x: Array, state: TransientGlobalState) -> tuple[list[Array], Array]:
         """Of all blocks after x, that of the block begun included; and the sum of its inputs."""
@@ -179,7 +181,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
             is_causal=is_causal,
             scale=self.key_depth**-0.5,
         )
-        return self.back(y)
+        return self.out_proj(y)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

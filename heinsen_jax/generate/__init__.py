@@ -1,7 +1,7 @@
 """Sampling over explicit state, at constant cost per token: of tokens, of texts, and of states."""
 
 from heinsen_jax.generate.sampling import filter_logits
-from heinsen_jax.generate.states import load_state, repeated, save_state
+from heinsen_jax.generate.states import load_state, repeat_state, save_state
 from heinsen_jax.generate.text import complete, decode_stream
 from heinsen_jax.generate.tokens import generate, stream
 
@@ -11,7 +11,7 @@ __all__ = [
     "filter_logits",
     "generate",
     "load_state",
-    "repeated",
+    "repeat_state",
     "save_state",
     "stream",
 ]

@@ -47,7 +47,7 @@ def to_the_right(
 
 
 def read(
-    reader: Read,
+    advance: Read,
     tokens: Integer[Array, "B T"],
     lengths: Integer[Array, "B"],
     state: LanguageModelState,
@@ -61,7 +61,7 @@ def read(
 
     def step(carry: Carry, here: Integer[Array, "B T"], is_read: Bool[Array, "B"]) -> Carry:
         features, state = carry
-        new, after = reader(here, state)
+        new, after = advance(here, state)
         features = jnp.where(is_read[:, None, None], new[:, -1:], features)
         return features, where_rows(is_read, after, state)
 
@@ -74,7 +74,7 @@ def read(
         here = jnp.take_along_axis(tokens, place[:, None], 1, mode="clip")
         return step(carry, here, place < lengths), None
 
-    features, _ = jax.eval_shape(reader, tokens[:, :1], state)
+    features, _ = jax.eval_shape(advance, tokens[:, :1], state)
     carry = jnp.zeros(features.shape, features.dtype), state
     if length >= PIECE:
         carry, _ = lax.scan(piece, carry, jnp.arange(length // PIECE))

@@ -32,7 +32,9 @@ Shapes: TypeAlias = dict[str, tuple[list[pydantic.NonNegativeInt], str]]
 Read: TypeAlias = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
 
 
-def repeated(model: LanguageModel, state: LanguageModelState, number: int) -> LanguageModelState:
+def repeat_state(
+    model: LanguageModel, state: LanguageModelState, number: int
+) -> LanguageModelState:
     """The state of texts `[*B]` for `number` continuations of each: of texts `[*B, number]`.
 
     A prompt is read once, and then continued as often as wanted.
@@ -54,21 +56,21 @@ def to_rows(model: LanguageModel, state: LanguageModelState, rows: int) -> Langu
     return _by_part(one, state, _have_rows(model, state))
 
 
-def keeps_rows_apart(model: LanguageModel, state: LanguageModelState) -> bool:
+def rows_are_independent(model: LanguageModel, state: LanguageModelState) -> bool:
     """Whether all of a state has a row for each text: none of it is a number that all share."""
     return all(jax.tree.leaves(_have_rows(model, state)))
 
 
-def start_rows(
+def init_rows(
     model: LanguageModel, number: int, room: int, state: LanguageModelState | None = None
 ) -> tuple[LanguageModelState, bool]:
     """The state of one text, or of none so far, for `number` texts that each go on with at most
-    `room` tokens; and whether rows are kept apart, for `reader`."""
+    `room` tokens; and whether rows are kept apart, for `make_advance`."""
     if state is None:
         state = model.init_state(())
     check_one(model, state)
-    state = repeated(model, model.with_room(state, room), number)
-    are_apart = keeps_rows_apart(model, state)
+    state = repeat_state(model, model.ensure_capacity(state, room), number)
+    are_apart = rows_are_independent(model, state)
     return (state if are_apart else to_rows(model, state, number)), are_apart
 
 
@@ -94,12 +96,14 @@ def where_rows(
     return _by_part(one, state, other)
 
 
-def take_rows(state: LanguageModelState, rows: Rows) -> LanguageModelState:
+def select_rows(state: LanguageModelState, rows: Rows) -> LanguageModelState:
     """Of texts `[B]`, those in these rows; each as often as it is named."""
     return _by_part(lambda axis, x: jnp.take(x, rows, axis), state)
 
 
-def reader(graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, are_apart: bool) -> Read:
+def make_advance(
+    graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, are_apart: bool
+) -> Read:
     """Reads tokens `[*B, T]` after a state; if rows are not kept apart, of `to_rows`.
 
     Call it outside a loop over tokens: it unstacks the layers' weights.
@@ -261,7 +265,7 @@ def fingerprint(model: LanguageModel) -> str:
     """SHA-256 of what decides a model's states: its architecture and all weights, not how it is
     computed."""
     config = dataclasses.asdict(model.config)
-    for name in ("remat", "remat_keeps"):
+    for name in ("remat", "remat_policy"):
         del config[name]
     options = config["attention_options"]
     config["attention_options"] = [x for x in options if not x[0].endswith(".implementation")]

@@ -15,8 +15,8 @@ from heinsen_jax.data import end_of_text_id
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import reader, start_rows, take_rows
-from heinsen_jax.generate.tokens import Carry, check_room, draw, go_on
+from heinsen_jax.generate.states import init_rows, make_advance, select_rows
+from heinsen_jax.generate.tokens import Carry, check_capacity, draw, go_on
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Integer, Shaped
 
@@ -89,9 +89,9 @@ def complete(
     check_prompts(model, jnp.asarray(tokens))
 
     first = model.init_state(()) if state is None else state
-    check_room(model, first, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
+    check_capacity(model, first, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
     room = tokens.shape[1] + max_new_tokens + AT_ONCE
-    state, are_apart = start_rows(model, len(texts), room, state)
+    state, are_apart = init_rows(model, len(texts), room, state)
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
     of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
     writer = _Writer(model, tokenizer, stop, of_rows, are_apart)
@@ -149,10 +149,10 @@ def _begin(
     state: LanguageModelState,
 ) -> Carry:
     """The first token of every sample, and the state that it is drawn from."""
-    features, state = read(reader(graph, parameters, are_apart), tokens, lengths, state)
+    features, state = read(make_advance(graph, parameters, are_apart), tokens, lengths, state)
     each = jnp.repeat(jnp.arange(len(tokens)), samples)
     first = draw(graph, parameters, features[each], sampler, sampler.keys(0), tokens.dtype)
-    return first, take_rows(state, each)
+    return first, select_rows(state, each)
 
 
 @partial(jax.jit, static_argnames=("graph", "are_apart"), donate_argnames="carry")
@@ -164,7 +164,7 @@ def _more(
     carry: Carry,
     position: Integer[Array, ""],
 ) -> tuple[Carry, Integer[Array, "B new"]]:
-    rows = reader(graph, parameters, are_apart)
+    rows = make_advance(graph, parameters, are_apart)
     return go_on(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
 
 

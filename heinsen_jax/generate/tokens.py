@@ -13,7 +13,7 @@ from jax import lax
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import Lengths, Padding, read, to_the_right
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import Read, keeps_rows_apart, reader, to_rows
+from heinsen_jax.generate.states import Read, make_advance, rows_are_independent, to_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
 
@@ -127,9 +127,9 @@ def generate(
     graph, parameters = nnx.split(model)
     fed = tokens.shape[-1] + max(max_new_tokens - 1, 0)
     state = model.init_state(tokens.shape[:-1]) if state is None else state
-    check_room(model, state, max_new_tokens, fed)
-    state = model.with_room(state, fed)
-    are_apart = lengths is None or keeps_rows_apart(model, state)
+    check_capacity(model, state, max_new_tokens, fed)
+    state = model.ensure_capacity(state, fed)
+    are_apart = lengths is None or rows_are_independent(model, state)
     if not are_apart:
         if return_state:
             raise NotImplementedError(
@@ -146,7 +146,7 @@ def generate(
     return (new, after) if return_state else new
 
 
-def check_room(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
+def check_capacity(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
     """Raises UserError where the model has positions for fewer tokens than will be fed to it."""
     if fed > (left := model.remaining(state)):
         raise UserError(
@@ -186,7 +186,7 @@ def _stream(
     for position in range(sys.maxsize):
         if (needed := fed.shape[-1]) > room:  # seldom: each other shape is compiled anew
             room = needed + MORE_TOKENS + position
-            state = model.with_room(state, room)
+            state = model.ensure_capacity(state, room)
         room -= needed
         if (left := left - needed) < 0:
             raise UserError(
@@ -207,7 +207,7 @@ def _next_token(
     position: Integer[Array, ""],
 ) -> Carry:
     """Feeds tokens `[*B, T]` and draws the one that follows."""
-    features, state = reader(graph, parameters, True)(tokens, state)
+    features, state = make_advance(graph, parameters, True)(tokens, state)
     keys = sampler.keys(position)
     return draw(graph, parameters, features, sampler, keys, tokens.dtype), state
 
@@ -236,7 +236,7 @@ def _generate(
     max_new_tokens: int,
     are_apart: bool,
 ) -> tuple[Integer[Array, "*B new"], LanguageModelState]:
-    rows = reader(graph, parameters, are_apart)
+    rows = make_advance(graph, parameters, are_apart)
     if lengths is None:
         features, state = rows(tokens, state)
     else:

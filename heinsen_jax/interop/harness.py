@@ -24,7 +24,7 @@ from heinsen_jax.data import end_of_text_id
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.prompts import read
-from heinsen_jax.generate.states import keeps_rows_apart, reader, start_rows, take_rows
+from heinsen_jax.generate.states import init_rows, make_advance, rows_are_independent, select_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.typing import JSON, Array, Bool, Float, Integer, Key
@@ -154,7 +154,7 @@ class Harnessed(TemplateLM):
             for part in _by(self.batch_size, numbers):
                 given, wanted = ([cut[n][1][where] for n in part] for where in (GIVEN, WANTED))
                 rows = _padded_row([place[n] for n in part], self.batch_size)
-                log_p, is_likeliest, _ = self._predict(given, wanted, take_rows(state, rows))
+                log_p, is_likeliest, _ = self._predict(given, wanted, select_rows(state, rows))
                 for row, number in enumerate(part):
                     end = len(cut[number][1]) - 1
                     counted = slice(end - len(requests[number][2]), end)
@@ -191,7 +191,7 @@ class Harnessed(TemplateLM):
         for part in _by(self.batch_size, order):
             longest = len(texts[part[0]])
             piece = min(PIECE, _rounded(longest))
-            state, _ = start_rows(self.model, self.batch_size, -(-longest // piece) * piece)
+            state, _ = init_rows(self.model, self.batch_size, -(-longest // piece) * piece)
             for start in range(0, longest, piece):
                 here = slice(start, start + piece)
                 given = [([self.eot_token_id, *texts[number]])[here] for number in part]
@@ -260,7 +260,7 @@ class Harnessed(TemplateLM):
         tokens = _padded(contexts, self.batch_size)
         lengths = _padded_row([len(context) for context in contexts], self.batch_size)
         room = tokens.shape[1] + _rounded(more)
-        state, are_apart = start_rows(self.model, self.batch_size, room)
+        state, are_apart = init_rows(self.model, self.batch_size, room)
         return _read(self.graph, self.parameters, are_apart, tokens, lengths, state)
 
     def _predict(
@@ -274,7 +274,7 @@ class Harnessed(TemplateLM):
         each is the likeliest; and the states after."""
         most = self.model.config.max_length
         tokens, targets = (_padded(x, self.batch_size, length)[:, :most] for x in (given, wanted))
-        are_apart = keeps_rows_apart(self.model, state)
+        are_apart = rows_are_independent(self.model, state)
         options = self.graph, self.parameters, are_apart, self.encoding.n_vocab
         log_p, is_likeliest, state = _predict(*options, tokens, targets, state)
         return np.asarray(log_p), np.asarray(is_likeliest), state
@@ -300,7 +300,7 @@ def _read(
     lengths: Integer[Array, "B"],
     state: LanguageModelState,
 ) -> LanguageModelState:
-    return read(reader(graph, parameters, are_apart), tokens, lengths, state)[1]
+    return read(make_advance(graph, parameters, are_apart), tokens, lengths, state)[1]
 
 
 @partial(jax.jit, static_argnames=("graph", "are_apart", "num_tokens"))
@@ -313,7 +313,7 @@ def _predict(
     targets: Integer[Array, "B T"],
     state: LanguageModelState,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], LanguageModelState]:
-    features, state = reader(graph, parameters, are_apart)(tokens, state)
+    features, state = make_advance(graph, parameters, are_apart)(tokens, state)
     readout = nnx.merge(graph, parameters).readout
 
     def one(lot: tuple[Array, Array]) -> tuple[Array, Array]:

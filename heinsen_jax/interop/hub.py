@@ -158,7 +158,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no one's folders
     source = " ".join(source.split())
     writes = is_text and model.is_causal
-    attention = ", ".join(model.turns)
+    attention = ", ".join(model.layer_pattern)
     title = " ".join(workdir.resolve().name.split())
     header = _metadata(title, attention, source, found, writes)
     rows = {

@@ -157,7 +157,7 @@ def _each_layer(name: str, num_layers: int) -> list[str]:
 
 
 _FREE = {"vocab_size", "model_dim", "num_layers", "num_heads", "key_depth", "value_depth"}
-_FREE |= {"dtype", "param_dtype", "remat", "remat_keeps"}
+_FREE |= {"dtype", "param_dtype", "remat", "remat_policy"}
 
 
 def _check_published(config: LanguageModelConfig) -> None:

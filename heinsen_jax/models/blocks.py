@@ -42,14 +42,14 @@ class Block(nnx.Module):
     def __init__(self, config: LanguageModelConfig, turn: int, **options: Unpack[LayerOptions]):
         self.kind, self.is_causal = config.block, config.is_causal
         self.norm = layer_norm(config.model_dim, **options)
-        build = mechanism(config.turns[turn])
+        build = mechanism(config.layer_pattern[turn])
         sizes = config.model_dim, config.num_heads
         self.attention = build(*sizes, config.mechanisms()[turn], **options)
         if self.kind != "paper":
             self.mlp_norm = layer_norm(config.model_dim, **options)
             wide = config.mlp_ratio * config.model_dim
             has_bias = self.kind != "fastformer"
-            self.mlp = Perceptron(config.model_dim, wide, use_bias=has_bias, **options)
+            self.mlp = MLP(config.model_dim, wide, use_bias=has_bias, **options)
         size, branches = config.convolution or 0, 1 if self.kind == "paper" else 2
         self.convolutions = nnx.List(
             CausalConvolution(size, config.model_dim, **options)
@@ -92,7 +92,7 @@ class Block(nnx.Module):
         return BlockState(attention, tuple(x.init_state(batch_shape) for x in self.convolutions))
 
 
-class Perceptron(nnx.Module):
+class MLP(nnx.Module):
     """GELU(x W1 + b1) W2 + b2; without b1 and b2, if use_bias is False."""
 
     def __init__(

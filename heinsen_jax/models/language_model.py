@@ -29,13 +29,6 @@ from heinsen_jax.models.readout import Readout
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, Shaped, pytree_dataclass
 
-REMAT_POLICIES = {
-    "nothing": None,
-    "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-"""What is kept for the backward pass, by `remat_keeps`."""
-
-
 States: TypeAlias = tuple[BlockState | None, ...]
 
 
@@ -99,7 +92,7 @@ class LanguageModel(nnx.Module):
             "rngs": rngs,
         }
         self.position = _positions(config, **options)
-        if config.ends == "paper":
+        if config.embedding_style == "paper":
             self.norm = layer_norm(config.model_dim, **options)
         else:
             self.bias = parameter(nnx.initializers.zeros, config.vocab_size, **options)
@@ -108,10 +101,10 @@ class LanguageModel(nnx.Module):
             def one(rngs: nnx.Rngs) -> Block:
                 return Block(config, turn, **{**options, "rngs": rngs})
 
-            split = nnx.split_rngs(splits=config.num_layers // len(config.turns))
+            split = nnx.split_rngs(splits=config.num_layers // len(config.layer_pattern))
             return split(nnx.vmap(one))(rngs)
 
-        self.blocks = nnx.List([stack(turn) for turn in range(len(config.turns))])
+        self.blocks = nnx.List([stack(turn) for turn in range(len(config.layer_pattern))])
 
     @overload
     def __call__(
@@ -179,9 +172,9 @@ class LanguageModel(nnx.Module):
 
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
         states = (None,) * len(graphs) if state is None else state.blocks
-        remat = self.config.remat_keeps if self.config.remat else None
+        remat = self.config.remat_policy if self.config.remat else None
         x, blocks = _through(graphs, return_state, remat, x, parameters, states)
-        if self.config.ends == "paper":
+        if self.config.embedding_style == "paper":
             x = self.norm(x)
         return x, LanguageModelState(position, blocks) if return_state else None
 
@@ -189,7 +182,7 @@ class LanguageModel(nnx.Module):
     def readout(self) -> Readout:
         """Of features: tied to the embedding."""
         embedding, dtype = self.embed.embedding[...], self.config.dtype
-        if self.config.ends == "paper":
+        if self.config.embedding_style == "paper":
             return Readout(embedding, dtype=dtype)
         return Readout(embedding, self.bias[...], self.config.model_dim**-0.5, dtype)
 
@@ -223,7 +216,7 @@ class LanguageModel(nnx.Module):
         """How many further tokens a text may have; infinity where there is no end."""
         return self.position.remaining(state.position)
 
-    def with_room(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
+    def ensure_capacity(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
         """The state, with room for further tokens where mechanisms hold them all."""
 
         def widen(node: Cache | Array) -> Cache | Array:
@@ -232,7 +225,7 @@ class LanguageModel(nnx.Module):
             taken = node.capacity if node.length is None else int(jnp.max(node.length))
             if node.length is not None and taken + num_tokens <= node.capacity:
                 return node
-            return jax.vmap(lambda cache: cache.widened(taken + num_tokens))(node)
+            return jax.vmap(lambda cache: cache.with_capacity(taken + num_tokens))(node)
 
         def is_cache(node: PyTree) -> bool:
             return isinstance(node, Cache)
@@ -248,7 +241,7 @@ def _positions(
     if config.position_kind == "recurrence":
         return PositionRecurrence(config.model_dim, **options)
     assert config.max_length is not None
-    has_norm = config.ends == "fastformer"
+    has_norm = config.embedding_style == "fastformer"
     return LearnedPositions(config.max_length, config.model_dim, has_norm=has_norm, **options)
 
 
@@ -274,7 +267,8 @@ def _through(
         return x, tuple(after)
 
     if remat is not None:
-        apply_turn = jax.checkpoint(apply_turn, prevent_cse=False, policy=REMAT_POLICIES[remat])
+        policy = getattr(jax.checkpoint_policies, remat)
+        apply_turn = jax.checkpoint(apply_turn, prevent_cse=False, policy=policy)
     turns = len(jax.tree.leaves(parameters)[0])
     unroll = _is_unrolled(turns, x.shape[-2])
     return lax.scan(apply_turn, x, (parameters, states), unroll=turns if unroll else 1)

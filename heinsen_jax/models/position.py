@@ -10,7 +10,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from heinsen_jax.attention import devices
-from heinsen_jax.attention.base import Call
+from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, parameter, uniform
 from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
 from heinsen_jax.typing import Array, Features, Float, Integer
@@ -34,7 +34,7 @@ class PositionRecurrence(nnx.Module):
     ) -> tuple[Features, Float[Array, "*B D"]]:
         logits, log_inputs = jnp.split(self.dense(x).astype(state.dtype), 2, -1)
         h, after = devices.recur(
-            Call(state=RecurrenceState.begun(state)),
+            CallArguments(state=RecurrenceState.begun(state)),
             _recurrence,
             jax.nn.log_sigmoid(logits),
             log_inputs,

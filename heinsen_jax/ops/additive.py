@@ -14,7 +14,7 @@ from jax import lax
 from heinsen_jax.ops.arguments import check_array, check_tokens, document_starts, is_there
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.numerics import log_sum_exp, share
-from heinsen_jax.ops.pooling import Tokens, average, merged, pool
+from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool
 from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dataclass
 
 
@@ -51,7 +51,9 @@ class AdditiveState:
 
     def merge(self, other: AdditiveState) -> AdditiveState:
         """The state of both states' tokens, of averages without a window; `empty` is neutral."""
-        return AdditiveState(*merged(Tokens(self.x, self.logits), Tokens(other.x, other.logits)))
+        return AdditiveState(
+            *merged(WeightedTokens(self.x, self.logits), WeightedTokens(other.x, other.logits))
+        )
 
 
 @overload
@@ -154,7 +156,7 @@ def additive_pooling(
     state = initial_state
     if state is None:
         state = AdditiveState.empty(batch, heads, depth, local_window_size, dtype)
-    before = _folded(Tokens(state.x, state.logits), len(batch), dtype)
+    before = _folded(WeightedTokens(state.x, state.logits), len(batch), dtype)
     there = segments = None
     if key_value_seq_lengths is not None:
         there = is_there(key_value_seq_lengths, tuple(batch), length)
@@ -163,7 +165,7 @@ def additive_pooling(
     if segment_ids is not None:
         runs = _runs(segment_ids, there).reshape(math.prod(batch), length)
         segments = jnp.repeat(runs, heads, 0)
-    tokens = _folded(Tokens(x, logits), len(batch), dtype)
+    tokens = _folded(WeightedTokens(x, logits), len(batch), dtype)
 
     pooled, after = tokens, before
     if length > 0:
@@ -264,7 +266,7 @@ def _check_vectors(x, logits, state, window) -> None:
     check_array("initial_state.logits", state.logits, (shape[:-1],), jnp.floating)
 
 
-def _folded(tokens: Tokens, axis: int, dtype: Any) -> Tokens:
+def _folded(tokens: WeightedTokens, axis: int, dtype: Any) -> WeightedTokens:
     """`[*B, T, N, ...]` -> `[X, T, ...]`, where T is on `axis`."""
 
     def fold(x: Array) -> Array:
@@ -274,7 +276,7 @@ def _folded(tokens: Tokens, axis: int, dtype: Any) -> Tokens:
     return jax.tree.map(fold, tokens)
 
 
-def _unfolded(tokens: Tokens, batch: Sequence[int], heads: int) -> Tokens:
+def _unfolded(tokens: WeightedTokens, batch: Sequence[int], heads: int) -> WeightedTokens:
     """`[X, T, ...]` -> `[*B, T, N, ...]`"""
 
     def unfold(x: Array) -> Array:
@@ -294,7 +296,9 @@ def _end(there: Array) -> Array:
     return jnp.max(jnp.where(there, places, 0), -1)
 
 
-def _last_tokens(before: Tokens, tokens: Tokens, segments: Any, end: Array | None) -> Tokens:
+def _last_tokens(
+    before: WeightedTokens, tokens: WeightedTokens, segments: Any, end: Array | None
+) -> WeightedTokens:
     """The state of a window after the tokens, of which those past `end` `[X]` are padding."""
     slots = before.x.shape[1]
     if segments is not None:
@@ -308,25 +312,25 @@ def _last_tokens(before: Tokens, tokens: Tokens, segments: Any, end: Array | Non
     return jax.tree.map(lambda x: cut(x, end), both)
 
 
-def _joined(earlier: Tokens, later: Tokens) -> Tokens:
+def _joined(earlier: WeightedTokens, later: WeightedTokens) -> WeightedTokens:
     return jax.tree.map(lambda *x: jnp.concatenate(x, 1), earlier, later)
 
 
-def _part(tokens: Tokens, start: int, stop: int | None = None) -> Tokens:
+def _part(tokens: WeightedTokens, start: int, stop: int | None = None) -> WeightedTokens:
     return jax.tree.map(lambda x: x[:, start:stop], tokens)
 
 
-def _seen(tokens: Tokens, where: Array) -> Tokens:
+def _seen(tokens: WeightedTokens, where: Array) -> WeightedTokens:
     return tokens._replace(logits=jnp.where(where, tokens.logits, -jnp.inf))
 
 
 def _pooled(
-    tokens: Tokens,
-    before: Tokens | None,
+    tokens: WeightedTokens,
+    before: WeightedTokens | None,
     segments: Array | None,
     window: int | None,
     is_causal: bool,
-) -> Tokens:
+) -> WeightedTokens:
     """The average at each token: of the tokens with the `early` ones of the state, which some do
     not see, merged with that of the state's others, which all see."""
     length = tokens.x.shape[1]
@@ -351,14 +355,14 @@ def _pooled(
     return pooled
 
 
-def _at_ends(tokens: Tokens, segments: Array) -> Tokens:
+def _at_ends(tokens: WeightedTokens, segments: Array) -> WeightedTokens:
     """Those at the last token of each one's segment."""
     length = segments.shape[1]
     index = jnp.broadcast_to(jnp.arange(length)[None, :-1], (len(segments), length - 1))
     ends = jnp.where(segments[:, 1:] != segments[:, :-1], index, length - 1)
     ends = jnp.concatenate([ends, jnp.full_like(segments[:, :1], length - 1, ends.dtype)], 1)
     ends = lax.cummin(ends, axis=1, reverse=True)
-    return Tokens(
+    return WeightedTokens(
         jnp.take_along_axis(tokens.x, ends[..., None], 1),
         jnp.take_along_axis(tokens.logits, ends, 1),
     )

@@ -219,7 +219,7 @@ def linear_attention(
     largest = jnp.where(largest == 0, 1, largest)
     *_, length, heads, _ = query.shape
     size = math.prod(batch)
-    tokens = _Tokens(
+    tokens = _Operands(
         (query / largest).reshape(size, length, groups, heads // groups, features),
         key.reshape(size, sources, groups, features),
         value.astype(dtype).reshape(size, sources, groups, value_depth),
@@ -286,7 +286,7 @@ def _divided(numerator: Array, total: Array) -> Array:
     return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, total))
 
 
-class _Tokens(NamedTuple):
+class _Operands(NamedTuple):
     """query `[B, T, G, R, F]`, key `[B, S, G, F]`, value `[B, S, G, V]`, and segments `[B, S]`, or
     None for one segment."""
 
@@ -296,7 +296,7 @@ class _Tokens(NamedTuple):
     segments: Array | None
 
 
-def _bidirectional(tokens: _Tokens, state: LinearAttentionState):
+def _bidirectional(tokens: _Operands, state: LinearAttentionState):
     """As `_causal`, every query attending to all tokens, of one segment."""
     query, key, value, _ = tokens
     batch, _, groups, _ = key.shape
@@ -307,7 +307,7 @@ def _bidirectional(tokens: _Tokens, state: LinearAttentionState):
     return (numerator, total[..., None]), LinearAttentionState(s, z)
 
 
-def _within_segments(tokens: _Tokens, state: LinearAttentionState):
+def _within_segments(tokens: _Operands, state: LinearAttentionState):
     """As `_causal`, every query attending to all tokens of its segment: those up to it, those after
     it."""
     sums, after = _causal(tokens, state)
@@ -317,7 +317,7 @@ def _within_segments(tokens: _Tokens, state: LinearAttentionState):
 
 
 @partial(jax.jit, static_argnames="attends_to_itself", inline=True)  # compiled once outside others
-def _causal(tokens: _Tokens, state: LinearAttentionState, *, attends_to_itself: bool = True):
+def _causal(tokens: _Operands, state: LinearAttentionState, *, attends_to_itself: bool = True):
     """phi(q) S `[B, T, G, R, V]`, phi(q) . Z `[B, T, G, R, 1]`, and the state after all tokens.
 
     A scan over blocks of chunks: in a block, the sums of all chunks are formed first; then each
@@ -330,7 +330,7 @@ def _causal(tokens: _Tokens, state: LinearAttentionState, *, attends_to_itself: 
     chunks = _in_chunks(tokens, blocks, max(1, -(-length // (blocks * size))), size)
     causal = jnp.tri(size, k=0 if attends_to_itself else -1, dtype=bool)[None, None]
 
-    def add_and_read(before, chunks: _Tokens):
+    def add_and_read(before, chunks: _Operands):
         query, key, value, segments = chunks
         states, segment = _states(before, chunks)
         weights, visible = jnp.einsum("jxcf,jxdf->jxcd", query, key), causal
@@ -355,7 +355,7 @@ def _causal(tokens: _Tokens, state: LinearAttentionState, *, attends_to_itself: 
     return jax.tree.map(joined, sums), after
 
 
-def _states(before, chunks: _Tokens):
+def _states(before, chunks: _Operands):
     """The state before each chunk and after the last `[J + 1, X, ...]`, of the tokens of the
     segment `[J + 1, X]` that is the last one up to there."""
     (state, segment), key = before, chunks.key
@@ -378,7 +378,7 @@ def _states(before, chunks: _Tokens):
     return LinearAttentionState(s, add(state.z, jnp.sum(key, -2))), segments
 
 
-def _in_chunks(tokens: _Tokens, blocks: int, count: int, size: int) -> _Tokens:
+def _in_chunks(tokens: _Operands, blocks: int, count: int, size: int) -> _Operands:
     """query `[I, J, X, R C, F]`, key `[I, J, X, C, F]`, value `[I, J, X, C, V]` and segments
     `[I, J, X, C]`, with tokens without features at the end, of the last segment."""
     batch, length, groups, _ = tokens.key.shape
@@ -394,4 +394,4 @@ def _in_chunks(tokens: _Tokens, blocks: int, count: int, size: int) -> _Tokens:
     if tokens.segments is not None:
         segments = jnp.broadcast_to(tokens.segments[..., None, None], (batch, length, groups, 1))
         segments = cut(segments, "edge" if length else "constant")[..., 0]
-    return _Tokens(cut(tokens.query), cut(tokens.key), cut(tokens.value), segments)
+    return _Operands(cut(tokens.query), cut(tokens.key), cut(tokens.value), segments)

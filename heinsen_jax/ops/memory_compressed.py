@@ -101,7 +101,7 @@ class CompressedCache:
         factor = self.recent_key.shape[AXIS]
         return self.key.shape[AXIS] * factor + factor - 1
 
-    def widened(self, capacity: int) -> CompressedCache:
+    def with_capacity(self, capacity: int) -> CompressedCache:
         """The same tokens, with room for so many at least."""
         groups = -(-capacity // self.recent_key.shape[AXIS])
         padding = [(0, 0)] * self.key.ndim

@@ -28,7 +28,7 @@ from heinsen_jax.typing import Array
 CHUNK = 32  # tokens in a chunk, at most
 
 
-class Tokens(NamedTuple):
+class WeightedTokens(NamedTuple):
     """x `[X, T, D]` and logits `[X, T]`, X = prod(*B) N. Averages are tokens too: their logit is
     the log of the total weight of what they are an average of."""
 
@@ -36,27 +36,27 @@ class Tokens(NamedTuple):
     logits: Array
 
 
-def average(tokens: Tokens) -> Tokens:
+def average(tokens: WeightedTokens) -> WeightedTokens:
     """Of all tokens, as one."""
     largest = jnp.max(tokens.logits, 1, keepdims=True, initial=-jnp.inf)
     largest = where_empty(lax.stop_gradient(largest), 0.0)
     weights = jnp.exp(tokens.logits - largest)
     total = jnp.sum(weights, 1, keepdims=True)
     x = (weights * reciprocal(total))[:, None] @ tokens.x
-    return Tokens(x, safe_log(total) + largest)
+    return WeightedTokens(x, safe_log(total) + largest)
 
 
-def merged(a: Tokens, b: Tokens) -> Tokens:
+def merged(a: WeightedTokens, b: WeightedTokens) -> WeightedTokens:
     """The average of two averages."""
     largest = where_empty(lax.stop_gradient(jnp.maximum(a.logits, b.logits)), 0.0)
     of_a, of_b = jnp.exp(a.logits - largest), jnp.exp(b.logits - largest)
     total = of_a + of_b
     inverse = reciprocal(total)
     x = (of_a * inverse)[..., None] * a.x + (of_b * inverse)[..., None] * b.x
-    return Tokens(x, safe_log(total) + largest)
+    return WeightedTokens(x, safe_log(total) + largest)
 
 
-def _pool(window: int, tokens: Tokens, segments: Array | None) -> Tokens:
+def _pool(window: int, tokens: WeightedTokens, segments: Array | None) -> WeightedTokens:
     """The average of the last `window` tokens, at each, itself included.
 
     With `segments` `[X, T]`, numbers that never fall or never rise, of those of the same number.
@@ -66,14 +66,14 @@ def _pool(window: int, tokens: Tokens, segments: Array | None) -> Tokens:
     count = math.ceil(window / CHUNK)  # chunks in a window
     size = math.ceil(window / count) if count > 1 else min(CHUNK, length)
     layout = _Layout(length, window if count > 1 else size, count, size)
-    chunks = Tokens(layout.cut(tokens.x, 0.0), layout.cut(tokens.logits, -jnp.inf))
+    chunks = WeightedTokens(layout.cut(tokens.x, 0.0), layout.cut(tokens.logits, -jnp.inf))
     ids = None if segments is None else layout.cut(segments, None)
     pooled = _products(chunks, ids, count, window)
     if count > 1:
         ends = jax.tree.map(lambda x: x[:, size - 1 :: size], pooled)  # averages of a whole chunk
         end_ids = None if ids is None else ids[:, :, -1]
         past = _pool(count - 1, ends, end_ids)
-        past = Tokens(_later(past.x, 1, 0.0), _later(past.logits, 1, -jnp.inf))
+        past = WeightedTokens(_later(past.x, 1, 0.0), _later(past.logits, 1, -jnp.inf))
         past = jax.tree.map(partial(jnp.repeat, repeats=size, axis=1), past)
         if ids is not None and end_ids is not None:
             same = ids == _later(end_ids, 1, 0)[:, :, None]
@@ -99,12 +99,12 @@ def _pool_backward(window, saved, cotangents):
     d_total = cotangents.logits - jnp.sum(cotangents.x * pooled.x, -1)
     flows = jnp.concatenate([cotangents.x, d_total[..., None]], -1)
     empty = pooled.logits == -jnp.inf
-    readers = Tokens(flows, jnp.where(empty, -jnp.inf, -pooled.logits))
+    readers = WeightedTokens(flows, jnp.where(empty, -jnp.inf, -pooled.logits))
     flipped = jax.tree.map(partial(jnp.flip, axis=1), (readers, segments))
     flows, log_weight = jax.tree.map(partial(jnp.flip, axis=1), pool(window, *flipped))
     flows = jnp.exp(tokens.logits + log_weight)[..., None] * flows
     d_x = flows[..., :-1]
-    return Tokens(d_x, jnp.sum(d_x * tokens.x, -1) + flows[..., -1]), None
+    return WeightedTokens(d_x, jnp.sum(d_x * tokens.x, -1) + flows[..., -1]), None
 
 
 pool.defvjp(_pool_forward, _pool_backward)
@@ -151,7 +151,7 @@ def _later(x: Array, steps: int, fill: float) -> Array:
     return jnp.concatenate([nothing, x[:, : x.shape[1] - steps]], 1)
 
 
-def _products(chunks: Tokens, ids: Array | None, count: int, window: int) -> Tokens:
+def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int) -> WeightedTokens:
     """Averages `[X, chunks C, ...]` of what a window holds of its last chunk and of the one `count`
     before."""
     x, logits = chunks
@@ -188,4 +188,4 @@ def _products(chunks: Tokens, ids: Array | None, count: int, window: int) -> Tok
     if has_earlier:
         y = y + products(~own, _later(x, count, 0.0))
     log_total = (jnp.log(total) + largest).reshape(folds, number * size)
-    return Tokens(y.reshape(folds, number * size, y.shape[-1]), log_total)
+    return WeightedTokens(y.reshape(folds, number * size, y.shape[-1]), log_total)

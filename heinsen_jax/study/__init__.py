@@ -3,7 +3,7 @@
 python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray]
 """
 
-from heinsen_jax.study import choices
+from heinsen_jax.study import sweeps
 from heinsen_jax.study.grid import Run, Study, load_study
 from heinsen_jax.study.report import Lengths, Points, Ranking, Result
 from heinsen_jax.study.results import results_of
@@ -15,7 +15,7 @@ __all__ = [
     "Result",
     "Run",
     "Study",
-    "choices",
     "load_study",
     "results_of",
+    "sweeps",
 ]

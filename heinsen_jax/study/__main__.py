@@ -12,8 +12,8 @@ from typing import Annotated, Literal, cast
 import tyro
 
 from heinsen_jax.errors import UserError, command_line
-from heinsen_jax.study.conduct import conduct
 from heinsen_jax.study.grid import load_study
+from heinsen_jax.study.runner import run_study
 from heinsen_jax.study.runs import Stopped, in_processes, on_cluster
 from heinsen_jax.training.signals import unwind_on_signals
 
@@ -45,10 +45,10 @@ def main() -> int:
         folder = output or Path("runs") / "studies" / study.stem
         local = partial(in_processes, jobs=jobs)
         cluster = partial(on_cluster, cpus=cpus, gpus=gpus)
-        perform = local if executor == "local" else cluster
+        run_one = local if executor == "local" else cluster
         try:
             with unwind_on_signals():
-                conduct(load_study(study), folder, perform, report_only)
+                run_study(load_study(study), folder, run_one, report_only)
         except Stopped:  # by a signal to all processes, of which another one heard first
             return _stopped(128 + signal.SIGINT)
         except SystemExit as stopped:

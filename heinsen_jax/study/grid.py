@@ -45,11 +45,11 @@ class Study:
       axes: by their names, what may be chosen along each: label -> {"section.field": value, ...}.
         A later axis overrides what an earlier one says of a field.
       metric: what is compared, of the last evaluation.
-      better: whether more of it is better, or less.
+      mode: whether the smallest ("min") or the largest ("max") value is the best.
       tuned: the axes along which only the best is shown, such as learning rates.
       seeds: the axis of runs that differ by chance alone. All tuned choices are run with its first
         label, and only the best with the others.
-      shown: further metrics in the report's table.
+      extra_metrics: further metrics in the report's table.
       plots: what is drawn.
     """
 
@@ -58,10 +58,10 @@ class Study:
     base: ExperimentConfig
     axes: Axes
     metric: str = "loss"
-    better: Literal["more", "less"] = "less"
+    mode: Literal["min", "max"] = "min"
     tuned: tuple[str, ...] = ("learning_rate",)
     seeds: str = "seed"
-    shown: tuple[str, ...] = ()
+    extra_metrics: tuple[str, ...] = ()
     plots: tuple[Plot, ...] = ()
 
     def __post_init__(self) -> None:

@@ -140,16 +140,16 @@ def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.
     return figure
 
 
-def table(results: Sequence[Result], metric: str, shown: Sequence[str]) -> str:
+def table(results: Sequence[Result], metric: str, extra_metrics: Sequence[str]) -> str:
     """A line for each result: what it is, what it costs, the mean and spread, and each seed."""
     axes = [*results[0].compared, *results[0].tuned]
     costs = ["parameters", "state_bytes"]
-    head = [*axes, *costs, metric, "of each seed", *shown]
+    head = [*axes, *costs, metric, "of each seed", *extra_metrics]
     lines = [[x.replace("_", " ") for x in head], ["---"] * len(head)]
     for result in results:
         found = [(_value(row, metric), row) for row in result.rows]
         each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
-        mean, *others = (_with_spread(result, name) for name in (metric, *shown))
+        mean, *others = (_with_spread(result, name) for name in (metric, *extra_metrics))
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
         labels = [*result.compared.values(), *result.tuned.values()]
         lines.append([*labels, *numbers, mean, ", ".join(each), *others])

@@ -49,7 +49,7 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in study.first():
         groups.setdefault(tuple(study.compared(run.labels).values()), []).append(run)
-    sign = 1 if study.better == "more" else -1
+    sign = 1 if study.mode == "max" else -1
 
     def goodness(run: Run) -> float:
         row = recorded.of(run)

@@ -40,7 +40,7 @@ class Stopped(Exception):
     """A signal ended a run before its last step; its state is saved."""
 
 
-def perform(values: SavedConfig, workdir: Path) -> Row:
+def run_one(values: SavedConfig, workdir: Path) -> Row:
     """Trains from a configuration's plain values: what was measured, and what the model costs.
 
     A run that was stopped goes on, and one that ended is not done again. One that diverged has
@@ -84,7 +84,7 @@ def _measured(config: ExperimentConfig, workdir: Path) -> Row:
 
 
 def _recorded(path: Path) -> Row | None:
-    """What an earlier call of `perform` measured."""
+    """What an earlier call of `run_one` measured."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -121,7 +121,7 @@ def in_processes(
         shares.put(cores[job::jobs] or cores)
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(jobs, context, _begin, (shares,)) as pool:
-        waiting = {pool.submit(_perform, as_json(run.config), folder(run)): run for run in runs}
+        waiting = {pool.submit(_run_in_pool, as_json(run.config), folder(run)): run for run in runs}
         try:
             for done in as_completed(waiting):
                 with _named(waiting[done]):
@@ -146,7 +146,7 @@ def on_cluster(
         name: (as_json(_anywhere(run.config)), folder(run).resolve())
         for name, run in labelled.items()
     }
-    for name, row in on_ray.calls(perform, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1):
+    for name, row in on_ray.calls(run_one, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1):
         yield labelled[name], row
 
 
@@ -185,12 +185,12 @@ class _Worker:
     is_stopped = False
 
 
-def _perform(values: SavedConfig, workdir: Path) -> Row:
+def _run_in_pool(values: SavedConfig, workdir: Path) -> Row:
     """The same in a process of the pool, which may hold its next run already when it is stopped."""
     if _Worker.is_stopped:
         raise Stopped
     try:
-        return perform(values, workdir)
+        return run_one(values, workdir)
     except (Stopped, KeyboardInterrupt):
         _Worker.is_stopped = True
         raise

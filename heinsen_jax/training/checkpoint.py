@@ -27,7 +27,7 @@ from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import process_0_first
 from heinsen_jax.errors import UserError, explain, wants_tracebacks
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.training.seal import damage, seal, seal_the_last
+from heinsen_jax.training.checksums import add_last_checksums, find_damage, write_checksums
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.training.weights import has_weights, load_weights, named
 from heinsen_jax.typing import JSON
@@ -98,7 +98,9 @@ class Checkpoints:
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
-            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._seal),
+            async_options=ocp.options.AsyncOptions(
+                post_finalization_callback=self._write_checksums
+            ),
         )
         self._manager = ocp.CheckpointManager(
             self._without_damaged(), options=options, item_handlers=ocp.PyTreeCheckpointHandler()
@@ -114,8 +116,8 @@ class Checkpoints:
         found = {}
         for folder in self._steps():
             if not self._read_only:
-                seal_the_last(folder)
-            reason = damage(folder)
+                add_last_checksums(folder)
+            reason = find_damage(folder)
             if reason and not (self._read_only and _is_being_removed(folder)):
                 found[int(folder.name)] = reason
                 if not self._read_only:
@@ -132,11 +134,11 @@ class Checkpoints:
                 (links / folder.name).symlink_to(folder)
         return links
 
-    def _seal(self) -> None:
+    def _write_checksums(self) -> None:
         """Called by Orbax when all files of a step are written, under a name not yet final."""
         if jax.process_index() == 0:
             for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
-                seal(folder)
+                write_checksums(folder)
 
     def record_newest(self) -> None:
         """Notes the newest step. (Orbax has no callback for the moment after a step is whole.)"""
@@ -274,7 +276,7 @@ class Checkpoints:
                 self.wait()
                 if jax.process_index() == 0:
                     for folder in self._steps():
-                        seal_the_last(folder)
+                        add_last_checksums(folder)
         except Exception:
             if kind is None:
                 raise

@@ -28,7 +28,7 @@ def cross_entropy(
     readout: Readout,
     features: Float[Array, "B T D"],
     targets: Integer[Array, "B T"],
-    counted: Bool[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
     *,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Sums:
@@ -43,7 +43,7 @@ def cross_entropy(
       readout: a pytree that is a function: features `[B, T, D]` to logits `[B, T, V]`.
       features: `[B, T, D]`.
       targets: `[B, T]`, which token would have been right.
-      counted: `[B, T]`, which of them count.
+      loss_mask: `[B, T]`, which of them count.
       logits_at_once: how many logits a device holds; some more, if those of one token a row are.
     """
     vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
@@ -51,19 +51,19 @@ def cross_entropy(
     room = logits_at_once * (1 if mesh is None else mesh.size)
     rows, length = targets.shape
     number = min(math.ceil(rows * length * vocabulary / room), length)
-    return _in_lots(number, readout, features, targets, counted)
+    return _in_lots(number, readout, features, targets, loss_mask)
 
 
 def _sums(
     readout: Readout,
     features: Float[Array, "B T D"],
     targets: Integer[Array, "B T"],
-    counted: Bool[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
 ) -> Sums:
     logits = readout(features)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    correct = (jnp.argmax(logits, -1) == targets) & counted
-    return jnp.sum(losses * counted), jnp.sum(correct)
+    correct = (jnp.argmax(logits, -1) == targets) & loss_mask
+    return jnp.sum(losses * loss_mask), jnp.sum(correct)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -72,9 +72,9 @@ def _in_lots(
     readout: Readout,
     features: Float[Array, "B T D"],
     targets: Integer[Array, "B T"],
-    counted: Bool[Array, "B T"],
+    loss_mask: Bool[Array, "B T"],
 ) -> Sums:
-    tokens = features, targets, counted
+    tokens = features, targets, loss_mask
     if number == 1:
         return _sums(readout, *tokens)
 
@@ -85,8 +85,8 @@ def _in_lots(
     return lax.scan(add, _zeros(jax.eval_shape(_sums, readout, *tokens)), lots)[0]
 
 
-def _forward(number, readout, features, targets, counted):
-    tokens = features, targets, counted
+def _forward(number, readout, features, targets, loss_mask):
+    tokens = features, targets, loss_mask
     gradients = jax.value_and_grad(_sums, argnums=(0, 1), has_aux=True)
     if number == 1:
         sums, saved = gradients(readout, *tokens)

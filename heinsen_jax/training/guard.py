@@ -31,20 +31,20 @@ class Guard:
         count = jnp.zeros((), jnp.int32)
         return cls(count, count, jnp.zeros((), jnp.float32))
 
-    def judge(
+    def check_update(
         self,
         loss: Float[Array, ""],
         gradients: PyTree[Array],
         updates: PyTree[Array],
-        skip_above: float | None,
+        skip_grad_norm_ratio: float | None,
     ) -> tuple[Bool[Array, ""], Guard]:
         """Whether an update may be made, and the guard after it.
 
         It may if loss, gradients and what is added to parameters are finite, and the gradients'
-        norm is at most `skip_above` times the usual one.
+        norm is at most `skip_grad_norm_ratio` times the usual one.
         """
         norm = optax.tree.norm(gradients).astype(jnp.float32)
-        limit = math.inf if skip_above is None else skip_above
+        limit = math.inf if skip_grad_norm_ratio is None else skip_grad_norm_ratio
         is_usual = (self.usual_norm == 0) | (norm <= limit * self.usual_norm)
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm) & is_usual
         is_good = is_good & jnp.isfinite(optax.tree.norm(updates))

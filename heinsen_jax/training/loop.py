@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.data import Batch, Dataset, end_of_text_id, train_batches
-from heinsen_jax.distributed import Agreement, check_alike, gather, together
+from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.models import flops_per_token
@@ -32,8 +32,7 @@ from heinsen_jax.training.metrics import (
 )
 from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import learning_rate, make_optimizer
-from heinsen_jax.training.patience import punctual
-from heinsen_jax.training.preflight import describe, rehearse, tokens_per_update
+from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
 from heinsen_jax.training.settings import Experiment, check_settings
 from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.state import (
@@ -44,6 +43,7 @@ from heinsen_jax.training.state import (
     initializer,
 )
 from heinsen_jax.training.step import Metrics, make_evaluation_step, make_train_step
+from heinsen_jax.training.timeouts import with_timeout
 
 
 class Diverged(UserError):
@@ -91,7 +91,7 @@ def train(
     Raises:
       UserError: as `check_settings`; no checkpoint of a run is left, or it cannot be read; or a
         file cannot be written.
-      Diverged: `most_skipped` updates in a row were skipped.
+      Diverged: `max_consecutive_skips` updates in a row were skipped.
     """
     mesh = check_settings(dataset, experiment)
     if experiment.training.compilation_cache is not None:
@@ -99,7 +99,7 @@ def train(
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     with jax.set_mesh(mesh):
         run = _Run(workdir, dataset, experiment, mesh, profile, on_start)
-        return run.rehearse() if dry_run else run()
+        return run.dry_run() if dry_run else run()
 
 
 class _Run:
@@ -160,7 +160,7 @@ class _Run:
                     if jax.process_index() == 0:
                         self.on_start()
                 # To the end of the last save, also after an error: its deadline holds there, too.
-                self.signals = outer.enter_context(Signals(self.training.stop_within))
+                self.signals = outer.enter_context(Signals(self.training.shutdown_timeout))
                 self.reporter.begin()
                 result = self._steps(state, start, update)
                 self.checkpoints.wait()
@@ -205,12 +205,12 @@ class _Run:
                 return {name.removeprefix("validation/"): x for name, x in row.items()}
         return None
 
-    def rehearse(self) -> Result:
+    def dry_run(self) -> Result:
         """Everything but training."""
         update = self._compiled()
         state = init_sharded(self.init, self.abstract)
         batch = shard_batch(next(self._batches(0)), self.mesh)
-        said = [*self._described(update), rehearse(update, state, batch, self.training.steps)]
+        said = [*self._described(update), time_updates(update, state, batch, self.training.steps)]
         if jax.process_index() == 0:
             print("\n".join(said))
         return Result(0, {})
@@ -224,7 +224,7 @@ class _Run:
             out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
             objective=self.objective,
             seed=self.seed,
-            skip_above=self.training.skip_above,
+            skip_grad_norm_ratio=self.training.skip_grad_norm_ratio,
         )
         rows, length = self.data.batch_size, self.data.sequence_length
         of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
@@ -248,13 +248,13 @@ class _Run:
 
     def _steps(self, state: TrainState, start: int, update: jax.stages.Compiled) -> Result:
         training, clock, metrics = self.training, _Clock(start), {}
-        batches = punctual(
+        batches = with_timeout(
             self._batches(start),
             self.dataset.name,
             timeout=training.data_timeout,
             warn=self.reporter.line,
         )
-        agreement, tracer = Agreement(self.mesh), _Tracer(self.workdir, start, self.profile)
+        agreement, tracer = DelayedMax(self.mesh), _Tracer(self.workdir, start, self.profile)
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
             tracer(step)
@@ -263,7 +263,7 @@ class _Run:
             if pending is not None:
                 self._report(*pending, clock)
                 pending = None
-            if step % training.report_every == 0 or last:
+            if step % training.log_every == 0 or last:
                 pending = step, measured
             if step % training.evaluate_every == 0 or last or stopped_by:
                 if pending is not None:
@@ -276,7 +276,7 @@ class _Run:
                     return Result(step, metrics, stopped_by)
                 is_first = not metrics  # it compiles, too
                 with self.reporter.untimed() if is_first else contextlib.nullcontext():
-                    metrics = self._look(step, state)
+                    metrics = self._evaluate_and_save(step, state)
                 clock.restart(step)
             elif training.checkpoint_every and step % training.checkpoint_every == 0:
                 self.checkpoints.save(step, state)
@@ -290,11 +290,11 @@ class _Run:
                 f"warning: the last {in_a_row} update(s) up to step {step} were skipped: loss "
                 f"{values['loss']:.4g}, gradient norm {values['gradient_norm']:.4g}"
             )
-        if in_a_row >= self.training.most_skipped:
+        if in_a_row >= self.training.max_consecutive_skips:
             raise Diverged(
                 f"training ends at step {step}: {in_a_row} updates in a row were skipped, for they "
-                "were not finite, or their gradients larger than training.skip_above allows. Try "
-                "a smaller optimizer.learning_rate, or look at the data near this step"
+                "were not finite, or their gradients larger than training.skip_grad_norm_ratio "
+                "allows. Try a smaller optimizer.learning_rate, or look at the data near this step"
             )
         tokens = tokens_per_update(self.data)
         values["learning_rate"] = float(jnp.asarray(self.schedule(step - 1)))
@@ -304,7 +304,7 @@ class _Run:
             values["mfu"] = utilization
         self.reporter.training(step, values)
 
-    def _look(self, step: int, state: TrainState) -> dict[str, float]:
+    def _evaluate_and_save(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluates, saves, and lets the model write."""
         metrics = self._evaluated(state)
         self.checkpoints.save(step, state, loss=metrics["loss"])

@@ -23,18 +23,18 @@ class Predictions(NamedTuple):
       readout: makes logits of features.
       features: `[B, T, D]`.
       targets: `[B, T]`.
-      counted: `[B, T]`, which of them count.
+      loss_mask: `[B, T]`, which of them count.
     """
 
     readout: Callable[[Array], Array]
     features: Features
     targets: Integer[Array, "B T"]
-    counted: Bool[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
 
     def sums(self) -> tuple[Float[Array, ""], Integer[Array, ""]]:
         """Nats, and how many of the likeliest tokens are right, over all that count."""
         with jax.named_scope("logits"):
-            return cross_entropy(self.readout, self.features, self.targets, self.counted)
+            return cross_entropy(self.readout, self.features, self.targets, self.loss_mask)
 
 
 Tokens: TypeAlias = Integer[Array, "B L"]

@@ -62,7 +62,7 @@ def memory(compiled: jax.stages.Compiled) -> str:
     return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} to work in)"
 
 
-def rehearse(update: jax.stages.Compiled, state: TrainState, batch: Batch, steps: int) -> str:
+def time_updates(update: jax.stages.Compiled, state: TrainState, batch: Batch, steps: int) -> str:
     """Runs a few updates, of which nothing is kept, and says how long all will take."""
     seconds = 0.0
     for turn in range(TIMED):

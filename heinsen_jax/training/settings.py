@@ -24,7 +24,7 @@ class TrainingConfig:
     """Updates in all."""
     accumulation_steps: pydantic.PositiveInt = 1
     """Parts of a batch whose gradients are summed before an update."""
-    report_every: pydantic.PositiveInt = 10
+    log_every: pydantic.PositiveInt = 10
     """Steps between two rows of training metrics."""
     evaluate_every: pydantic.PositiveInt = 250
     """Steps between two evaluations, each with a checkpoint and a sample; the last step has one."""
@@ -38,12 +38,12 @@ class TrainingConfig:
     """What a sample begins with."""
     sample_tokens: pydantic.NonNegativeInt = 200
     """Tokens of a sample; 0 for none."""
-    skip_above: pydantic.PositiveFloat | None = 20.0
+    skip_grad_norm_ratio: pydantic.PositiveFloat | None = 20.0
     """An update is skipped if its gradient's norm is more than so many times the usual one; None:
     never. Updates that are not finite always are."""
-    most_skipped: pydantic.PositiveInt = 20
+    max_consecutive_skips: pydantic.PositiveInt = 20
     """Training ends when so many updates in a row were skipped."""
-    stop_within: pydantic.PositiveFloat = 60.0
+    shutdown_timeout: pydantic.PositiveFloat = 60.0
     """Seconds after SIGTERM or Ctrl-C in which a run must have saved what it has."""
     data_timeout: pydantic.PositiveFloat = 600.0
     """Seconds after which a run ends that waits for its next batch."""
@@ -125,7 +125,7 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
     if context == 1:
         return
     abstract = nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0)))
-    for name, block in zip(model.turns, abstract.blocks, strict=True):
+    for name, block in zip(model.layer_pattern, abstract.blocks, strict=True):
         if not block.attention.capabilities.mergeable:
             able = [name for name in names() if mechanism(name).capabilities.mergeable]
             raise UserError(

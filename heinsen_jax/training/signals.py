@@ -81,8 +81,8 @@ class Signals:
     def _give_up(self) -> None:
         _end(
             f"error: stopped by {signal.Signals(self.first).name}, and nothing could be saved in "
-            f"the {self._deadline:g} s of training.stop_within: the last saved step stands. Give "
-            "more time, or checkpoint_every fewer steps",
+            f"the {self._deadline:g} s of training.shutdown_timeout: the last saved step stands. "
+            "Give more time, or checkpoint_every fewer steps",
             TOO_LATE,
         )
 

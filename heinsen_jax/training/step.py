@@ -31,7 +31,7 @@ def make_train_step(
     out_shardings: TrainState | None,
     objective: Objective = next_token,
     seed: int = 0,
-    skip_above: float | None = None,
+    skip_grad_norm_ratio: float | None = None,
 ) -> jax.stages.Wrapped:
     """The update under `jax.jit`, (state, batch) -> (state, metrics). Its input state is donated.
 
@@ -49,7 +49,7 @@ def make_train_step(
         tokens, there = map(jnp.asarray, batch)
         said = objective(nnx.merge(graph, parameters), tokens, there, key)
         loss, _ = said.sums()
-        return loss, jnp.sum(said.counted, dtype=loss.dtype)
+        return loss, jnp.sum(said.loss_mask, dtype=loss.dtype)
 
     def gradient(
         parameters: nnx.State, batch: Batch, key: Key[Array, ""]
@@ -80,7 +80,9 @@ def make_train_step(
             updates, optimizer_state = optimizer.update(
                 gradients, state.optimizer, state.parameters
             )
-            is_good, guard = state.guard.judge(loss, gradients, updates, skip_above)
+            is_good, guard = state.guard.check_update(
+                loss, gradients, updates, skip_grad_norm_ratio
+            )
             updated = optax.apply_updates(state.parameters, updates), optimizer_state
             parameters, optimizer_state = jax.tree.map(
                 lambda new, old: jnp.where(is_good, new, old),
@@ -104,6 +106,6 @@ def make_evaluation_step(
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
         tokens, there = map(jnp.asarray, batch)
         said = objective(nnx.merge(graph, parameters), tokens, there, jax.random.key(index))
-        return *said.sums(), jnp.sum(said.counted)
+        return *said.sums(), jnp.sum(said.loss_mask)
 
     return evaluation_step

@@ -42,9 +42,9 @@ def test_heads_must_divide_the_width():
 
 
 def test_memories_at_first():
-    module = layer(decay="head", longest_memory=100.0)
+    module = layer(decay="head", max_timescale=100.0)
     memories = np.array([100.0, 10.0, 1.0])
-    after = jnp.exp(jax.nn.log_sigmoid(module.fade.bias[...]) * memories)
+    after = jnp.exp(jax.nn.log_sigmoid(module.decay_proj.bias[...]) * memories)
     np.testing.assert_allclose(after, (1 + 1 / memories) ** -memories, rtol=1e-5)  # about 1/e
 
 
@@ -71,4 +71,4 @@ def test_importance_is_what_the_layer_weighs_tokens_by(config):
         y = jnp.einsum("btsn,bsnv->btnv", weights, value)
     else:
         y = jnp.log(jnp.einsum("btsn,bsnv->btnv", weights, jnp.exp(value)))
-    np.testing.assert_allclose(module.back(y), module(x), atol=2e-5)
+    np.testing.assert_allclose(module.out_proj(y), module(x), atol=2e-5)

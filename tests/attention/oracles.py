@@ -300,7 +300,7 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         seen = seen & (behind < config.window_size)
     log_decay = np.zeros((layer.num_kv_heads, length, 1))
     if config.decay is not None:
-        rates = x @ p["fade.kernel"] + p["fade.bias"]
+        rates = x @ p["decay_proj.kernel"] + p["decay_proj.bias"]
         log_decay = -np.log1p(np.exp(-np.stack(np.split(rates, layer.num_kv_heads, axis=1))))
     y = []
     for head, (query, key, value) in enumerate(heads(layer, p, x)):

@@ -21,7 +21,7 @@ def get_config():
         data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=5),
         training=TrainingConfig(
-            steps=40, report_every=1, evaluate_every=20, checkpoint_every=5, evaluation_batches=2,
+            steps=40, log_every=1, evaluate_every=20, checkpoint_every=5, evaluation_batches=2,
             sample_tokens=5,
         ),
     )

@@ -12,11 +12,11 @@ import pytest
 from heinsen_jax.data.prepare import prepare
 from heinsen_jax.errors import UserError
 from heinsen_jax.locks import LOCK_FILE, locked
-from heinsen_jax.study.conduct import conduct
+from heinsen_jax.study.runner import run_study
 from heinsen_jax.training.metrics import read_metrics
 from tests.faults.conftest import ENDLESS, assert_one_line, has_checkpoint, wait_until
 from tests.multi_device.apart import finish, train
-from tests.study.conduct_test import SMALLER
+from tests.study.runner_test import SMALLER
 
 
 def test_a_second_trainer_is_refused_and_the_first_goes_on(place, tmp_path):
@@ -83,7 +83,7 @@ def test_a_study_and_a_preparation_lock_their_output(held, tmp_path):
     with pytest.raises(UserError, match="is in use by process"):
         prepare([str(tmp_path / "a.txt")], "bytes", folder)
     with pytest.raises(UserError, match="is in use by process"):
-        conduct(SMALLER, folder, lambda runs, folder: pytest.fail("runs begin"))
+        run_study(SMALLER, folder, lambda runs, folder: pytest.fail("runs begin"))
 
 
 def test_training_waits_for_another_process_that_prepares_its_data(held, tmp_path, capfd):

@@ -21,7 +21,7 @@ from heinsen_jax.generate import load_state, save_state
 from heinsen_jax.generate.__main__ import main as generate
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
 from heinsen_jax.train import main
-from heinsen_jax.training import loop, seal, weights
+from heinsen_jax.training import checksums, loop, weights
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.weights import load_hashed, save_hashed
@@ -168,11 +168,11 @@ def test_a_newest_checkpoint_that_is_gone_is_named(place, run, monkeypatch, caps
 
 
 def test_files_that_vanish_while_they_are_read_are_missing(run, monkeypatch):
-    hashes = seal._hashes
+    hashes = checksums._hashes
     monkeypatch.setattr(
-        seal, "_hashes", lambda folder, names: (shutil.rmtree(folder), hashes(folder, names))
+        checksums, "_hashes", lambda folder, names: (shutil.rmtree(folder), hashes(folder, names))
     )
-    assert "is missing" in str(seal.damage(run / "checkpoints/35"))
+    assert "is missing" in str(checksums.find_damage(run / "checkpoints/35"))
 
 
 def test_a_checkpoint_that_was_saved_since_is_not_gone(run):

@@ -35,7 +35,14 @@ def read_until(process: subprocess.Popen, words: str) -> None:
 
 def test_sigterm_while_compiling_ends_at_once(place, tmp_path):
     """The update of log-attention takes seconds to compile; nothing needs saving yet."""
-    options = "--model.attention", "log", "--model.num_layers", "3", "--training.stop_within", "600"
+    options = (
+        "--model.attention",
+        "log",
+        "--model.num_layers",
+        "3",
+        "--training.shutdown_timeout",
+        "600",
+    )
     uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
     command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", str(tmp_path / "run")
     process = start(*command, *options, cwd=place, JAX_PLATFORMS="cpu", **uncached)
@@ -195,7 +202,7 @@ def test_a_preparation_that_is_interrupted_is_one_line_and_resumes(tmp_path):
 
 STUDY = """
 from dataclasses import replace
-from tests.study.conduct_test import BASE, SMALLER
+from tests.study.runner_test import BASE, SMALLER
 
 def get_study():
     training = replace(BASE.training, steps={steps}, evaluate_every={steps}, checkpoint_every=5)

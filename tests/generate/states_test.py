@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate import generate, load_state, repeated, save_state
+from heinsen_jax.generate import generate, load_state, repeat_state, save_state
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
 from tests.models.small import apply
 
@@ -22,7 +22,7 @@ def test_a_prompt_is_read_once_and_continued_often(name):
     prompt = jnp.broadcast_to(PROMPT, (*batch, 7))
     _, state = apply(model, prompt[..., :-1], return_state=True)
     last = jnp.broadcast_to(prompt[..., -1:, None], (*batch, 4, 1)).astype(int)
-    many = generate(model, last, 6, key=jax.random.key(0), state=repeated(model, state, 4))
+    many = generate(model, last, 6, key=jax.random.key(0), state=repeat_state(model, state, 4))
     whole = jnp.broadcast_to(prompt[..., None, :], (*batch, 4, 7))
     np.testing.assert_array_equal(generate(model, whole, 6, key=jax.random.key(0)), many)
     assert len({tuple(row) for row in np.asarray(many).reshape(-1, 6)}) > 1

@@ -59,12 +59,12 @@ def test_a_model_that_cannot_write_is_refused_before_it_is_asked():
 
 
 def test_the_command_line(run, monkeypatch, capsys):
-    lines = iter(["constant", "/forget", "/dance", "/save", "/quit"])
+    lines = iter(["constant", "/reset", "/dance", "/save", "/quit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     monkeypatch.setattr("sys.argv", ["chat", "--workdir", str(run), "--max-new-tokens", "5"])
     assert chat.main() == 0
     out = capsys.readouterr().out
-    assert "forgotten" in out
+    assert "the state is reset" in out
     assert "error: '/dance' is no command: there are /save FILE" in out
 
 

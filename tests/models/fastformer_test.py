@@ -27,7 +27,7 @@ def config(*windows: int, **changes) -> LanguageModelConfig:
         "attention": ("additive",) * (LAYERS if windows else 1),
         "attention_options": tuple((f"{i}.window_size", w) for i, w in enumerate(windows)),
         "block": "fastformer",
-        "ends": "fastformer",
+        "embedding_style": "fastformer",
         "max_length": 32,
     }
     return LanguageModelConfig(**fields | changes)
@@ -149,7 +149,7 @@ def test_writing_ends_with_the_positions():
     ("changes", "message"),
     [
         ({"max_length": None}, "max_length=None with positions='learned'"),
-        ({"ends": "paper"}, "max_length=32"),
+        ({"embedding_style": "paper"}, "max_length=32"),
     ],
 )
 def test_a_length_belongs_to_learned_positions(changes, message):

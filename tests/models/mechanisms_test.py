@@ -70,7 +70,7 @@ def test_it_learns_to_fill_in_what_is_masked(name):
     def update(parameters, state, key):
         def loss(parameters):
             said = objective(nnx.merge(graph, parameters), tokens, there, key)
-            return said.sums()[0] / jnp.sum(said.counted)
+            return said.sums()[0] / jnp.sum(said.loss_mask)
 
         value, gradients = jax.value_and_grad(loss)(parameters)
         updates, state = optimizer.update(gradients, state)
@@ -159,7 +159,7 @@ def test_options_of_a_mechanism_and_of_a_turn():
         ({"attention": "nope"}, "no attention mechanism 'nope'; there are: log, softmax"),
         ({"attention": ()}, "must name at least one mechanism"),
         ({"attention": "linformer"}, "'linformer' is not causal.* is_causal=False a model learns"),
-        ({"attention": "rmt", "is_causal": False}, "'rmt' cannot see later tokens"),
+        ({"attention": "rmt", "is_causal": False}, "'rmt' is causal only"),
         ({"attention": "additive", "key_depth": 8}, "key_depth"),
         ({"attention": ("log", "softmax"), "num_layers": 3}, "num_layers=3 is not a multiple of"),
         ({"attention_options": (("window_size", 3),)}, "'window_size' must begin with"),

@@ -43,8 +43,8 @@ VARIANTS = {
     "convolution, standard block": {"convolution_size": 3, "block": "standard"},
     "no positions": {"positions": "none", "convolution_size": 2},
     "learned positions": {"positions": "learned", "max_length": 40, "attention": "softmax"},
-    "fading": {
-        "block": "fading",
+    "decay": {
+        "block": "decay",
         "attention": ("log", "sliding_window"),
         "attention_options": (("sliding_window.window_size", 7),),
     },
@@ -119,14 +119,14 @@ def test_the_fading_block_is_a_standard_one_of_these_parts():
     said = {"positions": "none", "convolution_size": 4, "block": "standard"}
     log = ("log.values", "linear"), ("log.decay", "head")
     window = ("sliding_window.window_size", 7), ("sliding_window.rotary", True)
-    ours = model(block="fading", attention_options=window[:1], **turns)
+    ours = model(block="decay", attention_options=window[:1], **turns)
     parts = model(attention_options=(*log, *window), **said, **turns)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
     np.testing.assert_array_equal(apply(ours, tokens), apply(parts, tokens))
     assert ours.blocks[0].attention.config.decay == "head"
     assert ours.blocks[0].attention.config.values == "linear"
     assert ours.blocks[1].attention.config.rotary
-    assert model(block="fading", convolution_size=2).config.convolution == 2
+    assert model(block="decay", convolution_size=2).config.convolution == 2
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,12 @@ def test_the_fading_block_is_a_standard_one_of_these_parts():
         ({"positions": "learned"}, "max_length=None with positions='learned'"),
         ({"positions": "none", "max_length": 9}, "max_length=9 with positions='none'"),
         ({"max_length": 9}, "max_length=9 with positions='recurrence'"),
-        ({"ends": "fastformer"}, "max_length=None with positions='learned'"),
+        ({"embedding_style": "fastformer"}, "max_length=None with positions='learned'"),
         (
             {"convolution_size": 2, "is_causal": False, "attention": "softmax"},
             "convolution_size with is_causal=False",
         ),
-        ({"block": "fading", "is_causal": False}, "block='fading' with is_causal=False"),
+        ({"block": "decay", "is_causal": False}, "block='decay' with is_causal=False"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, message):

@@ -28,7 +28,7 @@ def get_config():
         data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=4),
         optimizer=OptimizerConfig(warmup_steps=5),
         training=TrainingConfig(
-            steps={STEPS}, report_every=1, evaluate_every={STEPS}, checkpoint_every=5,
+            steps={STEPS}, log_every=1, evaluate_every={STEPS}, checkpoint_every=5,
             evaluation_batches=1, sample_tokens=0,
         ),
     )

@@ -30,7 +30,7 @@ def get_config():
         data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=8),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2),
         training=TrainingConfig(
-            steps={STEPS}, report_every=1, evaluate_every=10, evaluation_batches=2, sample_tokens=5,
+            steps={STEPS}, log_every=1, evaluate_every=10, evaluation_batches=2, sample_tokens=5,
             keep_checkpoints=9, checkpoint_every=5,
         ),
     )

@@ -10,8 +10,8 @@ import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
+from heinsen_jax.training.checksums import WRITTEN_LAST, damage, seal
 from heinsen_jax.training.guard import Guard
-from heinsen_jax.training.seal import WRITTEN_LAST, damage, seal
 from heinsen_jax.training.state import TrainState
 
 

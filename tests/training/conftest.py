@@ -56,6 +56,6 @@ def small(corpus, tmp_path_factory) -> ExperimentConfig:
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2, end_learning_rate=1e-3, warmup_steps=5),
         training=TrainingConfig(
-            steps=60, report_every=5, evaluate_every=30, evaluation_batches=4, sample_tokens=10
+            steps=60, log_every=5, evaluate_every=30, evaluation_batches=4, sample_tokens=10
         ),
     )

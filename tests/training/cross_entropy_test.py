@@ -26,20 +26,20 @@ def draw(rows, length, seed, bias=False):
     return readout, features, targets, jax.random.bernoulli(keys[4], 0.7, (rows, length))
 
 
-def at_once(readout, features, targets, counted):
+def at_once(readout, features, targets, loss_mask):
     """The definition, with all logits in memory."""
     logits = features @ readout.embedding.T
     logits = (logits if readout.bias is None else logits + readout.bias[None, None]) * readout.scale
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return jnp.sum(losses * counted), jnp.sum((jnp.argmax(logits, -1) == targets) & counted)
+    return jnp.sum(losses * loss_mask), jnp.sum((jnp.argmax(logits, -1) == targets) & loss_mask)
 
 
 @partial(jax.jit, static_argnames=("function", "logits_at_once"))
-def measure(function, readout, features, targets, counted, **options):
+def measure(function, readout, features, targets, loss_mask, **options):
     """The loss, the number of correct predictions, and the loss's gradients."""
 
     def loss(readout, features):
-        total, correct = function(readout, features, targets, counted, **options)
+        total, correct = function(readout, features, targets, loss_mask, **options)
         return total, correct
 
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(readout, features)
@@ -91,11 +91,11 @@ def test_the_logits_of_a_batch_are_never_there():
 
 @pytest.mark.parametrize("order", ["value", "gradient"])
 def test_half_precision_is_multiplied_as_such_and_summed_in_float32(order):
-    readout, features, targets, counted = draw(2, 16, 0)
+    readout, features, targets, loss_mask = draw(2, 16, 0)
     half = Readout(readout.embedding, dtype="bfloat16")
 
     def loss(readout, features):
-        return cross_entropy(readout, features, targets, counted)[0]
+        return cross_entropy(readout, features, targets, loss_mask)[0]
 
     function = loss if order == "value" else jax.grad(loss, (0, 1))
     text = str(jax.jit(function).lower(half, features).as_text())

@@ -83,7 +83,8 @@ def test_a_profile_is_a_trace_of_a_few_steps(small, tmp_path):
 
 
 def test_a_run_whose_updates_are_all_skipped_ends_and_says_why(small, tmp_path, capsys):
-    words = "--optimizer.learning_rate 1e38 --optimizer.clip_norm 1e38 --training.most_skipped 8"
+    words = "--optimizer.learning_rate 1e38 --optimizer.clip_norm 1e38"
+    words += " --training.max_consecutive_skips 8"
     with pytest.raises(UserError, match=r"\d+ updates in a row were skipped.*learning_rate"):
         run(tmp_path / "run", override(small, words.split()))
     assert "update(s) up to step 5 were skipped" in capsys.readouterr().out

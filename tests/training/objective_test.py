@@ -61,13 +61,13 @@ def test_only_masked_tokens_that_are_there_count():
     there = np.broadcast_to(np.arange(32) < 20, (4, 32))
     said = OBJECTIVE(model, tokens, there, jax.random.key(0))
     given, drawn = OBJECTIVE.mask(tokens[:, 1:], jax.random.key(0))
-    np.testing.assert_array_equal(said.counted, drawn & there)
+    np.testing.assert_array_equal(said.loss_mask, drawn & there)
     np.testing.assert_array_equal(model.given, np.where(there, given, 50))
-    right, counted = np.asarray(model.given) == tokens[:, 1:], np.asarray(drawn & there)
-    expected = (np.log(50 + np.exp(5)) - 5 * right) * counted
+    right, loss_mask = np.asarray(model.given) == tokens[:, 1:], np.asarray(drawn & there)
+    expected = (np.log(50 + np.exp(5)) - 5 * right) * loss_mask
     loss, correct = said.sums()
     np.testing.assert_allclose(loss, expected.sum(), rtol=1e-5)
-    assert correct == np.sum(right & counted)
+    assert correct == np.sum(right & loss_mask)
 
 
 @pytest.mark.usefixtures("unchecked")  # for a stand-in of a model
@@ -75,7 +75,7 @@ def test_next_tokens_are_predicted_from_those_before():
     tokens, model = text(4, 33), Echo()
     said = next_token(model, tokens, jnp.ones((4, 32), bool), jax.random.key(0))
     np.testing.assert_array_equal(model.given, tokens[:, :-1])
-    assert np.all(said.counted)
+    assert np.all(said.loss_mask)
     right = 5 * (np.asarray(tokens[:, :-1]) == tokens[:, 1:])
     expected = np.log(50 + np.exp(5)) - right
     np.testing.assert_allclose(said.sums()[0], expected.sum(), rtol=1e-5)

@@ -104,7 +104,7 @@ def test_evaluation_counts_masked_tokens_only(parts):
 
 @pytest.mark.parametrize("harm", [1, 2, 3], ids=lambda harm: f"{FACTORS[harm]:g}")
 def test_a_harmful_update_changes_nothing_and_is_counted(parts, harm):
-    step = parts.update(1, objective=next_token_or_harm, skip_above=20.0)
+    step = parts.update(1, objective=next_token_or_harm, skip_grad_norm_ratio=20.0)
     good = random_tokens(0)
     harmful = good.at[0, 0].set(harm)
 

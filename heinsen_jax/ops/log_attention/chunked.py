@@ -179,7 +179,7 @@ class Measured(NamedTuple):
     tier: Int[Array, ""]
     scale: Float[Array, "B G V"]
     inverse: Float[Array, "B G V"] | None
-    scales: single_level.Scales
+    scales: single_level.MaxExponents
 
 
 class Saved(NamedTuple):

@@ -66,7 +66,7 @@ class Exponents(NamedTuple):
     segments: Int[Array, "J X C"] | None  # how many segments have begun in the chunk, up to a token
 
 
-class Scales(NamedTuple):
+class MaxExponents(NamedTuple):
     """The largest exponents, -inf where there are none."""
 
     before: Float[Array, "J X K"]  # of the state before a chunk
@@ -98,7 +98,9 @@ State = tuple[Float[Array, "X K V"], Float[Array, "X K"]]  # S and Z
 States = tuple[Float[Array, "J X K V"], Float[Array, "J X K"]]
 
 
-def scales_and_rise(inputs: Inputs, log_z: Array, form: Form) -> tuple[Scales, Float[Array, ""]]:
+def scales_and_rise(
+    inputs: Inputs, log_z: Array, form: Form
+) -> tuple[MaxExponents, Float[Array, ""]]:
     """The scales and by how many nats, at most, a query's lies above all that it attends to.
 
     Without gradients. `log_z` is that of the state before, `[X, K]`.
@@ -116,7 +118,7 @@ def scales_and_rise(inputs: Inputs, log_z: Array, form: Form) -> tuple[Scales, F
 
 
 def forward(
-    form: Form, inputs: Inputs, state: Averages, scales: Scales
+    form: Form, inputs: Inputs, state: Averages, scales: MaxExponents
 ) -> tuple[tuple[Outputs, Averages], Residuals]:
     """((Y, log Z), state after all tokens), and residuals. The number of tokens is a multiple of
     the chunk's; the state is `[X, ...]`."""
@@ -235,11 +237,11 @@ def _inputs_cotangent(
 
 def _scales(
     form: Form, key: Array, decay: Array | None, segments: Array | None, log_z: Array
-) -> Scales:
+) -> MaxExponents:
     largest = jnp.max(key, -2)
     if decay is None and segments is None:
         running = lax.cummax(jnp.concatenate([log_z[None], largest]), axis=0)
-        return Scales(running[:-1], running[1:], running[1:])
+        return MaxExponents(running[:-1], running[1:], running[1:])
     decay = jnp.zeros_like(largest) if decay is None else decay
     kept, hidden = largest, decay  # by how much a chunk lowers the state before it
     if segments is not None:
@@ -262,10 +264,10 @@ def _scales(
         last, before = lax.scan(step, log_z, (hidden, kept))
         after = jnp.concatenate([before[1:], last[None]])
     before = jnp.concatenate([log_z[None], after[:-1]])
-    return Scales(before, jnp.maximum(before, largest), after)
+    return MaxExponents(before, jnp.maximum(before, largest), after)
 
 
-def _carried(scales: Scales, decay: Array | None) -> Float[Array, "J X K"]:
+def _carried(scales: MaxExponents, decay: Array | None) -> Float[Array, "J X K"]:
     """Factors that rescale a state from one chunk's queries to the next one's."""
     decayed = scales.query if decay is None else scales.query + decay
     return share(decayed, jnp.concatenate([scales.query[1:], scales.after[-1:]]))

@@ -40,8 +40,8 @@ from heinsen_jax.ops.log_attention.mosaic.matrices import (
 )
 from heinsen_jax.ops.log_attention.mosaic.operands import CHUNK, Operands
 from heinsen_jax.ops.log_attention.mosaic.streams import (
-    Call,
     Index,
+    KernelCall,
     Program,
     Scales,
     Tiles,
@@ -69,7 +69,7 @@ class Forward(NamedTuple):
 
 
 def forward(x: Operands, is_log: bool) -> Forward:
-    call = Call(x, is_log)
+    call = KernelCall(x, is_log)
     batch, heads, key_depth, value_depth, rows = call.sizes
     scale = call.shape(batch, heads, call.chunks, key_depth)
     scale_after = call.shape(batch, heads, key_depth)
@@ -184,7 +184,7 @@ class QueryGradient(NamedTuple):
 
 
 def query_gradient(x: Operands, results: Results, is_log: bool) -> QueryGradient:
-    call = Call(x, is_log)
+    call = KernelCall(x, is_log)
     batch, heads, key_depth, value_depth, rows = call.sizes
     inputs = {
         **results.scales._asdict(),
@@ -276,7 +276,7 @@ def key_value_gradient(
       d_total: as `query_gradient` returns it.
       d_after: cotangents of z and S of the state after, in the scale that it has there.
     """
-    call = Call(x, is_log)
+    call = KernelCall(x, is_log)
     batch, heads, key_depth, value_depth, rows = call.sizes
     inputs = {
         **results.scales._asdict(),

@@ -55,7 +55,7 @@ class Scales(NamedTuple):
     keep: Float[Array, "*N K"]
 
 
-class Call:
+class KernelCall:
     """The sizes of a call, memory for them, and how to launch a program for each head.
 
     Attributes:
@@ -170,7 +170,7 @@ class Program:
 
     def __init__(
         self,
-        call: Call,
+        call: KernelCall,
         refs: dict[str, Ref],
         *,
         scratch: dict[str, Factor],

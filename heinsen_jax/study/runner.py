@@ -25,7 +25,7 @@ PLOT_FILE = "report.png"
 Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, Row]]]
 
 
-def conduct(study: Study, output: Path, executor: Executor, report_only: bool = False) -> None:
+def run_study(study: Study, output: Path, executor: Executor, report_only: bool = False) -> None:
     """Does the runs of a study that are not done yet, and writes its report.
 
     All tuned choices are run with the first seed; the best of each comparison with the others,
@@ -47,10 +47,10 @@ def conduct(study: Study, output: Path, executor: Executor, report_only: bool = 
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if report_only else locked(output):
-        _conduct(study, first, output, executor, report_only)
+        _run_study(study, first, output, executor, report_only)
 
 
-def _conduct(
+def _run_study(
     study: Study, first: Sequence[Run], output: Path, executor: Executor, report_only: bool
 ) -> None:
     recorded, console = Recorded(output / RESULTS_FILE, read_only=report_only), Console()
@@ -115,7 +115,7 @@ def _report(study: Study, output: Path, recorded: Recorded) -> None:
     if study.plots:
         draw(study.plots, done).savefig(output / PLOT_FILE, dpi=110)
         parts.append(f"![{study.title}]({PLOT_FILE})")
-    parts.append(table(done, study.metric, study.shown))
+    parts.append(table(done, study.metric, study.extra_metrics))
     if len(study.axes.get(study.seeds, {})) > 1:
         parts.append(
             "Seeds differ in first weights and in data; ± is half of what lies between the best "

@@ -20,8 +20,8 @@ from heinsen_jax.data import Copying, DataConfig, Induction
 from heinsen_jax.errors import UserError
 from heinsen_jax.study import Lengths, Points, Ranking, Run, Study, load_study, runs
 from heinsen_jax.study.__main__ import main
-from heinsen_jax.study.conduct import REPORT_FILE, conduct
 from heinsen_jax.study.results import RESULTS_FILE
+from heinsen_jax.study.runner import REPORT_FILE, run_study
 from heinsen_jax.study.runs import costs, in_processes
 from heinsen_jax.training.loop import Diverged
 
@@ -51,8 +51,8 @@ STUDY = Study(
         "seed": {"0": {"seed": 0}, "1": {"seed": 1}, "2": {"seed": 2}},
     },
     metric="accuracy",
-    better="more",
-    shown=("accuracy_16",),
+    mode="max",
+    extra_metrics=("accuracy_16",),
     plots=(Points("accuracy"), Lengths((4, 8, 16)), Ranking("accuracy")),
 )
 PLAIN = replace(STUDY, plots=())  # drawing needs longer than the rest
@@ -92,7 +92,7 @@ def lines(folder: Path) -> list[dict]:
 
 def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
     executor = Fake()
-    conduct(STUDY, tmp_path, executor)
+    run_study(STUDY, tmp_path, executor)
     first = [labels for labels in executor.done if labels["seed"] == "0"]
     assert len(first) == 2 * 2 * 3
     others = [labels for labels in executor.done if labels["seed"] != "0"]
@@ -111,21 +111,21 @@ def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
 
 def test_a_study_that_was_stopped_goes_on(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        conduct(PLAIN, tmp_path, Fake(fail_after=7))
+        run_study(PLAIN, tmp_path, Fake(fail_after=7))
     path = tmp_path / RESULTS_FILE
     path.write_text(path.read_text() + '{"labels": {"mechan')  # killed as it wrote
     executor = Fake()
-    conduct(PLAIN, tmp_path, executor)
+    run_study(PLAIN, tmp_path, executor)
     assert len(executor.done) == 13
     assert len(lines(tmp_path)) == 20
-    conduct(PLAIN, tmp_path, Fake(fail_after=0))
+    run_study(PLAIN, tmp_path, Fake(fail_after=0))
 
 
 def test_results_of_other_settings_are_not_used(tmp_path):
-    conduct(PLAIN, tmp_path, Fake())
+    run_study(PLAIN, tmp_path, Fake())
     executor = Fake()
     longer = replace(PLAIN, base=replace(BASE, training=replace(BASE.training, steps=5)))
-    conduct(longer, tmp_path, executor)
+    run_study(longer, tmp_path, executor)
     assert len(executor.done) == 20
 
 
@@ -147,7 +147,7 @@ def test_a_fingerprint_is_of_what_is_not_a_default():
 
 
 def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
-    conduct(PLAIN, tmp_path, Fake(failed="softmax"))
+    run_study(PLAIN, tmp_path, Fake(failed="softmax"))
     assert len(lines(tmp_path)) == 10 + 6  # no further seeds of what always fails
     report = (tmp_path / REPORT_FILE).read_text()
     assert "| softmax | 8 | 0.001 | 100 | 80 |  | NaN! |  |" in report
@@ -156,11 +156,11 @@ def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
 
 def test_a_report_of_what_is_done_so_far(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        conduct(PLAIN, tmp_path, Fake(fail_after=4))
-    conduct(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
+        run_study(PLAIN, tmp_path, Fake(fail_after=4))
+    run_study(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
     assert "2 of 12 runs" in (tmp_path / REPORT_FILE).read_text()
     with pytest.raises(UserError, match="no run of this study is done yet"):
-        conduct(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)
+        run_study(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)
 
 
 def test_what_is_not_a_number_is_never_the_best(tmp_path):
@@ -171,13 +171,13 @@ def test_what_is_not_a_number_is_never_the_best(tmp_path):
                     row["metrics"]["accuracy"] = math.nan
                 yield run, row
 
-    conduct(PLAIN, tmp_path, NotANumber())
+    run_study(PLAIN, tmp_path, NotANumber())
     assert "| linear | 8 | 0.01 |" in (tmp_path / REPORT_FILE).read_text()
 
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path):
     with pytest.raises(UserError, match=r"metric='acuracy' .* choose one of loss, accuracy"):
-        conduct(replace(STUDY, metric="acuracy"), tmp_path, Fake())
+        run_study(replace(STUDY, metric="acuracy"), tmp_path, Fake())
 
 
 def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
@@ -189,7 +189,7 @@ def test_other_seeds_are_checked_before_any_run(tmp_path):
     seeds = {"0": {"seed": 0}, "1": {"sead": 1}}
     executor = Fake()
     with pytest.raises(UserError, match=r"seed 1: .* no field 'sead'"):
-        conduct(replace(STUDY, axes={**STUDY.axes, "seed": seeds}), tmp_path, executor)
+        run_study(replace(STUDY, axes={**STUDY.axes, "seed": seeds}), tmp_path, executor)
     assert not executor.done
 
 
@@ -205,7 +205,7 @@ def test_a_section_that_is_set_whole_replaces_its_fields():
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / RESULTS_FILE).write_text("{}x\n")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1, is damaged"):
-        conduct(STUDY, tmp_path, Fake())
+        run_study(STUDY, tmp_path, Fake())
 
 
 def test_fields_that_fit_only_together_are_set_together():
@@ -247,12 +247,12 @@ def test_only_a_run_that_diverged_is_recorded_as_failed(tmp_path, monkeypatch, f
 
     monkeypatch.setattr(runs, "train", train)
     if failure is Diverged:
-        row = runs.perform(as_json(BASE), tmp_path)
+        row = runs.run_one(as_json(BASE), tmp_path)
         assert row["failed"] == "too high a learning rate"
         assert "metrics" not in row
     else:
         with pytest.raises(failure):
-            runs.perform(as_json(BASE), tmp_path)
+            runs.run_one(as_json(BASE), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -269,12 +269,12 @@ def test_what_does_not_fit_is_named_before_any_run(tmp_path, choice, message):
     axes = {**STUDY.axes, "mechanism": {"linear": {}, "wrong": choice}}
     executor = Fake()
     with pytest.raises(UserError, match=message):
-        conduct(replace(STUDY, axes=axes), tmp_path, executor)
+        run_study(replace(STUDY, axes=axes), tmp_path, executor)
     assert not executor.done
 
 
 def test_runs_in_processes_train_and_cost_what_they_say_and_are_done_once(tmp_path, monkeypatch):
-    conduct(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 2))
+    run_study(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 2))
     rows = {row["labels"]["mechanism"]: row for row in lines(tmp_path)}
     assert set(rows) == {"linear", "softmax"}
     for row in rows.values():
@@ -289,13 +289,13 @@ def test_runs_in_processes_train_and_cost_what_they_say_and_are_done_once(tmp_pa
         assert not (folder / "checkpoints").exists()
     monkeypatch.setattr(runs, "train", None)
     for folder in folders:
-        again = runs.perform(as_json(BASE), folder)
+        again = runs.run_one(as_json(BASE), folder)
         (row,) = (row for row in rows.values() if row["state_bytes"] == again["state_bytes"])
         assert again == {name: row[name] for name in again}
 
 
 FILE = """
-from tests.study.conduct_test import SMALLER
+from tests.study.runner_test import SMALLER
 
 def get_study():
     return SMALLER

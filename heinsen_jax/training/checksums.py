@@ -9,28 +9,28 @@ import json
 import os
 from pathlib import Path
 
-SEAL_FILE = "sha256.json"
-PARTIAL = f"{SEAL_FILE}.partial"
+CHECKSUM_FILE = "sha256.json"
+PARTIAL = f"{CHECKSUM_FILE}.partial"
 WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
-def seal(folder: Path) -> None:
+def write_checksums(folder: Path) -> None:
     """Records the SHA-256 of every file in the folder of a step that is being written."""
     _write(folder, _hashes(folder, set(_files(folder)) - WRITTEN_LAST))
 
 
-def seal_the_last(folder: Path) -> None:
+def add_last_checksums(folder: Path) -> None:
     """Adds the files that were written last to the seal of a step."""
     sealed = _read(folder)
     if sealed is not None and WRITTEN_LAST.isdisjoint(sealed):
         _write(folder, sealed | _hashes(folder, WRITTEN_LAST & set(_files(folder))))
 
 
-def damage(folder: Path) -> str | None:
+def find_damage(folder: Path) -> str | None:
     """What is wrong with a step's folder; None if nothing is."""
     sealed = _read(folder)
     if sealed is None:
-        return f"{SEAL_FILE} is missing or damaged"
+        return f"{CHECKSUM_FILE} is missing or damaged"
     files = set(_files(folder))
     if WRITTEN_LAST.isdisjoint(sealed):  # the process was killed before it could add them
         files -= WRITTEN_LAST
@@ -52,7 +52,7 @@ def damage(folder: Path) -> str | None:
 def _files(folder: Path) -> list[str]:
     paths = (path for path in folder.rglob("*") if path.is_file())
     names = (path.relative_to(folder).as_posix() for path in paths)
-    return [name for name in names if name not in (SEAL_FILE, PARTIAL)]
+    return [name for name in names if name not in (CHECKSUM_FILE, PARTIAL)]
 
 
 def _hashes(folder: Path, names: set[str]) -> dict[str, str]:
@@ -66,7 +66,7 @@ def _hashes(folder: Path, names: set[str]) -> dict[str, str]:
 def _read(folder: Path) -> dict[str, str] | None:
     """The hashes by file; None if there is no seal, or one that is not as it was written."""
     try:
-        content = json.loads((folder / SEAL_FILE).read_text())
+        content = json.loads((folder / CHECKSUM_FILE).read_text())
         hashes = content["files"]
         return hashes if content["sha256"] == _hash_of(hashes) else None
     except (OSError, ValueError, KeyError, TypeError):
@@ -77,7 +77,7 @@ def _write(folder: Path, hashes: dict[str, str]) -> None:
     """All at once."""
     path = folder / PARTIAL
     path.write_text(json.dumps({"files": hashes, "sha256": _hash_of(hashes)}, indent=1))
-    os.replace(path, folder / SEAL_FILE)
+    os.replace(path, folder / CHECKSUM_FILE)
 
 
 def _hash_of(hashes: dict[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Tiny Shakespeare, byte by byte, in nanoGPT's CPU budget: the best log-attention found so far.
 
-python train.py --config configs/shakespeare_char_fading.py
+python train.py --config configs/shakespeare_char_decay.py
 
 The fading block: a convolution of 4 tokens before each branch, and log-attention over values of any
 sign that forgets, head by head. 0.83M parameters, 2000 updates of 12 x 64 characters, as in
@@ -19,7 +19,7 @@ def get_config() -> ExperimentConfig:
     base = load_config(Path(__file__).with_name("shakespeare_char_cpu.py"))
     return replace(
         base,
-        model=replace(base.model, block="fading", num_layers=4, remat=False),
+        model=replace(base.model, block="decay", num_layers=4, remat=False),
         data=replace(base.data, test_lengths=(256, 1024)),
         optimizer=replace(base.optimizer, learning_rate=5e-3, end_learning_rate=5e-4),
         training=replace(base.training, evaluate_every=1000),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.training.patience import punctual
+from heinsen_jax.training.timeouts import with_timeout
 
 SOURCE = Path("data/some-corpus")
 
@@ -21,20 +21,20 @@ def batches(*seconds: float):
 
 def test_batches_are_the_same():
     said = []
-    taken = list(punctual(batches(0, 0, 0), SOURCE, timeout=100, warn=said.append))
+    taken = list(with_timeout(batches(0, 0, 0), SOURCE, timeout=100, warn=said.append))
     np.testing.assert_array_equal(taken, [[0] * 3, [1] * 3, [2] * 3])
     assert not said
 
 
 def test_a_slow_source_is_named():
     said = []
-    taken = list(punctual(batches(0, 0.5, 0), SOURCE, timeout=2, warn=said.append))
+    taken = list(with_timeout(batches(0, 0.5, 0), SOURCE, timeout=2, warn=said.append))
     assert len(taken) == 3
     assert said == ["warning: no batch came from data/some-corpus in 0.2 s: still waiting"]
 
 
 def test_a_dead_source_ends_the_run():
-    waiting = punctual(batches(0, 3600), SOURCE, timeout=0.3, warn=lambda line: None)
+    waiting = with_timeout(batches(0, 3600), SOURCE, timeout=0.3, warn=lambda line: None)
     with pytest.raises(UserError, match=r"no batch came from data/some-corpus in 0\.3 s: see"):
         list(waiting)
 
@@ -44,7 +44,7 @@ def test_an_error_is_passed_on():
         yield np.zeros(3)
         raise UserError("train-00000.bin is damaged")
 
-    taken = punctual(broken(), SOURCE, timeout=10, warn=print)
+    taken = with_timeout(broken(), SOURCE, timeout=10, warn=print)
     next(taken)
     with pytest.raises(UserError, match=r"train-00000\.bin is damaged"):
         next(taken)
@@ -52,7 +52,7 @@ def test_an_error_is_passed_on():
 
 def test_nothing_is_taken_ahead_of_need():
     counted = itertools.count()
-    taken = punctual((np.full(1, i) for i in counted), SOURCE, timeout=10, warn=print)
+    taken = with_timeout((np.full(1, i) for i in counted), SOURCE, timeout=10, warn=print)
     next(taken)
     next(taken)
     assert next(counted) == 2

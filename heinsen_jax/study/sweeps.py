@@ -37,8 +37,8 @@ def causal_mechanisms(length: int) -> Choices:
     log: dict[str, dict[str, int | str]] = {
         "log": {},
         "log, linear values": {"values": "linear"},
-        "log, decay by head": {"values": "linear", "decay": "head", "longest_memory": length},
-        "log, decay by feature": {"values": "linear", "decay": "feature", "longest_memory": length},
+        "log, decay by head": {"values": "linear", "decay": "head", "max_timescale": length},
+        "log, decay by feature": {"values": "linear", "decay": "feature", "max_timescale": length},
     }
     causal = [x for x in attention.names() if attention.mechanism(x).capabilities.causal]
     others = {name: mechanism(name, **options.get(name, {})) for name in causal if name != "log"}

@@ -20,7 +20,7 @@ class Taken(Generic[T]):
     error: BaseException | None = None
 
 
-def punctual(
+def with_timeout(
     batches: Iterator[T], source: str | Path, *, timeout: float, warn: Callable[[str], None]
 ) -> Iterator[T]:
     """The same batches; a source that is slow is named, and one that is dead ends the run.

@@ -4,13 +4,13 @@ import pytest
 
 from heinsen_jax import attention
 from heinsen_jax.models import LanguageModelConfig
-from heinsen_jax.study import choices
+from heinsen_jax.study import sweeps
 
 
 @pytest.mark.parametrize("length", [16, 64, 512])
 def test_every_causal_mechanism_sees_less_than_everything(length):
     """Where it has a window, segments or blocks."""
-    chosen = choices.causal_mechanisms(length)
+    chosen = sweeps.causal_mechanisms(length)
     found = {}
     for label, fields in chosen.items():
         fields = {field.removeprefix("model."): value for field, value in fields.items()}
@@ -26,10 +26,10 @@ def test_every_causal_mechanism_sees_less_than_everything(length):
 
 def test_a_short_text_is_refused():
     with pytest.raises(ValueError, match="length=15 must be at least 16"):
-        choices.causal_mechanisms(15)
+        sweeps.causal_mechanisms(15)
 
 
 def test_learning_rates_fall_to_their_tenth():
-    fields = choices.learning_rates(3e-3)["0.003"]
+    fields = sweeps.learning_rates(3e-3)["0.003"]
     assert fields["optimizer.learning_rate"] == 3e-3
     assert fields["optimizer.end_learning_rate"] == pytest.approx(3e-4)

@@ -33,6 +33,7 @@ from heinsen_jax.config import (
 )
 from heinsen_jax.errors import command_line
 from heinsen_jax.field_help import print_help
+from heinsen_jax.generate import sample
 from heinsen_jax.locks import locked
 from heinsen_jax.training.checkpoint import CONFIG_FILE
 from heinsen_jax.training.loop import train
@@ -135,6 +136,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
             dry_run=options.dry_run,
             profile=options.profile,
             on_start=lambda: record(workdir, config, dataset),
+            sample_fn=sample,
         )
     return 0 if result.signal is None else 128 + result.signal
 

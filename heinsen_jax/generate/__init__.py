@@ -2,7 +2,7 @@
 
 from heinsen_jax.generate.sampling import filter_logits
 from heinsen_jax.generate.states import load_state, repeat_state, save_state
-from heinsen_jax.generate.text import complete, decode_stream
+from heinsen_jax.generate.text import complete, decode_stream, sample
 from heinsen_jax.generate.tokens import generate, stream
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "generate",
     "load_state",
     "repeat_state",
+    "sample",
     "save_state",
     "stream",
 ]

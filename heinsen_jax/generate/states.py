@@ -21,7 +21,8 @@ from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
 from heinsen_jax.models.language_model import unstacked
 from heinsen_jax.models.position import PositionState
-from heinsen_jax.training.weights import load_hashed, named, save_hashed
+from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.training.weights import load_hashed, save_hashed
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer
 
 POSITION_AXIS, BLOCKS_AXIS = 0, 1
@@ -182,7 +183,7 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
     Raises:
       UserError: the file cannot be written.
     """
-    arrays = {name: np.asarray(x) for name, x in named(state).items()}
+    arrays = {name: np.asarray(x) for name, x in flatten_with_names(state).items()}
     arrays = {name: x for name, x in arrays.items() if x.size}  # NumPy's empty ones have no place
     held = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
     metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
@@ -213,13 +214,13 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
             jax.eval_shape(partial(model.init_state, (), capacity=capacity))
             for capacity in (1 if has_room else None, 1, 1 << 20)
         )
-        if shapes.keys() != named(like).keys():
+        if shapes.keys() != flatten_with_names(like).keys():
             raise ValueError("other arrays than the states of this model")
         axes = [POSITION_AXIS for _ in jax.tree.leaves(like.position)]
         axes += [BLOCKS_AXIS for _ in jax.tree.leaves(like.blocks)]
-        of_one, of_many = named(one), named(many)
+        of_one, of_many = flatten_with_names(one), flatten_with_names(many)
         batches, leaves = set(), []
-        for (name, x), axis in zip(named(like).items(), axes, strict=True):
+        for (name, x), axis in zip(flatten_with_names(like).items(), axes, strict=True):
             shape, dtype = shapes[name]
             grows = [a != b for a, b in zip(of_one[name].shape, of_many[name].shape, strict=True)]
             batches.add(_batch(shape, x.shape, grows, axis))
@@ -258,7 +259,7 @@ def _real(x: np.ndarray) -> np.ndarray:
 
 
 def _described(state: LanguageModelState) -> Shapes:
-    return {name: ([*x.shape], str(x.dtype)) for name, x in named(state).items()}
+    return {name: ([*x.shape], str(x.dtype)) for name, x in flatten_with_names(state).items()}
 
 
 def fingerprint(model: LanguageModel) -> str:
@@ -270,7 +271,7 @@ def fingerprint(model: LanguageModel) -> str:
     options = config["attention_options"]
     config["attention_options"] = [x for x in options if not x[0].endswith(".implementation")]
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, x in sorted(named(nnx.state(model, nnx.Param)).items()):
+    for name, x in sorted(flatten_with_names(nnx.state(model, nnx.Param)).items()):
         digest.update(name.encode())
         digest.update(np.asarray(x).tobytes())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import init_rows, make_advance, select_rows
-from heinsen_jax.generate.tokens import Carry, check_capacity, draw, go_on
+from heinsen_jax.generate.tokens import Carry, check_capacity, draw, generate, go_on
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Integer, Shaped
 
@@ -166,6 +166,39 @@ def _more(
 ) -> tuple[Carry, Integer[Array, "B new"]]:
     rows = make_advance(graph, parameters, are_apart)
     return go_on(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
+
+
+def sample(
+    model: LanguageModel,
+    tokenizer: tiktoken.Encoding,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.8,
+    seed: int = 0,
+) -> str:
+    """The prompt with one continuation, up to the end-of-text token.
+
+    Args:
+      model: a causal model.
+      tokenizer: the one it was trained with.
+      prompt: at least one character.
+      max_new_tokens: tokens of the continuation, at most.
+      temperature: as for `generate`.
+      seed: of the random key.
+    """
+    tokens = tokenizer.encode_ordinary(prompt)
+    new = generate(
+        model,
+        jnp.asarray(tokens, jnp.int32),
+        max_new_tokens,
+        temperature=temperature,
+        key=jax.random.key(seed),
+        num_tokens=tokenizer.n_vocab,
+    ).tolist()
+    end = end_of_text_id(tokenizer)
+    new = new[: new.index(end)] if end in new else new
+    return tokenizer.decode(tokens + new)
 
 
 def bytes_of(tokenizer: tiktoken.Encoding, token: int) -> bytes:

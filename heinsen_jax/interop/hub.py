@@ -27,7 +27,7 @@ from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
-from heinsen_jax.training.weights import SHARD_BYTES, has_weights, named, save_weights
+from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
 from heinsen_jax.typing import Array
 
 try:
@@ -61,7 +61,7 @@ def save_pretrained(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{place} exists: give the name of a new folder")
     model, tokenizer, step = load_run(workdir, best=best)
-    arrays = named(nnx.state(model, nnx.Param))
+    arrays = flatten_with_names(nnx.state(model, nnx.Param))
     holder = output if output.exists() else output.parent
     partial = free_name(holder / f"{output.name}.partial")
     try:
@@ -202,6 +202,7 @@ A model trained with heinsen_jax. All of its settings are in
 ## Use
 
 ```python
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.interop.hub import from_pretrained
 
 model, tokenizer = from_pretrained({json.dumps(name)})

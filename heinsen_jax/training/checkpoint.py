@@ -27,9 +27,10 @@ from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import process_0_first
 from heinsen_jax.errors import UserError, explain, wants_tracebacks
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checksums import add_last_checksums, find_damage, write_checksums
 from heinsen_jax.training.state import TrainState
-from heinsen_jax.training.weights import has_weights, load_weights, named
+from heinsen_jax.training.weights import has_weights, load_weights
 from heinsen_jax.typing import JSON
 
 CONFIG_FILE = "config.json"
@@ -201,7 +202,7 @@ class Checkpoints:
         try:
             self._manager.save(
                 step,
-                args=ocp.args.PyTreeSave(named(state)),
+                args=ocp.args.PyTreeSave(flatten_with_names(state)),
                 metrics={"loss": math.inf if loss is None else loss},
                 force=True,
             )
@@ -238,7 +239,7 @@ class Checkpoints:
         Raises:
           UserError: the step is damaged or holds other arrays; the message names it.
         """
-        wanted = named(abstract)
+        wanted = flatten_with_names(abstract)
         try:
             saved = self._manager.item_metadata(step).tree
             if missing := wanted.keys() - saved.keys():
@@ -318,8 +319,8 @@ def load_run(
     if has_checkpoints:
         parameters, step = _of_checkpoint(workdir, abstract, best)
     else:
-        arrays, step = load_weights(workdir, named(abstract))
-        leaves = [arrays[name] for name in named(abstract)]
+        arrays, step = load_weights(workdir, flatten_with_names(abstract))
+        leaves = [arrays[name] for name in flatten_with_names(abstract)]
         parameters = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
     is_task = "task" in config["data"]
     tokenizer = None if is_task else load_tokenizer(workdir)

@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import tiktoken
 from flax import nnx
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Batch, Dataset, end_of_text_id, train_batches
+from heinsen_jax.data import Batch, Dataset, train_batches
 from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate import generate
-from heinsen_jax.models import flops_per_token
+from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.evaluate import evaluate
@@ -50,6 +51,20 @@ class Diverged(UserError):
     """Too many updates in a row were skipped."""
 
 
+class SampleFn(Protocol):
+    """Continues a prompt with a model."""
+
+    def __call__(
+        self,
+        model: LanguageModel,
+        tokenizer: tiktoken.Encoding,
+        prompt: str,
+        max_new_tokens: int,
+        *,
+        seed: int,
+    ) -> str: ...
+
+
 @dataclass(frozen=True)
 class Result:
     """How training ended.
@@ -73,6 +88,7 @@ def train(
     dry_run: bool = False,
     profile: bool = False,
     on_start: Callable[[], None] = lambda: None,
+    sample_fn: SampleFn | None = None,
 ) -> Result:
     """Trains from the latest checkpoint in `workdir`, or from the start, to the last step.
 
@@ -87,6 +103,7 @@ def train(
         the run will take.
       profile: whether to write a trace of a few updates into the run's folder.
       on_start: called before the first update, by process 0; not where none is left to make.
+      sample_fn: writes the samples, such as `heinsen_jax.generate.sample`; none when None.
 
     Raises:
       UserError: as `check_settings`; no checkpoint of a run is left, or it cannot be read; or a
@@ -98,7 +115,7 @@ def train(
         jax.config.update("jax_compilation_cache_dir", experiment.training.compilation_cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     with jax.set_mesh(mesh):
-        run = _Run(workdir, dataset, experiment, mesh, profile, on_start)
+        run = _Run(workdir, dataset, experiment, mesh, profile, on_start, sample_fn)
         return run.dry_run() if dry_run else run()
 
 
@@ -113,12 +130,13 @@ class _Run:
         mesh: Mesh,
         profile: bool,
         on_start: Callable[[], None],
+        sample_fn: SampleFn | None,
     ):
         self.workdir, self.dataset, self.mesh = workdir, dataset, mesh
         self.seed = experiment.seed
         self.model, self.data = experiment.model, experiment.data
         self.training, self.profile = experiment.training, profile
-        self.on_start = on_start
+        self.on_start, self.sample_fn = on_start, sample_fn
         self.schedule = learning_rate(experiment.optimizer, self.training.steps)
         self.transform = make_optimizer(experiment.optimizer, self.training.steps)
         self.graph = graph_of(self.model)
@@ -309,8 +327,16 @@ class _Run:
         metrics = self._evaluated(state)
         self.checkpoints.save(step, state, loss=metrics["loss"])
         self.reporter.validation(step, metrics)
-        if self.training.sample_tokens:
-            self.reporter.sample(step, self._sample(state))
+        if self.sample_fn is not None and self.training.sample_tokens:
+            assert self.dataset.tokenizer is not None
+            text = self.sample_fn(
+                nnx.merge(self.graph, state.parameters),
+                self.dataset.tokenizer,
+                self.training.sample_prompt,
+                self.training.sample_tokens,
+                seed=self.seed,
+            )
+            self.reporter.sample(step, text)
         return metrics
 
     def _evaluated(self, state: TrainState) -> dict[str, float]:
@@ -323,22 +349,6 @@ class _Run:
             max_batches=self.training.evaluation_batches,
             is_causal=self.model.is_causal,
         )
-
-    def _sample(self, state: TrainState) -> str:
-        tokenizer, training = self.dataset.tokenizer, self.training
-        assert tokenizer is not None
-        prompt = tokenizer.encode_ordinary(training.sample_prompt)
-        tokens = generate(
-            nnx.merge(self.graph, state.parameters),
-            jnp.asarray(prompt, jnp.int32),
-            training.sample_tokens,
-            temperature=0.8,
-            key=jax.random.key(self.seed),
-            num_tokens=tokenizer.n_vocab,
-        ).tolist()
-        end = end_of_text_id(tokenizer)
-        tokens = tokens[: tokens.index(end)] if end in tokens else tokens
-        return tokenizer.decode(prompt + tokens)
 
     def _conclude(self, result: Result) -> None:
         line = self.reporter.line

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,18 +16,12 @@ from safetensors.numpy import save_file
 
 from heinsen_jax.data.files import replacing, write_atomically, writing
 from heinsen_jax.errors import UserError
-from heinsen_jax.typing import Array, PyTree
+from heinsen_jax.typing import Array
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 HASH = "sha256"
-
-
-def named(tree: PyTree) -> dict[str, Any]:
-    """The arrays of a pytree by their paths: what is saved does not depend on container classes."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 def has_weights(folder: Path) -> bool:

@@ -14,9 +14,10 @@ from heinsen_jax.data import fingerprint
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.hub import from_pretrained, push, save_pretrained
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.metrics import read_metrics
-from heinsen_jax.training.weights import named, save_weights
+from heinsen_jax.training.weights import save_weights
 from tests.models.small import apply
 
 pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the run
@@ -143,7 +144,9 @@ def test_what_was_there_before_is_not_fetched(run, tmp_path, monkeypatch):
 
 def test_a_file_in_place_of_shards(run, tmp_path):
     model, _, _ = load_run(run)
-    arrays = {name: np.asarray(x) for name, x in named(nnx.state(model, nnx.Param)).items()}
+    arrays = {
+        name: np.asarray(x) for name, x in flatten_with_names(nnx.state(model, nnx.Param)).items()
+    }
     save_weights(tmp_path, {name: 0 * x for name, x in arrays.items()}, step=1, shard_bytes=20_000)
     save_weights(tmp_path, arrays, step=2)
     (tmp_path / "config.json").write_text((run / "config.json").read_text())

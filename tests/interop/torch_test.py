@@ -18,7 +18,7 @@ from flax import nnx
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.torch import from_file, from_state_dict, to_file, to_state_dict
 from heinsen_jax.models import LanguageModelConfig
-from heinsen_jax.training.weights import named
+from heinsen_jax.pytrees import flatten_with_names
 from tests.models.small import random_model
 
 
@@ -107,7 +107,7 @@ def test_in_and_out_again():
     model = random_model(SMALL)
     again = from_state_dict(to_state_dict(model), num_heads=2)
     assert dataclasses.replace(again.config, key_depth=None) == SMALL
-    have, want = (named(nnx.state(x, nnx.Param)) for x in (again, model))
+    have, want = (flatten_with_names(nnx.state(x, nnx.Param)) for x in (again, model))
     assert_same(have, want)
 
 

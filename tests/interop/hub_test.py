@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from flax import nnx
@@ -144,9 +145,7 @@ def test_what_was_there_before_is_not_fetched(run, tmp_path, monkeypatch):
 
 def test_a_file_in_place_of_shards(run, tmp_path):
     model, _, _ = load_run(run)
-    arrays = {
-        name: np.asarray(x) for name, x in flatten_with_names(nnx.state(model, nnx.Param)).items()
-    }
+    arrays = jax.tree.map(np.asarray, flatten_with_names(nnx.state(model, nnx.Param)))
     save_weights(tmp_path, {name: 0 * x for name, x in arrays.items()}, step=1, shard_bytes=20_000)
     save_weights(tmp_path, arrays, step=2)
     (tmp_path / "config.json").write_text((run / "config.json").read_text())

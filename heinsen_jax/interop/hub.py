@@ -25,6 +25,7 @@ from heinsen_jax.data import save_tokenizer
 from heinsen_jax.data.files import free_name, writing
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
 from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
@@ -202,7 +203,6 @@ A model trained with heinsen_jax. All of its settings are in
 ## Use
 
 ```python
-from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.interop.hub import from_pretrained
 
 model, tokenizer = from_pretrained({json.dumps(name)})

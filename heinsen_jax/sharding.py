@@ -1,11 +1,11 @@
-"""One mesh, and where each array lies on it: logical axis -> mesh axes, as data.
+"""The device mesh, and rules that map logical axes of arrays to its axes.
 
 The axes of the mesh:
 
-    data      copies of the parameters, each with a part of every batch
-    fsdp      parameters and optimizer state are split, and so is the batch
-    tensor    attention heads, perceptrons and the vocabulary are split
-    context   every text is split: devices hold consecutive tokens, and exchange attention states
+    data      replicas of the parameters, each with a part of every batch
+    fsdp      parameters, optimizer state and the batch are split
+    tensor    attention heads, MLPs and the vocabulary are split
+    context   sequences are split: devices hold consecutive tokens and exchange attention states
 """
 
 import dataclasses
@@ -42,16 +42,16 @@ AxisSize = Annotated[int, pydantic.Field(ge=-1)]
 
 @config_dataclass
 class MeshConfig:
-    """How many devices each axis has; at most one -1 takes the rest."""
+    """Number of devices per mesh axis; one axis may be -1, for all remaining devices."""
 
     data: AxisSize = -1
-    """Devices with copies of the parameters and batches of their own."""
+    """Data parallelism: replicas of the parameters, each with its part of the batch."""
     fsdp: AxisSize = 1
-    """Devices that share parameters and optimizer state, with batches of their own."""
+    """Fully sharded data parallelism: parameters, optimizer state and batch are split."""
     tensor: AxisSize = 1
-    """Devices that share the heads of attention, perceptrons and the vocabulary."""
+    """Tensor parallelism: attention heads, MLPs and the vocabulary are split."""
     context: AxisSize = 1
-    """Devices that share the tokens of a text."""
+    """Context parallelism: the tokens of each sequence are split."""
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:

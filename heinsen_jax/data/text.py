@@ -24,24 +24,24 @@ from heinsen_jax.typing import config_dataclass
 
 @config_dataclass
 class DataConfig:
-    """Which text is learned, and in what portions."""
+    """Text corpus, tokenizer, and shape of the batches."""
 
     corpus: str = "python-stdlib"
-    """A corpus by name, a text file, folder or .jsonl[.zst], or a folder prepared earlier."""
+    """Name of a corpus, a text file, a folder, a .jsonl[.zst] file, or a prepared folder."""
     tokenizer: str = "bytes"
-    """bytes, a name that tiktoken knows (gpt2, ...), or a .tiktoken file."""
+    """bytes, the name of a tiktoken encoding (gpt2, ...), or a .tiktoken file."""
     cache: str = "data"
-    """The folder that receives downloads and prepared data sets."""
+    """Folder for downloads and prepared data sets."""
     validation_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
-    """How much of the text is for validation; by default 0.1 of a single text, else 0.01."""
+    """Fraction for validation; by default 0.1 of a single text file, else 0.01 of the documents."""
     sequence_length: pydantic.PositiveInt = 1024
-    """Tokens that a model sees at once."""
+    """Sequence length in tokens."""
     batch_size: pydantic.PositiveInt = 32
-    """Sequences in a batch, over all processes."""
+    """Global batch size, in sequences."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
-    """Further lengths to measure at, besides that of training."""
+    """Further sequence lengths at which to evaluate."""
     verify: bool = False
-    """Read all prepared tokens before training and compare their hashes with the manifest's."""
+    """Before training, compare the hashes of all prepared tokens with the manifest."""
 
     @property
     def longest(self) -> int:

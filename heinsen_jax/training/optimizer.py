@@ -18,30 +18,31 @@ class OptimizerConfig:
     """The defaults are the paper's where it gives them (6e-4 to 6e-5), else nanoGPT's."""
 
     learning_rate: pydantic.PositiveFloat = 6e-4
-    """The largest learning rate, reached after warm-up."""
+    """Peak learning rate, after warm-up."""
     end_learning_rate: pydantic.NonNegativeFloat = 6e-5
-    """The learning rate at the last step, reached along a cosine."""
+    """Learning rate at the last step of the cosine schedule."""
     warmup_steps: pydantic.NonNegativeInt = 100
     """Steps of linear warm-up."""
     beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay rate of the first moment (Adam)."""
     beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.95
-    """Decay of the squared gradient's running mean."""
+    """Decay rate of the second moment (Adam)."""
     weight_decay: pydantic.NonNegativeFloat = 0.1
-    """Decay, times the learning rate, of matrices and embeddings."""
+    """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
     clip_norm: pydantic.PositiveFloat = 1.0
-    """The largest global norm that a gradient keeps."""
+    """Global norm to which gradients are clipped."""
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up to the largest rate, then a cosine to the last one at `steps`.
+    """Linear warm-up to the peak rate, then a cosine schedule to the last one at `steps`.
 
     Raises:
       UserError: warm-up is not shorter than training.
     """
     if config.warmup_steps >= steps:
         raise UserError(
-            f"optimizer.warmup_steps={config.warmup_steps} must be less than training.steps={steps}"
+            f"optimizer.warmup_steps={config.warmup_steps} is not less than training.steps={steps};"
+            " make it smaller, or train for more steps"
         )
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
@@ -65,7 +66,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 
 def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
-    """Which parameters weight decay acts on: a pytree of booleans."""
+    """Pytree of booleans: the parameters to which weight decay applies."""
 
     def is_decayed(path: jax.tree_util.KeyPath, _: Array | jax.ShapeDtypeStruct) -> bool:
         return any(getattr(entry, "key", None) in DECAYED for entry in path)

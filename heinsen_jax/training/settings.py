@@ -1,4 +1,4 @@
-"""How a run is trained, and whether the parts of an experiment fit one another."""
+"""Configuration of training, and checks across the sections of an experiment."""
 
 from typing import Annotated, Protocol, runtime_checkable
 
@@ -18,44 +18,45 @@ from heinsen_jax.typing import config_dataclass
 
 @config_dataclass
 class TrainingConfig:
-    """How long to train, and how often to look."""
+    """Length of training, evaluations, checkpoints, samples and safety limits."""
 
     steps: pydantic.PositiveInt = 1000
-    """Updates in all."""
+    """Total number of updates."""
     accumulation_steps: pydantic.PositiveInt = 1
-    """Parts of a batch whose gradients are summed before an update."""
+    """Microbatches per update, whose gradients are summed."""
     log_every: pydantic.PositiveInt = 10
     """Steps between two rows of training metrics."""
     evaluate_every: pydantic.PositiveInt = 250
-    """Steps between two evaluations, each with a checkpoint and a sample; the last step has one."""
+    """Steps between two evaluations, each with a checkpoint and a sample; the last step always has
+    one."""
     evaluation_batches: pydantic.PositiveInt | None = None
-    """Batches of an evaluation; the whole validation text when None."""
+    """Batches per evaluation, from the start of the validation split; all of it when None."""
     checkpoint_every: pydantic.PositiveInt | None = None
-    """Steps between two checkpoints besides those of evaluations."""
+    """Steps between two checkpoints, in addition to those of evaluations."""
     keep_checkpoints: pydantic.PositiveInt = 2
-    """How many of the latest checkpoints stay, besides the best."""
+    """Number of latest checkpoints to keep, in addition to the best one."""
     sample_prompt: str = "\n"
-    """What a sample begins with."""
+    """Prompt of the samples."""
     sample_tokens: pydantic.NonNegativeInt = 200
-    """Tokens of a sample; 0 for none."""
+    """Length of the samples in tokens; 0 disables them."""
     skip_grad_norm_ratio: pydantic.PositiveFloat | None = 20.0
-    """An update is skipped if its gradient's norm is more than so many times the usual one; None:
-    never. Updates that are not finite always are."""
+    """Skip an update whose gradient norm exceeds this multiple of its running mean; None disables
+    this. Updates that are not finite are always skipped."""
     max_consecutive_skips: pydantic.PositiveInt = 20
-    """Training ends when so many updates in a row were skipped."""
+    """Number of consecutive skipped updates that ends training."""
     shutdown_timeout: pydantic.PositiveFloat = 60.0
-    """Seconds after SIGTERM or Ctrl-C in which a run must have saved what it has."""
+    """Seconds after SIGTERM or Ctrl-C within which the run must have saved a checkpoint."""
     data_timeout: pydantic.PositiveFloat = 600.0
-    """Seconds after which a run ends that waits for its next batch."""
+    """Seconds to wait for the next batch before the run ends with an error."""
     compilation_cache: str | None = None
-    """A folder where compiled functions are kept, for the next run with the same settings."""
+    """Folder of JAX's persistent compilation cache, for restarts and runs with equal settings."""
     masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
-    """How much of a text a model has to fill in, if it is not causal."""
+    """Fraction of the tokens that a bidirectional model is trained to predict."""
 
 
 @runtime_checkable
 class Experiment(Protocol):
-    """What `train` needs of an experiment's configuration."""
+    """Sections of the configuration that `train` reads."""
 
     @property
     def seed(self) -> int: ...
@@ -72,30 +73,32 @@ class Experiment(Protocol):
 
 
 def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
-    """Makes sure that the parts of an experiment fit one another, and returns its mesh.
+    """Check the sections of an experiment against each other, and return its mesh.
 
     Raises:
-      UserError: they do not; the message names the fields and the mend.
+      UserError: two fields are incompatible; the message names them and the fix.
     """
     model, data, training = experiment.model, experiment.data, experiment.training
     vocabulary = dataset.vocab_size
     if model.vocab_size < vocabulary:
         of = f"data.tokenizer={data.tokenizer}" if isinstance(data, DataConfig) else data.task
         raise UserError(
-            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of {of}: make it "
-            f"at least {vocabulary}"
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of {of}; make "
+            f"it at least {vocabulary}"
         )
     if training.sample_tokens:
         if dataset.tokenizer is None:
-            raise UserError(f"{dataset.name} is of no text to sample: set training.sample_tokens=0")
+            raise UserError(f"{dataset.name} has no text to sample; set training.sample_tokens=0")
         if not dataset.tokenizer.encode_ordinary(training.sample_prompt):
-            raise UserError("training.sample_prompt is empty: give a character, or sample_tokens=0")
+            raise UserError(
+                "training.sample_prompt is empty; give a character, or set sample_tokens=0"
+            )
     if not model.is_causal:
         _check_masked(model, training, vocabulary)
     if model.max_length is not None and data.longest > model.max_length:
         raise UserError(
-            f"data has texts of up to {data.longest} tokens, for which model.max_length="
-            f"{model.max_length} gives no positions: make it at least {data.longest}"
+            f"model.max_length={model.max_length} is shorter than sequences of {data.longest} "
+            f"tokens; make it at least {data.longest}"
         )
     dataset.train_row(data, experiment.seed)
     dataset.validation_rows(data)
@@ -114,7 +117,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
 
 
 def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> None:
-    """Whether texts and heads can be split as the mesh asks for."""
+    """Check that the mesh divides sequences and heads."""
     tensor, context = mesh.shape["tensor"], mesh.shape["context"]
     if model.num_heads % tensor:
         raise UserError(f"mesh.tensor={tensor} does not divide model.num_heads={model.num_heads}")
@@ -129,8 +132,8 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
         if not block.attention.capabilities.mergeable:
             able = [name for name in names() if mechanism(name).capabilities.mergeable]
             raise UserError(
-                f"mesh.context={context} with model.attention={name!r}, as it is configured: a "
-                f"text cannot be split, for its states do not merge. Use mesh.context=1, or one of "
+                f"mesh.context={context}: model.attention={name!r}, as configured, has no states "
+                f"that merge, so sequences cannot be split; use mesh.context=1, or one of "
                 f"{', '.join(able)} without a window"
             )
 
@@ -138,10 +141,10 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
 def _check_masked(model: LanguageModelConfig, training: TrainingConfig, vocabulary: int) -> None:
     if model.vocab_size == vocabulary:
         raise UserError(
-            f"model.vocab_size={model.vocab_size} with model.is_causal=False: make it at least "
-            f"{vocabulary + 1}, for the mask is a token of its own"
+            f"model.vocab_size={model.vocab_size} with model.is_causal=False has no room for the "
+            f"mask token; make it at least {vocabulary + 1}"
         )
     if training.sample_tokens:
         raise UserError(
-            "model.is_causal=False, and such a model cannot write: set training.sample_tokens=0"
+            "training.sample_tokens: a model with is_causal=False cannot generate; set it to 0"
         )

@@ -11,6 +11,7 @@ import pytest
 from heinsen_jax import data
 from heinsen_jax.config import override
 from heinsen_jax.errors import UserError
+from heinsen_jax.generate import sample
 from heinsen_jax.sharding import make_mesh
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.loop import Result, train
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.xdist_group("loop")  # one worker makes what tests shar
 
 def run(workdir, config, **options) -> Result:
     workdir.mkdir(exist_ok=True)
-    return train(workdir, data.load(config.data), config, **options)
+    return train(workdir, data.load(config.data), config, sample_fn=sample, **options)
 
 
 def final_bytes(workdir, config) -> list[bytes]:

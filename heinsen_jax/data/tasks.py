@@ -1,7 +1,7 @@
-"""Made-up tasks that show what a mechanism can keep of a text: drawn anew, without end.
+"""Synthetic tasks that test what a mechanism can recall from its state.
 
-A row is a text of which only the answers count, in training and in measuring: a model is never
-asked to predict what was drawn at random. Example i of a seed is always the same.
+Examples are drawn without end; example i of a seed is always the same. Only the answers count in
+the loss and the accuracy: a model is never asked to predict a random token.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +20,15 @@ PADDING = 0
 
 @config_dataclass
 class Task:
-    """What all tasks have in common, besides a name, `task`, a `vocab_size`, and the
-    `sequence_length`, tokens that a model sees at once."""
+    """Base class of the tasks, which also have a name `task`, a `vocab_size` and a
+    `sequence_length` in tokens."""
 
     batch_size: pydantic.PositiveInt = 64
-    """Sequences in a batch, over all processes."""
+    """Global batch size, in sequences."""
     validation_examples: pydantic.PositiveInt = 1024
-    """How many are measured on."""
+    """Number of examples of an evaluation."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
-    """Further lengths to measure at, besides that of training."""
+    """Further lengths at which to evaluate."""
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Tokens `[n]`, at most sequence_length + 1, and which of them are answers."""
@@ -40,7 +40,7 @@ class Task:
 
     @property
     def longest(self) -> int:
-        """Tokens that a model sees at once, at most."""
+        """Maximum sequence length, with those of tests."""
         task = cast("AnyTask", self)
         tested = [task, *(task.at_length(length) for length in self.test_lengths)]
         return max(task.sequence_length for task in tested)
@@ -102,7 +102,9 @@ class Recall(Task):
 
 @config_dataclass
 class Copying(Task):
-    """A string of letters, and again:  ( a b c = [a] [b] [c] [)]
+    """Copying: a string of letters, which the model repeats.
+
+        ( a b c = [a] [b] [c] [)]
 
     References:
       Jelassi et al., 2024, Repeat After Me, arXiv:2402.01032: 5 to 20 of 26 letters, tested at
@@ -111,11 +113,11 @@ class Copying(Task):
 
     task: Literal["copying"] = "copying"
     num_letters: pydantic.PositiveInt = 26
-    """How many different ones there are."""
+    """Number of distinct letters."""
     shortest_string: pydantic.PositiveInt = 5
-    """Letters of a string, at least."""
+    """Minimum length of a string."""
     longest_string: pydantic.PositiveInt = 20
-    """Letters of a string, at most; a test at a length has strings of just that."""
+    """Maximum length of a string; a test at another length has strings of exactly that length."""
 
     def __post_init__(self) -> None:
         if self.shortest_string > self.longest_string:
@@ -145,7 +147,9 @@ class Copying(Task):
 
 @config_dataclass
 class SelectiveCopying(Task):
-    """Letters among noise, and then the letters alone:  . a . . b c . = [a] [b] [c]
+    """Selective copying: letters among noise tokens, which the model repeats without the noise.
+
+        . a . . b c . = [a] [b] [c]
 
     References:
       Gu, Dao, 2023, Mamba, arXiv:2312.00752, section 4.1.1; Jelassi et al., 2024, Repeat After Me.
@@ -153,11 +157,11 @@ class SelectiveCopying(Task):
 
     task: Literal["selective_copying"] = "selective_copying"
     num_letters: pydantic.PositiveInt = 14
-    """How many different ones there are."""
+    """Number of distinct letters."""
     num_copied: pydantic.PositiveInt = 16
-    """Letters to be copied."""
+    """Number of letters to copy."""
     text_length: pydantic.PositiveInt = 256
-    """Letters and noise; what a test length is of."""
+    """Number of letters and noise tokens; test lengths are of these."""
 
     def __post_init__(self) -> None:
         if (least := min((self.text_length, *self.test_lengths))) < self.num_copied:
@@ -223,21 +227,23 @@ class Induction(Task):
 
 @config_dataclass
 class Needle(Task):
-    """A few words to be found in a heap of others:  ? ? k v1 v2 ? ? ? ... k [v1] [v2]
+    """Needles in a haystack: a key and its words among random words, then the key again.
 
-    Keys, which are different from one another, have tokens of their own; needles lie anywhere in
-    the heap, and the text ends with one's key and words.
+        ? ? k v1 v2 ? ? ? ... k [v1] [v2]
+
+    Keys are distinct and have tokens of their own. Needles are at random positions, and the
+    sequence ends with the key and the words of one of them.
     """
 
     task: Literal["needle"] = "needle"
     num_words: Annotated[int, pydantic.Field(ge=2)] = 64
-    """Different words, of the heap and of needles."""
+    """Number of distinct words."""
     num_keys: pydantic.PositiveInt = 16
-    """Different keys of needles."""
+    """Number of distinct keys."""
     num_needles: pydantic.PositiveInt = 1
-    """Needles in a heap, of which one is asked for."""
+    """Number of needles, one of which is queried."""
     needle_length: pydantic.PositiveInt = 4
-    """Words of a needle."""
+    """Number of words of a needle."""
     sequence_length: pydantic.PositiveInt = 256
     """Tokens that a model sees at once; what a test length is of."""
 

@@ -4,7 +4,7 @@
     python benchmarks/harness.py [--config configs/quickstart.py]
 
 A model of the configuration, of one update, judges four answers of eight tokens after each of many
-contexts of the same length: with contexts read once, whose states all answers go on from, and with
+contexts of the same length: with contexts read once, whose states all answers continue, and with
 every answer read together with its context, in one pass, as harnesses do. First that both find the
 same, then the time, in interleaved turns. On 2 cores of an AMD EPYC, some 3 minutes. Writes a JSON
 record.

@@ -16,7 +16,7 @@ from heinsen_jax.config import (
 
 def get_config() -> ExperimentConfig:
     return ExperimentConfig(
-        # remat: on a CPU, recomputing is faster than allocating residuals anew at every update
+        # remat: on a CPU, recomputing is faster than allocating residuals at every update
         model=LanguageModelConfig(
             vocab_size=264, model_dim=128, num_layers=4, num_heads=4, remat=True
         ),

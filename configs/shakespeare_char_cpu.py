@@ -4,7 +4,7 @@ python train.py --config configs/shakespeare_char_cpu.py
 
 The paper's block with 0.76M parameters, so about those of nanoGPT's model of the same budget, whose
 validation loss is 1.88 (its README). What comes of it is in docs/results.md. Blocks are recomputed
-in backward (`remat`): on a CPU, that is quicker than memory taken anew at every step.
+in backward (`remat`): on a CPU, this is faster than allocating memory at every step.
 """
 
 from heinsen_jax.config import (

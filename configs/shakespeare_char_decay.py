@@ -2,8 +2,8 @@
 
 python train.py --config configs/shakespeare_char_decay.py
 
-The fading block: a convolution of 4 tokens before each branch, and log-attention over values of any
-sign that forgets, head by head. 0.83M parameters, 2000 updates of 12 x 64 characters, as in
+The decay block: a convolution of 4 tokens before each branch, and log-attention over values of any
+sign, with decay by head. 0.83M parameters, 2000 updates of 12 x 64 characters, as in
 shakespeare_char_cpu.py; also measured in windows of 256 and 1024 characters, which are longer than
 any it learned from. What comes of it, and what softmax attention reaches with the same help, is in
 the report of the study configs/studies/language_model.py.

@@ -1,9 +1,10 @@
-"""Writes with you, line by line: a trained model goes on where you stop, and you where it does.
+"""Chat with a trained model, line by line.
 
 python -m heinsen_jax.chat --workdir runs/quickstart
 
-What was said before is kept as a state, never read again. /save FILE keeps it in a file, /load FILE
-goes on from one, /reset begins anew, /quit or end of input ends.
+The conversation so far is the model's state, and is never read again. /save FILE writes the
+state to a file, /load FILE resumes from one, /reset starts over, /quit or the end of input ends the
+chat.
 """
 
 from collections.abc import Iterator
@@ -67,7 +68,7 @@ class Chat:
         if self.model.remaining(state) < (needed := len(tokens) + self.most):
             raise UserError(
                 "the text is as long as the model has positions for, model.max_length: /reset "
-                "begins anew"
+                "starts over"
             )
         self.state = self.model.ensure_capacity(state, needed)  # once, not token by token
         written = b""

@@ -37,8 +37,8 @@ from heinsen_jax.training.metrics import read_metrics
 
 # %% [markdown]
 # A configuration is a value: take one that there is, and change what you like. This is the
-# quickstart's, with 200 steps, in the standard block (attention, then a perceptron), one layer of
-# log-attention whose memory fades, and one of additive attention.
+# quickstart's, with 200 steps, in the standard block (attention, then an MLP), one layer of
+# log-attention with decay, and one of additive attention.
 
 # %%
 ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
@@ -121,7 +121,7 @@ for head, panel in enumerate(axes):
     panel.set_yticks(range(len(letters)), letters, fontsize=5)
 
 # %% [markdown]
-# Rows that fade to the left forget; vertical lines are tokens whose keys stand out for all. A sharp
+# Rows that fade to the left show decay; vertical lines are tokens with large keys. A sharp
 # row, all of one token, is rare: that would take a very large key.
 #
 # ## Which tokens matter

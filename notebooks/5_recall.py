@@ -108,7 +108,7 @@ plt.grid(alpha=0.3)
 plt.legend()
 
 # %% [markdown]
-# A window forgets what has left it. A state of constant size holds a few pairs, and more with more
+# A window loses old tokens. A state of constant size holds a few pairs, and more with more
 # features: 32 bits for each pair of a key feature and a value feature.
 #
 # ## What does a state hold?

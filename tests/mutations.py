@@ -87,7 +87,7 @@ FAULTS = {
     "a causal mask of softmax off by one": Fault(
         "heinsen_jax/ops/masks.py", "return key <= query", "return key < query", "tests/ops"
     ),
-    "positions that forget the state": Fault(
+    "positions that ignore the state": Fault(
         "heinsen_jax/models/position.py",
         "initial=initial_state.h)",
         "initial=jnp.zeros_like(initial_state.h))",

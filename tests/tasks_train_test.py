@@ -1,4 +1,4 @@
-"""A made-up task, from a configuration to a model that solves it, and the commands after that."""
+"""A synthetic task, from a configuration to a model that solves it, and the commands after that."""
 
 import sys
 from dataclasses import replace

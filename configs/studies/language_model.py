@@ -16,7 +16,7 @@ ABOUT = """
 2000 updates of 12 x 64 characters, the budget of nanoGPT's CPU recipe, for which its README reports
 1.88. Loss in nats per character, over the whole validation text: in windows of 64 characters, as in
 training, and in windows of 256 and 1024, which no model has learned from. All but the paper's model
-have four layers of width 128, with a perceptron of 512 and a convolution of 4 tokens before each
+have four layers of width 128, with an MLP of 512 and a convolution of 4 tokens before each
 branch. Learned positions end at 64.
 """
 

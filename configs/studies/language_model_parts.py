@@ -15,7 +15,7 @@ from heinsen_jax.study import Ranking, Study
 ABOUT = """
 The log-attention of the study of language models, at one learning rate and with one seed, by which
 runs differ by about 0.005: smaller differences mean nothing. Where a part takes parameters, the
-perceptron is narrower, so that there are at most 0.85M.
+MLP is narrower, so that there are at most 0.85M.
 """
 WINDOW = "sliding_window.window_size", 16
 

@@ -4,7 +4,7 @@ python -m heinsen_jax.study configs/studies/recall_zoology.py --executor ray --g
 
 Lengths, pairs, widths, learning rates and sizes of batches are those that were published with Arora
 et al., 2023, arXiv:2312.04927. Where these pass 64 times over 100,000 examples, here as many are
-new. The block, with its convolutions and perceptrons, is ours, that of `recall.py` beside this; so
+new. The block, with its convolutions and MLPs, is ours, that of `recall.py` beside this; so
 are the windows, at all lengths.
 """
 
@@ -16,7 +16,7 @@ from heinsen_jax.study import Points, Study, sweeps
 
 ABOUT = """
 The tasks of Arora et al., 2023, Zoology, arXiv:2312.04927, at their lengths, widths and learning
-rates; as many examples, but new ones; in our block, with convolutions and perceptrons.
+rates; as many examples, but new ones; in our block, with convolutions and MLPs.
 """
 EXAMPLES = 6_400_000
 RATES = 10**-4, 10 ** (-10 / 3), 10 ** (-8 / 3), 10**-2

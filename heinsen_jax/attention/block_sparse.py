@@ -15,7 +15,7 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class BlockSparseConfig(RotaryConfig):
-    """Of block-sparse attention."""
+    """Configuration of block-sparse attention."""
 
     pattern: Literal["local", "strided", "fixed"] = "fixed"
     """The last tokens; every block_size-th token; or the own block, and the ends of all others."""

@@ -12,10 +12,10 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class DilatedConfig(RotaryConfig):
-    """Of dilated attention."""
+    """Configuration of dilated attention."""
 
     window_size: pydantic.PositiveInt = 64
-    """Tokens a query sees, itself included; on each side, if not causal."""
+    """Number of tokens that a query attends to, itself included; on each side if not causal."""
     dilation: pydantic.PositiveInt = 4
     """Positions from one of them to the next; 1 leaves no gaps."""
 

@@ -122,9 +122,9 @@ def log_attention_fn(
 
 
 def _refuse(fields: dict[str, tuple[bool, str]]) -> None:
-    for name, (is_given, mend) in fields.items():
+    for name, (is_given, fix) in fields.items():
         if is_given:
-            raise NotImplementedError(f"log_attention_fn: {name}: {mend}")
+            raise NotImplementedError(f"log_attention_fn: {name}: {fix}")
 
 
 def _checked(mask: AnyArray, query: Array, key: Array) -> AnyArray:

@@ -1,4 +1,4 @@
-"""What mechanisms with queries, keys and values have in common: projections to heads, and back."""
+"""Base class of mechanisms with queries, keys and values: projections to heads and back."""
 
 from collections.abc import Callable
 from typing import TypeVar, Unpack
@@ -15,19 +15,18 @@ from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Value
 
 @config_dataclass
 class HeadsConfig(AttentionConfig):
-    """Sizes of the heads, and what comes after them."""
+    """Head dimensions and output projection."""
 
     num_kv_heads: pydantic.PositiveInt | None = None
-    """Key/value heads, which queries share; num_heads by default."""
+    """Number of key/value heads, shared by groups of query heads; num_heads by default."""
     key_depth: pydantic.PositiveInt | None = None
-    """Features of a query or key head; model_dim / num_heads by default."""
+    """Head dimension of queries and keys; model_dim / num_heads by default."""
     value_depth: pydantic.PositiveInt | None = None
-    """Features of a value head; model_dim / num_heads by default."""
+    """Head dimension of values; model_dim / num_heads by default."""
     gated: bool = False
-    """Whether a gated linear unit comes before the output's projection, as in Heinsen's block."""
+    """Whether a gated linear unit precedes the output projection, as in Heinsen's block."""
     query_key_norm: bool = False
-    """Whether each head's queries and keys are divided by the root of their mean square, and
-    scaled by what is learned for each feature."""
+    """Whether queries and keys of each head are RMS-normalized, with a scale per feature."""
 
 
 HeadsT = TypeVar("HeadsT", bound=HeadsConfig)

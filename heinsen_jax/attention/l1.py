@@ -13,10 +13,11 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class L1Config(HeadsConfig):
-    """Of L1 attention."""
+    """Configuration of L1 attention."""
 
     denominator_bias: pydantic.NonNegativeFloat = 0.0
-    """1 adds a key at distance 0, of value 0: what is far from all keys attends to nothing."""
+    """Weight of an additional key at distance 0 with value 0, so that queries far from all keys
+    attend to nothing."""
 
 
 class L1Attention(MaskedAttention[L1Config]):

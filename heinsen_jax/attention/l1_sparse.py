@@ -15,14 +15,16 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class L1SparseConfig(HeadsConfig):
-    """Of sparse L1 attention."""
+    """Configuration of sparse L1 attention."""
 
     denominator_bias: pydantic.NonNegativeFloat = 0.0
-    """1 adds a key at distance 0, of value 0: what is far from all keys attends to nothing."""
+    """Weight of an additional key at distance 0 with value 0, so that queries far from all keys
+    attend to nothing."""
     window_size: pydantic.PositiveInt = 16
-    """Tokens a query sees next to itself, itself included; on each side, if not causal."""
+    """Number of nearest tokens that a query attends to, itself included; on each side if not
+    causal."""
     far: bool = True
-    """Whether it also sees those 2, 4, 8, ... windows away: about log2 T more."""
+    """Whether it also attends to tokens 2, 4, 8, ... windows away: about log2 T more."""
 
 
 class L1SparseAttention(MaskedAttention[L1SparseConfig]):

@@ -15,7 +15,7 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class LinearConfig(HeadsConfig):
-    """Of linear attention."""
+    """Configuration of linear attention."""
 
     feature_map: Literal["elu1", "relu", "identity"] = "elu1"
     """Of queries and keys; elu1 is elu(x) + 1."""

@@ -13,7 +13,7 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class LinformerConfig(HeadsConfig):
-    """Of the Linformer."""
+    """Configuration of Linformer attention."""
 
     max_length: pydantic.PositiveInt = 1024
     """The most tokens it can be given."""

@@ -26,22 +26,22 @@ from heinsen_jax.typing import Array, config_dataclass
 
 @config_dataclass
 class LogConfig(HeadsConfig):
-    """Of log-attention."""
+    """Configuration of log-attention."""
 
     gated: bool = True
-    """Whether a gated linear unit comes before the output's projection, as in Heinsen's block."""
+    """Whether a gated linear unit precedes the output projection, as in Heinsen's block."""
     values: Literal["log", "linear"] = "log"
-    """What the projections give, and what the output's projection is given: logarithms of values
-    and of their averages, as in Heinsen's model; or values and averages, of any sign."""
+    """Whether the projected values, and the outputs of attention, are logarithms, as in Heinsen's
+    model, or values of any sign."""
     window_size: pydantic.PositiveInt | None = None
-    """Tokens a query sees, itself included; all when None."""
+    """Number of tokens that a query attends to, itself included; all when None."""
     decay: Literal["head", "feature"] | None = None
-    """What fades at every token, at a rate that is a learned function of it: all of a head at once,
-    or each of its key features; nothing when None."""
+    """Decay at every token, at a trained rate that depends on the token: one rate per key/value
+    head, or one per key feature; no decay when None."""
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
-    """Tokens for which what fades slowest lasts at first; what fades fastest lasts for one."""
+    """Initial time constant, in tokens, of the slowest decay; that of the fastest is 1."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
-    """Of `log_attention`; None chooses. "gpu" is experimental."""
+    """Implementation of `log_attention`; chosen automatically when None. "gpu" is experimental."""
 
 
 State = LogAttentionState | HeinsenAttentionState | WindowCache
@@ -55,8 +55,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
 
     Heads are concatenated. The branch takes log Y as it is: values are never formed. With
     `values="linear"`, v and heinsen_attention(q, k, v) stand in place of log v and log Y. Decay,
-    where there is any, is log sigmoid(x Wd + bd). At first about 1/e remains after
-    `max_timescale` tokens of what fades slowest, and half after one of what fades fastest.
+    if configured, is log sigmoid(x Wd + bd). At initialization about 1/e remains after
+    `max_timescale` tokens at the slowest rate, and half after one token at the fastest.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
@@ -115,8 +115,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         scores = query[..., :, None, :, :] + key[..., None, :, :, :]
         behind = jnp.arange(x.shape[-2])[:, None] - jnp.arange(x.shape[-2])[None]
         if self.config.decay is not None:
-            faded = jnp.repeat(jnp.cumsum(self._log_decay(x), -3), shared, -2)
-            scores = scores + faded[..., :, None, :, :] - faded[..., None, :, :, :]
+            decay = jnp.repeat(jnp.cumsum(self._log_decay(x), -3), shared, -2)
+            scores = scores + decay[..., :, None, :, :] - decay[..., None, :, :, :]
         seen = (behind >= 0) & (behind < (self.config.window_size or x.shape[-2]))
         scores = jnp.where(seen[..., None], jax.nn.logsumexp(scores, -1), -jnp.inf)
         return jax.nn.softmax(scores, -2)

@@ -29,10 +29,10 @@ from heinsen_jax.typing import (
 
 @config_dataclass
 class LongformerConfig(HeadsConfig):
-    """Of Longformer attention."""
+    """Configuration of Longformer attention."""
 
     window_size: pydantic.PositiveInt = 256
-    """Tokens a query sees, itself included; on each side, if not causal."""
+    """Number of tokens that a query attends to, itself included; on each side if not causal."""
     num_global_tokens: pydantic.PositiveInt = 1
     """The first tokens of a text, which all see, and which see all, by projections of their own."""
 

@@ -21,12 +21,12 @@ from heinsen_jax.typing import DTypeLike, Keys, Mixed, Query, Values, config_dat
 
 @config_dataclass
 class MemoryCompressedConfig(HeadsConfig):
-    """Of memory-compressed attention."""
+    """Configuration of memory-compressed attention."""
 
     factor: pydantic.PositiveInt = 3
     """Tokens that one compressed key or value is made of."""
     capacity: pydantic.PositiveInt = 4096
-    """Tokens that a state has room for if it is not said otherwise."""
+    """Default capacity of the state, in tokens."""
 
 
 class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, CompressedCache]):

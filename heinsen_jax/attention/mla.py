@@ -23,7 +23,7 @@ class LatentConfig(AttentionConfig):
     key_depth: pydantic.PositiveInt | None = None
     """Features of a query or key head that are not rotated; model_dim / num_heads by default."""
     value_depth: pydantic.PositiveInt | None = None
-    """Features of a value head; model_dim / num_heads by default."""
+    """Head dimension of values; model_dim / num_heads by default."""
     rotary_depth: pydantic.PositiveInt | None = None
     """Features of a query head and of the shared key that are rotated, an even number; about half
     of key_depth by default."""

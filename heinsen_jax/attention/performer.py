@@ -18,7 +18,7 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class PerformerConfig(HeadsConfig):
-    """Of the performer."""
+    """Configuration of Performer attention."""
 
     num_features: pydantic.PositiveInt | None = None
     """Random features of a head; key_depth * log(key_depth) by default."""

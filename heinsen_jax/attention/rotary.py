@@ -13,11 +13,11 @@ from heinsen_jax.typing import Array, Integer, Keys, Query, config_dataclass
 
 @config_dataclass
 class RotaryConfig(HeadsConfig):
-    """Of softmax attention by products of queries and keys."""
+    """Configuration of softmax attention with scaled dot products."""
 
     rotary: bool = False
-    """Whether queries and keys are turned by angles that grow with their place in the text, so that
-    scores depend on how far apart they are."""
+    """Whether queries and keys are rotated by angles proportional to their positions (RoPE), so
+    that scores depend on distances."""
 
 
 RotaryT = TypeVar("RotaryT", bound=RotaryConfig)

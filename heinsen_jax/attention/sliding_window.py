@@ -12,10 +12,10 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class SlidingWindowConfig(RotaryConfig):
-    """Of sliding-window attention."""
+    """Configuration of sliding-window attention."""
 
     window_size: pydantic.PositiveInt = 256
-    """Tokens a query sees, itself included; on each side, if not causal."""
+    """Number of tokens that a query attends to, itself included; on each side if not causal."""
 
 
 class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):

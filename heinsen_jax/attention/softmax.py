@@ -11,10 +11,10 @@ from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 @config_dataclass
 class SoftmaxConfig(RotaryConfig):
-    """Of softmax attention."""
+    """Configuration of softmax attention."""
 
     implementation: Literal["xla", "tiled", "cudnn"] | None = None
-    """Of `dot_product_attention`, over a whole text; None chooses."""
+    """Implementation of `dot_product_attention`; chosen automatically when None."""
 
 
 class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):

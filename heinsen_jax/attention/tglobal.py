@@ -23,7 +23,7 @@ from heinsen_jax.typing import Array, Features, Float, config_dataclass, pytree_
 
 @config_dataclass
 class TransientGlobalConfig(HeadsConfig):
-    """Of transient-global attention."""
+    """Configuration of transient-global attention."""
 
     radius: pydantic.NonNegativeInt = 127
     """Tokens seen on each side, or before a token, if causal."""
@@ -34,7 +34,7 @@ class TransientGlobalConfig(HeadsConfig):
     max_distance: pydantic.PositiveInt = 128
     """From where on relative positions share a bucket."""
     capacity: pydantic.PositiveInt = 4096
-    """Tokens that a state has room for if it is not said otherwise."""
+    """Default capacity of the state, in tokens."""
 
 
 @pytree_dataclass

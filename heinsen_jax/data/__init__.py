@@ -1,4 +1,4 @@
-"""Texts and tasks to batches: tokenizers, corpora, preparation, made-up tasks, the pipeline.
+"""Texts and tasks to batches: tokenizers, corpora, preparation, synthetic tasks, the pipeline.
 
 Names are imported when they are first used: the pipeline needs grain, and grain needs JAX, for
 which `python -m heinsen_jax.data.prepare` should not wait.

@@ -168,11 +168,11 @@ def _text_of_row(line: bytes, where: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}): mend or remove the line") from None
+        raise UserError(f"{where} is not JSON ({error}): fix or remove the line") from None
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise UserError(f"{where} has no string under 'text': every row must be {{\"text\": ...}}")
     if not _is_unicode(row["text"]):
-        raise UserError(f"{where} holds half a surrogate pair, which no UTF-8 has: mend the line")
+        raise UserError(f"{where} holds half a surrogate pair, which no UTF-8 has: fix the line")
     return row["text"]
 
 

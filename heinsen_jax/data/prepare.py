@@ -2,7 +2,7 @@
 
 The inputs are cut into *units* of some 64 MB by a plan that depends on nothing but their names and
 sizes. A pure function turns one unit into its shards and, last of all, a record of them. A run that
-was interrupted goes on with the units that have no record, and ends with the same bytes.
+was interrupted resumes with the units that have no record, and ends with the same bytes.
 
     train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32
     unit-00000.json                         its record
@@ -290,7 +290,7 @@ def _finish(
 
 
 def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) -> None:
-    """Refuses a data set with an empty side, and forgets its recipe so that another may follow."""
+    """Refuses a data set with an empty side, and removes its recipe, so that another may follow."""
     empty = [name for name, split in splits.items() if not split.tokens]
     if not empty or (recipe.split == "validation" and empty == ["train"]):
         return
@@ -313,7 +313,7 @@ class Arguments:
     inputs: tyro.conf.Positional[tuple[str, ...]]
     """Names of corpora (python-stdlib, tinyshakespeare, ...) and paths."""
     output: Path
-    """The folder to fill; an interrupted preparation goes on where it stopped."""
+    """The folder to fill; an interrupted preparation resumes where it stopped."""
     tokenizer: str = "bytes"
     """bytes, a name that tiktoken knows (gpt2, ...), or a .tiktoken file."""
     validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None

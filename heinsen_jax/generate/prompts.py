@@ -36,7 +36,7 @@ def to_the_right(
         )
     length = tokens.shape[-1]
     if not np.issubdtype(lengths.dtype, np.integer) or np.any((lengths < 1) | (lengths > length)):
-        raise UserError(f"lengths={lengths.tolist()} must be whole numbers in 1 .. {length}")
+        raise UserError(f"lengths={lengths.tolist()} must be integers in 1 .. {length}")
     if padding not in ("right", "left"):
         raise UserError(f"padding={padding!r} must be 'right' or 'left'")
     lengths = jnp.asarray(lengths, jnp.int32)

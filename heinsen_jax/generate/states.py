@@ -65,7 +65,7 @@ def rows_are_independent(model: LanguageModel, state: LanguageModelState) -> boo
 def init_rows(
     model: LanguageModel, number: int, room: int, state: LanguageModelState | None = None
 ) -> tuple[LanguageModelState, bool]:
-    """The state of one text, or of none so far, for `number` texts that each go on with at most
+    """The state of one text, or of none so far, for `number` texts that each continue with at most
     `room` tokens; and whether rows are kept apart, for `make_advance`."""
     if state is None:
         state = model.init_state(())

@@ -86,7 +86,7 @@ def generate(
       state: what came before `tokens`; None at the start of a text.
       num_tokens: only ids below this are drawn; a model's vocabulary may be padded.
       return_state: whether to return also the state, which has seen all but the last new token:
-        to go on, pass it with that token.
+        to continue, pass it with that token.
       lengths: how long the prompts are, `[B]` for tokens `[B, T]`, where some are shorter than T:
         they are continued as they would be alone. What pads them may be any tokens.
       padding: which side of prompts that is on.
@@ -184,7 +184,7 @@ def _stream(
     state, room = model.init_state(()), 0
     left = model.remaining(state)
     for position in range(sys.maxsize):
-        if (needed := fed.shape[-1]) > room:  # seldom: each other shape is compiled anew
+        if (needed := fed.shape[-1]) > room:  # seldom: every other shape is compiled again
             room = needed + MORE_TOKENS + position
             state = model.ensure_capacity(state, room)
         room -= needed

@@ -105,7 +105,7 @@ class Harnessed(TemplateLM):
                 "workdir, batch_size, max_gen_toks, latest and share"
             )
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise UserError(f"batch_size={batch_size} must be a whole number, at least 1")
+            raise UserError(f"batch_size={batch_size} must be an integer, at least 1")
         self.batch_size, self.max_gen_toks, self.share = int(batch_size), int(max_gen_toks), share
         self.model, encoding, self.step = load_run(self.folder, best=not latest)
         if encoding is None:

@@ -31,10 +31,10 @@ class Block(nnx.Module):
     """A residual block. For x `[..., T, D]` and h = norm(x), by its kind:
 
         paper               x + attention(h)
-        standard, fading    x' + mlp(norm(x')),    x' = x + attention(h)
+        standard, decay     x' + mlp(norm(x')),    x' = x + attention(h)
         fastformer          x' + mlp(norm(x')),    x' = h + attention(h)
 
-    With convolutions, as always in the fading block, attention and mlp are given
+    With convolutions, as always in the decay block, attention and mlp are given
     convolution(norm(...)). Returned with the result: the state after x, or None if it is not
     wanted.
     """

@@ -124,7 +124,7 @@ def additive_pooling(
       logits: `[*B, T, num_heads]`. A token of logit -inf is unseen.
       is_causal: whether a token sees only itself and earlier ones.
       local_window_size: w; 1 gives g = x. Causal only.
-      segment_ids: `[*B, T]`, whole numbers: tokens see only those of their own segment, a run of
+      segment_ids: `[*B, T]`, integers: tokens see only those of their own segment, a run of
         equal numbers. The state given belongs to the first segment, the one returned to the last.
       key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or
         `[*B, 2]`, the first one and the one past the last. What lies at padding, NaN included,
@@ -247,7 +247,7 @@ def _check(logits, is_causal, window, segment_ids, lengths) -> None:
     if window is None:
         return
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"local_window_size must be a whole number >= 1, is {window!r}")
+        raise ValueError(f"local_window_size must be an integer >= 1, is {window!r}")
     if not is_causal:
         raise NotImplementedError(
             "local_window_size with is_causal=False: a window reaches back from a token"

@@ -37,20 +37,20 @@ def check_same_length(
     query: Array,
     key: Array,
     what: str = "causal attention",
-    mend: str = "for others pass is_causal=False",
+    fix: str = "for others pass is_causal=False",
 ) -> None:
     """Raises ValueError unless there are as many queries as keys, as `what` needs."""
     if query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            f"{what} needs as many queries as keys; {mend}: query {query.shape}, key {key.shape}"
+            f"{what} needs as many queries as keys; {fix}: query {query.shape}, key {key.shape}"
         )
 
 
 def check_segments(segment_ids: Array | None, query: Array, key: Array) -> None:
     """Raises ValueError where segments are given, of keys, and there are not as many queries."""
     if segment_ids is not None:
-        mend = "those of the queries are not given: call it for each segment"
-        check_same_length(query, key, "segment_ids", mend)
+        fix = "those of the queries are not given: call it for each segment"
+        check_same_length(query, key, "segment_ids", fix)
 
 
 def check_tokens(

@@ -107,7 +107,7 @@ def soft_top_k(
 def _epsilons(count: int, least: float, first: float | None, decay: float) -> list[float]:
     """Of every iteration, and of the weights after them."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_iterations must be a whole number >= 1, is {count!r}")
+        raise ValueError(f"num_iterations must be an integer >= 1, is {count!r}")
     if not least > 0:
         raise ValueError(f"epsilon must be positive, is {least}")
     if not 0 < decay <= 1:
@@ -158,7 +158,7 @@ def route(
         )
     check_array("mask", mask, (weights.shape,), jnp.bool_)
     if isinstance(num_routed, bool) or not isinstance(num_routed, int) or num_routed < 1:
-        raise ValueError(f"num_routed must be a whole number >= 1, is {num_routed!r}")
+        raise ValueError(f"num_routed must be an integer >= 1, is {num_routed!r}")
     there = jnp.ones(weights.shape, bool) if mask is None else mask
     order = lax.stop_gradient(jnp.where(there, weights, -jnp.inf))
     _, indices = lax.top_k(order, min(num_routed, weights.shape[-1]))

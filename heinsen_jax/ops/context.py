@@ -1,7 +1,7 @@
 """Texts split over devices, each of which holds consecutive tokens: they exchange states alone.
 
 A device makes the state of its own tokens; one all-gather tells each the states of all, of a size
-that does not grow with the text; it merges those before its own, and goes on from there.
+that does not grow with the text; it merges those before its own, and continues from there.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def over_context(
       axis_name: of the mesh.
       is_causal: whether a token sees only itself and earlier ones. If not, states must merge in
         any order.
-      segment_ids: `[*B, T / devices]`, this device's, whole numbers: tokens see only those of their
+      segment_ids: `[*B, T / devices]`, this device's, integers: tokens see only those of their
         own segment, a run of equal numbers. Causal only.
       initial_state: what was seen before the whole text, the same on all devices; nothing when
         None.
@@ -121,14 +121,14 @@ def _last_begin(segment_ids: Array) -> Array:
 
 def _joins(edges: Array) -> tuple[Array, Array]:
     """For each device `[devices, *B]`, given `[devices, 3, pieces, *B]`: whether its first token
-    goes on with the segment of the device before, and whether all its tokens are of one segment."""
+    continues the segment of the device before, and whether all its tokens are of one segment."""
     first, last, begin = (edges[:, edge] for edge in range(3))
     before = jnp.concatenate([first[:1], last[:-1]])
     return jnp.all(first == before, 1), jnp.all(begin == 0, 1)
 
 
 def _in_floats(x: Array) -> Array:
-    """Whole numbers `[3, ...]` as pieces `[3, pieces, ...]` that float32 holds: they travel with
+    """Integers `[3, ...]` as pieces `[3, pieces, ...]` that float32 holds: they travel with
     states."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
     pieces = [(x >> shift) & 0xFFFF for shift in range(0, 8 * x.dtype.itemsize, 16)]

@@ -74,7 +74,7 @@ def l1_sparse_attention(
       key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
         n // (num_heads // num_kv_heads).
       value: `[*B, S, num_kv_heads, value_depth]`.
-      edges: `[E, 2]`, whole numbers: destination d in [0, T) and source s in [0, S), the same for
+      edges: `[E, 2]`, integers: destination d in [0, T) and source s in [0, S), the same for
         all batch entries and heads. Or `[E, 4]`, as `edge_counts` returns; the counts are not used.
       denominator_bias: b, at least 0. With 0 it is a softmax; 1 is as one more key at distance 0,
         of value 0.
@@ -146,7 +146,7 @@ def edge_counts(edges: Edges) -> tuple[np.ndarray, int, int]:
       (1 of an empty list).
 
     Raises:
-      ValueError: edges are not `[E, 2]` whole numbers.
+      ValueError: edges are not `[E, 2]` integers.
 
     Examples:
       >>> counts, most_to_one, most_from_one = edge_counts(np.array([[0, 0], [1, 0]]))

@@ -167,7 +167,7 @@ def linear_attention(
         weights need not be averages, and the sum that divides may come near 0. For exp, which
         leaves the range of linear space, there is `heinsen_attention`.
       is_causal: whether a token sees only itself and earlier ones; then S must equal T.
-      segment_ids: `[*B, S]`, whole numbers: tokens see only those of their own segment, a run of
+      segment_ids: `[*B, S]`, integers: tokens see only those of their own segment, a run of
         equal numbers. The state given belongs to the first segment, the one returned to the last.
         T must equal S.
       key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or

@@ -28,7 +28,7 @@ class SegmentState:
     Attributes:
       memory: `[*B, M, D]`, after the last complete segment.
       tokens: `[*B, segment_length, D]`, the inputs of the segment begun since, then zeros.
-      count: how many inputs these are, a whole number below segment_length.
+      count: how many inputs these are, an integer below segment_length.
     """
 
     memory: Float[Array, "*B M D"]
@@ -111,14 +111,14 @@ def segment_recurrence(
     written. With a stack of layers, pass the stack: RMT takes the memory from the last.
 
     Tokens may come in pieces of any lengths, of one token too: with `return_state`, then
-    `initial_state`, the results are those of one pass. A piece runs the layer anew on all of the
+    `initial_state`, the results are those of one pass. A piece runs the layer again on all of the
     segment that it continues, so a single token costs a segment. Gradients flow through every
     memory, and through the state; what the layer keeps for them is computed again, so that
     memory in use is that of one segment and of the inputs. `stop_gradient` on a state truncates.
 
     Args:
       layer: `[*B, L, D]` to the same shape, for L = M + segment_length + M. Must be causal, and a
-        pure function; positions, if it knows any, begin anew with each segment.
+        pure function; positions, if it knows any, restart with each segment.
       x: `[*B, T, D]`. The last segment may be shorter.
       memory: the initial one, `[*B, M, D]`, or `[M, D]` for all.
       segment_length: tokens in a segment.
@@ -217,7 +217,7 @@ def _state(
     """The state to start from, its arguments checked."""
     length = segment_length
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"segment_length must be a whole number >= 1, is {length!r}")
+        raise ValueError(f"segment_length must be an integer >= 1, is {length!r}")
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"x must be [..., tokens, features] and floating point, is {x.shape} {x.dtype}"

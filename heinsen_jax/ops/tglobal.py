@@ -29,14 +29,14 @@ def relative_position_bucket(
     own, the others n/2 + floor(n/2 log(2 distance / n) / log(2 max_distance / n)), at most n - 1.
 
     Args:
-      relative_position: key's minus query's, whole numbers of any shape.
+      relative_position: key's minus query's, integers of any shape.
       is_bidirectional: whether later keys have buckets of their own, the upper half; or else are
         all in bucket 0.
       num_buckets: how many there are.
       max_distance: from where on all are in one.
 
     Returns:
-      Whole numbers below num_buckets, of the same shape.
+      Integers below num_buckets, of the same shape.
 
     Examples:
       >>> relative_position_bucket(jnp.array([-2, 0, 3, 100])).tolist()

@@ -119,7 +119,7 @@ class Run:
         """Of all settings that are not defaults: a result with another one is not of this run.
 
         So a result stays of its run when a later version has more settings. Whoever changes a
-        default, or what a setting means, must make the results of studies anew.
+        default, or what a setting means, must repeat the studies.
         """
         text = json.dumps(_chosen(self.config), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

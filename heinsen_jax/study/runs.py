@@ -43,7 +43,7 @@ class Stopped(Exception):
 def run_one(values: SavedConfig, workdir: Path) -> Row:
     """Trains from a configuration's plain values: what was measured, and what the model costs.
 
-    A run that was stopped goes on, and one that ended is not done again. One that diverged has
+    A run that was stopped resumes, and one that ended is not repeated. One that diverged has
     `failed` in place of `metrics`. What it says goes to a file in its folder, the row to another,
     and checkpoints are then removed.
 
@@ -177,7 +177,7 @@ def _named(run: Run) -> Iterator[None]:
     except BrokenProcessPool as error:
         raise UserError(
             f"{describe(run.labels)}: its process was killed, perhaps for want of memory: try a "
-            "smaller --jobs; the same command goes on"
+            "smaller --jobs; the same command resumes"
         ) from error
 
 

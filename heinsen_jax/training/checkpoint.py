@@ -396,8 +396,8 @@ def _is_of_storage(error: Exception) -> bool:
 
 
 def _quiet_failed_saves() -> None:
-    """Silences what libraries log of saves that fail here: for good, for their threads outlive the
-    save."""
+    """Silences what libraries log of saves that fail here: permanently, since their threads outlive
+    the save."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
     if sys.unraisablehook is sys.__unraisablehook__:

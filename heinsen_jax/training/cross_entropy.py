@@ -51,7 +51,7 @@ def cross_entropy(
     room = logits_at_once * (1 if mesh is None else mesh.size)
     rows, length = targets.shape
     number = min(math.ceil(rows * length * vocabulary / room), length)
-    return _in_lots(number, readout, features, targets, loss_mask)
+    return _in_chunks(number, readout, features, targets, loss_mask)
 
 
 def _sums(
@@ -67,7 +67,7 @@ def _sums(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_lots(
+def _in_chunks(
     number: int,
     readout: Readout,
     features: Float[Array, "B T D"],
@@ -81,8 +81,8 @@ def _in_lots(
     def add(sums: Sums, lot: Lot) -> tuple[Sums, None]:
         return jax.tree.map(jnp.add, sums, _sums(readout, *lot)), None
 
-    lots = jax.tree.map(partial(_lots, number), tokens)
-    return lax.scan(add, _zeros(jax.eval_shape(_sums, readout, *tokens)), lots)[0]
+    chunks = jax.tree.map(partial(_chunks, number), tokens)
+    return lax.scan(add, _zeros(jax.eval_shape(_sums, readout, *tokens)), chunks)[0]
 
 
 def _forward(number, readout, features, targets, loss_mask):
@@ -96,9 +96,9 @@ def _forward(number, readout, features, targets, loss_mask):
         sums, (d_readout, d_features) = gradients(readout, *lot)
         return jax.tree.map(jnp.add, carry, (sums, d_readout)), d_features
 
-    lots = jax.tree.map(partial(_lots, number), tokens)
+    chunks = jax.tree.map(partial(_chunks, number), tokens)
     sums = jax.eval_shape(_sums, readout, *tokens)
-    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, readout)), lots)
+    (sums, d_readout), d_features = lax.scan(add, _zeros((sums, readout)), chunks)
     return sums, (d_readout, _together(d_features)[:, : targets.shape[1]])
 
 
@@ -109,19 +109,19 @@ def _backward(number, saved, cotangents):
     return d_readout, d_features, None, None
 
 
-_in_lots.defvjp(_forward, _backward)
+_in_chunks.defvjp(_forward, _backward)
 
 
-def _lots(number: int, x: Array) -> Array:
+def _chunks(number: int, x: Array) -> Array:
     """`[B, T, ...]` -> `[number, B, T / number, ...]`, of zeros where there are no tokens, which do
     not count. Every number-th token goes together: tokens stay on their device."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % number), *[(0, 0)] * (x.ndim - 2)])
     return jnp.moveaxis(x.reshape(x.shape[0], -1, number, *x.shape[2:]), 2, 0)
 
 
-def _together(lots: Array) -> Array:
+def _together(chunks: Array) -> Array:
     """The inverse, padding included."""
-    x = jnp.moveaxis(lots, 0, 2)
+    x = jnp.moveaxis(chunks, 0, 2)
     return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 

@@ -357,7 +357,7 @@ class _Run:
         if result.signal is not None:
             name = signal.Signals(result.signal).name
             line(f"stopped by {name} after step {result.step}, which is saved in {self.workdir}")
-            line("to go on, give the same command again")
+            line("to resume, give the same command again")
             return
         plot = plot_losses(self.workdir)
         sample = self.workdir / "samples" / f"step_{result.step:08d}.txt"

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 
 
 class Published(nnx.Module):
-    """The published layer: its input's norm comes first, and its result goes on from that."""
+    """The published layer: the residual stream continues from the normalized input."""
 
     def __init__(self, window: int):
         options: dict[str, Any] = {"param_dtype": jnp.float64, "rngs": nnx.Rngs(0)}

@@ -307,8 +307,8 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         decay = log_decay[head // (layer.num_heads // layer.num_kv_heads)]
         weights = np.zeros((length, length))
         for t, s in np.argwhere(seen):
-            faded = decay[s + 1 : t + 1 if is_causal else length].sum(0)
-            weights[t, s] = np.exp(query[t] + key[s] + faded).sum()
+            decayed = decay[s + 1 : t + 1 if is_causal else length].sum(0)
+            weights[t, s] = np.exp(query[t] + key[s] + decayed).sum()
         is_log = config.values == "log"
         averaged = average(weights, seen, np.exp(value) if is_log else value)
         y.append(np.log(averaged) if is_log else averaged)

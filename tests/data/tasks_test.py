@@ -112,8 +112,8 @@ def test_batches_are_functions_of_seed_and_step_and_shared_by_processes(name):
     whole = take(4)
     for a, b in zip(whole[4:], take(2, start_step=2), strict=True):
         np.testing.assert_array_equal(a, b)
-    halves = [take(4, process_index=i, process_count=2) for i in range(2)]
-    for a, *parts in zip(whole, *halves, strict=True):
+    shares = [take(4, process_index=i, process_count=2) for i in range(2)]
+    for a, *parts in zip(whole, *shares, strict=True):
         np.testing.assert_array_equal(a, np.concatenate(parts))
     assert any((a != b).any() for a, b in zip(whole, take(4, seed=4), strict=True))
 

@@ -76,9 +76,9 @@ def test_rows_with_keys_of_their_own_do_not_depend_on_one_another():
     ("change", "message"),
     [
         ({"lengths": [1, 2]}, r"lengths\[2\] must be \[B\].*\[3, 4\]"),
-        ({"lengths": [1, 0, 2]}, r"lengths=\[1, 0, 2\] must be whole numbers in 1 .. 4"),
+        ({"lengths": [1, 0, 2]}, r"lengths=\[1, 0, 2\] must be integers in 1 .. 4"),
         ({"lengths": [1, 5, 2]}, r"lengths=\[1, 5, 2\]"),
-        ({"lengths": [1.0, 2.0, 2.0]}, "whole numbers"),
+        ({"lengths": [1.0, 2.0, 2.0]}, "integers"),
         ({"lengths": [1, 2, 2], "padding": "both"}, "padding='both' must be 'right' or 'left'"),
     ],
 )

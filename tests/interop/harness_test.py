@@ -277,7 +277,7 @@ def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
     [
         ({"workdir": None}, "needs workdir=FOLDER"),
         ({"device": "cuda", "dtype": "half"}, "model_args dtype='half' is not known"),
-        ({"batch_size": "auto"}, "batch_size=auto must be a whole number"),
+        ({"batch_size": "auto"}, "batch_size=auto must be an integer"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )

@@ -114,7 +114,7 @@ def test_the_state_of_a_convolution_is_its_last_inputs():
     assert ours.state_size(10) == ours.state_size(10**6)
 
 
-def test_the_fading_block_is_a_standard_one_of_these_parts():
+def test_the_decay_block_is_a_standard_one_of_these_parts():
     turns = {"attention": ("log", "sliding_window"), "num_layers": 2}
     said = {"positions": "none", "convolution_size": 4, "block": "standard"}
     log = ("log.values", "linear"), ("log.decay", "head")

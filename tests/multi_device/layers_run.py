@@ -1,7 +1,7 @@
 """Runs in a process of its own with 8 virtual devices: layers on a mesh of rows and tokens.
 
 Prints how far outputs, states and gradients are from those without a mesh, for packed documents and
-for a text that goes on from a state; and what a layer says whose states do not merge.
+for a sequence that continues from a state; and what a layer says whose states do not merge.
 """
 
 import json

@@ -62,7 +62,7 @@ def run(
         said = next_token(model, tokens, there, jax.random.key(0))
         if wants_loss:
             return said.sums()[0] / there.size
-        return cross_entropy(*said, logits_at_once=FEW)[0] / there.size  # in several lots
+        return cross_entropy(*said, logits_at_once=FEW)[0] / there.size  # in several chunks
 
     with jax.set_mesh(mesh):
         places = shardings(jax.eval_shape(init), mesh)

@@ -1,4 +1,4 @@
-"""Runs of several processes, and runs that go on upon other devices than before."""
+"""Runs of several processes, and runs that resume on other devices."""
 
 import shutil
 import signal
@@ -195,4 +195,4 @@ def test_a_killed_process_ends_the_others(place):
         time.sleep(0.05)
     processes[1].kill()
     (code, _, err), _ = finish(processes)
-    assert code not in (0, 2), f"as of something that a restart mends: {err}"
+    assert code not in (0, 2), f"as of something that a restart fixes: {err}"

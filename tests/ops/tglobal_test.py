@@ -33,7 +33,7 @@ def single(arrays):
 
 
 def bucket_of(offset, num_buckets, max_distance, is_causal):
-    """With whole numbers only: the greatest b whose border is at most the distance."""
+    """With integers only: the greatest b whose border is at most the distance."""
     if is_causal:
         side, base, distance = num_buckets, 0, max(-offset, 0)
     else:

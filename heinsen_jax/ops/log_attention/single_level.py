@@ -52,8 +52,8 @@ class Form:
 
 
 def _einsum_of_halves(pattern: str, *factors: Array) -> Array:
-    halves = [x.astype(jnp.bfloat16) for x in factors]
-    return jnp.einsum(pattern, *halves, preferred_element_type=factors[0].dtype)
+    rounded = [x.astype(jnp.bfloat16) for x in factors]
+    return jnp.einsum(pattern, *rounded, preferred_element_type=factors[0].dtype)
 
 
 class Exponents(NamedTuple):

@@ -151,7 +151,7 @@ def _moved(x: Array, by: int) -> Array:
 
 
 def _running_sum(x: Array, starts: Array) -> Array:
-    """Of x `[B, T, G, F]` over tokens, beginning anew at `starts`; a sum may be -inf."""
+    """Of x `[B, T, G, F]` over tokens, restarting at `starts`; a sum may be -inf."""
 
     def compose(earlier, later):
         (start_1, sum_1), (start_2, sum_2) = earlier, later

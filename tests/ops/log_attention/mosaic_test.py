@@ -239,8 +239,8 @@ def test_values_of_any_size(size, seed):
 @pytest.mark.usefixtures("a_gpu")
 def test_bfloat16_is_as_exact_as_its_products(seed):
     inputs, state = draw(Case(130), seed)
-    halves = (jnp.asarray(x, jnp.bfloat16) for x in (inputs.query, inputs.key, inputs.value))
-    rounded = Inputs(*halves)
+    reduced = (jnp.asarray(x, jnp.bfloat16) for x in (inputs.query, inputs.key, inputs.value))
+    rounded = Inputs(*reduced)
     actual = by(KERNELS, rounded, state, is_log=True)
     assert actual[0][0].dtype == jnp.bfloat16
     expected = oracle(jax.tree.map(np.asarray, rounded), state, is_log=True)

@@ -202,7 +202,7 @@ class Program:
         def one(i: Array, carry: Carry) -> Carry:
             plgpu.barrier_wait(self._barrier)
             tiles = self._loaded(chunk(i))
-            plgpu.commit_smem()  # all threads have read them: they may be fetched anew
+            plgpu.commit_smem()  # all threads have read them: they may be fetched again
 
             @pl.when(i + 1 < number)
             def _() -> None:

@@ -146,7 +146,7 @@ def test_training_says_what_comes_next(trained):
     assert "python -m heinsen_jax.generate --workdir whole" in trained
 
 
-def test_a_killed_run_goes_on_and_ends_bit_for_bit_the_same(place, trained):
+def test_a_killed_run_continues_and_ends_bit_for_bit_the_same(place, trained):
     workdir = place / "killed"
     process = command(place, *train("--workdir", "killed"))
     deadline = time.monotonic() + 200

@@ -16,7 +16,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import init_rows, make_advance, select_rows
-from heinsen_jax.generate.tokens import Carry, check_capacity, draw, generate, go_on
+from heinsen_jax.generate.tokens import Carry, check_capacity, draw, generate, draw_further
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Integer, Shaped
 
@@ -165,7 +165,7 @@ def _more(
     position: Integer[Array, ""],
 ) -> tuple[Carry, Integer[Array, "B new"]]:
     rows = make_advance(graph, parameters, are_apart)
-    return go_on(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
+    return draw_further(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
 
 
 def sample(

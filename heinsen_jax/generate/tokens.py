@@ -242,12 +242,12 @@ def _generate(
     else:
         features, state = read(rows, tokens, lengths, state)
     first = draw(graph, parameters, features, sampler, sampler.keys(0), tokens.dtype)
-    going_on = partial(go_on, graph, parameters, rows, sampler)
-    (_, state), rest = going_on((first, state), jnp.arange(1, max_new_tokens))
+    step = partial(draw_further, graph, parameters, rows, sampler)
+    (_, state), rest = step((first, state), jnp.arange(1, max_new_tokens))
     return jnp.concatenate([first[..., None], rest], -1), state
 
 
-def go_on(
+def draw_further(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
     rows: Read,

@@ -85,8 +85,8 @@ def over_context(
 
     def merge_next(carry: tuple[Any, Any], device: Any) -> tuple[Any, None]:
         """The state after a device's tokens, and what this device sees of those of others."""
-        (after, seen), (place, state, (goes_on, is_whole)) = carry, device
-        before = _where(goes_on, after, empty)
+        (after, seen), (place, state, (continues, is_whole)) = carry, device
+        before = _where(continues, after, empty)
         if is_causal:
             seen = _where(place == index, before, seen)
         else:

@@ -193,7 +193,7 @@ def test_interrupted_preparation_ends_with_the_same_bytes(
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
-def test_killed_preparation_can_go_on(tmp_path: Path) -> None:
+def test_killed_preparation_resumes(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "in")
     code = (
         "import os, signal, sys\n"

@@ -19,7 +19,7 @@ from tests.multi_device.apart import finish, train
 from tests.study.runner_test import SMALLER
 
 
-def test_a_second_trainer_is_refused_and_the_first_goes_on(place, tmp_path):
+def test_a_second_trainer_is_refused_and_the_first_continues(place, tmp_path):
     """And the lock of one that was killed bars nobody."""
     workdir = tmp_path / "run"
     (first,) = train(place, "--workdir", str(workdir), *ENDLESS)

@@ -174,7 +174,7 @@ def as_of(place: Path, workdir: str, step: int) -> str:
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_upon_other_devices_and_processes(place, alone):
+def test_a_run_resumes_on_other_devices_and_processes(place, alone):
     """From 8 devices to 2 processes of 2, to one: same batches, and losses within rounding."""
     eight = "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.context", "2"
     run(place, "eight", *eight, devices=8)

@@ -109,7 +109,7 @@ def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
-def test_a_study_that_was_stopped_goes_on(tmp_path):
+def test_a_study_that_was_stopped_continues(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_study(PLAIN, tmp_path, Fake(fail_after=7))
     path = tmp_path / RESULTS_FILE

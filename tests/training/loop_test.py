@@ -96,7 +96,7 @@ def test_a_run_whose_updates_are_all_skipped_ends_and_says_why(small, tmp_path, 
 @pytest.mark.parametrize(
     "stop", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
 )
-def test_a_stopped_run_goes_on_and_ends_bit_for_bit_the_same(
+def test_a_stopped_run_continues_and_ends_bit_for_bit_the_same(
     stop, small, uninterrupted, tmp_path, monkeypatch
 ):
     """Stopped by a real signal within step 7, which is then saved and gone on from."""

@@ -260,7 +260,7 @@ def test_with_decay_the_order_counts():
 
 
 @given(SEEDS, st.integers(0, 6))
-def test_absorb_with_decay_goes_on_where_it_was(seed, split):
+def test_absorb_with_decay_continues_from_the_state(seed, split):
     tokens = decayed_tokens(seed)
     first, second = ([x[:, part] for x in tokens] for part in np.s_[:split, split:])
     assert_same(EMPTY.absorb(*first).absorb(*second), absorb(EMPTY, *tokens), 5e-6)

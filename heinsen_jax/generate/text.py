@@ -16,7 +16,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import init_rows, make_advance, select_rows
-from heinsen_jax.generate.tokens import Carry, check_capacity, draw, generate, draw_further
+from heinsen_jax.generate.tokens import Carry, check_capacity, draw, draw_further, generate
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Integer, Shaped
 

@@ -242,8 +242,8 @@ def _generate(
     else:
         features, state = read(rows, tokens, lengths, state)
     first = draw(graph, parameters, features, sampler, sampler.keys(0), tokens.dtype)
-    step = partial(draw_further, graph, parameters, rows, sampler)
-    (_, state), rest = step((first, state), jnp.arange(1, max_new_tokens))
+    draw_rest = partial(draw_further, graph, parameters, rows, sampler)
+    (_, state), rest = draw_rest((first, state), jnp.arange(1, max_new_tokens))
     return jnp.concatenate([first[..., None], rest], -1), state
 
 

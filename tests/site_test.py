@@ -14,7 +14,7 @@ def test_the_site_builds_without_warnings(tmp_path):
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     assert (
-        'id="heinsen_jax.ops.log_attention"'
+        'id="heinsen_jax.ops.log_attention.log_attention"'
         in (tmp_path / "site/reference/ops/index.html").read_text()
     )
     assert (tmp_path / "site/benchmarks/results/front_page.png").exists()

@@ -81,5 +81,5 @@ def test_a_folder_stays_with_its_task(run):
 
 def test_a_task_has_nothing_to_sample(tmp_path):
     config = replace(RECALL, training=replace(RECALL.training, sample_tokens=9))
-    with pytest.raises(UserError, match=r"recall is of no text .* training\.sample_tokens=0"):
+    with pytest.raises(UserError, match=r"recall has no text .* training\.sample_tokens=0"):
         train(tmp_path, data.load(config.data), config)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,7 @@ class Diverged(UserError):
     """Too many updates in a row were skipped."""
 
 
+@runtime_checkable
 class SampleFn(Protocol):
     """Continues a prompt with a model."""
 

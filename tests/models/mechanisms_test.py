@@ -143,7 +143,7 @@ def test_mechanisms_take_turns(block, remat):
     np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)
 
 
-def test_options_of_a_mechanism_and_of_a_turn():
+def test_options_by_mechanism_and_by_index():
     config = LanguageModelConfig(
         num_layers=4,
         attention=("sliding_window", "sliding_window", "softmax", "log"),
@@ -158,12 +158,18 @@ def test_options_of_a_mechanism_and_of_a_turn():
     [
         ({"attention": "nope"}, "no attention mechanism 'nope'; there are: log, softmax"),
         ({"attention": ()}, "must name at least one mechanism"),
-        ({"attention": "linformer"}, "'linformer' is not causal.* is_causal=False a model learns"),
+        (
+            {"attention": "linformer"},
+            "'linformer' is not causal.* is_causal=False to train on masked",
+        ),
         ({"attention": "rmt", "is_causal": False}, "'rmt' is causal only"),
         ({"attention": "additive", "key_depth": 8}, "key_depth"),
         ({"attention": ("log", "softmax"), "num_layers": 3}, "num_layers=3 is not a multiple of"),
         ({"attention_options": (("window_size", 3),)}, "'window_size' must begin with"),
-        ({"attention_options": (("softmax.window_size", 3),)}, "must begin with a mechanism's"),
+        (
+            {"attention_options": (("softmax.window_size", 3),)},
+            "must begin with a mechanism or its index",
+        ),
         ({"attention_options": (("log.window_sise", 3),)}, "window_sise"),
         ({"attention_options": (("log.window_size", 0),)}, "window_size"),
     ],

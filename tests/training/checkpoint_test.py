@@ -10,7 +10,7 @@ import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
-from heinsen_jax.training.checksums import WRITTEN_LAST, damage, seal
+from heinsen_jax.training.checksums import WRITTEN_LAST, find_damage, write_checksums
 from heinsen_jax.training.guard import Guard
 from heinsen_jax.training.state import TrainState
 
@@ -155,14 +155,14 @@ def test_a_step_is_whole_though_the_process_was_killed_before_it_added_the_last_
     folder = saved(tmp_path, (1, None)) / "1"
     for name in WRITTEN_LAST:
         (folder / name).rename(tmp_path / name)
-    seal(folder)
+    write_checksums(folder)
     for name in WRITTEN_LAST:
         (tmp_path / name).rename(folder / name)
-    assert damage(folder) is None
+    assert find_damage(folder) is None
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 1
     flip(folder / "commit_success.txt")
-    assert damage(folder) == "commit_success.txt is not as it was written"
+    assert find_damage(folder) == "commit_success.txt is not as it was written"
 
 
 def test_arrays_that_were_not_saved_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""One experiment: the parts' configurations together; loading, overriding and saving them."""
+"""Configuration of an experiment: composed of its parts, loaded, overridden and recorded."""
 
 import contextlib
 import dataclasses
@@ -36,27 +36,27 @@ from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON, config_dataclass
 
 NOT_ARCHITECTURE = {"dtype", "remat", "remat_policy"}
-"""Fields of a model that a run may resume with other values of."""
+"""Fields of a model that may change when a run resumes."""
 OWN_TO_A_HOST = {"data.corpus", "data.cache", "data.tokenizer", "training.compilation_cache"}
-"""Fields that may differ between the hosts of a run: they are paths. What the data's paths hold is
-compared in their place."""
+"""Paths, which may differ between the hosts of a run. The content of the data is compared
+instead."""
 SET_ASIDE = "before-restart"
 DATA_FILE = "data_manifest.json"
-"""The manifest of the prepared text that a run learns."""
+"""Manifest of the prepared data of a run."""
 
 PACKAGE = Path(__file__).resolve().parent
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
-"""What is shipped: it lies inside the package where that is installed, beside it in a clone."""
+"""The shipped configurations: inside an installed package, beside it in a clone."""
 
 Kind = TypeVar("Kind")
 
 
 @config_dataclass
 class ExperimentConfig:
-    """Everything that decides a run."""
+    """All settings of a run."""
 
     seed: int = 0
-    """Of the initial weights, the order of the data, and samples."""
+    """Seed of the initial weights, the order of the data, and samples."""
     model: LanguageModelConfig = LanguageModelConfig()
     data: AnyDataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -65,13 +65,13 @@ class ExperimentConfig:
 
 
 def load_config(path: str | Path) -> ExperimentConfig:
-    """The experiment that a Python file's `get_config()` returns, or a run's config.json records.
+    """Load an experiment from a Python file with `get_config()`, or from a run's config.json.
 
     Args:
-      path: of the file; or the name of a configuration that comes with this package.
+      path: path of the file, or name of a shipped configuration.
 
     Raises:
-      UserError: there is no such file, or a field in it is misspelt or has a wrong value.
+      UserError: there is no such file, or a field is misspelled or has an invalid value.
 
     Examples:
       >>> load_config("quickstart").model.num_layers
@@ -88,10 +88,10 @@ def load_config(path: str | Path) -> ExperimentConfig:
 
 
 def find_file(path: str | Path, shipped: Path) -> Path:
-    """The file of that path, or the one of that name among those of a folder that is shipped.
+    """The file of that path, or of that name in a shipped folder.
 
     Raises:
-      UserError: there is neither; the message lists the names.
+      UserError: there is neither; the message lists the shipped names.
     """
     by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
     found = by_name.get(str(path), Path(path))
@@ -101,10 +101,10 @@ def find_file(path: str | Path, shipped: Path) -> Path:
 
 
 def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentConfig:
-    """`config` with fields replaced from `--section.field VALUE` arguments.
+    """Replace fields of a configuration from `--section.field VALUE` arguments.
 
     Raises:
-      UserError: a name is misspelt, or a value is of another type or out of its range.
+      UserError: a name is misspelled, or a value has the wrong type or is out of range.
 
     Examples:
       >>> override(ExperimentConfig(), ["--model.num_layers", "3"]).model.num_layers
@@ -129,7 +129,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
 
 
 def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) -> str:
-    """Why tyro refused an argument, in one line, out of the error it met and the box it printed."""
+    """Describe in one line why tyro refused an argument, from its error or its printed box."""
     cause = error and (error.__cause__ or error.__context__)
     if isinstance(cause, pydantic.ValidationError):
         sections = (x.name for x in dataclasses.fields(config))
@@ -149,7 +149,7 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
 
 
 def check_writable(workdir: Path) -> None:
-    """Makes a run's folder, before any work is done.
+    """Create a run's folder, before any work is done.
 
     Raises:
       UserError: it cannot be written.
@@ -164,11 +164,10 @@ def check_writable(workdir: Path) -> None:
 
 
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
-    """Makes sure that a run may be started or resumed in a folder, as far as is known before its
-    data are read.
+    """Check that a run may start or resume in a folder, before its data are loaded.
 
     Raises:
-      UserError: the folder holds a run of another task, or with another model.
+      UserError: the folder has a run of another task or with another architecture.
     """
     if (recorded := read_config(workdir)) is None:
         return
@@ -192,7 +191,7 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
 
 
 def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
-    """Makes sure that a run in a folder has the tokenizer of the data.
+    """Check that a run in a folder has the tokenizer of the data.
 
     Raises:
       UserError: it has another one.
@@ -210,7 +209,7 @@ def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -
 
 
 def changed_settings(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> list[str]:
-    """What differs from what a run's folder records, each in words."""
+    """Describe the differences between the current settings and those that a run recorded."""
     if (recorded := read_config(workdir)) is None:
         return []
     ours, theirs = _flat(as_json(config)), _flat(recorded)
@@ -228,7 +227,7 @@ def changed_settings(workdir: Path, config: ExperimentConfig, dataset: Dataset) 
 
 
 def set_aside(workdir: Path) -> None:
-    """Moves all that a run's folder holds into a folder within it, `before-restart`."""
+    """Move the content of a run's folder into its subfolder `before-restart`."""
     held = [path for path in workdir.iterdir() if not path.name.startswith((".", SET_ASIDE))]
     held.sort(key=lambda path: path.name != METRICS_FILE)  # lost if this were stopped without it
     if held:
@@ -240,7 +239,7 @@ def set_aside(workdir: Path) -> None:
 
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
-    """All that must be the same in all processes of a run, by names for messages."""
+    """Named values that all processes of a run must share."""
     fields = _flat(as_json(config))
     found = {name: value for name, value in fields.items() if name not in OWN_TO_A_HOST}
     if isinstance(dataset, TokenDataset):
@@ -253,11 +252,11 @@ def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
 
 
 def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
-    """Writes the resolved configuration, the tokenizer and the data's manifest, if there are any,
-    into a run's folder.
+    """Write the resolved configuration, the tokenizer and the manifest of the data, if any, into a
+    run's folder.
 
     Raises:
-      UserError: the folder holds a run with another tokenizer, model or task; or a file cannot be
+      UserError: the folder has a run with another tokenizer, model or task; or a file cannot be
         written.
     """
     check_workdir(workdir, config)
@@ -272,12 +271,12 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
 
 
 def as_json(config: ExperimentConfig) -> SavedConfig:
-    """The configuration as nested dictionaries of plain values."""
+    """Convert a configuration to nested dictionaries of plain values."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def _flat(config: SavedConfig) -> dict[str, JSON]:
-    """The fields of all sections, by names such as data.corpus."""
+    """The fields of all sections, with names such as data.corpus."""
     found: dict[str, JSON] = {"seed": config["seed"]}
     for section, fields in config.items():
         if isinstance(fields, dict):
@@ -286,11 +285,11 @@ def _flat(config: SavedConfig) -> dict[str, JSON]:
 
 
 def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
-    """What a function of a Python file returns, of some kind.
+    """Call a function of a Python file and check the type of its result.
 
     Raises:
-      UserError: the file does not define the function, a value does not fit, or what it returns is
-        not of that kind.
+      UserError: the file does not define the function, a value is invalid, or the result has
+        another type.
     """
     if path.suffix != ".py":
         raise UserError(f"{path} must be a Python file, .py, that defines {function}()")

@@ -1,4 +1,4 @@
-"""Several processes as one run: how they find one another, take turns, and agree."""
+"""Several processes as one run: connecting, synchronizing and agreeing."""
 
 import contextlib
 import json
@@ -24,21 +24,21 @@ def initialize(
     *,
     heartbeat_timeout: int = 100,
 ) -> None:
-    """Connects the processes of a run. To be called before anything else of JAX.
+    """Connect the processes of a run. Call it before any other function of JAX.
 
-    Without arguments JAX looks for a cluster that it knows (Slurm, Open MPI, Cloud TPU, GKE); where
-    there is none, this process is the whole run. Under Slurm and Open MPI a process has one device,
-    that of its number on the host; else all of the host's.
+    Without arguments JAX detects the cluster (Slurm, Open MPI, Cloud TPU, GKE); without a cluster,
+    this process is the complete run. Under Slurm and Open MPI each process has one device, by its
+    index on the host; otherwise all devices of the host.
 
     Args:
-      coordinator: address of process 0, as host:port, with a port that is free there.
-      num_processes: how many processes there are.
-      process_id: which of them this is, from 0.
-      heartbeat_timeout: seconds without a sign of life after which a process counts as dead, and
-        the others end.
+      coordinator: host:port of process 0, with a free port.
+      num_processes: number of processes.
+      process_id: index of this process, from 0.
+      heartbeat_timeout: seconds without a heartbeat after which a process counts as dead and the
+        others exit.
 
     Raises:
-      UserError: some of these are missing, or do not fit one another.
+      UserError: some of the arguments are missing or inconsistent.
     """
     given = coordinator, num_processes, process_id
     if None in given and any(x is not None for x in given):
@@ -62,10 +62,10 @@ def initialize(
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A block that all processes run. If it fails in one of them, it fails in all, with its reason.
+    """Context manager for a block that all processes run: if it fails in one, it fails in all.
 
     Raises:
-      UserError: the block failed in another process; the message has that process's number.
+      UserError: the block failed in another process; the message has its index and its error.
     """
     try:
         yield
@@ -80,7 +80,7 @@ def together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_0_first() -> Iterator[bool]:
-    """A block that process 0 runs while the others wait, then they. Yields whether this is 0.
+    """Context manager for a block that process 0 runs before the others; yields whether this is 0.
 
     Raises:
       UserError: as `together`; where process 0 fails, the others do not run the block.
@@ -95,10 +95,10 @@ def process_0_first() -> Iterator[bool]:
 
 
 def check_alike(values: Mapping[str, object]) -> None:
-    """Compares values by their names, such as settings, between all processes.
+    """Compare named values, such as settings, between all processes.
 
     Raises:
-      UserError: a process has others than process 0; the message names them.
+      UserError: a process differs from process 0; the message names the values.
     """
     found = [json.loads(text) for text in gather(json.dumps(values, default=str))]
     ours = found[0]
@@ -116,10 +116,10 @@ def check_alike(values: Mapping[str, object]) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """Makes sure that all processes see one folder under this name.
+    """Check that all processes share the folder of this name.
 
     Raises:
-      UserError: they do not; or it cannot be written.
+      UserError: they do not share it, or it cannot be written.
     """
     if jax.process_count() == 1:
         return
@@ -138,7 +138,7 @@ def check_shared(folder: Path) -> None:
 
 
 def gather(text: str) -> list[str]:
-    """The texts of all processes, by their numbers. All of them must call this."""
+    """Strings of all processes, by their indices. A collective: all processes must call it."""
     if jax.process_count() == 1:
         return [text]
     content = np.frombuffer(text.encode(), np.uint8)
@@ -157,9 +157,8 @@ def _raise_first(failures: Sequence[str]) -> None:
 
 
 class DelayedMax:
-    """The largest of what the processes say, which all hear the next time they ask.
-
-    Nobody waits: an answer is a reduction on the devices, run between the steps of training.
+    """Maximum over the processes of a value, delayed by one call so that nobody waits: it is a
+    reduction on the devices between the steps of training.
     """
 
     def __init__(self, mesh: Mesh):
@@ -169,8 +168,8 @@ class DelayedMax:
         self._asked: Array | None = None
 
     def __call__(self, value: int) -> int:
-        """Says a value >= 0, and hears the largest of those said the time before; 0 at first. A
-        process that is alone hears its own at once."""
+        """Submit a value >= 0; return the maximum of the previous call, 0 at first. A single
+        process gets its own value immediately."""
         if jax.process_count() == 1:
             return value
         shape = (self._parts.mesh.size,)

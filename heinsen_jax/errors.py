@@ -1,4 +1,4 @@
-"""The one exception for what a person can fix, and how a command line reports it."""
+"""The exception for mistakes of the user, and how command lines report it."""
 
 import functools
 import os
@@ -10,7 +10,7 @@ from typing import TextIO
 import pydantic
 
 TRACEBACK = "HEINSEN_JAX_TRACEBACK"
-"""The environment variable that brings back the tracebacks and libraries' logs of errors."""
+"""Environment variable that restores tracebacks and the logs of libraries."""
 
 LESS_MEMORY = (
     "use fewer rows (batch size) or shorter sequences; in training also --model.remat, "
@@ -19,11 +19,11 @@ LESS_MEMORY = (
 
 
 class UserError(ValueError):
-    """Input is wrong. The message names the field or file and says how to fix it, in one line."""
+    """Invalid input. The message is one line that names the field or file and the fix."""
 
 
 def explain(error: Exception, within: str = "") -> str:
-    """A validation error in one line: each field, of what it is `within`, with what is wrong."""
+    """Describe a validation error in one line; field names are prefixed with `within`."""
     if not isinstance(error, pydantic.ValidationError):
         return " ".join(str(error).split())
     problems = []
@@ -41,9 +41,9 @@ def wants_tracebacks() -> bool:
 
 
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
-    """Wraps a `main` so that it ends with one clear line: exit code 2 after a `UserError` or where
-    a device's memory is exhausted, 130 after Ctrl-C. Warnings are one line, too, and a reader that
-    closes the pipe is no error."""
+    """Wrap `main` so that errors are one line: exit code 2 after a `UserError` or when a device is
+    out of memory, 130 after Ctrl-C, 141 when the reader of a pipe exits. Warnings are one line,
+    too."""
 
     @functools.wraps(main)
     def wrapped() -> int:
@@ -84,8 +84,8 @@ def _one_line(
 
 
 def without_extra(missing: ImportError, extra: str, module: str) -> BaseException:
-    """What a module that needs an extra of this package raises without it: where the module is the
-    program, an end with one clear line."""
+    """The exception for a module whose extra is not installed; if the module is the program, print
+    one line and return SystemExit(2)."""
     message = (
         f"{missing}: install what it needs, pip install 'heinsen_jax[{extra}]', or in a clone "
         f"pip install -e '.[{extra}]'"

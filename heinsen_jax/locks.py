@@ -17,24 +17,24 @@ from heinsen_jax.errors import UserError
 
 LOCK_FILE = ".lock"
 WITHOUT_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
-"""What a file system answers that has no locks."""
+"""Error codes of file systems without locks."""
 
 
 @contextlib.contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """A context in which no other process can lock `folder`, an existing one.
+    """Context manager that locks an existing folder against other processes.
 
-    The file `.lock` in it names the owner: host, process id, start. The lock itself is the
-    operating system's, which releases it when its owner ends, however that happens: the name of an
-    owner that was killed keeps nobody out. Where a file system has no locks, a warning says so.
+    The file `.lock` in it names the owner: host, process id, start time. The operating system
+    releases the lock when its owner exits for any reason, so a killed owner does not keep others
+    out. A file system without locks causes a warning.
 
     Args:
-      folder: what to lock.
-      wait: whether to wait for an owner to end instead of refusing.
+      folder: the folder.
+      wait: whether to wait for another owner instead of refusing.
 
     Raises:
-      UserError: another process holds the lock, and the message names it; or the file cannot be
-        written.
+      UserError: another process, named in the message, holds the lock; or the lock file cannot be
+        opened.
     """
     path = folder / LOCK_FILE
     lock = FileLock(path, fallback_to_soft=False)  # that one outlives its owner

@@ -1,4 +1,4 @@
-"""What every attention mechanism promises."""
+"""The interface of attention mechanisms."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -30,15 +30,15 @@ ConfigT = TypeVar("ConfigT", bound="AttentionConfig")
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a mechanism can do; what it does not declare it refuses.
+    """Capabilities of a mechanism; an undeclared capability is refused.
 
     Attributes:
-      causal: a token sees only itself and earlier ones.
-      bidirectional: a token sees all.
-      streaming: a state goes in and comes out, and a text may be fed in pieces of any lengths.
-      cross: tokens see those of another sequence.
-      segments: packed documents do not see each other.
-      mergeable: states of consecutive texts make that of both: a text may be split over devices.
+      causal: tokens attend only to themselves and to earlier tokens.
+      bidirectional: tokens attend to all tokens.
+      streaming: explicit state; a sequence may be fed in chunks of any lengths.
+      cross: tokens attend to those of another sequence.
+      segments: packed documents do not attend to each other.
+      mergeable: states of consecutive chunks merge; a sequence may be split over devices.
     """
 
     causal: bool = False
@@ -55,11 +55,11 @@ class Capabilities:
 
 @config_dataclass
 class AttentionConfig:
-    """What is chosen of a mechanism; each has fields of its own, all with defaults."""
+    """Configuration of a mechanism; subclasses add fields, all with defaults."""
 
 
 class OpKeywords(TypedDict, total=False):
-    """Keywords that ops of whole sequences share."""
+    """Keywords that all ops over complete sequences have."""
 
     is_causal: bool
     segment_ids: Integer[Array, "*B T"] | None
@@ -67,8 +67,8 @@ class OpKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CallArguments(Generic[StateT]):
-    """What is asked of a mechanism, once it is known to be declared: `Attention.__call__` has the
-    meanings. There is a state before, or none is wanted."""
+    """Arguments of `Attention.__call__`, checked against the capabilities of the mechanism. The
+    state is None unless the call streams."""
 
     source: Float[Array, "*B S D"] | None = None
     is_causal: bool = True
@@ -77,11 +77,11 @@ class CallArguments(Generic[StateT]):
 
     @property
     def keywords(self) -> OpKeywords:
-        """Of an op over a whole text."""
+        """Keywords for an op over a complete sequence."""
         return {"is_causal": self.is_causal, "segment_ids": self.segment_ids}
 
     def with_state(self, state: OtherT | None) -> "CallArguments[OtherT]":
-        """The same with another state."""
+        """A copy with another state."""
         return CallArguments(self.source, self.is_causal, self.segment_ids, state)
 
     def recur(
@@ -90,7 +90,7 @@ class CallArguments(Generic[StateT]):
         *arguments: PyTree,
         **keywords: Unpack[OpKeywords],
     ) -> tuple[Array, StateT | None]:
-        """The result of an op that takes `initial_state`, and the state after, if there is one."""
+        """Call an op that takes `initial_state`; return its result and the new state, if any."""
         if self.state is None:
             return cast(Array, op(*arguments, **keywords)), None
         result = op(*arguments, initial_state=self.state, return_state=True, **keywords)
@@ -108,9 +108,9 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
     Args:
       model_dim: width D of the input and output.
       num_heads: number of heads.
-      config: of the mechanism; its defaults when None.
-      dtype: of activations and matrix products; what is summed over tokens is float32 at least.
-      param_dtype: of parameters.
+      config: configuration of the mechanism; its defaults when None.
+      dtype: dtype of activations and matrix products; sums over tokens are at least float32.
+      param_dtype: dtype of the parameters.
       rngs: the source of the initial weights.
     """
 
@@ -135,7 +135,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         self.setup(dtype=dtype, param_dtype=self.param_dtype, rngs=rngs)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
-        """Makes the parameters; the options are those of `layers`."""
+        """Create the parameters; the options are those of `layers`."""
 
     @overload
     def __call__(
@@ -171,23 +171,22 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         state: StateT | None = None,
         return_state: bool = False,
     ) -> Features | tuple[Features, StateT]:
-        """Mixes tokens.
+        """Apply the mechanism.
 
         Args:
           x: `[..., T, D]`.
-          source: `[..., S, D]`, tokens to see in place of x.
-          is_causal: whether a token sees only itself and earlier ones; where the mechanism can,
-            when None, and not if there is a source.
-          segment_ids: `[..., T]`: tokens see only those of their own document, a run of equal
-            numbers.
-          state: what was seen before x; nothing when None.
-          return_state: whether to return also the state after x.
+          source: `[..., S, D]`, tokens to attend to instead of x (cross-attention).
+          is_causal: whether tokens attend only to themselves and earlier tokens. When None, True
+            if the mechanism is causal and there is no source.
+          segment_ids: `[..., T]`; tokens attend only to their own segment, a run of equal ids.
+          state: state after the tokens before x; the empty state when None.
+          return_state: whether to return the state after x, too.
 
         Returns:
-          y `[..., T, D]`, or a pair of it and the state.
+          y `[..., T, D]`, or the pair (y, state).
 
         Raises:
-          NotImplementedError: the mechanism does not declare what is asked of it.
+          NotImplementedError: the mechanism lacks a capability that the call needs.
         """
         if is_causal is None:
             is_causal = self.capabilities.causal and source is None
@@ -206,9 +205,9 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
                     f"{type(self).__name__} is not {name}; it is: {', '.join(self._can())}"
                 )
         if is_causal and source is not None:
-            raise NotImplementedError("is_causal with source: which tokens are earlier is not said")
+            raise NotImplementedError("is_causal with source: the order of tokens is undefined")
         if streams and not is_causal:
-            raise NotImplementedError("a state with is_causal=False or source: give all tokens")
+            raise NotImplementedError("state with is_causal=False or source: pass all tokens")
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
         y, after = self.apply(x, CallArguments(source, is_causal, segment_ids, state))
@@ -218,7 +217,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         return [x.name for x in fields(Capabilities) if getattr(self.capabilities, x.name)]
 
     def apply(self, x: Features, call: CallArguments[StateT]) -> tuple[Features, StateT | None]:
-        """The mechanism: y, and the state after x if there is one before it."""
+        """Compute y, and the state after x if the call has one."""
         raise NotImplementedError
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> StateT:
@@ -226,8 +225,8 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
 
         Args:
           batch_shape: the leading axes.
-          capacity: how many tokens there will be at most, for states that hold them all: these then
-            have their final shape, as loops under `jit` ask for. They grow when None.
+          capacity: maximum number of tokens, for states that hold all tokens: they then have their
+            final shape, as loops under `jit` require. They grow when None.
         """
         raise NotImplementedError(f"{type(self).__name__} does not stream: it has no state")
 
@@ -246,6 +245,6 @@ class HasState(Protocol):
 
 
 def bytes_of_state(module: HasState, context_length: int) -> int:
-    """Bytes of the state that a module's `init_state` makes for one text of so many tokens."""
+    """Size in bytes of a module's state for one sequence of `context_length` tokens."""
     state = jax.eval_shape(lambda: module.init_state((), capacity=context_length))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

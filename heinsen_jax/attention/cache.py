@@ -16,42 +16,42 @@ AXIS = -3  # of tokens
 
 @runtime_checkable
 class Cache(Protocol):
-    """A state that holds all tokens, and has room for a number of them."""
+    """A state that holds all tokens, up to its capacity."""
 
     @property
     def capacity(self) -> int: ...
 
     @property
     def length(self) -> Array | None:
-        """How many there have been; as many as there is room for when None."""
+        """Number of tokens so far; equal to the capacity when None."""
         ...
 
     def with_capacity(self, capacity: int) -> Cache:
-        """The same tokens, with room for more."""
+        """A copy with a larger capacity."""
         ...
 
 
 def check_capacity(capacity: int, before: Array, count: int) -> None:
-    """Raises ValueError where a state has no room for `count` tokens more, as far as is known."""
+    """Raise ValueError if `count` further tokens exceed the capacity, where that is known."""
     least = count if isinstance(before, Tracer) else int(before) + count
     if least > capacity:
         raise ValueError(
-            f"the state has room for {capacity} tokens, and this is token {least}: "
-            "begin with init_state(batch_shape, capacity=...) of more"
+            f"state: its capacity of {capacity} tokens is less than {least}; create it with "
+            "init_state(batch_shape, capacity=...)"
         )
 
 
 @pytree_dataclass
 class TokenCache:
-    """What is kept of every token so far, such as keys and values.
+    """Arrays of every token so far, such as keys and values.
 
-    Without a `length` every slot is taken, and the cache grows with each call: right for any number
-    of tokens, but of another shape each time. With one, the capacity is fixed, as loops under `jit`
-    ask for; with more tokens than that, results are NaN (outside `jit`, an error).
+    Without a `length` the cache is full and grows with each call, to a new shape. With a `length`
+    the capacity is fixed, as loops under `jit` require; beyond it results are NaN (outside `jit`,
+    an error).
 
     Attributes:
       arrays: `[*B, capacity, heads, depth]`.
-      length: how many slots are taken, a scalar.
+      length: number of tokens, a scalar.
     """
 
     arrays: tuple[Float[Array, "*B capacity G _"], ...]
@@ -65,7 +65,7 @@ class TokenCache:
         dtype: DTypeLike,
         capacity: int | None,
     ) -> TokenCache:
-        """For arrays of `shapes` = (heads, depth) a token."""
+        """An empty cache for arrays of `shapes` = (heads, depth) per token."""
         arrays = tuple(jnp.zeros((*batch_shape, capacity or 0, *shape), dtype) for shape in shapes)
         return cls(arrays, None if capacity is None else jnp.zeros((), jnp.int32))
 
@@ -75,11 +75,11 @@ class TokenCache:
 
     @property
     def seen(self) -> int | Array:
-        """How many tokens there have been."""
+        """Number of tokens so far."""
         return self.capacity if self.length is None else self.length
 
     def append(self, *new: Array) -> tuple[TokenCache, int | Array]:
-        """The cache with further tokens `[*B, T, ...]`, and the position of the first of them."""
+        """Append tokens `[*B, T, ...]`; return the cache and the position of the first one."""
         new = tuple(x.astype(old.dtype) for x, old in zip(new, self.arrays, strict=True))
         if self.length is None:
             pairs = zip(self.arrays, new, strict=True)
@@ -93,11 +93,11 @@ class TokenCache:
         return TokenCache(arrays, start + count), start
 
     def or_nan(self, y: Array) -> Array:
-        """y, or NaN where there have been more tokens than the capacity."""
+        """y, or NaN if the number of tokens exceeds the capacity."""
         return y if self.length is None else jnp.where(self.length > self.capacity, jnp.nan, y)
 
     def with_capacity(self, capacity: int) -> TokenCache:
-        """The same tokens, with room for more."""
+        """A copy with a larger capacity."""
         padding = [(0, 0)] * self.arrays[0].ndim
         padding[AXIS] = (0, capacity - self.capacity)
         length = jnp.asarray(self.capacity, jnp.int32) if self.length is None else self.length
@@ -106,11 +106,11 @@ class TokenCache:
 
 @pytree_dataclass
 class WindowCache:
-    """What is kept of the last tokens: of one shape, however many there have been.
+    """Arrays of the last `size` tokens, of constant shape.
 
     Attributes:
       arrays: `[*B, size, heads, depth]`, the latest token last.
-      seen: how many tokens there have been, a scalar: the first slots may be of none.
+      seen: number of tokens so far, a scalar; the first slots may be empty.
     """
 
     arrays: tuple[Float[Array, "*B size G _"], ...]
@@ -133,17 +133,16 @@ class WindowCache:
 
     @property
     def first(self) -> Array:
-        """The first slot that holds a token."""
+        """Index of the first slot that holds a token."""
         return jnp.maximum(self.size - self.seen, 0)
 
     def bounds(self, count: int, batch_shape: Sequence[int]) -> Array:
-        """`[*B, 2]`: of all slots and `count` new tokens, the first that holds a token, and the
-        end."""
-        there = jnp.stack([self.first, jnp.asarray(self.size + count, self.first.dtype)])
-        return jnp.broadcast_to(there, (*batch_shape, 2))
+        """`[*B, 2]`: range of the valid positions among all slots and `count` new tokens."""
+        valid = jnp.stack([self.first, jnp.asarray(self.size + count, self.first.dtype)])
+        return jnp.broadcast_to(valid, (*batch_shape, 2))
 
     def append(self, *new: Array) -> tuple[tuple[Array, ...], WindowCache]:
-        """All tokens in the window and the new ones, `[*B, size + T, ...]`, and the cache after."""
+        """The window and the new tokens, `[*B, size + T, ...]`, and the cache after them."""
         together = tuple(
             jnp.concatenate([old, x.astype(old.dtype)], AXIS)
             for old, x in zip(self.arrays, new, strict=True)

@@ -1,4 +1,4 @@
-"""Every mechanism by name."""
+"""Registry of attention mechanisms."""
 
 from typing import TypeAlias
 
@@ -53,7 +53,7 @@ _MECHANISMS: dict[str, type[Attention]] = {
 
 
 def names() -> tuple[str, ...]:
-    """The names that `build` knows.
+    """Names of all mechanisms.
 
     Examples:
       >>> names()[:3]

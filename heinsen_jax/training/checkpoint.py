@@ -1,4 +1,4 @@
-"""Checkpoints of a run: asynchronous, atomic, the latest and the best kept."""
+"""Checkpoints of a run: asynchronous and atomic; the latest and the best are kept."""
 
 import contextlib
 import json
@@ -37,20 +37,20 @@ CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
 
 SAVED_FILE = "last_checkpoint.json"
-"""The newest step that was saved: where it is known and no step is left, something was lost."""
+"""Records the newest step that was saved, so that lost checkpoints are noticed."""
 
 REMOVED_WITHIN = 2.0
-"""Seconds that a reader waits for a step that another process seems to be removing."""
+"""Seconds that a reader waits for the removal of a step by another process."""
 
 OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
-"""How TensorStore and Orbax quote the operating system."""
+"""How TensorStore and Orbax quote errors of the operating system."""
 
 EXPECTED = "CheckpointManagerOptions.read_only=True", "Given directory is read only"
-"""What Orbax warns of where a folder is only read, which is what was asked for."""
+"""Warnings of Orbax about a read-only folder, which is requested here."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """False for what this module reports itself: a save that fails is one `UserError`."""
+    """False for log records of failed saves, which this module reports as one `UserError`."""
     message = record.getMessage()
     is_of_save = "orbax" in record.pathname or "orbax" in message
     is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
@@ -61,7 +61,7 @@ Tree = TypeVar("Tree")
 
 
 class SavedConfig(TypedDict):
-    """The file `config.json` of a run: the fields of its `ExperimentConfig`, section by section."""
+    """Content of a run's `config.json`: the fields of its `ExperimentConfig`, by section."""
 
     seed: int
     model: dict[str, JSON]
@@ -72,13 +72,12 @@ class SavedConfig(TypedDict):
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder, one a step, of named arrays.
+    """The checkpoints in a run's folder: one per step, of named arrays.
 
-    A save returns once the arrays are copied and writes in the background; a step appears under its
-    final name only when it is whole, so a killed process leaves the one before as the latest.
-    Every file is held against the hash it was written with before a step counts as one: damaged
-    steps, which `damaged` names, are renamed, and those before them are used.
-    Opened with `read_only`, the folder is left as it is, also while another process writes to it.
+    A save returns once the arrays are copied, and writes in the background. A step gets its final
+    name only when it is complete, so a killed process leaves the previous one as the latest. The
+    hash of every file is verified first: damaged steps, listed in `damaged`, are renamed, and
+    earlier ones are used. With `read_only` nothing is changed, and another process may write.
     """
 
     def __init__(self, workdir: Path, *, keep: int = 2, read_only: bool = False):
@@ -108,12 +107,12 @@ class Checkpoints:
         )
 
     def _steps(self) -> list[Path]:
-        """The folders of finished steps."""
+        """Folders of the finished steps."""
         folders = self.folder.iterdir() if self.folder.is_dir() else ()
         return [path for path in folders if path.name.isdecimal()]
 
     def _find_damaged(self) -> dict[int, str]:
-        """What is wrong with which steps. For a writer, these get another name."""
+        """The damaged steps and their damage; a writer renames them."""
         found = {}
         for folder in self._steps():
             if not self._read_only:
@@ -126,7 +125,7 @@ class Checkpoints:
         return found
 
     def _without_damaged(self) -> Path:
-        """The folder; for a reader, who renames nothing, one with links to what is whole."""
+        """The folder; for a reader with damaged steps, a folder with links to the others."""
         if not (self._read_only and self.damaged):
             return self.folder
         links = Path(self._on_exit.enter_context(tempfile.TemporaryDirectory()))
@@ -136,13 +135,13 @@ class Checkpoints:
         return links
 
     def _write_checksums(self) -> None:
-        """Called by Orbax when all files of a step are written, under a name not yet final."""
+        """Callback of Orbax, when all files of a step are written under a temporary name."""
         if jax.process_index() == 0:
             for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
                 write_checksums(folder)
 
     def record_newest(self) -> None:
-        """Notes the newest step. (Orbax has no callback for the moment after a step is whole.)"""
+        """Record the newest step. (Orbax has no callback after a step gets its final name.)"""
         if self._read_only or jax.process_index() != 0:
             return
         if steps := [int(folder.name) for folder in self._steps()]:
@@ -150,10 +149,10 @@ class Checkpoints:
                 write_atomically(self._saved_file, json.dumps({"step": max(steps)}).encode())
 
     def check_lost(self, remedy: str) -> None:
-        """Makes sure that a run without a checkpoint is one that never had any.
+        """Check that a run without checkpoints never had any.
 
         Raises:
-          UserError: it had; the message says what became of it, and ends with the remedy.
+          UserError: it had; the message says what happened, and ends with the remedy.
         """
         if self.latest_step() is not None:
             return
@@ -165,7 +164,7 @@ class Checkpoints:
         raise UserError(f"{self.folder}: every checkpoint of this run {found}; {remedy}")
 
     def losses(self) -> list[str]:
-        """In words, each checkpoint that is damaged, or was saved as the newest and is gone."""
+        """Descriptions of damaged checkpoints and of a newest one that is missing."""
         found = [
             f"{self.folder / str(step)} is damaged ({reason})"
             for step, reason in sorted(self.damaged.items())
@@ -178,23 +177,23 @@ class Checkpoints:
         return found
 
     def _newest_saved(self) -> int | None:
-        """The step that `record_newest` noted."""
+        """The step that `record_newest` recorded."""
         try:
             return int(json.loads(self._saved_file.read_text())["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def latest_step(self) -> int | None:
-        """The newest whole checkpoint."""
+        """Step of the newest checkpoint; None without any."""
         return self._manager.latest_step()
 
     def best_step(self) -> int | None:
-        """The checkpoint with the least validation loss; the newest where none was evaluated."""
+        """Step with the smallest validation loss; the newest step if none was evaluated."""
         best = self._manager.best_step()
         return self.latest_step() if best is None else best
 
     def save(self, step: int, state: TrainState, *, loss: float | None = None) -> None:
-        """Begins to write a step; `loss` is its validation loss, where it was measured."""
+        """Start to write a step; `loss` is its validation loss, if it was evaluated."""
         if self._read_only:
             raise RuntimeError(f"{self.folder} is open for reading only: step {step} is not saved")
         if step in self._manager.all_steps():
@@ -220,10 +219,10 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Returns when all that was saved is written.
+        """Wait until all saves are written.
 
         Raises:
-          UserError: it could not be; the checkpoints before it are still there.
+          UserError: a save failed; the checkpoints before it remain.
         """
         try:
             self._manager.wait_until_finished()
@@ -234,10 +233,10 @@ class Checkpoints:
             raise self._not_written(error) from error
 
     def restore(self, step: int, abstract: Tree) -> Tree:
-        """A pytree like `abstract` (shapes, dtypes, shardings), of any part of what was saved.
+        """Restore a pytree like `abstract` (shapes, dtypes, shardings), or a part of the saved one.
 
         Raises:
-          UserError: the step is damaged or holds other arrays; the message names it.
+          UserError: the step is damaged or has other arrays; the message names it.
         """
         wanted = flatten_with_names(abstract)
         try:
@@ -270,8 +269,8 @@ class Checkpoints:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Waits until everything is written. An error that ended the context is the one that is
-        raised, not those of saves that fail for the same reason."""
+        """Wait until all saves are written. An error inside the context takes precedence over those
+        of saves, which may fail for the same reason."""
         try:
             if not self._read_only:
                 self.wait()
@@ -290,15 +289,14 @@ class Checkpoints:
 def load_run(
     workdir: str | Path, *, best: bool = True
 ) -> tuple[LanguageModel, tiktoken.Encoding | None, int]:
-    """The model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a folder
-    of `interop.hub`. There is no tokenizer where what was learned is a task, and no text.
+    """Load the model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a
+    model folder of `interop.hub`. The tokenizer is None if the run trained on a task.
 
     Raises:
-      UserError: the folder holds no run, or one that cannot be read, or nothing has been saved in
-        it yet.
+      UserError: the folder has no run, a damaged one, or one without checkpoints.
 
     Warns:
-      UserWarning: a checkpoint is damaged, and another one used.
+      UserWarning: a checkpoint is damaged or missing, and another one is used.
     """
     workdir = Path(workdir)
     config = read_config(workdir)
@@ -328,7 +326,7 @@ def load_run(
 
 
 def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.State, int]:
-    """The parameters and the step of a run's best (or latest) checkpoint."""
+    """Load the parameters and the step of a run's best (or latest) checkpoint."""
     with Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
         checkpoints.check_lost("bring one back, or train it again")
@@ -340,7 +338,7 @@ def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.
 
 
 def read_config(workdir: Path) -> SavedConfig | None:
-    """The resolved configuration that a run's folder records; None where there is no run.
+    """Read the resolved configuration of a run; None if the folder has no run.
 
     Raises:
       UserError: the file is damaged.
@@ -362,7 +360,7 @@ def read_config(workdir: Path) -> SavedConfig | None:
 
 
 def _no_run(workdir: Path) -> str:
-    """What to say of something without a run's configuration."""
+    """Error message for a path without a run."""
     said = f"{workdir} holds no run ({CONFIG_FILE} is missing)"
     if workdir.is_file():
         return f"{workdir} is a file: give the folder of a run"
@@ -379,7 +377,7 @@ def _no_checkpoint(workdir: Path) -> str:
 
 
 def _is_being_removed(folder: Path) -> bool:
-    """Whether a step is one that the process which writes the run is just removing."""
+    """Whether the process that writes the run is removing this step."""
     deadline = time.monotonic() + REMOVED_WITHIN
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -387,8 +385,8 @@ def _is_being_removed(folder: Path) -> bool:
 
 
 def _is_of_storage(error: Exception) -> bool:
-    """Whether a save failed where it was to be stored: not on a device, nor for a fault of ours.
-    Orbax raises errors of its own; TensorStore's are ValueError, with the system's in its text."""
+    """Whether a save failed because of storage, not because of a device or a bug. TensorStore
+    raises ValueError with the error of the operating system in its text."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return False
     causes = [error, error.__cause__, error.__context__]
@@ -396,8 +394,8 @@ def _is_of_storage(error: Exception) -> bool:
 
 
 def _quiet_failed_saves() -> None:
-    """Silences what libraries log of saves that fail here: permanently, since their threads outlive
-    the save."""
+    """Silence the logs of libraries about failed saves, permanently: their threads outlive the
+    save."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_news)
     if sys.unraisablehook is sys.__unraisablehook__:
@@ -405,14 +403,14 @@ def _quiet_failed_saves() -> None:
 
 
 def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:
-    """After a save that failed, threads of TensorStore call back an event loop that Orbax has
-    closed: each would print a traceback."""
+    """Ignore callbacks of TensorStore's threads to an event loop that Orbax has closed after a
+    failed save; each would print a traceback."""
     if wants_tracebacks() or str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what an error is about."""
+    """First line of the message of an error, or of its cause."""
     cause = error.__cause__ or error
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 

@@ -1,7 +1,7 @@
-"""Seals on checkpoints: what every file must contain, so that a damaged one is never loaded.
+"""Checksums of checkpoints, so that a damaged one is never loaded.
 
-The seal is a file in a step's folder, written before the folder gets its final name: a step without
-one was not finished. Orbax then writes two small files about that, which are added to it later.
+The file of checksums is written into a step's folder before the folder gets its final name: a step
+without it was not finished. Orbax then writes two small files, whose checksums are added later.
 """
 
 import hashlib
@@ -15,19 +15,19 @@ WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
 
 def write_checksums(folder: Path) -> None:
-    """Records the SHA-256 of every file in the folder of a step that is being written."""
+    """Record the SHA-256 of every file in the folder of a step that is being written."""
     _write(folder, _hashes(folder, set(_files(folder)) - WRITTEN_LAST))
 
 
 def add_last_checksums(folder: Path) -> None:
-    """Adds the files that were written last to the seal of a step."""
+    """Add the checksums of the files that Orbax writes last."""
     sealed = _read(folder)
     if sealed is not None and WRITTEN_LAST.isdisjoint(sealed):
         _write(folder, sealed | _hashes(folder, WRITTEN_LAST & set(_files(folder))))
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a step's folder; None if nothing is."""
+    """Describe the damage of a step's folder; None if it is intact."""
     sealed = _read(folder)
     if sealed is None:
         return f"{CHECKSUM_FILE} is missing or damaged"
@@ -64,7 +64,7 @@ def _hashes(folder: Path, names: set[str]) -> dict[str, str]:
 
 
 def _read(folder: Path) -> dict[str, str] | None:
-    """The hashes by file; None if there is no seal, or one that is not as it was written."""
+    """Hashes by file; None if the file of checksums is missing or damaged."""
     try:
         content = json.loads((folder / CHECKSUM_FILE).read_text())
         hashes = content["files"]
@@ -74,7 +74,7 @@ def _read(folder: Path) -> dict[str, str] | None:
 
 
 def _write(folder: Path, hashes: dict[str, str]) -> None:
-    """All at once."""
+    """Write the file of checksums atomically."""
     path = folder / PARTIAL
     path.write_text(json.dumps({"files": hashes, "sha256": _hash_of(hashes)}, indent=1))
     os.replace(path, folder / CHECKSUM_FILE)

@@ -48,7 +48,7 @@ from heinsen_jax.training.timeouts import with_timeout
 
 
 class Diverged(UserError):
-    """Too many updates in a row were skipped."""
+    """Too many consecutive updates were skipped."""
 
 
 @runtime_checkable
@@ -68,12 +68,12 @@ class SampleFn(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """How training ended.
+    """Result of training.
 
     Attributes:
-      step: updates made.
-      metrics: of the last evaluation; empty where a signal came before one.
-      signal: the number of the signal that stopped it, or None.
+      step: number of updates.
+      metrics: metrics of the last evaluation; empty if a signal came before any.
+      signal: number of the signal that stopped training, or None.
     """
 
     step: int
@@ -91,25 +91,25 @@ def train(
     on_start: Callable[[], None] = lambda: None,
     sample_fn: SampleFn | None = None,
 ) -> Result:
-    """Trains from the latest checkpoint in `workdir`, or from the start, to the last step.
+    """Train from the latest checkpoint in `workdir`, or from the start, to the last step.
 
-    SIGTERM, SIGHUP and SIGINT, to any of the processes, save a checkpoint after the step in
-    progress and end training early. Before the first step they are not handled here.
+    SIGTERM, SIGHUP and SIGINT in any of the processes save a checkpoint after the current step and
+    end training early. Before the first step they are not handled here.
 
     Args:
-      workdir: the run's folder, which all processes see.
-      dataset: what is learned.
-      experiment: how.
-      dry_run: whether to do everything but train: compile, rehearse a few updates, and say what
-        the run will take.
+      workdir: the run's folder, which all processes share.
+      dataset: the data set.
+      experiment: the configuration.
+      dry_run: whether to compile, time a few updates and report the cost of the run, instead of
+        training.
       profile: whether to write a trace of a few updates into the run's folder.
-      on_start: called before the first update, by process 0; not where none is left to make.
+      on_start: called by process 0 before the first update, if there is one.
       sample_fn: writes the samples, such as `heinsen_jax.generate.sample`; none when None.
 
     Raises:
-      UserError: as `check_settings`; no checkpoint of a run is left, or it cannot be read; or a
-        file cannot be written.
-      Diverged: `max_consecutive_skips` updates in a row were skipped.
+      UserError: as `check_settings`; all checkpoints of the run are lost; or a file cannot be
+        written.
+      Diverged: `max_consecutive_skips` consecutive updates were skipped.
     """
     mesh = check_settings(dataset, experiment)
     if experiment.training.compilation_cache is not None:
@@ -121,7 +121,7 @@ def train(
 
 
 class _Run:
-    """One call of `train`: what its steps share."""
+    """State of one call of `train`."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Run:
         return result
 
     def _start(self) -> tuple[int | None, list[str]]:
-        """The step to resume from, or None for a run that begins; and what was lost."""
+        """The step to resume from, or None for a new run; and descriptions of lost checkpoints."""
         with together():
             lost = self.checkpoints.losses()
             if jax.process_index() == 0:
@@ -200,7 +200,7 @@ class _Run:
         return start, lost
 
     def _finished(self, step: int) -> Result:
-        """What a run comes to that has made all its updates."""
+        """The result of a run that has made all its updates."""
         self.reporter.line(
             f"{self.workdir} has made {step} updates, and training.steps={self.training.steps}: "
             "there is nothing left to train"
@@ -215,7 +215,7 @@ class _Run:
         return Result(step, metrics)
 
     def _recorded(self, step: int) -> dict[str, float] | None:
-        """The metrics of the evaluation at a step, as process 0 reads them, for all."""
+        """The recorded metrics of a step, read by process 0 for all; None if there are none."""
         with together():
             rows = read_metrics(self.workdir) if jax.process_index() == 0 else []
         for row in json.loads(gather(json.dumps([row for row in rows if row["step"] == step]))[0]):
@@ -225,7 +225,7 @@ class _Run:
         return None
 
     def dry_run(self) -> Result:
-        """Everything but training."""
+        """Compile, time a few updates, and report the cost of the run."""
         update = self._compiled()
         state = init_sharded(self.init, self.abstract)
         batch = shard_batch(next(self._batches(0)), self.mesh)
@@ -235,7 +235,7 @@ class _Run:
         return Result(0, {})
 
     def _compiled(self) -> jax.stages.Compiled:
-        """The update, compiled once for all steps: what does not fit it is refused."""
+        """The update, compiled ahead of time for all steps."""
         step = make_train_step(
             self.graph,
             self.transform,
@@ -324,7 +324,7 @@ class _Run:
         self.reporter.training(step, values)
 
     def _evaluate_and_save(self, step: int, state: TrainState) -> dict[str, float]:
-        """Evaluates, saves, and lets the model write."""
+        """Evaluate, save a checkpoint, and write a sample."""
         metrics = self._evaluated(state)
         self.checkpoints.save(step, state, loss=metrics["loss"])
         self.reporter.validation(step, metrics)
@@ -376,7 +376,7 @@ class _Run:
 
 
 class _Tracer:
-    """Writes what the devices do in a few steps, once the first ones are over."""
+    """Writes a profiler trace of a few steps after the first ones."""
 
     STEPS = range(5, 10)
 
@@ -385,7 +385,7 @@ class _Tracer:
         self._is_wanted, self._is_on = is_wanted, False
 
     def __call__(self, step: int, last: bool = False) -> None:
-        """Before each step, and after the last."""
+        """Call before each step, and after the last one."""
         is_on = self._is_wanted and step - self._start in self.STEPS and not last
         if is_on and not self._is_on:
             jax.profiler.start_trace(self._folder)
@@ -395,7 +395,7 @@ class _Tracer:
 
 
 class _Clock:
-    """Steps a second since the last look."""
+    """Steps per second since the previous call."""
 
     def __init__(self, step: int):
         self.restart(step)

@@ -1,4 +1,4 @@
-"""What a run reports: a progress bar, metrics.jsonl, TensorBoard events, and a loss plot."""
+"""Metrics of a run: progress bar, metrics.jsonl, TensorBoard events, and a plot of the loss."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ from heinsen_jax.errors import UserError
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
 FLUSH_SECONDS = 30
-"""The longest that TensorBoard lags behind."""
+"""Maximum delay of TensorBoard events."""
 
 PEAK_FLOPS = {
     "NVIDIA A100-SXM4-40GB": 312e12,
@@ -39,21 +39,21 @@ PEAK_FLOPS = {
     "TPU v5": 459e12,
     "TPU v6 lite": 918e12,
 }
-"""Dense bfloat16 operations a second of a device, by `device_kind`, from the makers' datasheets."""
+"""Peak dense bfloat16 FLOP/s by `device_kind`, from the vendors' datasheets."""
 
 
 def model_flops_utilization(tokens_per_second: float, flops_per_token: float) -> float | None:
-    """The part of the hardware's peak that the model's own operations use; None if not known."""
+    """Model FLOPs utilization (MFU): model FLOP/s divided by the peak; None if that is unknown."""
     peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
     return peak and tokens_per_second * flops_per_token / (peak * jax.device_count())
 
 
 class Reporter:
-    """Writes a run's metrics where people look for them. On other processes than 0 it is silent.
+    """Context manager that writes a run's metrics, on process 0 only.
 
-    Use as a context manager. Rows of metrics.jsonl after `start_step`, written by a process that
-    was killed before its next checkpoint, are removed: the run resumes from that step. Lines that
-    cannot be read are named, and left out.
+    Rows of metrics.jsonl after `start_step`, from a process that was killed before its next
+    checkpoint, are removed, since the run resumes from that step. Damaged lines are reported and
+    skipped.
 
     Raises:
       UserError: metrics.jsonl cannot be read or written.
@@ -112,18 +112,18 @@ class Reporter:
             files.callback(self._file.close)
 
     def begin(self) -> None:
-        """Starts the clock for the estimate of the time left: call it once all is compiled."""
+        """Start the clock for the estimate of the remaining time, after compilation."""
         self._started = time.monotonic()
 
     @contextlib.contextmanager
     def untimed(self) -> Iterator[None]:
-        """A block that does not count in that estimate."""
+        """Context manager for a block that does not count in that estimate."""
         start = time.monotonic()
         yield
         self._started += time.monotonic() - start
 
     def training(self, step: int, metrics: dict[str, float]) -> None:
-        """A row of training metrics."""
+        """Record training metrics."""
         self._record("train", step, metrics)
         if not self.active:
             return
@@ -135,13 +135,13 @@ class Reporter:
             self.line(f"step {step}/{self._steps}  {text}  {left:.0f} s left")
 
     def validation(self, step: int, metrics: dict[str, float]) -> None:
-        """A row of validation metrics."""
+        """Record validation metrics."""
         self._record("validation", step, metrics)
         text = "  ".join(f"{name.replace('_', ' ')} {_short(x)}" for name, x in metrics.items())
         self.line(f"step {step}/{self._steps}  validation  {text}")
 
     def sample(self, step: int, text: str) -> None:
-        """A text that the model wrote, also into a file of its own."""
+        """Record a sample, also in a file of its own."""
         if not self.active:
             return
         with writing(self._workdir):
@@ -151,7 +151,7 @@ class Reporter:
             (folder / f"step_{step:08d}.txt").write_text(text, encoding="utf-8")
 
     def line(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Print a line."""
         if self.active:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -167,20 +167,20 @@ class Reporter:
 
 
 class _Console(Console):
-    """One whose reader may go away, as that of `... | head` does: this is as if its terminal were
-    closed, so the run is saved, and ends."""
+    """A console whose reader may exit, as in `... | head`: treated as a closed terminal, so that
+    the run is saved and exits."""
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         number = getattr(signal, "SIGHUP", signal.SIGTERM)
-        if signal.getsignal(number) is signal.SIG_DFL:  # nobody would save anything
+        if signal.getsignal(number) is signal.SIG_DFL:  # nothing to save
             raise SystemExit(141)
         signal.raise_signal(number)
 
 
 class _Board:
-    """TensorBoard's events, written at once. The thread in which tensorboardX's `SummaryWriter`
-    writes them dies where a disk is full, and its caller then waits for ever."""
+    """TensorBoard events, written synchronously. The writer thread of tensorboardX's
+    `SummaryWriter` dies when a disk is full, and its caller then blocks forever."""
 
     def __init__(self, folder: Path, purge_step: int):
         folder.mkdir(exist_ok=True)
@@ -199,10 +199,10 @@ class _Board:
 
 
 def read_metrics(workdir: Path) -> list[dict[str, float]]:
-    """The rows of a run's metrics.jsonl.
+    """Read the rows of a run's metrics.jsonl.
 
-    A last line cut short by a killed process is left out, and so, with a warning, is any other that
-    is no row: no JSON object of numbers with an integer `step`.
+    A last line truncated by a killed process is skipped, and so, with a warning, is any other line
+    that is not a JSON object of numbers with an integer `step`.
     """
     path = workdir / METRICS_FILE
     rows, damaged = _read(path)
@@ -212,7 +212,7 @@ def read_metrics(workdir: Path) -> list[dict[str, float]]:
 
 
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, float]]], list[int]]:
-    """Each line that is a row, with the row; and the numbers, from 1, of the lines that are not."""
+    """The valid lines with their rows, and the numbers, from 1, of the damaged lines."""
     rows, damaged = [], []
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -235,7 +235,7 @@ def _are_numbers(row: dict[str, object]) -> bool:
 
 
 def _keep(path: Path, lines: list[bytes]) -> None:
-    """Replaces a file's lines atomically: it holds either all of the old ones or these."""
+    """Replace the lines of a file atomically."""
     content = b"".join(lines)
     if path.exists() and path.read_bytes() == content:
         return
@@ -249,7 +249,7 @@ def _damage(path: Path, lines: list[int]) -> str:
 
 
 def plot_losses(workdir: Path) -> Path:
-    """Draws training and validation loss against steps into the run's folder."""
+    """Plot training and validation loss into the run's folder."""
     rows = read_metrics(workdir)
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()

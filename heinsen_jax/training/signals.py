@@ -1,8 +1,8 @@
-"""SIGTERM, SIGHUP and Ctrl-C: a run ends at once, or has a while to save its state.
+"""SIGTERM, SIGHUP and Ctrl-C: a run exits immediately, or has time to save its state.
 
-Python calls the handler of a signal in the main thread, when that is back in Python: not while XLA
-compiles, nor in a collective operation whose peers are gone. So a second thread, woken by the
-signal itself (`signal.set_wakeup_fd`), keeps the time.
+Python runs signal handlers in the main thread, and not while XLA compiles or a collective waits for
+peers that have exited. So a second thread, woken by the signal (`signal.set_wakeup_fd`), measures
+the time.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from types import TracebackType
 from typing import Any
 
 TOO_LATE = 124
-"""The exit code of a run that could not save in time."""
+"""Exit code of a run that did not save in time."""
 
 
 @contextlib.contextmanager
 def exit_at_once() -> Iterator[None]:
-    """A context in which a signal ends the process at once, with 128 plus the signal's number: for
-    the time before the first update, and after the last, without anything to save. Nothing is
-    unwound, for an exception that a handler raises in a callback of another library is lost."""
+    """Context manager in which a signal exits the process immediately, with code 128 plus its
+    number: before the first and after the last update there is nothing to save. The stack is not
+    unwound, since an exception raised in a callback of another library would be lost."""
 
     def end(number: int) -> None:
         name = signal.Signals(number).name
@@ -33,7 +33,7 @@ def exit_at_once() -> Iterator[None]:
 
 
 def unwind_on_signals() -> contextlib.AbstractContextManager[None]:
-    """A context in which a signal raises `SystemExit` of 128 plus its number."""
+    """Context manager in which a signal raises `SystemExit` with 128 plus its number."""
     return _caught(_unwind, lambda number: None)
 
 
@@ -42,10 +42,10 @@ def _unwind(number: int) -> None:
 
 
 class Signals:
-    """A context in which SIGTERM, SIGHUP and SIGINT are collected instead of obeyed.
+    """Context manager that records SIGTERM, SIGHUP and SIGINT instead of obeying them.
 
-    A second SIGINT interrupts at once. A process that is still in this context `deadline` seconds
-    after the first signal ends there and then, with the exit code `TOO_LATE`.
+    A second SIGINT interrupts immediately. A process that is still in the context `deadline`
+    seconds after the first signal exits with the code `TOO_LATE`.
     """
 
     def __init__(self, deadline: float):
@@ -54,7 +54,7 @@ class Signals:
         self._is_interrupted = False
         self._caught = contextlib.ExitStack()
         self.first = 0
-        """The number of the signal that came first; 0 while none has."""
+        """Number of the first signal; 0 before any."""
 
     def __enter__(self) -> "Signals":
         self._caught.enter_context(_caught(self._interrupt, self._start_timer))
@@ -91,7 +91,7 @@ class Signals:
 def _caught(
     in_main_thread: Callable[[int], None], at_once: Callable[[int], None]
 ) -> Iterator[None]:
-    """A context in which a signal calls `at_once(number)` in a thread of its own, right away, and
+    """Context manager in which a signal calls `at_once(number)` immediately, in another thread, and
     `in_main_thread(number)` as soon as Python can. SIGHUP and SIGINT that are ignored (by nohup,
     by a shell's `&`) stay so. Outside the main thread, where Python has no handlers,
     none is caught.
@@ -133,7 +133,7 @@ def _caught(
 
 
 def _disconnect(terminals: list[int]) -> None:
-    """Sends what would be written to a terminal that was closed, which is an error, nowhere."""
+    """Redirect the streams of a closed terminal, whose writes would fail, to /dev/null."""
     with contextlib.suppress(OSError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for number in terminals:
@@ -143,7 +143,7 @@ def _disconnect(terminals: list[int]) -> None:
 
 
 def _end(text: str, code: int) -> None:
-    """Ends the process with a last line, whatever state its streams are in."""
+    """Exit the process with a last line on stderr, whatever the state of its streams."""
     try:
         os.write(2, f"{text}\n".encode())
     finally:

@@ -337,7 +337,7 @@ def test_a_misspelt_field_is_refused_by_its_name(name):
 def test_a_state_without_room_is_an_error_or_nan(name):
     layer = build(name)
     state = layer.init_state((BATCH,), capacity=15)  # whole blocks of tglobal
-    with pytest.raises(ValueError, match="has room for 15 tokens, and this is token 16"):
+    with pytest.raises(ValueError, match="its capacity of 15 tokens is less than 16"):
         layer(jnp.asarray(draw(16)), state=state)
     call = jitted(build(name))
     y, state = call(draw(9), state=state, return_state=True)

@@ -1,7 +1,7 @@
-"""Texts and tasks to batches: tokenizers, corpora, preparation, synthetic tasks, the pipeline.
+"""From text and synthetic tasks to batches: tokenizers, corpora, preparation, input pipeline.
 
-Names are imported when they are first used: the pipeline needs grain, and grain needs JAX, for
-which `python -m heinsen_jax.data.prepare` should not wait.
+Names are imported at first use: the pipeline needs grain and JAX, for which
+`python -m heinsen_jax.data.prepare` should not wait.
 """
 
 import importlib

@@ -77,8 +77,8 @@ def corpus_sources(name: str, downloads: Path) -> list[Source]:
     """The sources of the corpus `name`. Nothing is downloaded yet.
 
     Args:
-        name: A key of `CORPORA`.
-        downloads: The folder where downloaded files are kept.
+      name: a key of `CORPORA`.
+      downloads: the folder where downloaded files are kept.
     """
     corpus = CORPORA[name]
     if corpus.remote is None:

@@ -1,4 +1,4 @@
-"""What every source of data promises to training."""
+"""The interface between data sets and training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -10,17 +10,17 @@ from heinsen_jax.typing import Array
 
 
 class Batch(NamedTuple):
-    """Rows of tokens, or a single one; in NumPy's arrays, and on devices in JAX's."""
+    """A batch of sequences, or a single one, as NumPy arrays, or as JAX arrays on devices."""
 
     tokens: np.ndarray | Array
     """int32 [*B, T+1]: predict `tokens[..., 1:]` from `tokens[..., :-1]`."""
     mask: np.ndarray | Array
-    """bool [*B, T]: which of these predictions count."""
+    """bool [*B, T]: the predictions that count in the loss."""
 
 
 @runtime_checkable
 class DataSettings(Protocol):
-    """Fields that the configuration of every data source has."""
+    """Fields that the configuration of every data set has."""
 
     @property
     def sequence_length(self) -> int: ...
@@ -38,40 +38,39 @@ Settings_contra = TypeVar("Settings_contra", bound=DataSettings, contravariant=T
 
 @runtime_checkable
 class Dataset(Protocol[Settings_contra]):
-    """What can be learned, and what shows whether it was."""
+    """A data set for training and validation."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Name for messages."""
         ...
 
     @property
     def tokenizer(self) -> tiktoken.Encoding | None:
-        """What turns text into tokens; None if these are of no text."""
+        """The tokenizer; None if the tokens are not of text."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Tokens are below it."""
+        """Size of the vocabulary; token ids are below it."""
         ...
 
     @property
     def train_tokens(self) -> int | None:
-        """How many there are to learn from; None if without end."""
+        """Number of training tokens; None if unlimited."""
         ...
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Of the validation text; None if there is none."""
+        """Bytes per token of the validation text; None without text."""
         ...
 
     def train_row(self, config: Settings_contra, seed: int) -> Callable[[int], Batch]:
-        """What gives single rows to learn from, by their numbers, without end: each is a function
-        of the seed and its number alone."""
+        """Return a function from row numbers, without limit, to training rows; a row depends only
+        on the seed and its number."""
         ...
 
     def validation_rows(self, config: Settings_contra) -> Mapping[str, Sequence[Batch]]:
-        """Rows to measure on, always the same: those like the ones to learn from are named "", and
-        there may be others, of other lengths. Of one name all have one length: shorter ones are
-        padded, which the mask leaves out."""
+        """Validation rows, always the same, by name: "" for rows of the training length, others for
+        further lengths. All rows of a name have one length; padding is masked."""
         ...

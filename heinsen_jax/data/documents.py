@@ -1,4 +1,4 @@
-"""From files to documents: what a source is, and how each kind of file is read as a stream."""
+"""Sources and documents: each kind of file is read as a stream of documents."""
 
 import io
 import json
@@ -29,11 +29,11 @@ _DAMAGED = (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EO
 
 
 class Document(NamedTuple):
-    """A text that belongs together."""
+    """A unit of text, such as an article or a file."""
 
     text: str
     split: SplitName | None = None
-    """Where its publisher put it; `None` where that is ours to decide."""
+    """The published split of the document; `None` if there is none."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Source:
     """A file of documents."""
 
     name: str
-    """What records call it: no part of it depends on where the file lies."""
+    """Name in records, independent of the location of the file."""
     path: Path
     kind: Kind
     size: int
-    """In bytes, as stored."""
+    """Size of the stored file in bytes."""
     remote: Remote | None = None
-    """Where the file comes from when it is not there yet."""
+    """Where to download the file from, if it is not local."""
 
     @property
     def has_published_split(self) -> bool:
@@ -55,10 +55,10 @@ class Source:
 
     @cached_property
     def identity(self) -> tuple[str, str, int, str]:
-        """What decides the documents: equal for equal content. A file that is here is read.
+        """Key of the content: equal for equal documents. Reads local files.
 
         Raises:
-            UserError: It cannot be read.
+          UserError: it cannot be read.
         """
         try:
             digest = self.remote.sha256 if self.remote else sha256_of(self.path)
@@ -68,20 +68,20 @@ class Source:
 
     @property
     def version(self) -> tuple[str, int, int]:
-        """What changes where the content may have: for a file that is here, its time of change."""
+        """Key that changes whenever the content may have changed: of a local file, its mtime."""
         changed = 0 if self.remote else self.path.stat().st_mtime_ns
         return (self.name, self.size, changed)
 
 
 def find_sources(path: Path) -> list[Source]:
-    """The sources at `path`: a file, or a folder with all files under it in sorted order.
+    """The sources at `path`: a file, or all files under a folder in sorted order.
 
-    Hidden files and folders and `__pycache__` are passed over; all others must be text.
+    Hidden files and folders and `__pycache__` are skipped; all others must be text.
     """
     if path.is_file():
         return [_source(path, path.name)]
     if not path.is_dir():
-        raise UserError(f"input {path} does not exist: give a corpus, a text file or a folder")
+        raise UserError(f"input {path}: it does not exist; give a corpus, a text file or a folder")
     relatives = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
     visible = [relative for relative in relatives if not _is_hidden(relative)]
     return [
@@ -91,11 +91,11 @@ def find_sources(path: Path) -> list[Source]:
 
 
 def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[Document]:
-    """Streams the documents of a source that hold any text.
+    """Stream the non-empty documents of a source.
 
     Args:
-        source: What to read.
-        on_read: Called with the number of bytes just read from the file.
+      source: the source.
+      on_read: called with the number of bytes of each read.
     """
     try:
         with io.BufferedReader(_CountedFile(source.path, on_read), _CHUNK_BYTES) as file:
@@ -108,7 +108,7 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
 
 
 class _CountedFile(io.FileIO):
-    """A file that tells how much is read from it."""
+    """A file that reports the number of bytes of each read."""
 
     def __init__(self, path: Path, on_read: Callable[[int], None]) -> None:
         super().__init__(path)
@@ -145,12 +145,12 @@ def _decode(content: bytes, name: str) -> str:
 
 
 def _read_text(file: BinaryIO, name: str) -> Iterator[Document]:
-    """The whole file is one document."""
+    """The file is one document."""
     yield Document(_decode(file.read(), name))
 
 
 def _read_python(file: BinaryIO, name: str) -> Iterator[Document]:
-    """The whole file is one document; a file in another encoding than UTF-8 has none."""
+    """The file is one document, or none if it is not UTF-8."""
     try:
         yield Document(file.read().decode("utf-8"))
     except UnicodeDecodeError:
@@ -158,7 +158,7 @@ def _read_python(file: BinaryIO, name: str) -> Iterator[Document]:
 
 
 def _read_jsonl(file: Iterable[bytes], name: str) -> Iterator[Document]:
-    """Every line is a JSON object whose `text` is a document; blank lines hold nothing."""
+    """Every line is a JSON object whose `text` is a document; blank lines are skipped."""
     for number, line in enumerate(file, start=1):
         if line.strip():
             yield Document(_text_of_row(line, f"{name}:{number}"))
@@ -189,7 +189,7 @@ def _read_zstandard_jsonl(file: BinaryIO, name: str) -> Iterator[Document]:
 
 
 def _zstandard_chunks(file: BinaryIO, name: str) -> Iterator[bytes]:
-    """Decompresses frame after frame. (A stream reader would end at a cut without an error.)"""
+    """Decompress frame by frame. (A stream reader would not report a truncated frame.)"""
     decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
     frame = None
     try:
@@ -218,7 +218,7 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _read_wikitext(file: BinaryIO, name: str) -> Iterator[Document]:
-    """The articles of the raw files for training and validation; the test set stays unread."""
+    """The articles of the raw training and validation files, without the test set."""
     members: dict[str, SplitName] = {"wiki.train.raw": "train", "wiki.valid.raw": "validation"}
     with zipfile.ZipFile(file) as archive:
         paths = {Path(member).name: member for member in archive.namelist()}
@@ -231,7 +231,7 @@ def _read_wikitext(file: BinaryIO, name: str) -> Iterator[Document]:
 
 
 def _articles(lines: Iterable[str]) -> Iterator[str]:
-    """Cuts before every title, ` = Like this = `; section titles have more equals signs."""
+    """Split before every title, ` = Like this = `; section titles have more equals signs."""
     is_title = re.compile(r" = [^=]+ = \n").fullmatch
     article: list[str] = []
     for line in lines:
@@ -243,7 +243,7 @@ def _articles(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _read_openwebtext(file: BinaryIO, name: str) -> Iterator[Document]:
-    """An archive of archives of pages, tidied as the corpus usually is: no runs of empty lines."""
+    """An archive of archives of pages; runs of empty lines are collapsed, as is usual."""
     with tarfile.open(fileobj=file, mode="r|xz") as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".xz"):

@@ -1,4 +1,4 @@
-"""The record of a prepared data set: what it was made from, what it holds, and that it is whole."""
+"""The manifest of a prepared data set: its inputs, its content, and its hashes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def numpy_dtype(name: DtypeName) -> np.dtype:
 
 
 class Record(pydantic.BaseModel):
-    """Something that is written as JSON, the same bytes for the same values."""
+    """Base class of records in JSON, with equal bytes for equal values."""
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
@@ -49,7 +49,7 @@ class InputRecord(Record):
 
 
 class Recipe(Record):
-    """All that decides the content of a data set."""
+    """Everything that determines the content of a data set."""
 
     format_version: Literal[1] = 1
     tokenizer: str
@@ -60,7 +60,7 @@ class Recipe(Record):
 
 
 class Shard(Record):
-    """A file of token ids, raw and little-endian, and the text in it."""
+    """A file of raw little-endian token ids."""
 
     file: str
     tokens: int
@@ -70,7 +70,7 @@ class Shard(Record):
 
 
 class Split(Record):
-    """One side of the data: its shards and their totals."""
+    """A split: its shards and their totals."""
 
     tokens: int
     bytes: int
@@ -88,7 +88,7 @@ class Split(Record):
 
 
 class Manifest(Recipe):
-    """A finished data set. Bytes count the UTF-8 text, without end-of-text tokens."""
+    """A complete data set. Bytes are of the UTF-8 text, without end-of-text tokens."""
 
     dtype: DtypeName
     vocab_size: int
@@ -96,7 +96,7 @@ class Manifest(Recipe):
 
     @classmethod
     def load(cls, folder: str | Path) -> "Manifest":
-        """Reads the manifest in `folder` and checks that every shard is there in full size."""
+        """Read the manifest in `folder` and check that every shard exists with its full size."""
         path = Path(folder) / MANIFEST_FILE
         try:
             manifest = cls.model_validate_json(path.read_bytes())
@@ -115,10 +115,10 @@ class Manifest(Recipe):
         return manifest
 
     def check_hashes(self, folder: Path) -> None:
-        """Reads every shard and makes sure that it is as it was written.
+        """Check the hash of every shard.
 
         Raises:
-            UserError: One is not; the message names it.
+          UserError: one is not; the message names it.
         """
         for shard in self._shards():
             if sha256_of(path := folder / shard.file) != shard.sha256:

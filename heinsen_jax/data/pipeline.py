@@ -1,4 +1,4 @@
-"""From data sets to batches: every training batch is a pure function of (seed, step)."""
+"""Input pipeline: every training batch is a pure function of (seed, step)."""
 
 import math
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ ENDLESS = 1 << 60  # sequences
 
 
 def _kind(config: DataConfig | Task | dict[str, JSON]) -> str:
-    """What a configuration, or a dictionary of its fields, is of."""
+    """Tag of a configuration, or of a dictionary of its fields."""
     get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
     return str(get("task") or "text")
 
@@ -26,7 +26,7 @@ def _kind(config: DataConfig | Task | dict[str, JSON]) -> str:
 AnyDataConfig = Annotated[
     Annotated[DataConfig, pydantic.Tag("text")] | AnyTask, pydantic.Discriminator(_kind)
 ]
-"""Of a text, or of a task."""
+"""Configuration of a text data set or of a task."""
 
 
 @overload
@@ -38,7 +38,7 @@ def load(config: AnyTask) -> TaskDataset: ...
 
 
 def load(config: AnyDataConfig) -> TokenDataset | TaskDataset:
-    """The data set that `config` names; a text is prepared first where that is still to be done."""
+    """Load a data set; text is prepared first if needed."""
     return TaskDataset(config) if isinstance(config, Task) else load_text(config)
 
 
@@ -51,16 +51,16 @@ def train_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Training batches without end, of batch_size / process_count rows.
+    """Iterate over training batches, without end, of batch_size / process_count rows.
 
     Args:
-        dataset: Where the tokens are.
-        config: Its configuration: the sequence length and the batch size over all processes.
-        seed: With the step it decides the batch; where iteration starts does not matter.
-        start_step: The step of the first batch.
-        process_index: Which of equal parts of every batch to read, in order. Put together, a step
-            has the same sequences in the same rows however many parts there are.
-        process_count: How many parts there are.
+      dataset: the data set.
+      config: its configuration, with the global batch size.
+      seed: random seed; a batch depends only on the seed and the step.
+      start_step: step of the first batch.
+      process_index: index of this process's part of every batch. A step has the same sequences in
+        the same rows for any number of processes.
+      process_count: number of parts.
     """
     local_batch = _local_batch(config, process_count)
     row = dataset.train_row(config, seed)
@@ -83,10 +83,10 @@ def validation_batches(
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[Batch]:
-    """Some of the data set's `validation_rows` once, in order.
+    """Iterate once, in order, over batches of the data set's `validation_rows`.
 
-    All batches have the full shape and every process yields equally many; what is missing at the
-    end is padding that the mask leaves out. `max_batches` stops early.
+    All batches have the full shape, and all processes yield the same number; the last batch has
+    masked padding. `max_batches` limits the number.
     """
     local_batch = _local_batch(config, process_count)
     rows = dataset.validation_rows(config)[name]

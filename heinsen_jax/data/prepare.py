@@ -1,14 +1,14 @@
-"""Turns text into token files, once: `python -m heinsen_jax.data.prepare INPUT... --output DIR`.
+"""Prepare text as token files: `python -m heinsen_jax.data.prepare INPUT... --output DIR`.
 
-The inputs are cut into *units* of some 64 MB by a plan that depends on nothing but their names and
-sizes. A pure function turns one unit into its shards and, last of all, a record of them. A run that
-was interrupted resumes with the units that have no record, and ends with the same bytes.
+The inputs are divided into *units* of about 64 MB by a plan that depends only on their names and
+sizes. A pure function converts one unit into shards, and finally writes a record of them. An
+interrupted preparation resumes with the units without a record, and gives the same bytes.
 
     train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32
     unit-00000.json                         its record
-    recipe.json                             what all of it is made from
+    recipe.json                             inputs, tokenizer and split of the data set
     tokenizer.json, tokenizer.tiktoken      the tokenizer
-    manifest.json                           written when everything else is there
+    manifest.json                           written last
 """
 
 import sys
@@ -55,7 +55,7 @@ from heinsen_jax.locks import locked
 DEFAULT_FRACTIONS = {"tail": 0.1, "document": 0.01}
 
 LARGE = 1 << 30
-"""Bytes of inputs whose hashing shows its progress."""
+"""Size of the inputs, in bytes, above which hashing has a progress bar."""
 
 SplitChoice = Literal["auto", "document", "tail", "validation"]
 Executor = Literal["local", "ray"]
@@ -74,24 +74,25 @@ def prepare(
     executor: Executor = "local",
     wait: bool = False,
 ) -> Manifest:
-    """Prepares a data set in `output`, or resumes where an earlier call stopped.
+    """Prepare a data set in `output`, or resume an interrupted preparation.
 
     Args:
-        inputs: Names of corpora, text files, folders, `.jsonl` or `.jsonl.zst` files.
-        tokenizer: As for `get_tokenizer`.
-        output: The folder to fill. One that holds a data set from other inputs is an error.
-        validation_fraction: How much is for validation; by default 0.1 of a tail, else 0.01.
-        split: `tail` cuts the end off a single text, `document` chooses among documents, `auto`
-            takes `tail` for exactly one plain text; `validation` keeps nothing for training.
-        downloads: The folder where downloaded corpora are kept.
-        executor: Where the work is done: `local`, in this process, or `ray`, on a Ray cluster whose
-            nodes all see the inputs and the output under the same names. The result is the same.
-        wait: Whether to wait for another process that prepares a data set in `output`, instead of
-            refusing.
+      inputs: names of corpora, text files, folders, `.jsonl` or `.jsonl.zst` files.
+      tokenizer: as for `get_tokenizer`.
+      output: folder of the data set; it must not have a data set from other inputs.
+      validation_fraction: fraction for validation; by default 0.1 with `tail`, else 0.01.
+      split: `tail` takes the end of a single text file for validation, `document` a random part
+        of the documents, `validation` everything; `auto` is `tail` for one text file, else
+        `document`.
+      downloads: folder of downloaded corpora.
+      executor: `local`, in this process, or `ray`, on a Ray cluster whose nodes share the inputs
+        and the output under the same names. The result is the same.
+      wait: whether to wait for another process that prepares a data set in `output`, instead of
+        refusing.
 
     Raises:
-        UserError: An argument does not fit, an input cannot be read, or `output` cannot be written,
-            is in use, or holds another data set.
+      UserError: an argument is invalid, an input cannot be read, or `output` cannot be written, is
+        in use, or has another data set.
     """
     output = Path(output)
     sources_by_input = _sources_by_input(inputs, Path(downloads))
@@ -136,7 +137,7 @@ def sources_of(name: str, downloads: Path) -> list[Source]:
     """The sources of a corpus, a file or a folder.
 
     Raises:
-        UserError: It does not exist.
+      UserError: it does not exist.
     """
     if name in CORPORA:
         return corpus_sources(name, downloads)
@@ -173,7 +174,7 @@ def _split_rule(
 
 
 def _tokenizer(name: str, output: Path) -> tiktoken.Encoding:
-    """The tokenizer called `name`, without the network where `output` holds it already."""
+    """The tokenizer of that name, without the network if `output` has it already."""
     is_published = name in tiktoken.list_encoding_names()
     if is_published and saved_name(output) == name:
         return load_tokenizer(output)
@@ -181,7 +182,7 @@ def _tokenizer(name: str, output: Path) -> tiktoken.Encoding:
 
 
 def _hash(sources: Sequence[Source]) -> None:
-    """Forms what identifies the sources: their hashes, which takes a while for large ones."""
+    """Hash the sources, with a progress bar for large ones."""
     total = sum(source.size for source in sources if source.remote is None)
     if total < LARGE:
         return
@@ -212,7 +213,7 @@ def _recipe(
 
 
 def _is_finished(recipe: Recipe, output: Path) -> bool:
-    """Whether `output` holds the whole data set already; one of another recipe is an error."""
+    """Whether `output` has the complete data set already; another data set is an error."""
     path = output / _RECIPE_FILE
     if not path.exists():
         return False
@@ -290,7 +291,7 @@ def _finish(
 
 
 def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) -> None:
-    """Refuses a data set with an empty side, and removes its recipe, so that another may follow."""
+    """Refuse a data set with an empty split, and remove its recipe so that another may follow."""
     empty = [name for name, split in splits.items() if not split.tokens]
     if not empty or (recipe.split == "validation" and empty == ["train"]):
         return
@@ -308,23 +309,23 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Prepares a data set from corpora, text files, folders, .jsonl or .jsonl.zst files."""
+    """Prepare a data set from corpora, text files, folders, .jsonl or .jsonl.zst files."""
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
     """Names of corpora (python-stdlib, tinyshakespeare, ...) and paths."""
     output: Path
-    """The folder to fill; an interrupted preparation resumes where it stopped."""
+    """Folder of the data set; an interrupted preparation resumes where it stopped."""
     tokenizer: str = "bytes"
     """bytes, a name that tiktoken knows (gpt2, ...), or a .tiktoken file."""
     validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None
-    """How much of the text is for validation; by default 0.1 of a tail, else 0.01."""
+    """Fraction for validation; by default 0.1 with tail, else 0.01."""
     split: SplitChoice = "auto"
-    """document: choose among documents; tail: the end of the only text; validation: nothing is for
-    training."""
+    """document: a random part of the documents is for validation; tail: the end of the only text;
+    validation: everything."""
     downloads: Path = Path("data/downloads")
-    """Where downloaded corpora are kept."""
+    """Folder of downloaded corpora."""
     executor: Executor = "local"
-    """ray: on a Ray cluster, whose nodes all see the inputs and the output."""
+    """ray: on a Ray cluster whose nodes share the inputs and the output."""
 
 
 @command_line

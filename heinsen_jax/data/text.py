@@ -1,4 +1,4 @@
-"""Prepared texts as data: windows of consecutive tokens, read from memory maps."""
+"""Prepared text as a data set: windows of consecutive tokens, read from memory maps."""
 
 import math
 import re
@@ -58,13 +58,13 @@ class TokenSource:
         self._shards = [np.asarray(np.memmap(path, dtype, mode="r")) for path in self._paths]
         self._vocab_size = manifest.vocab_size
         self.lengths = tuple(len(shard) for shard in self._shards)
-        """The number of tokens in each shard."""
+        """Number of tokens of each shard."""
 
     def read(self, shard: int, start: int, length: int) -> np.ndarray:
-        """int32 [length]: consecutive tokens of a shard. Fewer at its end.
+        """int32 [length]: consecutive tokens of a shard; fewer at its end.
 
         Raises:
-            UserError: A token is not in the vocabulary, so the file is damaged.
+          UserError: a token is not in the vocabulary, so the file is damaged.
         """
         tokens = self._shards[shard][start : start + length]
         if tokens.size and tokens.max() >= self._vocab_size:
@@ -103,9 +103,8 @@ class TokenDataset:
         return split.bytes / split.tokens
 
     def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
-        """An epoch visits windows that begin `sequence_length` apart, in an order of its own, each
-        moved by a random offset of its own within its shard. A shard too short for one window is
-        not visited."""
+        """An epoch visits windows at a stride of `sequence_length`, in random order, each shifted
+        by a random offset within its shard. Shards shorter than a window are skipped."""
         source, length = self.split("train"), config.sequence_length
         everything = np.ones(length, bool)
 
@@ -126,23 +125,23 @@ class TokenDataset:
         return row
 
     def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
-        """The text once, in order: every token but the first of a shard is predicted once; and so
-        at each of the `test_lengths`."""
+        """Windows that cover the split once, in order: every token but the first of a shard is
+        predicted once; the same for each of the `test_lengths`."""
         lengths = {"": config.sequence_length, **{str(n): n for n in config.test_lengths}}
         source = self.split("validation")
         return {name: _ValidationRows(source, length) for name, length in lengths.items()}
 
     def split(self, name: SplitName) -> TokenSource:
-        """The tokens for training or for validation."""
+        """The tokens of a split."""
         return TokenSource(self.folder, self.manifest, name)
 
 
 def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDataset:
-    """The data set that `config` names; it is prepared first where that is still to be done.
+    """Load a text data set, and prepare it first if needed.
 
     Args:
-        config: The data set.
-        split: As for `prepare`; of no account where it is prepared, or has a published split.
+      config: configuration of the data set.
+      split: as for `prepare`; ignored for prepared folders and published splits.
     """
     if (Path(config.corpus) / MANIFEST_FILE).exists():
         dataset = TokenDataset(config.corpus)
@@ -173,7 +172,7 @@ def _verified(dataset: TokenDataset, config: DataConfig) -> TokenDataset:
 
 
 class _Windows:
-    """(shard, first token) of every window: `counts[s]` of them in shard s, `stride` apart."""
+    """(shard, first token) of every window: `counts[s]` windows in shard s at a given stride."""
 
     def __init__(self, counts: Sequence[int], stride: int) -> None:
         self._ends = np.cumsum(counts)
@@ -189,7 +188,7 @@ class _Windows:
 
 
 class _ValidationRows(Sequence[Batch]):
-    """Windows that cover a split, the last one of a shard padded."""
+    """Windows that cover a split; the last one of a shard is padded."""
 
     def __init__(self, source: TokenSource, length: int) -> None:
         self._source, self._length = source, length
@@ -230,7 +229,7 @@ def _train_windows(source: TokenSource, length: int) -> _Windows:
 
 
 def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
-    """A folder that was prepared earlier must agree with what the configuration says of it."""
+    """Check that a prepared folder agrees with the configuration."""
     if tokenizer_name(config.tokenizer) != manifest.tokenizer:
         raise UserError(
             f"tokenizer={config.tokenizer}, but {config.corpus} was prepared with "
@@ -244,7 +243,7 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
 
 
 def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Source]) -> str:
-    """Of a data set in the cache: another one for whatever may have other tokens."""
+    """Folder name in the cache: different for everything that may give different tokens."""
     path, tokenizer = Path(config.corpus), Path(config.tokenizer)
     is_corpus = config.corpus in CORPORA
     stem = config.corpus if is_corpus else re.sub(r"[^A-Za-z0-9]+", "-", path.resolve().stem)

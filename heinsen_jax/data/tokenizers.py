@@ -37,10 +37,10 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
     """The tokenizer called `name`.
 
     Args:
-        name: `"bytes"`, the name of an encoding that tiktoken publishes (it downloads that once),
-            or the path of a `.tiktoken` file: a line for each token, its bytes in base64 and its
-            rank. A file named after a published encoding, such as `gpt2.tiktoken`, must be that
-            encoding; any other is split by GPT-2's pattern and gets `<|endoftext|>` as its last id.
+      name: `"bytes"`, the name of an encoding that tiktoken publishes (it downloads that once),
+        or the path of a `.tiktoken` file: a line for each token, its bytes in base64 and its
+        rank. A file named after a published encoding, such as `gpt2.tiktoken`, must be that
+        encoding; any other is split by GPT-2's pattern and gets `<|endoftext|>` as its last id.
     """
     if name == "bytes":
         return tiktoken.Encoding(

@@ -1,4 +1,4 @@
-"""A data set is prepared in units: the plan, and the pure function that does one of them."""
+"""Preparation in units: the plan, and the pure function that processes one unit."""
 
 import hashlib
 import json
@@ -22,20 +22,21 @@ UNIT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SplitRule:
-    """Decides which text is for training and which for validation.
+    """Rule that assigns text to training and validation.
 
-    - `document`: a document goes by a hash of its content, so equal documents stay together;
-      an end-of-text token follows each.
-    - `tail`: the last characters of the only document are for validation; no token is added.
-    - `published`: every source says itself; an end-of-text token follows each document.
-    - `validation`: all of it is for validation; an end-of-text token follows each document.
+    - `document`: by a hash of each document's content, so that equal documents stay together.
+    - `tail`: the last characters of the only document are for validation.
+    - `published`: as published.
+    - `validation`: everything is for validation.
+
+    An end-of-text token follows each document, except with `tail`.
     """
 
     kind: SplitKind
     validation_fraction: float | None
 
     def divide(self, document: Document) -> Iterator[tuple[SplitName, str]]:
-        """The parts of a document and where they go."""
+        """The parts of a document and their splits."""
         fraction = self.validation_fraction
         if self.kind == "validation":
             yield "validation", document.text
@@ -55,13 +56,13 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class Unit:
-    """A part of the work that is done, or done again, as a whole."""
+    """A part of the preparation that is processed as a unit."""
 
     index: int
     sources: tuple[Source, ...]
     rule: SplitRule
     fingerprint: str
-    """Equal for two units exactly when they give the same shards."""
+    """Equal for two units if and only if they give the same shards."""
 
     @property
     def record_file(self) -> str:
@@ -72,20 +73,20 @@ class Unit:
         return sum(source.size for source in self.sources)
 
     def resolved(self) -> "Unit":
-        """The same, with paths that do not depend on the folder a process runs in."""
+        """A copy with absolute paths."""
         sources = (replace(source, path=source.path.resolve()) for source in self.sources)
         return replace(self, sources=tuple(sources))
 
 
 class UnitRecord(Record):
-    """Says that a unit is done, and what it gave. A split without text has no shard."""
+    """Record of a processed unit and its shards. A split without text has no shard."""
 
     fingerprint: str
     shards: dict[SplitName, Shard]
 
 
 def plan_units(recipe: Recipe, rule: SplitRule, sources: Sequence[Source]) -> list[Unit]:
-    """Cuts the sources, in order, into units of at most `UNIT_BYTES`, or of a single source."""
+    """Divide the sources, in order, into units of at most `UNIT_BYTES`, or of one source."""
     groups: list[list[Source]] = []
     size = math.inf
     for source in sources:
@@ -108,12 +109,12 @@ def plan_units(recipe: Recipe, rule: SplitRule, sources: Sequence[Source]) -> li
 def process_unit(
     unit: Unit, output: Path, on_read: Callable[[int], None] = lambda count: None
 ) -> UnitRecord:
-    """Writes the shards of one unit and then its record. Depends on nothing but its arguments.
+    """Write the shards of one unit and then its record; depends only on its arguments.
 
     Args:
-        unit: What to do. Its sources must have been downloaded.
-        output: The folder of the data set; it holds the tokenizer.
-        on_read: Called with the number of bytes just read.
+      unit: the unit; its sources must have been downloaded.
+      output: the folder of the data set, which has the tokenizer.
+      on_read: called with the number of bytes of each read.
     """
     encoding = load_tokenizer(output)
     encode, dtype = encoder(encoding), numpy_dtype(token_dtype(encoding.n_vocab))
@@ -136,7 +137,7 @@ def process_unit(
 
 
 class _ShardWriter:
-    """Streams tokens into a file, which is created with the first of them."""
+    """Streams tokens into a file, which is created with the first token."""
 
     def __init__(self, path: Path, files: ExitStack) -> None:
         self.documents = 0
@@ -167,7 +168,7 @@ class _ShardWriter:
 
 
 def read_record(unit: Unit, output: Path) -> UnitRecord | None:
-    """The record of a unit; `None` when it is still to be done, or to be done again."""
+    """Read the record of a unit; `None` if the unit must be processed (again)."""
     try:
         record = UnitRecord.model_validate_json((output / unit.record_file).read_bytes())
     except (FileNotFoundError, pydantic.ValidationError):
@@ -177,5 +178,5 @@ def read_record(unit: Unit, output: Path) -> UnitRecord | None:
 
 
 def joint_hash(*parts: str) -> str:
-    """SHA-256 of some strings; it depends on where each of them ends."""
+    """SHA-256 of a sequence of strings."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

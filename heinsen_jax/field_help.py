@@ -1,4 +1,4 @@
-"""What `--help` says of the fields of a configuration: those people change first, or a section."""
+"""Help texts of configuration fields: those that people change first, or a section."""
 
 import ast
 import dataclasses
@@ -33,11 +33,11 @@ SECTIONS = tuple(x.name for x in dataclasses.fields(ExperimentConfig) if x.name 
 
 
 def print_help(config: ExperimentConfig, section: str) -> None:
-    """Prints the fields of a configuration with their values and what they are.
+    """Print the fields of a configuration with their values and descriptions.
 
     Args:
       config: the configuration.
-      section: a part of it (model, data, ...), or "all"; "" for the fields people change first.
+      section: a section (model, data, ...), or "all"; "" for the fields people change first.
 
     Raises:
       UserError: there is no such section.

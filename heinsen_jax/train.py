@@ -1,16 +1,15 @@
-"""Trains a language model.
+"""Train a language model.
 
     python -m heinsen_jax.train --config quickstart [--workdir DIR] [--section.field VALUE ...]
 
-A configuration is a Python file, a run's config.json, or one of those that come with this package,
-by name. From a clone, `python train.py --config configs/quickstart.py` is the same.
+A configuration is a Python file, a run's config.json, or the name of a shipped configuration. In a
+clone, `python train.py --config configs/quickstart.py` is the same.
 
-A run that was stopped or killed resumes where it was when the same command is given again, also on
-other devices. Stopped by Ctrl-C the exit code is 130, by SIGTERM 143, by a closed terminal 129,
-each with a checkpoint; 124 if there was no time for one; after bad input it is 2. Set
-HEINSEN_JAX_TRACEBACK=1 to see the traceback of an error.
+The same command resumes a run that was stopped or killed, also on other devices. Exit codes: 130
+after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each with a checkpoint; 124 if there
+was no time to save one; 2 after invalid input. HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
 
-On several hosts the same command runs in each: docs/pods.md.
+On several hosts run the same command on each: docs/pods.md.
 """
 
 import argparse
@@ -56,30 +55,32 @@ def main() -> int:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="this, and with --config the fields people change first, or all of a section",
+        help="show this, and with --config the fields people change first, or all of a section",
     )
-    parser.add_argument("--config", help="a name, a file, or a run's config.json: has to be given")
+    parser.add_argument("--config", help="a name, a file, or a run's config.json; required")
     parser.add_argument("--workdir", help="the run's folder; runs/<name of the config> by default")
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="begin at step 1: a run in the folder is set aside within it; give it once, not in a "
-        "command that a scheduler repeats",
+        help="start at step 1 and move a run in the folder into a subfolder; give it once, not in "
+        "a command that a scheduler repeats",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="compile, rehearse, say what it takes; do not train"
+        "--dry-run",
+        action="store_true",
+        help="compile, time a few updates, report the cost; do not train",
     )
     parser.add_argument(
         "--profile", action="store_true", help="write a trace of a few steps into the run's folder"
     )
-    parser.add_argument("--coordinator", help="host:port of process 0, where no cluster is found")
-    parser.add_argument("--num-processes", type=int, help="how many processes there are")
-    parser.add_argument("--process-id", type=int, help="which of them this is, from 0")
+    parser.add_argument("--coordinator", help="host:port of process 0, if no cluster is detected")
+    parser.add_argument("--num-processes", type=int, help="number of processes")
+    parser.add_argument("--process-id", type=int, help="index of this process, from 0")
     parser.add_argument(
         "--heartbeat-timeout",
         type=int,
         default=100,
-        help="seconds after which a silent process counts as dead, and the others end",
+        help="seconds after which a silent process counts as dead and the others exit",
     )
     options, overrides = parser.parse_known_args()
     if options.help is not None:
@@ -88,7 +89,7 @@ def main() -> int:
             print_help(load_config(options.config or "quickstart"), options.help)
         return 0
     if options.config is None:
-        parser.error("--config is missing: give a name, as quickstart, a file, or --help")
+        parser.error("--config is missing: give a name, such as quickstart, a file, or --help")
     distributed.initialize(
         options.coordinator,
         options.num_processes,
@@ -142,7 +143,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _name(config: Path) -> str:
-    """What a run of a configuration is called: the file's name, or that of the run it is of."""
+    """Default name of a run: the name of its configuration, or of the run it repeats."""
     return config.absolute().parent.name if config.name == CONFIG_FILE else config.stem
 
 

@@ -1,4 +1,4 @@
-"""Residual blocks: what stands around attention in a layer."""
+"""Residual blocks around attention."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -16,11 +16,11 @@ from heinsen_jax.typing import Array, Features, Float, PyTree
 
 
 class BlockState(NamedTuple):
-    """What a block keeps of the tokens before.
+    """State of a block.
 
     Attributes:
       attention: the mechanism's state.
-      convolutions: the last inputs of each, where there are any.
+      convolutions: the last inputs of each convolution, if any.
     """
 
     attention: PyTree[Array]
@@ -28,23 +28,22 @@ class BlockState(NamedTuple):
 
 
 class Block(nnx.Module):
-    """A residual block. For x `[..., T, D]` and h = norm(x), by its kind:
+    """A residual block. For x `[..., T, D]` and h = norm(x), by kind:
 
         paper               x + attention(h)
         standard, decay     x' + mlp(norm(x')),    x' = x + attention(h)
         fastformer          x' + mlp(norm(x')),    x' = h + attention(h)
 
-    With convolutions, as always in the decay block, attention and mlp are given
-    convolution(norm(...)). Returned with the result: the state after x, or None if it is not
-    wanted.
+    With convolutions, as always in the decay block, the input of attention and mlp is
+    convolution(norm(...)). Returns the result and the state after x, or None unless requested.
     """
 
-    def __init__(self, config: LanguageModelConfig, turn: int, **options: Unpack[LayerOptions]):
+    def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):
         self.kind, self.is_causal = config.block, config.is_causal
         self.norm = layer_norm(config.model_dim, **options)
-        build = mechanism(config.layer_pattern[turn])
+        build = mechanism(config.layer_pattern[index])
         sizes = config.model_dim, config.num_heads
-        self.attention = build(*sizes, config.mechanisms()[turn], **options)
+        self.attention = build(*sizes, config.mechanisms()[index], **options)
         if self.kind != "paper":
             self.mlp_norm = layer_norm(config.model_dim, **options)
             wide = config.mlp_ratio * config.model_dim
@@ -87,7 +86,7 @@ class Block(nnx.Module):
         return x, BlockState(attention, tuple(after)) if return_state else None
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> BlockState:
-        """The state before the first token, with room for `capacity` of them."""
+        """The state before the first token, with a capacity in tokens."""
         attention = self.attention.init_state(batch_shape, capacity=capacity)
         return BlockState(attention, tuple(x.init_state(batch_shape) for x in self.convolutions))
 

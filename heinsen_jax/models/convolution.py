@@ -1,4 +1,4 @@
-"""A short causal convolution of each feature, whose state is the last few tokens."""
+"""A short causal depthwise convolution, whose state is the last few tokens."""
 
 from collections.abc import Sequence
 from typing import Unpack
@@ -11,9 +11,9 @@ from heinsen_jax.typing import Array, Features, Float
 
 
 class CausalConvolution(nnx.Module):
-    """y_t = sum_i w_i x_(t-size+1+i), for each feature by itself; before the first token are zeros.
+    """y_t = sum_i w_i x_(t-size+1+i) per feature, with zeros before the first token.
 
-    At first the own token has weight 1 and those before it little: +-1/size, drawn at random.
+    At initialization the current token has weight 1, earlier ones are uniform in +-1/size.
 
     The state is the last size - 1 tokens, `[*B, size - 1, D]`.
     """

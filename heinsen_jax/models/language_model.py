@@ -1,4 +1,4 @@
-"""The language model of Heinsen (2024), tied ends and all, with any attention mechanism."""
+"""The language model of Heinsen (2024), with tied embeddings and any attention mechanism."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ States: TypeAlias = tuple[BlockState | None, ...]
 
 @pytree_dataclass
 class LanguageModelState:
-    """What the model keeps of the tokens before. Its size does not depend on their number, if those
-    of its attention states do not.
+    """State of the model, of constant size if the states of its mechanisms are.
 
     Attributes:
-      position: the last h of the position recurrence `[*B, D]`, or with learned positions the
-        number of tokens so far, or nothing.
-      blocks: the `BlockState`s of each mechanism that takes its turn, those of all its layers
-        stacked on a first axis.
+      position: the last h of the position recurrence `[*B, D]`, the number of tokens so far with
+        learned positions, or nothing.
+      blocks: one `BlockState` per entry of the layer pattern, with its layers stacked on the first
+        axis.
     """
 
     position: PositionState
@@ -52,14 +51,14 @@ MOST_UNROLLED = 12
 
 
 class LanguageModel(nnx.Module):
-    """logits = norm(blocks(position(E[tokens]))) E^T, with one E for both ends.
+    """logits = norm(blocks(position(E[tokens]))) E^T, with tied embeddings E.
 
-    With Fastformer's ends, logits = (blocks(position(E[tokens])) E^T + b) / sqrt(model_dim).
+    For "fastformer", logits = (blocks(position(E[tokens])) E^T + b) / sqrt(model_dim).
 
     Blocks are stacked and scanned, so compile time does not depend on their number. For a single
-    token up to `MOST_UNROLLED` of them are unrolled: a loop would copy their weights at every step.
-    The state goes in and comes out: a sequence may be fed in chunks of any lengths, with the logits
-    of one pass.
+    token up to `MOST_UNROLLED` blocks are unrolled, since a loop would copy their weights at every
+    step. The state is an argument and a result: a sequence may be fed in chunks of any lengths,
+    with the logits of one pass.
 
     Args:
       config: the architecture.
@@ -69,7 +68,7 @@ class LanguageModel(nnx.Module):
       >>> config = LanguageModelConfig(vocab_size=8, model_dim=8, num_layers=1, num_heads=2)
       >>> model = LanguageModel(config, rngs=nnx.Rngs(0))
       >>> logits, state = model(jnp.array([1, 2, 3]), return_state=True)
-      >>> model(jnp.array([4]), state=state).shape  # of what follows
+      >>> model(jnp.array([4]), state=state).shape  # continues the sequence
       (1, 8)
 
     References:
@@ -97,14 +96,14 @@ class LanguageModel(nnx.Module):
         else:
             self.bias = parameter(nnx.initializers.zeros, config.vocab_size, **options)
 
-        def stack(turn: int) -> Block:
+        def stack(index: int) -> Block:
             def one(rngs: nnx.Rngs) -> Block:
-                return Block(config, turn, **{**options, "rngs": rngs})
+                return Block(config, index, **{**options, "rngs": rngs})
 
             split = nnx.split_rngs(splits=config.num_layers // len(config.layer_pattern))
             return split(nnx.vmap(one))(rngs)
 
-        self.blocks = nnx.List([stack(turn) for turn in range(len(config.layer_pattern))])
+        self.blocks = nnx.List([stack(index) for index in range(len(config.layer_pattern))])
 
     @overload
     def __call__(
@@ -134,18 +133,18 @@ class LanguageModel(nnx.Module):
         Float[Array, "*B T vocab_size"]
         | tuple[Float[Array, "*B T vocab_size"], LanguageModelState | None]
     ):
-        """Logits of every next token; of every token itself, if the model is not causal.
+        """Logits of every next token; of every token itself if the model is bidirectional.
 
         Args:
           tokens: ids `[*B, T]` of integers below vocab_size.
-          state: what was returned for the tokens before; None at the start of a text.
-          return_state: whether to return also the state after the T tokens.
+          state: state after the previous tokens; None at the start of a sequence.
+          return_state: whether to return the state after the T tokens, too.
 
         Returns:
-          logits `[*B, T, vocab_size]` in float32 at least, or a pair of them and the state.
+          logits `[*B, T, vocab_size]`, at least float32, or the pair (logits, state).
 
         Raises:
-          ValueError: outside `jit`, where a token id is not in the vocabulary.
+          ValueError: outside `jit`, if a token id is not in the vocabulary.
         """
         features, after = self.features(tokens, state=state, return_state=return_state)
         with jax.named_scope("logits"):
@@ -159,8 +158,8 @@ class LanguageModel(nnx.Module):
         state: LanguageModelState | None = None,
         return_state: bool = False,
     ) -> tuple[Features, LanguageModelState | None]:
-        """What `readout` makes logits of, `[*B, T, model_dim]`, and the state after the tokens,
-        None if it is not asked for. As calling the model otherwise."""
+        """The input of `readout`, `[*B, T, model_dim]`, and the state after the tokens, None unless
+        requested; arguments as for `__call__`."""
         check_tokens(tokens, self.config.vocab_size)
         batch_shape = tokens.shape[:-1]
         if state is None and return_state:
@@ -180,7 +179,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def readout(self) -> Readout:
-        """Of features: tied to the embedding."""
+        """The map from features to logits, tied to the embedding."""
         embedding, dtype = self.embed.embedding[...], self.config.dtype
         if self.config.embedding_style == "paper":
             return Readout(embedding, dtype=dtype)
@@ -189,12 +188,12 @@ class LanguageModel(nnx.Module):
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LanguageModelState:
-        """The state at the start of a text.
+        """The state at the start of a sequence.
 
         Args:
           batch_shape: the leading axes.
-          capacity: how many tokens there will be at most, for mechanisms whose state holds them
-            all: these states then have their final shape. They grow when None.
+          capacity: maximum number of tokens, for mechanisms whose state holds all tokens: their
+            states then have their final shape. They grow when None.
         """
 
         def stacked(blocks: Block) -> BlockState:
@@ -209,15 +208,15 @@ class LanguageModel(nnx.Module):
         return LanguageModelState(self.position.init_state(batch_shape), blocks)
 
     def state_size(self, context_length: int) -> int:
-        """Bytes of state that one text needs after context_length tokens."""
+        """Bytes of state of one sequence after context_length tokens."""
         return bytes_of_state(self, context_length)
 
     def remaining(self, state: LanguageModelState) -> float:
-        """How many further tokens a text may have; infinity where there is no end."""
+        """Maximum number of further tokens of a sequence; may be infinite."""
         return self.position.remaining(state.position)
 
     def ensure_capacity(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
-        """The state, with room for further tokens where mechanisms hold them all."""
+        """The state, with capacity for further tokens in mechanisms that hold all tokens."""
 
         def widen(node: Cache | Array) -> Cache | Array:
             if not isinstance(node, Cache) or isinstance(node.length, Tracer):
@@ -254,13 +253,13 @@ def _through(
     parameters: tuple[nnx.State, ...],
     states: States,
 ) -> tuple[Features, States]:
-    """x after all blocks, turn by turn; and their states after it."""
+    """x after all blocks, and their states after it."""
 
-    def apply_turn(
-        x: Features, turn: tuple[tuple[nnx.State, ...], States]
+    def apply_pattern(
+        x: Features, layers: tuple[tuple[nnx.State, ...], States]
     ) -> tuple[Features, States]:
         after = []
-        for graph, parameters, state in zip(graphs, *turn, strict=True):
+        for graph, parameters, state in zip(graphs, *layers, strict=True):
             block = nnx.merge(graph, parameters)
             x, state = block(x, state=state, return_state=return_state)
             after.append(state)
@@ -268,26 +267,26 @@ def _through(
 
     if remat is not None:
         policy = getattr(jax.checkpoint_policies, remat)
-        apply_turn = jax.checkpoint(apply_turn, prevent_cse=False, policy=policy)
-    turns = len(jax.tree.leaves(parameters)[0])
-    unroll = _is_unrolled(turns, x.shape[-2])
-    return lax.scan(apply_turn, x, (parameters, states), unroll=turns if unroll else 1)
+        apply_pattern = jax.checkpoint(apply_pattern, prevent_cse=False, policy=policy)
+    repeats = len(jax.tree.leaves(parameters)[0])
+    unroll = _is_unrolled(repeats, x.shape[-2])
+    return lax.scan(apply_pattern, x, (parameters, states), unroll=repeats if unroll else 1)
 
 
 def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
-    """Parameters for a loop over tokens: a function, to be called inside the loop, of the number of
-    tokens that a step reads.
+    """Parameters for a loop over tokens: a function of the number of tokens per step, to be called
+    inside the loop.
 
-    For steps of one token the layers' weights are unstacked here, outside the loop, and stacked
-    again by the function, which XLA cancels: a loop that held the stack would copy every weight at
-    every token. While the loop runs, the layers' weights are in memory twice.
+    For steps of one token the weights of the layers are unstacked here, outside the loop, and
+    stacked again by the function, which XLA cancels: a loop that carried the stack would copy every
+    weight at every token. During the loop, the weights are in memory twice.
     """
     stacks, tree = jax.tree.flatten(parameters["blocks"])
-    turns = len(stacks[0])
-    layers = [[*stack] for stack in stacks] if _is_unrolled(turns, 1) else []
+    repeats = len(stacks[0])
+    layers = [[*stack] for stack in stacks] if _is_unrolled(repeats, 1) else []
 
     def weights(length: int) -> nnx.State:
-        if not _is_unrolled(turns, length):
+        if not _is_unrolled(repeats, length):
             return parameters
         blocks = jax.tree.unflatten(tree, map(jnp.stack, layers))
         return nnx.State({**parameters, "blocks": blocks})
@@ -295,12 +294,12 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
     return weights
 
 
-def _is_unrolled(turns: int, length: int) -> bool:
-    return length == 1 and turns <= MOST_UNROLLED
+def _is_unrolled(repeats: int, length: int) -> bool:
+    return length == 1 and repeats <= MOST_UNROLLED
 
 
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:
-    """Refuses ids outside the vocabulary, which an embedding look-up would turn into NaN."""
+    """Refuse ids outside the vocabulary, for which an embedding lookup returns NaN."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, are {tokens.dtype}")
     if isinstance(tokens, Tracer) or tokens.size == 0:

@@ -1,4 +1,4 @@
-"""What tells a model where in a text a token stands."""
+"""Position encodings."""
 
 import math
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class PositionRecurrence(nnx.Module):
 
         u | b = x W + c,   h_t = logaddexp(log sigmoid(u_t) + h_{t-1}, b_t),   h_0 = 0
 
-    The state is the last h `[..., D]`, in float32 at least.
+    The state is the last h `[..., D]`, at least float32.
     """
 
     def __init__(self, model_dim: int, **options: Unpack[LayerOptions]):
@@ -49,7 +49,7 @@ class PositionRecurrence(nnx.Module):
         return jnp.zeros((*batch_shape, self.dense.in_features), self.dense.param_dtype)
 
     def remaining(self, state: PositionState) -> float:
-        """How many further tokens there may be: any number."""
+        """Maximum number of further tokens: unlimited."""
         del state
         return math.inf
 
@@ -70,7 +70,7 @@ def _recurrence(
 
 
 class NoPositions(nnx.Module):
-    """x itself; the state holds nothing."""
+    """No position encoding: x itself, without state."""
 
     def __call__(self, x: Features, *, state: tuple[()]) -> tuple[Features, tuple[()]]:
         return x, state
@@ -80,7 +80,7 @@ class NoPositions(nnx.Module):
         return ()
 
     def remaining(self, state: PositionState) -> float:
-        """How many further tokens there may be: any number."""
+        """Maximum number of further tokens: unlimited."""
         del state
         return math.inf
 
@@ -89,7 +89,7 @@ class LearnedPositions(nnx.Module):
     """x + P_t, with a learned vector P_t for each position; norm(x + P_t), as in Fastformer's
     language model, if `has_norm`.
 
-    The state is the number of tokens before. Beyond max_length tokens results are NaN; outside
+    The state is the number of previous tokens. Beyond max_length tokens results are NaN; outside
     `jit`, an error.
     """
 
@@ -119,6 +119,6 @@ class LearnedPositions(nnx.Module):
         return jnp.zeros((), jnp.int32)
 
     def remaining(self, state: PositionState) -> float:
-        """How many further tokens there may be."""
+        """Maximum number of further tokens."""
         assert not isinstance(state, tuple)
         return self.embedding.shape[0] - int(state)

@@ -1,4 +1,4 @@
-"""From the features of tokens to logits."""
+"""The map from features to logits."""
 
 from dataclasses import field
 
@@ -17,7 +17,7 @@ class Readout:
       embedding: E `[vocab_size, D]`.
       bias: b `[vocab_size]`, or None.
       scale: a number.
-      dtype: of the factors of the product; its sums have the type of E.
+      dtype: dtype of the factors of the product; its sums have the dtype of E.
     """
 
     embedding: Float[Array, "vocab_size D"]
@@ -43,8 +43,8 @@ def _product(features: Array, embedding: Array) -> Array:
 
 @jax.custom_vjp
 def _mixed_product(features: Array, embedding: Array) -> Array:
-    """Backward, too, of factors that have the type of the features: left to JAX, the cotangent of
-    float32 sums would make float32 products of those, at half the rate or less."""
+    """The matrix product, with factors in the dtype of the features in the backward pass, too:
+    JAX would use float32 products for the cotangents of float32 sums, at half the rate or less."""
     return _product(features, embedding)
 
 

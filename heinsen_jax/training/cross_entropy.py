@@ -1,5 +1,5 @@
-"""Cross-entropy without the logits of a whole batch: 100 GB of them, of a batch of half a million
-tokens and a vocabulary of 50,000."""
+"""Cross-entropy without materializing all logits, which would be 100 GB for half a million tokens
+and a vocabulary of 50,000."""
 
 import math
 from collections.abc import Callable
@@ -32,19 +32,19 @@ def cross_entropy(
     *,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Sums:
-    """The sum of losses over tokens that count, in nats, and how many of them are predicted right.
+    """Sum of the losses over tokens that count, in nats, and number of correct predictions.
 
-        loss = sum_t counted_t (LSE_v(logits_tv) - logits_t,target),    logits = readout(features)
+        loss = sum_t loss_mask_t (LSE_v(logits_tv) - logits_t,target),    logits = readout(features)
 
-    Tokens are taken some at a time, and the gradient of each lot is formed while its logits are
-    there: they are computed once, and never all held.
+    Tokens are processed in chunks, and the gradient of each chunk is formed with its logits, which
+    are computed once and not stored.
 
     Args:
-      readout: a pytree that is a function: features `[B, T, D]` to logits `[B, T, V]`.
+      readout: a callable pytree that maps features `[B, T, D]` to logits `[B, T, V]`.
       features: `[B, T, D]`.
-      targets: `[B, T]`, which token would have been right.
-      loss_mask: `[B, T]`, which of them count.
-      logits_at_once: how many logits a device holds; some more, if those of one token a row are.
+      targets: `[B, T]`, token ids.
+      loss_mask: `[B, T]`, the predictions that count.
+      logits_at_once: number of logits in memory per device; at least those of one token per row.
     """
     vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
     mesh = current_mesh()
@@ -113,8 +113,8 @@ _in_chunks.defvjp(_forward, _backward)
 
 
 def _chunks(number: int, x: Array) -> Array:
-    """`[B, T, ...]` -> `[number, B, T / number, ...]`, of zeros where there are no tokens, which do
-    not count. Every number-th token goes together: tokens stay on their device."""
+    """`[B, T, ...]` -> `[number, B, T / number, ...]`, padded with zeros, which do not count. Every
+    number-th token is in one chunk, so that tokens stay on their device."""
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % number), *[(0, 0)] * (x.ndim - 2)])
     return jnp.moveaxis(x.reshape(x.shape[0], -1, number, *x.shape[2:]), 2, 0)
 

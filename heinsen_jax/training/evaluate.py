@@ -1,4 +1,4 @@
-"""Loss, perplexity, accuracy and bits per byte over what is held out."""
+"""Evaluation: loss, perplexity, accuracy and bits per byte on the validation split."""
 
 import math
 from collections.abc import Callable
@@ -23,13 +23,13 @@ def evaluate(
     max_batches: int | None = None,
     is_causal: bool = True,
 ) -> dict[str, float]:
-    """Each validation token predicted once, from up to sequence_length tokens before it. Or if the
-    model is not causal, some tokens of each such window, from the others.
+    """Predict each validation token once, from up to sequence_length previous tokens. A
+    bidirectional model predicts a part of the tokens of each window from the others.
 
     Returns:
-      `loss` in nats per token, `perplexity` = exp(loss), `accuracy`, how many of the likeliest
-      tokens are right, and of a causal model of text `bits_per_byte`. At each of the data's
-      `test_lengths`, also `loss_<length>` and `accuracy_<length>`.
+      `loss` in nats per token, `perplexity` = exp(loss), `accuracy` of the most likely token, and
+      for causal models of text `bits_per_byte`; `loss_<length>` and `accuracy_<length>` for each
+      of the data's `test_lengths`.
     """
     metrics: dict[str, float] = {}
     process_index, process_count = share_of_process(mesh)

@@ -1,4 +1,4 @@
-"""Updates that would do harm are skipped, and counted."""
+"""Harmful updates are skipped and counted."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import optax
 
 from heinsen_jax.typing import Array, Bool, Float, Integer, PyTree, pytree_dataclass
 
-MEMORY = 100  # updates that the usual norm is an average of, about
+MEMORY = 100  # time constant of the running mean of gradient norms, in updates
 
 
 @pytree_dataclass
 class Guard:
-    """What has been skipped so far.
+    """Record of skipped updates.
 
     Attributes:
-      skipped: updates skipped in all.
-      in_a_row: those skipped since the last one made.
-      usual_norm: a running mean of gradients' norms; 0 before the first.
+      skipped: total number of skipped updates.
+      in_a_row: number of consecutive skipped updates.
+      usual_norm: running mean of gradient norms; 0 before the first update.
     """
 
     skipped: Integer[Array, ""]
@@ -38,10 +38,10 @@ class Guard:
         updates: PyTree[Array],
         skip_grad_norm_ratio: float | None,
     ) -> tuple[Bool[Array, ""], Guard]:
-        """Whether an update may be made, and the guard after it.
+        """Decide whether to apply an update; return the decision and the guard after it.
 
-        It may if loss, gradients and what is added to parameters are finite, and the gradients'
-        norm is at most `skip_grad_norm_ratio` times the usual one.
+        An update is applied if the loss, the gradients and the updates are finite, and the norm of
+        the gradients is at most `skip_grad_norm_ratio` times its running mean.
         """
         norm = optax.tree.norm(gradients).astype(jnp.float32)
         limit = math.inf if skip_grad_norm_ratio is None else skip_grad_norm_ratio

@@ -1,7 +1,7 @@
-"""What a model learns: to predict the next token, or to fill in masked ones.
+"""Objectives: predict the next token, or masked tokens.
 
-An objective maps a model, tokens `[B, T + 1]`, which of the last T are there `[B, T]`, and a
-`jax.random.key` to `Predictions`.
+An objective maps a model, tokens `[B, T + 1]`, a mask of the valid ones among the last T `[B, T]`,
+and a `jax.random.key` to `Predictions`.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,13 @@ from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Key
 
 
 class Predictions(NamedTuple):
-    """What a model says, and what would have been right.
+    """Predictions of a model and their targets.
 
     Attributes:
-      readout: makes logits of features.
+      readout: maps features to logits.
       features: `[B, T, D]`.
       targets: `[B, T]`.
-      loss_mask: `[B, T]`, which of them count.
+      loss_mask: `[B, T]`, the predictions that count.
     """
 
     readout: Callable[[Array], Array]
@@ -32,7 +32,7 @@ class Predictions(NamedTuple):
     loss_mask: Bool[Array, "B T"]
 
     def sums(self) -> tuple[Float[Array, ""], Integer[Array, ""]]:
-        """Nats, and how many of the likeliest tokens are right, over all that count."""
+        """Sum of the losses in nats, and number of correct predictions, over those that count."""
         with jax.named_scope("logits"):
             return cross_entropy(self.readout, self.features, self.targets, self.loss_mask)
 
@@ -44,27 +44,27 @@ Objective: TypeAlias = Callable[[LanguageModel, Tokens, There, RandomKey], Predi
 
 
 def next_token(model: LanguageModel, tokens: Tokens, there: There, key: RandomKey) -> Predictions:
-    """Each token is predicted from those before it."""
+    """Predict each token from the previous ones."""
     del key
     features, _ = model.features(tokens[:, :-1])
     return Predictions(model.readout, features, tokens[:, 1:], there)
 
 
 def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens: int) -> Objective:
-    """To predict the next token, if the model is causal; else to fill in a fraction of them."""
+    """Next-token prediction for causal models, else masked-token prediction."""
     return next_token if model.is_causal else MaskedTokens(masked_fraction, num_tokens)
 
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """Some of the last T tokens, drawn at random, are predicted from the others.
+    """Predict a random part of the last T tokens from the others.
 
-    Of those drawn, 80% are replaced by the mask, 10% by any token, and 10% stay. What is not there
+    Of the drawn tokens, 80% are replaced by the mask, 10% by a random token, and 10% stay. Padding
     is masked, too, and does not count.
 
     Attributes:
-      fraction: of the T tokens, how many are drawn; at least one.
-      num_tokens: how many ids there are. The next one is the mask.
+      fraction: fraction of the T tokens that is drawn; at least one token.
+      num_tokens: number of token ids; the next id is the mask.
 
     References:
       Devlin, Chang, Lee, Toutanova, 2019, BERT, arXiv:1810.04805, section 3.1.
@@ -84,8 +84,7 @@ class MaskedTokens:
     def mask(
         self, text: Integer[Array, "B T"], key: RandomKey
     ) -> tuple[Integer[Array, "B T"], Bool[Array, "B T"]]:
-        """What the model is given of text `[B, T]`, and which tokens it has to fill in: as many
-        of each row."""
+        """The masked input `[B, T]`, and the mask of drawn tokens, the same number in each row."""
         keys = jax.random.split(key, 3)
         count = max(round(self.fraction * text.shape[-1]), 1)
         drawn = jax.random.permutation(

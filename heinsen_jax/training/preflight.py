@@ -1,4 +1,4 @@
-"""What a run will take, said before it begins."""
+"""Cost of a run, reported before it starts."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
 
-TIMED = 3  # updates of a rehearsal, of which the first does not count
+TIMED = 3  # updates, of which the first does not count
 
 
 def describe(
@@ -22,11 +22,11 @@ def describe(
     parameters: int,
     compiled: jax.stages.Compiled,
 ) -> list[str]:
-    """Lines that say what runs where, what it takes of a device's memory, and how much is learned.
+    """Describe a run: model, devices, memory per device, number of tokens, validation.
 
     Args:
-      mesh, data, training, dataset: of the run.
-      parameters: how many the model has.
+      mesh, data, training, dataset: parts of the run.
+      parameters: number of parameters.
       compiled: the update, `jax.stages.Compiled`.
     """
     device = jax.devices()[0].device_kind
@@ -53,7 +53,7 @@ def tokens_per_update(data: DataSettings) -> int:
 
 
 def memory(compiled: jax.stages.Compiled) -> str:
-    """What a compiled function takes of a device, as its compiler lays it out."""
+    """Memory per device of a compiled function."""
     found = compiled.memory_analysis()
     if found is None:
         return "an unknown amount"
@@ -63,7 +63,7 @@ def memory(compiled: jax.stages.Compiled) -> str:
 
 
 def time_updates(update: jax.stages.Compiled, state: TrainState, batch: Batch, steps: int) -> str:
-    """Runs a few updates, of which nothing is kept, and says how long all will take."""
+    """Time a few updates, discard their result, and estimate the time of all."""
     seconds = 0.0
     for turn in range(TIMED):
         start = time.perf_counter()

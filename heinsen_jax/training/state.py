@@ -1,4 +1,4 @@
-"""What training changes, created where it will lie."""
+"""The state of training, initialized with its sharding."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -17,13 +17,13 @@ from heinsen_jax.typing import Array, Integer, PyTree, pytree_dataclass
 
 @pytree_dataclass
 class TrainState:
-    """Everything that a checkpoint must hold: the data's place is the step.
+    """The content of a checkpoint; the position in the data is the step.
 
     Attributes:
-      step: updates so far, those that were skipped included.
+      step: number of updates, including skipped ones.
       parameters: the model's `nnx.State` of parameters.
-      optimizer: optax's state.
-      guard: what it knows of updates that were skipped.
+      optimizer: the state of the optimizer.
+      guard: the record of skipped updates.
     """
 
     step: Integer[Array, ""]
@@ -38,7 +38,7 @@ Init: TypeAlias = Callable[[], TrainState]
 def initializer(
     model: LanguageModelConfig, optimizer: optax.GradientTransformation, seed: int
 ) -> Init:
-    """A function of no arguments that makes the first `TrainState`."""
+    """Return a function without arguments that creates the initial `TrainState`."""
 
     def init() -> TrainState:
         parameters = nnx.state(LanguageModel(model, rngs=nnx.Rngs(seed)), nnx.Param)
@@ -49,7 +49,7 @@ def initializer(
 
 
 def abstract_state(init: Init, mesh: Mesh) -> TrainState:
-    """The shapes, dtypes and shardings of what `init` makes."""
+    """Shapes, dtypes and shardings of the result of `init`."""
     shapes = jax.eval_shape(init)
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -59,10 +59,10 @@ def abstract_state(init: Init, mesh: Mesh) -> TrainState:
 
 
 def init_sharded(init: Init, abstract: TrainState) -> TrainState:
-    """Runs `init` with every array created in its place: no device ever holds the whole."""
+    """Run `init` with sharded outputs, so that no device holds a complete array."""
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
 
 
 def graph_of(model: LanguageModelConfig) -> nnx.GraphDef[LanguageModel]:
-    """The model without its parameters, for `nnx.merge`."""
+    """The graph definition of the model, for `nnx.merge`."""
     return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))

@@ -18,9 +18,9 @@ from heinsen_jax.typing import Array, Float, Integer, Key, Shaped
 
 Metrics: TypeAlias = dict[str, Shaped[Array, ""]]
 Sums: TypeAlias = tuple[tuple[Float[Array, ""], Float[Array, ""]], nnx.State]
-"""The sum of losses, their number, and the sum's gradient."""
+"""Sum of the losses, their number, and the gradient of the sum."""
 Measured: TypeAlias = tuple[Float[Array, ""], Integer[Array, ""], Integer[Array, ""]]
-"""The sum of losses, how many predictions are right, and how many they are."""
+"""Sum of the losses, number of correct predictions, and number of predictions."""
 
 
 def make_train_step(
@@ -33,13 +33,13 @@ def make_train_step(
     seed: int = 0,
     skip_grad_norm_ratio: float | None = None,
 ) -> jax.stages.Wrapped:
-    """The update under `jax.jit`, (state, batch) -> (state, metrics). Its input state is donated.
+    """Return the jitted update, (state, batch) -> (state, metrics), which donates its input state.
 
-    What the objective draws at random is a function of the seed and the step. An update that
-    `Guard` refuses changes neither parameters nor the optimizer's state.
+    Random numbers of the objective depend only on the seed and the step. An update that `Guard`
+    rejects changes neither the parameters nor the optimizer state.
 
-    With accumulation the batch is cut into `accumulation_steps` parts, whose gradients are summed
-    one after another: the update is that of the whole batch, in the memory of one part.
+    With accumulation, the gradients of `accumulation_steps` microbatches are summed in a loop: the
+    update is that of the full batch, with the memory of one microbatch.
     """
 
     @partial(jax.value_and_grad, has_aux=True)
@@ -99,8 +99,8 @@ def make_train_step(
 def make_evaluation_step(
     graph: nnx.GraphDef[LanguageModel], objective: Objective = next_token
 ) -> Callable[[nnx.State, Batch, int], Measured]:
-    """(parameters, batch, its index) -> sum of losses, how many predictions are right, and how many
-    they are, compiled."""
+    """Return the jitted evaluation, (parameters, batch, index) -> (sum of losses, number of correct
+    predictions, number of predictions)."""
 
     @jax.jit
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:

@@ -1,4 +1,4 @@
-"""Waiting for data, not for ever."""
+"""A timeout for the next batch."""
 
 import queue
 import threading
@@ -23,12 +23,12 @@ class Taken(Generic[T]):
 def with_timeout(
     batches: Iterator[T], source: str | Path, *, timeout: float, warn: Callable[[str], None]
 ) -> Iterator[T]:
-    """The same batches; a source that is slow is named, and one that is dead ends the run.
+    """Iterate over batches, with a warning about a slow source and an error for a dead one.
 
     Args:
-      batches: to take one after another.
-      source: where they come from.
-      timeout: seconds to wait for one. After a tenth of them there is a warning.
+      batches: the batches.
+      source: name of their source.
+      timeout: seconds to wait for a batch; after a tenth of them there is a warning.
       warn: called with a line of text.
 
     Raises:
@@ -38,7 +38,7 @@ def with_timeout(
     def take(into: "queue.Queue[Taken[T]]") -> None:
         try:
             into.put(Taken(batch=next(batches)))
-        except BaseException as error:  # whatever it is belongs to who waits
+        except BaseException as error:  # any error is for the consumer
             into.put(Taken(error=error))
 
     while True:

@@ -1,6 +1,6 @@
-"""A model's weights as .safetensors: one file, or shards of it and an index.
+"""Weights of a model as .safetensors: one file, or shards and an index.
 
-The metadata of a file hold the hash of all that is in it, so that damage is found when it is read.
+The metadata of a file have the hash of its content, so that damage is detected when it is read.
 """
 
 import hashlib
@@ -35,8 +35,7 @@ def save_weights(
     step: int,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes arrays by their names. More than `shard_bytes` are cut into files of at most so many,
-    or of one array."""
+    """Write named arrays, in shards of at most `shard_bytes` or of one array."""
     shards: list[dict[str, Array | np.ndarray]] = [{}]
     for name, x in arrays.items():
         if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > shard_bytes:
@@ -63,10 +62,10 @@ def save_weights(
 def load_weights(
     folder: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
 ) -> tuple[dict[str, Array], int]:
-    """Arrays of the names, shapes, dtypes and shardings of `abstract`, and the step they are of.
+    """Read arrays with the names, shapes, dtypes and shardings of `abstract`, and their step.
 
     Raises:
-      UserError: a file is missing or damaged, or holds other arrays; the message names it.
+      UserError: a file is missing or damaged, or has other arrays; the message names it.
     """
     place = _index(folder) or dict.fromkeys(abstract, WEIGHTS_FILE)
     if problems := place.keys() ^ abstract.keys():
@@ -93,7 +92,7 @@ def load_weights(
 def save_hashed(
     path: str | Path, arrays: Mapping[str, Array | np.ndarray], metadata: Mapping[str, str]
 ) -> None:
-    """Writes arrays by their names, and metadata with the hash of everything: all of it, or none.
+    """Write named arrays, and metadata with the hash of everything, atomically.
 
     Raises:
       OSError: the file cannot be written.
@@ -102,7 +101,7 @@ def save_hashed(
     try:
         with replacing(Path(path)) as file:
             save_file(held, file.name, {**metadata, HASH: _hash_of(held, metadata)})
-            os.chmod(file.name, os.fstat(file.fileno()).st_mode)  # it made one for its owner alone
+            os.chmod(file.name, os.fstat(file.fileno()).st_mode)  # safetensors makes it private
             with open(file.name, "rb") as made:
                 os.fsync(made.fileno())
     except SafetensorError as error:
@@ -110,11 +109,10 @@ def save_hashed(
 
 
 def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """The arrays and metadata that `save_hashed` wrote.
+    """Read the arrays and metadata that `save_hashed` wrote.
 
     Raises:
-      UserError: the file cannot be read, or is not as it was written. The message ends with the
-        remedy.
+      UserError: the file cannot be read or is damaged; the message ends with the remedy.
     """
     try:
         with safe_open(path, framework="numpy") as file:

@@ -1,4 +1,4 @@
-"""Where and from what a result comes."""
+"""Environment of a result: hardware, versions and commit."""
 
 import os
 import platform
@@ -55,7 +55,7 @@ def _cpu_model() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git says of this package's checkout; nothing if it is not in one."""
+    """Output of git for the checkout of this package; empty outside a checkout."""
     if not (CHECKOUT / ".git").exists():
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Measures a trained model on a validation text, or on tasks of the lm-evaluation-harness.
+"""Evaluate a trained model on a validation split, or on tasks of the lm-evaluation-harness.
 
 python -m heinsen_jax.evaluate --workdir runs/quickstart [--data CORPUS]
 python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--include-path FOLDER]
@@ -28,8 +28,8 @@ from heinsen_jax.training.signals import exit_at_once
 from heinsen_jax.training.step import make_evaluation_step
 
 DATA_HELP = (
-    "a corpus or a prepared folder, of which the validation text counts; or a file or folder, of "
-    "which all does, if the run was not trained on it. The run's own, if not given"
+    "a corpus or a prepared folder, whose validation split is evaluated, or a file or folder, "
+    "which is evaluated completely unless the run was trained on it; by default the run's data"
 )
 
 
@@ -41,15 +41,21 @@ def main() -> None:
         sequence_length: Annotated[int | None, tyro.conf.arg(help="tokens seen at once")] = None,
         max_batches: Annotated[int | None, tyro.conf.arg(help="all if not given")] = None,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
-        tasks: Annotated[tuple[str, ...], tyro.conf.arg(help="of the harness, in its place")] = (),
+        tasks: Annotated[
+            tuple[str, ...], tyro.conf.arg(help="tasks of the harness, instead of a text")
+        ] = (),
         include_path: Annotated[Path | None, tyro.conf.arg(help="more tasks, as YAML")] = None,
-        limit: Annotated[int | None, tyro.conf.arg(help="examples of each task; all")] = None,
+        limit: Annotated[
+            int | None, tyro.conf.arg(help="examples per task; all by default")
+        ] = None,
         num_fewshot: Annotated[int | None, tyro.conf.arg(help="as each task says")] = None,
         batch_size: Annotated[int | None, tyro.conf.arg(help="of tasks; 16 by default")] = None,
-        output: Annotated[Path | None, tyro.conf.arg(help="a JSON file for tasks' results")] = None,
+        output: Annotated[
+            Path | None, tyro.conf.arg(help="JSON file for the results of tasks")
+        ] = None,
     ) -> None:
-        """Loss, accuracy and bits per byte of a run's best checkpoint, over a validation text; or
-        what tasks of the lm-evaluation-harness measure."""
+        """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on a validation split,
+        or tasks of the lm-evaluation-harness."""
         of_texts = {"--data": data, "--sequence-length": sequence_length}
         of_texts |= {"--max-batches": max_batches}
         of_tasks = {"--include-path": include_path, "--limit": limit, "--output": output}
@@ -87,7 +93,7 @@ def _run_text(
     settings = experiment.data
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
-            f"{workdir} holds a run that learned a task, which has its own lengths: leave out "
+            f"{workdir} has a run that trained on a task, with its own lengths; leave out "
             "--data and --sequence-length"
         )
     is_other = (
@@ -128,14 +134,14 @@ def _run_text(
 
 
 def _same(corpus: str, other: str) -> bool:
-    """Whether these name one text: then a part of it is what a run was trained on."""
+    """Whether these name the same corpus."""
     return corpus == other or (
         corpus not in text.CORPORA and Path(corpus).resolve() == Path(other).resolve()
     )
 
 
 def _all_of(settings: text.AnyDataConfig) -> Dataset:
-    """What --data names. A text of the user's is no split of anything: all of it is measured."""
+    """The data set of --data: a file or folder without splits is evaluated completely."""
     assert isinstance(settings, DataConfig)
     split = "auto" if settings.corpus in text.CORPORA else "validation"
     return load_text(settings, split=split)

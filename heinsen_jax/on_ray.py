@@ -1,4 +1,4 @@
-"""The same function many times, on a Ray cluster. Needs the extra `ray`."""
+"""Calls of a function as tasks of a Ray cluster. Needs the extra `ray`."""
 
 import importlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -16,15 +16,14 @@ def calls(
     arguments: Mapping[Key, tuple],
     **needs: float,
 ) -> Iterator[tuple[Key, Result]]:
-    """Each key with `function(*arguments[key])`, as they end; when one raises, so does this.
+    """Yield each key with `function(*arguments[key])` as calls finish; raise their first error.
 
-    `ray.init` finds the cluster as ever: by RAY_ADDRESS, by `ray job submit`, or it starts one on
-    this machine.
+    `ray.init` finds the cluster by RAY_ADDRESS or `ray job submit`, or starts one on this machine.
 
     Args:
-      function: what is called, on any node and in any order.
-      arguments: of each call.
-      needs: `ray.remote`'s, such as the num_cpus and num_gpus of a call.
+      function: the function, called on any node in any order.
+      arguments: arguments of each call.
+      needs: options of `ray.remote`, such as num_cpus and num_gpus per call.
 
     Raises:
       UserError: Ray is not installed.

@@ -1,4 +1,4 @@
-"""Studies: a grid of runs, done once each, and a report of what came out.
+"""Studies: a grid of runs and a report of their results.
 
 python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray]
 """

@@ -1,4 +1,4 @@
-"""Runs a study, and writes its report.
+"""Run a study and write its report.
 
 python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray] [--output DIR]
 """
@@ -28,17 +28,19 @@ def main() -> int:
             Path | None, tyro.conf.arg(help="by default runs/studies/<name of the file>")
         ] = None,
         executor: Annotated[
-            Literal["local", "ray"], tyro.conf.arg(help="processes of this machine, or a cluster")
+            Literal["local", "ray"],
+            tyro.conf.arg(help="processes of this machine, or a Ray cluster"),
         ] = "local",
-        jobs: Annotated[int, tyro.conf.arg(help="runs at a time, on this machine")] = 1,
+        jobs: Annotated[int, tyro.conf.arg(help="number of concurrent runs on this machine")] = 1,
         cpus: Annotated[float, tyro.conf.arg(help="of a run, on a cluster")] = 1,
         gpus: Annotated[float, tyro.conf.arg(help="of a run, on a cluster")] = 0,
-        report_only: Annotated[bool, tyro.conf.arg(help="of the runs that are done")] = False,
+        report_only: Annotated[
+            bool, tyro.conf.arg(help="write the report of the finished runs only")
+        ] = False,
     ) -> int:
-        """Does those runs of a study that are not done yet, and writes its report.
+        """Run the unfinished runs of a study, and write its report.
 
-        Each run is a line of results.jsonl when it is done. Stopped, the study resumes when the
-        same command is given again.
+        Each finished run is a line of results.jsonl. The same command resumes a stopped study.
         """
         if jobs < 1:
             raise UserError(f"--jobs {jobs} must be at least 1")
@@ -49,7 +51,7 @@ def main() -> int:
         try:
             with unwind_on_signals():
                 run_study(load_study(study), folder, run_one, report_only)
-        except Stopped:  # by a signal to all processes, of which another one heard first
+        except Stopped:  # by a signal to all processes, which another one received first
             return _stopped(128 + signal.SIGINT)
         except SystemExit as stopped:
             return _stopped(cast(int, stopped.code))

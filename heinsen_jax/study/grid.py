@@ -1,4 +1,4 @@
-"""What a study runs: an experiment, and the ways in which its runs differ."""
+"""The grid of a study: a base experiment and its variations."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ Option: TypeAlias = tuple[str, int | float | bool | str]
 """A field of a mechanism's configuration, as in `model.attention_options`."""
 Section: TypeAlias = AnyDataConfig | LanguageModelConfig | OptimizerConfig | TrainingConfig
 Choice: TypeAlias = int | float | bool | str | tuple[Option | str | int, ...] | Section | None
-"""The value of a field, or of a whole section."""
+"""The value of a field, or of a section."""
 Axes = Mapping[str, Mapping[str, Mapping[str, Choice]]]
 
 
@@ -36,21 +36,21 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Study:
-    """A grid of runs, of which the best along some axis is shown, and all seeds.
+    """A grid of runs, reported with the best values of tuned axes and all seeds.
 
     Attributes:
-      title: of the report.
-      about: what is asked, at what size, and what to make of the answer, in Markdown.
-      base: what all runs have in common.
-      axes: by their names, what may be chosen along each: label -> {"section.field": value, ...}.
-        A later axis overrides what an earlier one says of a field.
-      metric: what is compared, of the last evaluation.
+      title: title of the report.
+      about: question, sizes and interpretation, in Markdown.
+      base: the base experiment.
+      axes: values of each axis by their labels: label -> {"section.field": value, ...}. Later axes
+        override fields of earlier ones.
+      metric: the compared metric of the last evaluation.
       mode: whether the smallest ("min") or the largest ("max") value is the best.
-      tuned: the axes along which only the best is shown, such as learning rates.
-      seeds: the axis of runs that differ by chance alone. All tuned choices are run with its first
-        label, and only the best with the others.
+      tuned: axes of which only the best value is reported, such as learning rates.
+      seeds: axis of the random seeds. All tuned values are run with its first label, and only the
+        best with the others.
       extra_metrics: further metrics in the report's table.
-      plots: what is drawn.
+      plots: plots of the report.
     """
 
     title: str
@@ -76,7 +76,7 @@ class Study:
         """All runs with the first seed.
 
         Raises:
-          UserError: a field is misspelt or its value does not fit; the message names the run.
+          UserError: a field is misspelled or its value is invalid; the message names the run.
         """
         choices = {axis: list(labels) for axis, labels in self.axes.items()}
         if self.seeds in choices:
@@ -85,21 +85,21 @@ class Study:
         return [self.run(dict(zip(choices, labels, strict=True))) for labels in grid]
 
     def then(self, best: Mapping[str, str]) -> list["Run"]:
-        """The runs with other seeds of one that was the best, given its labels."""
+        """The runs with the other seeds, given the labels of the best run."""
         others = list(self.axes.get(self.seeds, {}))[1:]
         return [self.run({**best, self.seeds: seed}) for seed in others]
 
     def compared(self, labels: Mapping[str, str]) -> dict[str, str]:
-        """Of a run's labels those that tell apart what is compared."""
+        """The labels of a run that distinguish the compared results."""
         apart = {*self.tuned, self.seeds}
         return {axis: label for axis, label in labels.items() if axis not in apart}
 
     def run(self, labels: Mapping[str, str]) -> "Run":
-        """The run of one label of each axis."""
+        """The run with one label of each axis."""
         fields: dict[str, Choice] = {}
         for axis, label in labels.items():
             for field, value in self.axes[axis][label].items():
-                inside = f"{field}."  # a section replaces what was said of its fields
+                inside = f"{field}."  # a section replaces its fields
                 fields = {x: fields[x] for x in fields if not x.startswith(inside)} | {field: value}
         try:
             return Run(dict(labels), _with(self.base, fields))
@@ -109,17 +109,17 @@ class Study:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a study: where it stands in the grid, and its experiment."""
+    """A run of a study: its labels and its experiment."""
 
     labels: dict[str, str]
     config: ExperimentConfig
 
     @property
     def fingerprint(self) -> str:
-        """Of all settings that are not defaults: a result with another one is not of this run.
+        """Hash of all settings that are not defaults, which identifies the result of the run.
 
-        So a result stays of its run when a later version has more settings. Whoever changes a
-        default, or what a setting means, must repeat the studies.
+        New settings do not change it; after a change of a default, or of the meaning of a setting,
+        studies must be repeated.
         """
         text = json.dumps(_chosen(self.config), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -130,13 +130,13 @@ def describe(labels: Mapping[str, str]) -> str:
 
 
 def load_study(path: str | Path) -> Study:
-    """The study that a Python file's `get_study()` returns.
+    """Load the study that `get_study()` of a Python file returns.
 
     Args:
-      path: of the file; or the name of a study that comes with this package.
+      path: path of the file, or name of a shipped study.
 
     Raises:
-      UserError: there is no such file, it defines no study, or a value in it does not fit.
+      UserError: there is no such file, it defines no study, or a value is invalid.
 
     Examples:
       >>> load_study("copying").seeds
@@ -146,7 +146,7 @@ def load_study(path: str | Path) -> Study:
 
 
 def _chosen(config: DataclassInstance) -> dict[str, JSON]:
-    """What a nested configuration is of, and where it differs from the defaults."""
+    """The tag of a nested configuration and its fields that differ from the defaults."""
     found: dict[str, JSON] = {"of": type(config).__name__}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -158,7 +158,7 @@ def _chosen(config: DataclassInstance) -> dict[str, JSON]:
 
 
 def _with(config: Config, fields: Mapping[str, Choice]) -> Config:
-    """A nested configuration with all these fields replaced at once."""
+    """A nested configuration with these fields replaced."""
     changed: dict[str, Choice] = {}
     inner: dict[str, dict[str, Choice]] = {}
     for field, value in fields.items():

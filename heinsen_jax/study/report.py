@@ -1,4 +1,4 @@
-"""What came out of a study: a table in Markdown, and plots."""
+"""Reports of studies: a table in Markdown, and plots."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from heinsen_jax.environment import Environment
 
 
 class Row(TypedDict):
-    """The record of a run: its `metrics` or why it `failed`, its costs, and where it ran."""
+    """Record of a run: `metrics` or the reason why it `failed`, costs, and environment."""
 
     labels: NotRequired[dict[str, str]]
     fingerprint: NotRequired[str]
@@ -28,12 +28,12 @@ class Row(TypedDict):
 
 @dataclass(frozen=True)
 class Result:
-    """One line of the table: what is compared, at its best.
+    """A row of the table, with the best tuned values.
 
     Attributes:
-      compared: labels that tell it apart, by their axes.
-      tuned: labels of the best of the other axes.
-      rows: of its seeds.
+      compared: labels of the compared axes.
+      tuned: best labels of the tuned axes.
+      rows: records of its seeds.
     """
 
     compared: dict[str, str]
@@ -41,23 +41,23 @@ class Result:
     rows: list[Row] = field(default_factory=list)
 
     def values(self, metric: str) -> list[float]:
-        """Of each seed; of a run that failed there is none."""
+        """Values of a metric for all seeds, without failed runs."""
         found = [_value(row, metric) for row in self.rows]
         return [x for x in found if x is not None]
 
     def mean(self, metric: str) -> float:
-        """Of all seeds; NaN if there is none."""
+        """Mean over the seeds; NaN without values."""
         return statistics.fmean(self.values(metric) or [math.nan])
 
     def spread(self, metric: str) -> float:
-        """Half of what lies between the best and the worst seed."""
+        """Half the range between the best and the worst seed."""
         values = self.values(metric)
         return (max(values) - min(values)) / 2 if values else math.nan
 
 
 @dataclass(frozen=True)
 class Points:
-    """A metric against what a run costs, a line for each label of an axis.
+    """Plot of a metric against a cost, with one line per label of an axis.
 
     Attributes:
       y: a metric.
@@ -84,10 +84,10 @@ class Points:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Accuracy against the length it was tested at, a line for each label of an axis.
+    """Plot of accuracy against the test length, with one line per label of an axis.
 
     Attributes:
-      lengths: of the tests, `accuracy_<length>` among the metrics.
+      lengths: test lengths, with metrics `accuracy_<length>`.
       lines: the axis.
     """
 
@@ -106,10 +106,10 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Ranking:
-    """All seeds of each line of the table, in order of their mean.
+    """Plot of all seeds of each row, ranked by their mean.
 
     Attributes:
-      metric: the order's.
+      metric: the ranked metric.
     """
 
     metric: str
@@ -129,7 +129,7 @@ Plot = Points | Lengths | Ranking
 
 
 def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.Figure:
-    """All plots, side by side."""
+    """Draw all plots side by side."""
     figure = matplotlib.figure.Figure(figsize=(7.5 * len(plots), 4.5), layout="constrained")
     for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
         plot.draw(axes, results)
@@ -141,7 +141,7 @@ def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.
 
 
 def table(results: Sequence[Result], metric: str, extra_metrics: Sequence[str]) -> str:
-    """A line for each result: what it is, what it costs, the mean and spread, and each seed."""
+    """Table of the results: labels, costs, mean and spread of the metric, and each seed."""
     axes = [*results[0].compared, *results[0].tuned]
     costs = ["parameters", "state_bytes"]
     head = [*axes, *costs, metric, "of each seed", *extra_metrics]
@@ -181,7 +181,7 @@ class Style(TypedDict):
 
 
 def _styles() -> Iterator[Style]:
-    """Of lines that are told apart by colour and mark, without end."""
+    """Iterate over line styles, distinguished by color and marker."""
     for number in itertools.count():
         mark = "osv^D*"[(number // 10 + number % 2 * 3) % 6]
         yield {"color": f"C{number % 10}", "marker": mark, "markersize": 5}

@@ -1,4 +1,4 @@
-"""What is recorded of a study's runs, and what of it is shown."""
+"""Recorded results of a study, and the selection for its report."""
 
 import json
 import math
@@ -14,7 +14,7 @@ RESULTS_FILE = "results.jsonl"
 
 
 class Recorded:
-    """The lines of a results file, by what decides a run."""
+    """Rows of a results file, by the fingerprints of runs."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path, self._rows = path, {}
@@ -27,7 +27,7 @@ class Recorded:
             except (ValueError, KeyError, TypeError):
                 if line.endswith(b"\n") or number < len(lines):
                     raise UserError(f"{path}, line {number}, is damaged: remove it") from None
-                lines = lines[:-1]  # cut short as it was written
+                lines = lines[:-1]  # truncated by a killed process
                 if not read_only:
                     write_atomically(path, b"".join(lines))
         self._separator = "\n" if lines and not lines[-1].endswith(b"\n") else ""
@@ -44,8 +44,8 @@ class Recorded:
 
 
 def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
-    """Of each comparison the best run with the first seed, of those done, and then the same with
-    the other seeds; it alone, if it diverged."""
+    """For each comparison the best finished run with the first seed, followed by its runs with the
+    other seeds, unless it diverged."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in study.first():
         groups.setdefault(tuple(study.compared(run.labels).values()), []).append(run)
@@ -66,10 +66,10 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
 
 
 def results_of(study: Study, output: Path) -> list[Result]:
-    """What is done of a study, in a folder of results: the best of each comparison, all its seeds.
+    """Finished results of a study: the best run of each comparison, with all its seeds.
 
     Raises:
-      UserError: nothing is.
+      UserError: no run is finished.
     """
     recorded = Recorded(output / RESULTS_FILE, read_only=True)
     found = [_result(study, runs, recorded) for runs in best_of(study, recorded)]

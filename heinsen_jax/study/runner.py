@@ -1,4 +1,4 @@
-"""From a study to its results and report: what is done is never done again."""
+"""Running a study: from its runs to its results and report. Finished runs are not repeated."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -26,20 +26,20 @@ Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, 
 
 
 def run_study(study: Study, output: Path, executor: Executor, report_only: bool = False) -> None:
-    """Does the runs of a study that are not done yet, and writes its report.
+    """Run the unfinished runs of a study, and write its report.
 
-    All tuned choices are run with the first seed; the best of each comparison with the others,
-    unless all of them diverged.
+    All tuned values are run with the first seed, and the best of each comparison with the other
+    seeds, unless all of them diverged.
 
     Args:
-      study: what to do.
-      output: the folder of results and report; runs have folders of their own in it.
-      executor: does runs, given them and the folder of each, and yields rows as they end.
-      report_only: whether to do none, and report on those that are done.
+      study: the study.
+      output: folder of the results, the report and the runs.
+      executor: function of the runs and their folders that yields rows as runs finish.
+      report_only: whether to report on the finished runs only.
 
     Raises:
-      UserError: a run's settings do not fit, before any is begun; another process does this study;
-        or nothing is done to report on.
+      UserError: the settings of a run are invalid, before any run starts; another process runs this
+        study; or there is nothing to report.
     """
     first = study.first()
     if not report_only:
@@ -62,7 +62,7 @@ def _run_study(
             progress.advance(task, len(runs) - len(left))
             if not left:
                 return
-            console.print(f"{len(left)} runs to do; each says what it does in its log.txt")
+            console.print(f"{len(left)} runs to do; each has a log.txt in its folder")
             for run, row in executor(left, lambda run: output / "runs" / folder_name(run)):
                 recorded.add(run, row)
                 progress.advance(task)
@@ -88,7 +88,7 @@ def _metric(study: Study, row: Row) -> float:
 
 
 def _check(study: Study, first: Sequence[Run]) -> None:
-    """That data can be had, and that all settings fit, of any choice and seed."""
+    """Check the data and the settings of all runs."""
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
     seen: dict[str, Run] = {}
@@ -102,7 +102,7 @@ def _check(study: Study, first: Sequence[Run]) -> None:
         try:
             check_settings(datasets[config.data], config)
             if config.model not in models:
-                costs(config)  # makes the model, without its weights
+                costs(config)  # creates the model without its weights
                 models.add(config.model)
         except (ValueError, NotImplementedError) as error:
             raise UserError(f"{describe(run.labels)}: {error}") from error
@@ -118,8 +118,8 @@ def _report(study: Study, output: Path, recorded: Recorded) -> None:
     parts.append(table(done, study.metric, study.extra_metrics))
     if len(study.axes.get(study.seeds, {})) > 1:
         parts.append(
-            "Seeds differ in first weights and in data; ± is half of what lies between the best "
-            "and the worst. Of what is tuned, the best with the first seed is shown."
+            "Seeds differ in initial weights and in data; ± is half the range between the best "
+            "and the worst. Tuned values are those that were the best with the first seed."
         )
     parts.append(f"{shown} of {expected} runs, {_made([x for y in done for x in y.rows])}.")
     with writing(output):
@@ -127,7 +127,7 @@ def _report(study: Study, output: Path, recorded: Recorded) -> None:
 
 
 def _made(rows: Sequence[Row]) -> str:
-    """On what, and from what."""
+    """Hardware, versions and commit of the rows."""
     found = [row["environment"] for row in rows]
     places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in found}
     commits = {x["commit"][:7] or "no commit" for x in found}

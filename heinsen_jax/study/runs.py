@@ -1,4 +1,4 @@
-"""One run of a study, in a folder of its own; and many, in processes of this machine."""
+"""Executing runs of a study: one run in its folder, and many in processes or on a cluster."""
 
 import contextlib
 import json
@@ -41,17 +41,17 @@ class Stopped(Exception):
 
 
 def run_one(values: SavedConfig, workdir: Path) -> Row:
-    """Trains from a configuration's plain values: what was measured, and what the model costs.
+    """Train from a configuration as plain values; return metrics and costs.
 
-    A run that was stopped resumes, and one that ended is not repeated. One that diverged has
-    `failed` in place of `metrics`. What it says goes to a file in its folder, the row to another,
-    and checkpoints are then removed.
+    A stopped run resumes, and a finished one is not repeated. A run that diverged has `failed`
+    instead of `metrics`. Output and row are written to files in its folder, and its checkpoints are
+    removed at the end.
 
     Raises:
-      Stopped: a signal came first.
+      Stopped: a signal stopped the run.
     """
     check_writable(workdir)
-    with locked(workdir, wait=True):  # for a process of a study that was killed to end
+    with locked(workdir, wait=True):  # until the process of a killed study has exited
         row = _recorded(workdir / ROW_FILE)
         if row is None:
             config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
@@ -84,7 +84,7 @@ def _measured(config: ExperimentConfig, workdir: Path) -> Row:
 
 
 def _recorded(path: Path) -> Row | None:
-    """What an earlier call of `run_one` measured."""
+    """The row that an earlier call of `run_one` recorded."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -99,7 +99,7 @@ class Costs(TypedDict):
 
 
 def costs(config: ExperimentConfig) -> Costs:
-    """Parameters of the model, and bytes of its state after a text of the length it learns."""
+    """Number of parameters, and bytes of state after a sequence of the training length."""
     model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     return {"parameters": parameters, "state_bytes": model.state_size(config.data.sequence_length)}
@@ -108,11 +108,11 @@ def costs(config: ExperimentConfig) -> Costs:
 def in_processes(
     runs: Sequence[Run], folder: Callable[[Run], Path], jobs: int
 ) -> Iterator[tuple[Run, Row]]:
-    """Each run with its row, as they end; `jobs` at a time, which share this machine's cores.
+    """Yield each run with its row as they finish, with `jobs` concurrent runs that share the cores.
 
     Raises:
-      Stopped: a signal ended them.
-      UserError: one cannot be done, or its process was killed.
+      Stopped: a signal stopped them.
+      UserError: a run is invalid, or its process was killed.
     """
     context = multiprocessing.get_context("spawn")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -132,15 +132,15 @@ def in_processes(
                 for process in multiprocessing.active_children():
                     if process not in others:
                         process.terminate()
-            pool.shutdown(cancel_futures=True)  # those that still end write their rows themselves
+            pool.shutdown(cancel_futures=True)  # runs that still finish write their rows themselves
             raise
 
 
 def on_cluster(
     runs: Sequence[Run], folder: Callable[[Run], Path], cpus: float, gpus: float
 ) -> Iterator[tuple[Run, Row]]:
-    """Each run with its row, as they end, on a Ray cluster; with so many CPUs and GPUs for one run.
-    All nodes see the folders of runs and of data under these names."""
+    """Yield each run with its row as they finish, on a Ray cluster, with CPUs and GPUs per run. All
+    nodes share the folders of runs and data under these names."""
     labelled = {run.fingerprint: run for run in runs}
     calls = {
         name: (as_json(_anywhere(run.config)), folder(run).resolve())
@@ -151,7 +151,7 @@ def on_cluster(
 
 
 def _anywhere(config: ExperimentConfig) -> ExperimentConfig:
-    """The same, with paths that do not depend on the folder that a process runs in."""
+    """A copy with absolute paths."""
 
     def resolved(path: str) -> str:
         return str(Path(path).resolve())
@@ -169,14 +169,14 @@ def _anywhere(config: ExperimentConfig) -> ExperimentConfig:
 
 @contextlib.contextmanager
 def _named(run: Run) -> Iterator[None]:
-    """Errors say which run they are of."""
+    """Context manager that names the run in errors."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{describe(run.labels)}: {error}") from error
     except BrokenProcessPool as error:
         raise UserError(
-            f"{describe(run.labels)}: its process was killed, perhaps for want of memory: try a "
+            f"{describe(run.labels)}: its process was killed, perhaps out of memory; try a "
             "smaller --jobs; the same command resumes"
         ) from error
 
@@ -186,7 +186,7 @@ class _Worker:
 
 
 def _run_in_pool(values: SavedConfig, workdir: Path) -> Row:
-    """The same in a process of the pool, which may hold its next run already when it is stopped."""
+    """`run_one` in a process of the pool, which may have its next run when it is stopped."""
     if _Worker.is_stopped:
         raise Stopped
     try:
@@ -197,15 +197,15 @@ def _run_in_pool(values: SavedConfig, workdir: Path) -> Row:
 
 
 def _begin(shares: SimpleQueue[list[int]]) -> None:
-    """Gives a process cores of its own, for XLA has as many threads as it may use cores; and ends
-    it when its parent does."""
+    """Assign cores to a process, since XLA has one thread per available core; exit with the
+    parent."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if cores := shares.get():
         os.sched_setaffinity(0, cores)
 
 
 def _end_with_parent() -> None:
-    """Ends this process when its study is killed: else it would keep training, and its folder."""
+    """Exit when the study is killed, instead of training on with a locked folder."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -213,6 +213,6 @@ def _end_with_parent() -> None:
 
 
 def folder_name(run: Run) -> str:
-    """Of a run: readable, and different from all others."""
+    """Readable and unique folder name of a run."""
     words = describe(run.labels).replace(", ", "-").replace(" ", "_").replace("/", "_")
     return f"{words}-{run.fingerprint[:6]}"

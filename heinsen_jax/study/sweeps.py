@@ -1,4 +1,4 @@
-"""What studies often choose from: mechanisms, learning rates, seeds."""
+"""Common axes of studies: mechanisms, learning rates, seeds, widths."""
 
 from heinsen_jax import attention
 from heinsen_jax.study.grid import Choice
@@ -7,22 +7,22 @@ Choices = dict[str, dict[str, Choice]]
 
 
 def mechanism(name: str, **options: int | float | str) -> dict[str, Choice]:
-    """The fields of a mechanism, with options of its own."""
+    """The fields for a mechanism with options."""
     pairs = tuple((f"{name}.{field}", value) for field, value in options.items())
     return {"model.attention": name, "model.attention_options": pairs}
 
 
 def causal_mechanisms(length: int) -> Choices:
-    """Every causal mechanism, and some forms of log-attention.
+    """All causal mechanisms, and some variants of log-attention.
 
-    Windows, segments and blocks are parts of `length`: their defaults would span short texts, so
-    that everything is seen at once.
+    Windows, segments and blocks are fractions of `length`: their defaults would span short
+    sequences completely.
 
     Args:
-      length: tokens of the shortest text that is learned, 16 at least.
+      length: length of the shortest training sequences, at least 16.
     """
     if length < 16:
-        raise ValueError(f"length={length} must be at least 16: windows are parts of it")
+        raise ValueError(f"length={length} must be at least 16: windows are fractions of it")
     part = length // 4
     options: dict[str, dict[str, int]] = {
         "gqa": {"num_kv_heads": 1},
@@ -46,7 +46,7 @@ def causal_mechanisms(length: int) -> Choices:
 
 
 def learning_rates(*rates: float) -> Choices:
-    """Peaks, from which each falls to its tenth."""
+    """Peak learning rates; each decays to a tenth of the peak."""
     return {
         f"{rate:g}": {"optimizer.learning_rate": rate, "optimizer.end_learning_rate": rate / 10}
         for rate in rates
@@ -54,10 +54,10 @@ def learning_rates(*rates: float) -> Choices:
 
 
 def seeds(*numbers: int) -> Choices:
-    """Of first weights, and of the order of data or of what is drawn."""
+    """Seeds of the initial weights and of the data."""
     return {str(number): {"seed": number} for number in numbers}
 
 
 def widths(*sizes: int) -> Choices:
-    """Of the residual stream."""
+    """Widths of the residual stream."""
     return {str(size): {"model.model_dim": size} for size in sizes}

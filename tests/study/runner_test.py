@@ -105,7 +105,7 @@ def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
     row = "| 100 | 160 | 0.7600 ± 0.0100 | 0.7500, 0.7600, 0.7700 | 0.0475 ± 0.0006 |"
     assert f"| softmax | 16 | 0.1 {row}" in report
     assert "12 of 12 runs, on a CPU, JAX 1; at abc." in report
-    assert "the best with the first seed is shown" in report
+    assert "Tuned values are those that were the best with the first seed" in report
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 

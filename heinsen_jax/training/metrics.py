@@ -1,6 +1,7 @@
 """Metrics of a run: progress bar, metrics.jsonl, TensorBoard events, and a plot of the loss."""
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -169,6 +170,14 @@ class Reporter:
 class _Console(Console):
     """A console whose reader may exit, as in `... | head`: treated as a closed terminal, so that
     the run is saved and exits."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:  # of a terminal, before its SIGHUP arrives
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

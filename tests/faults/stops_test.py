@@ -120,6 +120,28 @@ def test_a_closed_terminal_saves(place, tmp_path):
     assert load_run(workdir, best=False)[2] > 5
 
 
+GONE = """
+import errno, io, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
+from heinsen_jax.training.metrics import _Console
+from heinsen_jax.training.signals import Signals
+
+class Gone(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.EIO, "Input/output error")
+
+with Signals(60) as signals:
+    _Console(file=Gone()).print("step 1")
+print(signals.first, file=sys.stderr)
+"""
+
+
+def test_a_terminal_that_is_closed_while_it_is_written_to():
+    """Its write fails before the signal arrives."""
+    done = subprocess.run([sys.executable, "-c", GONE], capture_output=True, text=True)
+    assert done.stderr == f"{int(signal.SIGHUP)}\n"
+
+
 STILL_OPEN = """
 import os, pty, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup

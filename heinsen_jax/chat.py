@@ -29,15 +29,15 @@ HELP = "/save FILE   /load FILE   /reset   /quit"
 
 @dataclass
 class Chat:
-    """A text that a person and a model write in turns.
+    """A conversation of a person and a model.
 
     Attributes:
-      model, tokenizer: which write.
-      most: tokens of a turn of the model's.
-      temperature, top_k, seed: as of `generate`.
+      model, tokenizer: the model and its tokenizer.
+      most: maximum number of tokens of an answer.
+      temperature, top_k, seed: as for `generate`.
 
     Raises:
-      UserError: the model cannot write, or one of these is out of its range.
+      UserError: the model cannot generate, or an option is out of its range.
     """
 
     model: LanguageModel
@@ -49,13 +49,13 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.state: LanguageModelState | None = None
-        self.unread: list[int] = []  # the last token written, which the state has not seen
+        self.unread: list[int] = []  # the last sampled token, which is not in the state yet
         self.turns = 0
         key = jax.random.key(self.seed)
         Sampler.of(self.model, self.temperature, self.top_k, key, self.tokenizer.n_vocab)
 
     def answer(self, line: str) -> Iterator[str]:
-        """What the model writes after a line, as it comes; up to the end of a line."""
+        """Yield the answer of the model to a line, up to the end of a line."""
         tokens = self.unread + self.tokenizer.encode_ordinary(line + "\n")
         yield from decode_stream(
             self.tokenizer, until_end(self._tokens(tokens), self.tokenizer, self.most)
@@ -70,7 +70,7 @@ class Chat:
                 "the text is as long as the model has positions for, model.max_length: /reset "
                 "starts over"
             )
-        self.state = self.model.ensure_capacity(state, needed)  # once, not token by token
+        self.state = self.model.ensure_capacity(state, needed)  # in one call, not per token
         written = b""
         for position in range(self.most):
             new, self.state = generate(
@@ -91,7 +91,7 @@ class Chat:
                 break
 
     def command(self, line: str) -> str:
-        """Does what a line that begins with / asks for, and returns what to say of it."""
+        """Execute a line that begins with /, and return a message."""
         name, _, file = line.partition(" ")
         match name, file.strip():
             case "/reset", "":
@@ -124,7 +124,7 @@ def main() -> None:
         seed: int = 0,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
     ) -> None:
-        """Writes with a trained model, line by line."""
+        """Chat with a trained model, line by line."""
         if max_new_tokens < 1:
             raise UserError(f"--max-new-tokens {max_new_tokens} must be at least 1")
         model, tokenizer, _ = load_run(workdir, best=not latest)

@@ -1,4 +1,4 @@
-"""Sampling over explicit state, at constant cost per token: of tokens, of texts, and of states."""
+"""Sampling with explicit state, at constant cost per token: tokens, texts, and saved states."""
 
 from heinsen_jax.generate.sampling import filter_logits
 from heinsen_jax.generate.states import load_state, repeat_state, save_state

@@ -1,4 +1,4 @@
-"""Continues a prompt with a trained model, streaming text as it is sampled.
+"""Continue a prompt with a trained model, and print text as it is sampled.
 
 python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
 """
@@ -26,7 +26,7 @@ def main() -> None:
         seed: int = 0,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
     ) -> None:
-        """Continues a prompt with a trained model, streaming text as it is sampled."""
+        """Continue a prompt with a trained model, and print text as it is sampled."""
         if max_new_tokens < 1:
             raise UserError(f"--max-new-tokens {max_new_tokens} must be at least 1")
         model, tokenizer, _ = load_run(workdir, best=not latest)

@@ -1,4 +1,4 @@
-"""Prompts of different lengths in one batch, each read as if it were alone."""
+"""Prompts of different lengths in one batch, each processed as if it were alone."""
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
@@ -13,7 +13,7 @@ from heinsen_jax.generate.states import Read, where_rows
 from heinsen_jax.models import LanguageModelState
 from heinsen_jax.typing import Array, ArrayLike, Bool, Float, Integer
 
-PIECE = 32  # tokens that are read at once
+PIECE = 32  # tokens that are processed in one call
 
 Padding = Literal["right", "left"]
 Lengths: TypeAlias = ArrayLike | Sequence[int]
@@ -23,10 +23,10 @@ Carry: TypeAlias = tuple[Float[Array, "B 1 D"], LanguageModelState]
 def to_the_right(
     tokens: Integer[Array, "*B T"], lengths: Lengths, padding: Padding
 ) -> tuple[Integer[Array, "B T"], Integer[Array, "B"]]:
-    """Prompts `[B, T]` with what pads them after them, and how long they are `[B]`.
+    """Move padding to the right; return the prompts `[B, T]` and their lengths `[B]`.
 
     Raises:
-      UserError: lengths do not fit the prompts.
+      UserError: the lengths are invalid for the prompts.
     """
     lengths = np.asarray(lengths)
     if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
@@ -52,10 +52,10 @@ def read(
     lengths: Integer[Array, "B"],
     state: LanguageModelState,
 ) -> tuple[Float[Array, "B 1 D"], LanguageModelState]:
-    """Features `[B, 1, D]` of each row's last token, and the states after it.
+    """Features `[B, 1, D]` of the last token of each row, and the states after it.
 
-    All rows are read together, PIECE tokens at a time and then one by one; those which have ended
-    are left as they were.
+    All rows are processed together, PIECE tokens at a time and then one by one; the states of rows
+    that have ended do not change.
     """
     length = tokens.shape[1]
 

@@ -1,4 +1,4 @@
-"""Which token comes next, given logits."""
+"""Sampling the next token from logits."""
 
 from dataclasses import field
 
@@ -25,13 +25,13 @@ def filter_logits(
 
 @pytree_dataclass
 class Sampler:
-    """How tokens are drawn.
+    """Parameters of sampling.
 
     Attributes:
-      key: one for all rows, or one each `[*B]`: a row's tokens then do not depend on the others.
-      temperature: logits are divided by it.
-      top_k: how many candidates; all when None, greedy when 1.
-      num_tokens: only ids below this are drawn.
+      key: one random key for all rows, or one per row `[*B]`, which makes rows independent.
+      temperature: divisor of the logits.
+      top_k: number of candidates; all when None, greedy when 1.
+      num_tokens: only ids below this are sampled.
     """
 
     key: Key[Array, "*B"]
@@ -48,7 +48,7 @@ class Sampler:
         key: Shaped[Array, "..."] | None,
         num_tokens: int | None,
     ) -> "Sampler":
-        """Checked against the model.
+        """Create the parameters, checked against the model.
 
         Raises:
           UserError: an argument is out of its range; the message names it.
@@ -71,14 +71,14 @@ class Sampler:
         return cls(drawn, temperature, top_k, num_tokens)
 
     def keys(self, position: int | Integer[Array, ""]) -> Key[Array, "*B"]:
-        """Random keys for drawing the new token at a position."""
+        """Random keys for the new token at a position."""
         fold_in = jax.random.fold_in
         for _ in self.key.shape:
             fold_in = jax.vmap(fold_in, (0, None))
         return fold_in(self.key, position)
 
     def draw(self, logits: Float[Array, "*B V"], keys: Key[Array, "*_"]) -> Integer[Array, "*B"]:
-        """A token for each row of logits, by one key for all rows or one for each."""
+        """Sample a token for each row of logits, with one key for all rows or one per row."""
         logits = logits[..., : self.num_tokens]
         if self.top_k == 1:
             return jnp.argmax(logits, -1)

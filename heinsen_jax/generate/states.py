@@ -1,4 +1,4 @@
-"""What a model keeps of a text, as a value: for many samples, for rows of different lengths, and in
+"""States of the model as values: repeated for many samples, for rows of different lengths, and in
 files."""
 
 import dataclasses
@@ -26,7 +26,7 @@ from heinsen_jax.training.weights import load_hashed, save_hashed
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer
 
 POSITION_AXIS, BLOCKS_AXIS = 0, 1
-"""The first batch axis of the parts of a state: those of blocks are stacked, layer by layer."""
+"""First batch axis of the parts of a state: states of blocks have a leading axis of layers."""
 
 Rows: TypeAlias = Integer[Array, "B"]
 Shapes: TypeAlias = dict[str, tuple[list[pydantic.NonNegativeInt], str]]
@@ -36,9 +36,9 @@ Read: TypeAlias = Callable[[Array, LanguageModelState], tuple[Array, LanguageMod
 def repeat_state(
     model: LanguageModel, state: LanguageModelState, number: int
 ) -> LanguageModelState:
-    """The state of texts `[*B]` for `number` continuations of each: of texts `[*B, number]`.
+    """Repeat the state of sequences `[*B]` for `number` continuations each: `[*B, number]`.
 
-    A prompt is read once, and then continued as often as wanted.
+    So a prompt is processed once for any number of continuations.
     """
     batch = _batch_axes(model, state)
 
@@ -49,7 +49,7 @@ def repeat_state(
 
 
 def to_rows(model: LanguageModel, state: LanguageModelState, rows: int) -> LanguageModelState:
-    """The state of texts `[rows]`, with a row for each also where all share a number."""
+    """The state of sequences `[rows]`, with a row for each, also of numbers that all share."""
 
     def one(axis: int, x: Array, has_rows: bool) -> Array:
         return x if has_rows else _with_axis(x, axis, rows)
@@ -58,15 +58,15 @@ def to_rows(model: LanguageModel, state: LanguageModelState, rows: int) -> Langu
 
 
 def rows_are_independent(model: LanguageModel, state: LanguageModelState) -> bool:
-    """Whether all of a state has a row for each text: none of it is a number that all share."""
+    """Whether every array of a state has a row for each sequence; none is shared by all."""
     return all(jax.tree.leaves(_have_rows(model, state)))
 
 
 def init_rows(
     model: LanguageModel, number: int, room: int, state: LanguageModelState | None = None
 ) -> tuple[LanguageModelState, bool]:
-    """The state of one text, or of none so far, for `number` texts that each continue with at most
-    `room` tokens; and whether rows are kept apart, for `make_advance`."""
+    """The state of one sequence, or the empty one, for `number` sequences with at most `room` further
+    tokens; and whether rows are independent, for `make_advance`."""
     if state is None:
         state = model.init_state(())
     check_one(model, state)
@@ -76,7 +76,7 @@ def init_rows(
 
 
 def check_one(model: LanguageModel, state: LanguageModelState) -> None:
-    """Raises UserError where a state is of a batch of texts."""
+    """Raise UserError if a state is of a batch of sequences."""
     if _batch_axes(model, state):
         raise UserError(
             "the state is of a batch of texts: give that of one, as model(tokens[T], "
@@ -87,7 +87,7 @@ def check_one(model: LanguageModel, state: LanguageModelState) -> None:
 def where_rows(
     chosen: Bool[Array, "B"], state: LanguageModelState, other: LanguageModelState
 ) -> LanguageModelState:
-    """`state` in the rows that are chosen `[B]`, and the other in others."""
+    """Select rows `[B]` of `state` where chosen, else of the other state."""
 
     def one(axis: int, x: Array, y: Array) -> Array:
         shape = [1] * x.ndim
@@ -98,16 +98,17 @@ def where_rows(
 
 
 def select_rows(state: LanguageModelState, rows: Rows) -> LanguageModelState:
-    """Of texts `[B]`, those in these rows; each as often as it is named."""
+    """Select rows of the state of sequences `[B]`, possibly repeated."""
     return _by_part(lambda axis, x: jnp.take(x, rows, axis), state)
 
 
 def make_advance(
     graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, are_apart: bool
 ) -> Read:
-    """Reads tokens `[*B, T]` after a state; if rows are not kept apart, of `to_rows`.
+    """Return a function that advances a state by tokens `[*B, T]`; unless rows are independent, a
+    state of `to_rows`.
 
-    Call it outside a loop over tokens: it unstacks the layers' weights.
+    Call it outside a loop over tokens, since it unstacks the weights of the layers.
     """
     weights = unstacked(parameters)
 
@@ -137,14 +138,14 @@ def make_advance(
 
 
 def _with_axis(x: Array, axis: int, size: int) -> Array:
-    """x, `size` times along a new axis."""
+    """Repeat x `size` times along a new axis."""
     return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
 
 
 def _by_part(
     function: Callable[..., Array], state: LanguageModelState, *others: LanguageModelState
 ) -> LanguageModelState:
-    """function(axis of the batch, leaf, ...) of all leaves."""
+    """Map function(batch axis, leaf, ...) over all leaves."""
     states = state, *others
     return LanguageModelState(
         jax.tree.map(partial(function, POSITION_AXIS), *(x.position for x in states)),
@@ -155,7 +156,7 @@ def _by_part(
 def _shapes(
     model: LanguageModel, batch_shape: Sequence[int], state: LanguageModelState
 ) -> LanguageModelState:
-    """Of a state like this one, of other texts."""
+    """Shapes of a state like this one with another batch shape."""
     has_room = any(x.length is not None for x in _caches(state))
     capacity = 1 if has_room else None
     return jax.eval_shape(lambda: model.init_state(batch_shape, capacity=capacity))
@@ -172,19 +173,19 @@ def _have_rows(model: LanguageModel, state: LanguageModelState) -> LanguageModel
 
 
 def _batch_axes(model: LanguageModel, state: LanguageModelState) -> int:
-    """How many leading axes of texts a state has."""
+    """Number of batch axes of a state."""
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(_shapes(model, (), state)), strict=True)
     return max(x.ndim - alone.ndim for x, alone in pairs)
 
 
 def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState) -> None:
-    """Writes a state as .safetensors, with what tells whether a model is the one it is of.
+    """Write a state as .safetensors, with a fingerprint of its model.
 
     Raises:
       UserError: the file cannot be written.
     """
     arrays = {name: np.asarray(x) for name, x in flatten_with_names(state).items()}
-    arrays = {name: x for name, x in arrays.items() if x.size}  # NumPy's empty ones have no place
+    arrays = {name: x for name, x in arrays.items() if x.size}  # empty arrays cannot be saved
     held = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
     metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
     try:
@@ -196,10 +197,10 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
 
 
 def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
-    """What `save_state` wrote.
+    """Read a state that `save_state` wrote.
 
     Raises:
-      UserError: the file is damaged, or of a state of another model.
+      UserError: the file is damaged, or is a state of another model.
     """
     arrays, metadata = load_hashed(path, "give the file of a state, or read the text again")
     if metadata.get("model") != fingerprint(model):
@@ -235,8 +236,8 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
 def _batch(
     shape: Sequence[int], like: Sequence[int], grows: Sequence[bool], axis: int
 ) -> tuple[int, ...]:
-    """The axes of texts, which begin at `axis`, of an array whose others are as those of `like`, or
-    of any size where they grow with the capacity; ValueError if they are not."""
+    """The batch axes, which begin at `axis`, of an array whose other axes are those of `like`, or of
+    any size if they grow with the capacity; ValueError otherwise."""
     end = len(shape) - len(like) + axis
     rest = [*shape[:axis], *shape[end:]]
     if end < axis or any(n != m and not may for n, m, may in zip(rest, like, grows, strict=True)):
@@ -245,7 +246,7 @@ def _batch(
 
 
 def _leaf(x: np.ndarray | None, shape: list[int], dtype: str, wanted: np.dtype) -> Array:
-    """An array as it was before it was saved; ValueError if it does not fit what is said of it."""
+    """Restore an array to its shape and dtype; ValueError if it does not match them."""
     x = np.zeros(0, dtype) if x is None else x
     x = x.view(dtype) if dtype.startswith("complex") else x
     if {dtype, str(x.dtype)} != {str(wanted)}:
@@ -254,7 +255,7 @@ def _leaf(x: np.ndarray | None, shape: list[int], dtype: str, wanted: np.dtype) 
 
 
 def _real(x: np.ndarray) -> np.ndarray:
-    """Complex numbers as pairs of real ones: the format has no others."""
+    """Complex numbers as pairs of real ones, since the format has no complex dtypes."""
     return x.view(np.finfo(x.dtype).dtype).reshape(*x.shape, 2) if np.iscomplexobj(x) else x
 
 
@@ -263,8 +264,7 @@ def _described(state: LanguageModelState) -> Shapes:
 
 
 def fingerprint(model: LanguageModel) -> str:
-    """SHA-256 of what decides a model's states: its architecture and all weights, not how it is
-    computed."""
+    """SHA-256 of the architecture and the weights of a model, which determine its states."""
     config = dataclasses.asdict(model.config)
     for name in ("remat", "remat_policy"):
         del config[name]

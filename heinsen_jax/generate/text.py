@@ -1,4 +1,4 @@
-"""Texts continued: many prompts at once, many samples of each, up to a string that ends them."""
+"""Generation of text: many prompts in a batch, several samples of each, stop strings."""
 
 import codecs
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from heinsen_jax.generate.tokens import Carry, check_capacity, draw, draw_furthe
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Integer, Shaped
 
-AT_ONCE = 32  # tokens that are drawn between two looks for what ends a text
+AT_ONCE = 32  # tokens that are sampled between two checks for stop strings
 
 
 def complete(
@@ -36,21 +36,21 @@ def complete(
     key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
 ) -> list[list[str]]:
-    """What the model writes after each prompt: `num_samples` texts each.
+    """Continue each prompt: `num_samples` texts each.
 
-    Prompts are read once, together, whatever their lengths, and their states then continued as
-    often as asked for. What is written after a prompt does not depend on the other prompts: sample
-    i is drawn by `jax.random.fold_in(key, i)`.
+    Prompts of any lengths are processed once, in one batch, and their states are continued several
+    times. A continuation does not depend on the other prompts: sample i uses the key
+    `jax.random.fold_in(key, i)`.
 
     Args:
       model: the model.
       tokenizer: its tokenizer.
       prompts: texts of at least one token, or their tokens.
-      max_new_tokens: at most so many; end of text ends a text sooner.
-      stop: strings that end a text, and are not part of it.
-      num_samples: of each prompt.
-      temperature, top_k, key: as of `generate`.
-      state: what came before every prompt, of one text; None at the start of a text.
+      max_new_tokens: maximum number of tokens; the end-of-text token ends a text earlier.
+      stop: strings that end a text and are not part of it.
+      num_samples: samples per prompt.
+      temperature, top_k, key: as for `generate`.
+      state: state of one sequence that precedes every prompt; None at the start.
 
     Raises:
       UserError: an argument is out of its range; the message names it.
@@ -101,7 +101,7 @@ def complete(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Continues rows, some tokens at a time, until all have ended."""
+    """Continues rows by a few tokens at a time, until all have ended."""
 
     model: LanguageModel
     tokenizer: tiktoken.Encoding
@@ -128,7 +128,7 @@ class _Writer:
         return [self.ended(row[:most])[0] for row in rows]
 
     def ended(self, row: np.ndarray) -> tuple[str, bool]:
-        """The text of new tokens, and whether it has come to its end."""
+        """The text of new tokens, and whether it has ended."""
         ends = np.flatnonzero(row == end_of_text_id(self.tokenizer))
         row = row[: ends[0]] if len(ends) else row
         text = b"".join(bytes_of(self.tokenizer, int(token)) for token in row)
@@ -148,7 +148,7 @@ def _begin(
     lengths: Integer[Array, "B"],
     state: LanguageModelState,
 ) -> Carry:
-    """The first token of every sample, and the state that it is drawn from."""
+    """The first token of every sample, and the state before it."""
     features, state = read(make_advance(graph, parameters, are_apart), tokens, lengths, state)
     each = jnp.repeat(jnp.arange(len(tokens)), samples)
     first = draw(graph, parameters, features[each], sampler, sampler.keys(0), tokens.dtype)
@@ -177,15 +177,15 @@ def sample(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> str:
-    """The prompt with one continuation, up to the end-of-text token.
+    """Return the prompt with one continuation, up to the end-of-text token.
 
     Args:
       model: a causal model.
       tokenizer: the one it was trained with.
       prompt: at least one character.
-      max_new_tokens: tokens of the continuation, at most.
+      max_new_tokens: maximum number of tokens of the continuation.
       temperature: as for `generate`.
-      seed: of the random key.
+      seed: random seed.
     """
     tokens = tokenizer.encode_ordinary(prompt)
     new = generate(
@@ -202,7 +202,7 @@ def sample(
 
 
 def bytes_of(tokenizer: tiktoken.Encoding, token: int) -> bytes:
-    """Of a token; a mark of what cannot be shown for ids that an encoding leaves out."""
+    """Bytes of a token; the replacement character for ids that an encoding lacks."""
     try:
         return tokenizer.decode_single_token_bytes(token)
     except KeyError:
@@ -210,7 +210,7 @@ def bytes_of(tokenizer: tiktoken.Encoding, token: int) -> bytes:
 
 
 def decode_stream(tokenizer: tiktoken.Encoding, tokens: Iterator[int]) -> Iterator[str]:
-    """Text as it comes: a character is yielded once its last byte is there."""
+    """Decode a stream of tokens: each character is yielded with its last byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         yield decoder.decode(bytes_of(tokenizer, token))

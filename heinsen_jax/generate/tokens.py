@@ -1,4 +1,4 @@
-"""New tokens after prompts: all of them by one compiled function, or one by one, without end."""
+"""Generation of tokens: all in one compiled function, or one by one, without end."""
 
 import sys
 from collections.abc import Generator, Iterator
@@ -19,7 +19,7 @@ from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, K
 
 Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
 
-MORE_TOKENS = 256  # that a stream makes room for, and at least as many as it has made
+MORE_TOKENS = 256  # minimum growth of a stream's capacity; at least as many as it has generated
 
 
 @overload
@@ -70,34 +70,34 @@ def generate(
     lengths: Lengths | None = None,
     padding: Padding = "right",
 ) -> Integer[Array, "*B new"] | tuple[Integer[Array, "*B new"], LanguageModelState]:
-    """Continues each row of tokens.
+    """Continue each row of tokens.
 
-    Logits are divided by the temperature; then all below the k-th largest are dropped (ties with it
-    stay); then a token is drawn by softmax.
+    Logits are divided by the temperature, all below the k-th largest are dropped (ties with it
+    stay), and a token is sampled from their softmax.
 
     Args:
       model: the model.
       tokens: the prompts `[*B, T]`, T >= 1.
-      max_new_tokens: how many to generate.
+      max_new_tokens: number of tokens to generate.
       temperature: > 0.
-      top_k: how many candidates; all when None, greedy (no `key` needed) when 1.
-      key: a `jax.random.key`; or one for each row, `[*B]`, and then rows are drawn as they would be
+      top_k: number of candidates; all when None, greedy (no `key` needed) when 1.
+      key: a `jax.random.key`; or one per row, `[*B]`, so that rows are sampled as they would be
         alone.
-      state: what came before `tokens`; None at the start of a text.
-      num_tokens: only ids below this are drawn; a model's vocabulary may be padded.
-      return_state: whether to return also the state, which has seen all but the last new token:
+      state: state before `tokens`; None at the start of a sequence.
+      num_tokens: only ids below this are sampled; a model's vocabulary may be padded.
+      return_state: whether to return the state, too. It is the state before the last new token:
         to continue, pass it with that token.
-      lengths: how long the prompts are, `[B]` for tokens `[B, T]`, where some are shorter than T:
-        they are continued as they would be alone. What pads them may be any tokens.
-      padding: which side of prompts that is on.
+      lengths: lengths `[B]` of the prompts `[B, T]`, if some are shorter than T: they are continued
+        as they would be alone. Padding may be any tokens.
+      padding: side of the padding.
 
     Returns:
-      The new tokens `[*B, max_new_tokens]`, or a pair of them and the state.
+      The new tokens `[*B, max_new_tokens]`, or the pair (tokens, state).
 
     Raises:
       ValueError: an argument is out of its range; the message names it.
-      NotImplementedError: the state of prompts of different lengths is asked for, and it counts the
-        tokens of all of them together, as caches do.
+      NotImplementedError: `return_state` with `lengths`, for states that have one token count for
+        all rows, such as caches.
 
     Examples:
       >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
@@ -147,7 +147,7 @@ def generate(
 
 
 def check_capacity(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
-    """Raises UserError where the model has positions for fewer tokens than will be fed to it."""
+    """Raise UserError if the model has positions for fewer tokens than it will be fed."""
     if fed > (left := model.remaining(state)):
         raise UserError(
             f"max_new_tokens={new}: the model has positions for {left} more tokens "
@@ -165,11 +165,10 @@ def stream(
     key: Shaped[Array, "..."] | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[int]:
-    """`generate` for one prompt `[T]`, without end, a token at a time. The same tokens.
+    """Yield the tokens of `generate` for one prompt `[T]`, one at a time, without end.
 
     Raises:
-      UserError: an argument is out of its range; or, when it comes to that, the model has positions
-        for no more tokens.
+      UserError: an argument is out of its range; or, later, the model has no further positions.
     """
     prompt = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
@@ -206,7 +205,7 @@ def _next_token(
     sampler: Sampler,
     position: Integer[Array, ""],
 ) -> Carry:
-    """Feeds tokens `[*B, T]` and draws the one that follows."""
+    """Feed tokens `[*B, T]` and sample the next one."""
     features, state = make_advance(graph, parameters, True)(tokens, state)
     keys = sampler.keys(position)
     return draw(graph, parameters, features, sampler, keys, tokens.dtype), state
@@ -220,7 +219,7 @@ def draw(
     keys: Key[Array, "*_"],
     dtype: DTypeLike,
 ) -> Integer[Array, "*B"]:
-    """The token that follows the last of features `[*B, T, D]`."""
+    """Sample the token after the last of features `[*B, T, D]`."""
     logits = nnx.merge(graph, parameters).readout(features[..., -1:, :])[..., 0, :]
     return sampler.draw(logits, keys).astype(dtype)
 
@@ -255,7 +254,7 @@ def draw_further(
     carry: Carry,
     positions: Integer[Array, "new"],
 ) -> tuple[Carry, Integer[Array, "*B new"]]:
-    """(the last token, the state before it) after further tokens, and these, `[*B, positions]`."""
+    """Generate further tokens `[*B, positions]`; also return (last token, state before it)."""
 
     def step(carry: Carry, keys: Key[Array, "*_"]) -> tuple[Carry, Integer[Array, "*B"]]:
         token, state = carry

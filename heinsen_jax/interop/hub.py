@@ -1,11 +1,11 @@
-"""Trained models in the form of the Hugging Face Hub: saved, loaded, and pushed with a card.
+"""Models in the format of the Hugging Face Hub: save, load, and push with a model card.
 
 python -m heinsen_jax.interop.hub save --workdir runs/quickstart --output models/quickstart
 python -m heinsen_jax.interop.hub push --workdir runs/quickstart --repo-id me/quickstart
 
-A folder of that form has config.json (the run's, which repeats it), model.safetensors (or shards
-and their index), the tokenizer, and README.md, the card. `heinsen_jax.generate` and
-`heinsen_jax.evaluate` take it as a `--workdir`. Needs `pip install 'heinsen_jax[hub]'`.
+A model folder has the run's config.json, model.safetensors (or shards and their index), the
+tokenizer, and README.md, the model card. `heinsen_jax.generate` and `heinsen_jax.evaluate` accept
+it as `--workdir`. Needs `pip install 'heinsen_jax[hub]'`.
 """
 
 import json
@@ -50,12 +50,11 @@ def save_pretrained(
     shard_bytes: int = SHARD_BYTES,
     repo_id: str | None = None,
 ) -> Path:
-    """Writes a run's best (or latest) checkpoint into the folder `output`, and returns it. Its card
-    says how to fetch it from `repo_id`.
+    """Write a run's best (or latest) checkpoint to the folder `output`, and return the folder. The
+    card shows how to load it from `repo_id`.
 
     Raises:
-      UserError: there is no such run; the folder exists and holds something; or it cannot be
-        written.
+      UserError: there is no such run; the folder exists and is not empty; or it cannot be written.
     """
     workdir, place = Path(workdir), Path(output)
     output = place.resolve()
@@ -87,14 +86,14 @@ def save_pretrained(
 def from_pretrained(
     name: str | Path, *, revision: str | None = None
 ) -> tuple[LanguageModel, tiktoken.Encoding | None]:
-    """The model and its tokenizer, from a folder, or of a repository of the hub.
+    """Load the model and its tokenizer from a folder or a repository of the hub.
 
     Args:
-      name: a folder (also a run's), or `owner/name`.
-      revision: a branch, tag or commit of the repository.
+      name: a model folder, a run's folder, or `owner/name`.
+      revision: branch, tag or commit of the repository.
 
     Raises:
-      UserError: there is neither; the message says what was tried.
+      UserError: there is neither such a folder nor such a repository.
     """
     if Path(name).is_dir():
         return load_run(name)[:2]
@@ -117,11 +116,11 @@ def push(
     best: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Saves a run, or takes a folder that `save_pretrained` wrote, and uploads it to the hub as a
-    repository, which is made if there is none. Returns its address.
+    """Upload a run, or a folder that `save_pretrained` wrote, to a repository of the hub, which is
+    created if needed; return its URL.
 
     Raises:
-      UserError: there is no such run; or the hub refuses, for example without `hf auth login`.
+      UserError: there is no such run; or the upload fails, for example without `hf auth login`.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(workdir)
@@ -148,15 +147,16 @@ def push(
 
 
 def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
-    """README.md of a saved model: what it is, how it was trained, how good it is, and how to use
-    it, fetched by that name."""
+    """The model card: architecture, training, results, and use by that name."""
     config = read_config(workdir)
     assert config is not None
     model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
     data, training = config["data"], config["training"]
     found = _measured(workdir, step)
     is_text = "corpus" in data
-    source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no one's folders
+    source = (
+        Path(str(data["corpus"])).name if is_text else str(data["task"])
+    )  # without the user's folders
     source = " ".join(source.split())
     writes = is_text and model.is_causal
     attention = ", ".join(model.layer_pattern)
@@ -212,7 +212,7 @@ or, with a copy of this folder, {commands}.
 
 ## Limits
 
-It knows the text it was trained on, and nothing was done to make what it writes true or harmless.
+The model reproduces its training data; nothing was done to make its output true or harmless.
 
 ## Cite
 
@@ -221,12 +221,12 @@ Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
 
 
 def _markdown(text: str) -> str:
-    """Text that Markdown shows as it is."""
+    """Escape text for Markdown."""
     return re.sub(r"([\\`*_\[\]<>#|~])", r"\\\1", text)
 
 
 def _measured(workdir: Path, step: int) -> dict[str, float]:
-    """What validation found at a step."""
+    """Validation metrics of a step."""
     return {
         name.removeprefix("validation/"): value
         for row in read_metrics(workdir)
@@ -239,7 +239,7 @@ def _measured(workdir: Path, step: int) -> dict[str, float]:
 def _metadata(
     title: str, attention: str, source: str, found: dict[str, float], writes: bool
 ) -> str:
-    """What the hub reads of a card: YAML, with results as a model-index."""
+    """Metadata of the card for the hub: YAML, with results as a model-index."""
     results = [
         EvalResult(
             task_type="text-generation",
@@ -266,7 +266,7 @@ def main() -> None:
         output: Path,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
     ) -> None:
-        """Saves a run's model in the form of the hub."""
+        """Save a run's model in the format of the hub."""
         print(f"saved in {save_pretrained(workdir, output, best=not latest)}")
 
     def push_run(
@@ -275,7 +275,7 @@ def main() -> None:
         private: bool = False,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
     ) -> None:
-        """Uploads a run's model, or a saved one, to the hub."""
+        """Upload a run's model, or a saved one, to the hub."""
         print(f"pushed to {push(workdir, repo_id, private=private, best=not latest)}")
 
     tyro.extras.subcommand_cli_from_dict(

@@ -65,8 +65,8 @@ def rows_are_independent(model: LanguageModel, state: LanguageModelState) -> boo
 def init_rows(
     model: LanguageModel, number: int, room: int, state: LanguageModelState | None = None
 ) -> tuple[LanguageModelState, bool]:
-    """The state of one sequence, or the empty one, for `number` sequences with at most `room` further
-    tokens; and whether rows are independent, for `make_advance`."""
+    """The state of one sequence, or the empty one, for `number` sequences with at most `room`
+    further tokens; and whether rows are independent, for `make_advance`."""
     if state is None:
         state = model.init_state(())
     check_one(model, state)
@@ -236,8 +236,8 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
 def _batch(
     shape: Sequence[int], like: Sequence[int], grows: Sequence[bool], axis: int
 ) -> tuple[int, ...]:
-    """The batch axes, which begin at `axis`, of an array whose other axes are those of `like`, or of
-    any size if they grow with the capacity; ValueError otherwise."""
+    """The batch axes, from `axis` on, of an array whose other axes are those of `like`, or of any
+    size if they grow with the capacity; ValueError otherwise."""
     end = len(shape) - len(like) + axis
     rest = [*shape[:axis], *shape[end:]]
     if end < axis or any(n != m and not may for n, m, may in zip(rest, like, grows, strict=True)):

@@ -1,4 +1,4 @@
-"""Additive attention (Fastformer), made causal, as a layer."""
+"""Additive attention (Fastformer), in a causal form, as a layer."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -25,20 +25,20 @@ AdditiveStates: TypeAlias = tuple[AdditiveState, AdditiveState]
 
 @config_dataclass
 class AdditiveConfig(AttentionConfig):
-    """Of additive attention."""
+    """Configuration of additive attention."""
 
     window_size: pydantic.PositiveInt | None = None
-    """Tokens that are averaged, up to a token itself; all when None."""
+    """Number of tokens in an average, up to the token itself; all when None."""
 
 
 class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
-    """Additive attention: two averages of tokens, under weights of their own, for each head.
+    """Additive attention: two weighted averages of tokens for each head.
 
         p = pool(x Wq; wq) Wp,    m = p * (x Wk)
         y = m + pool(norm(x + m); wk) * (x Wv)
 
-    where pool averages under the weights softmax(w . x / sqrt(depth)) of each head. The vectors w
-    are 0 at first: plain averages. Published as x + y, for an x already normalised.
+    where pool averages with the weights softmax(w . x / sqrt(depth)) of each head. The vectors w
+    are 0 at initialization: plain averages. Published as x + y, for a normalized x.
 
     References:
       Wu et al., 2021, Fastformer: Additive Attention Can Be All You Need, arXiv:2108.09084.
@@ -74,8 +74,8 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         return y, None if first is None or second is None else (first, second)
 
     def importance(self, x: Array) -> tuple[Array, Array]:
-        """The weights of the two averages, `[..., T, S, num_heads]`: how much of each token s is in
-        that of token t. For explanation; of quadratic size."""
+        """Weights of the two averages, `[..., T, S, num_heads]`, of token s in that at t. For
+        explanation; of quadratic size."""
         query, window = self.query(x), self.config.window_size
         pooled, _ = self._pool(query, self.query_weights, CallArguments())
         between = self.norm(x + self.project(pooled) * self.key(x))

@@ -18,11 +18,13 @@ class BlockSparseConfig(RotaryConfig):
     """Configuration of block-sparse attention."""
 
     pattern: Literal["local", "strided", "fixed"] = "fixed"
-    """The last tokens; every block_size-th token; or the own block, and the ends of all others."""
+    """local: the last tokens; strided: every block_size-th token; fixed: the token's own block and
+    the last tokens of all others."""
     block_size: pydantic.PositiveInt = 64
-    """About the square root of the length."""
+    """Block size in tokens; about the square root of the length."""
     num_summaries: pydantic.NonNegativeInt = 8
-    """Tokens at the end of each block that all later ones see, in the fixed pattern."""
+    """Number of tokens at the end of each block that all later tokens attend to, in the fixed
+    pattern."""
 
     def __post_init__(self) -> None:
         block_rule(self.pattern, self.block_size, self.num_summaries)

@@ -1,4 +1,4 @@
-"""Attention that is heavy for some tokens and light for all, as a layer."""
+"""Conditional attention: light for all tokens, heavy for some, as a layer."""
 
 from typing import Never, Unpack
 
@@ -18,19 +18,19 @@ SPREAD = 9 / 8  # of the soft selection over the hard one
 
 @config_dataclass
 class ConditionalConfig(AttentionConfig):
-    """Of conditional attention."""
+    """Configuration of conditional attention."""
 
     window_size: pydantic.PositiveInt = 128
-    """Tokens on each side that the light branch sees, itself included."""
+    """Window of the light branch: number of tokens on each side, the token itself included."""
     num_queries: pydantic.PositiveInt = 64
-    """Tokens whose queries the heavy branch serves."""
+    """Number of queries of the heavy branch."""
     num_sources: pydantic.PositiveInt = 128
-    """Tokens that the heavy branch sees."""
+    """Number of keys and values of the heavy branch."""
 
 
 class ConditionalAttention(Attention[ConditionalConfig, Never]):
-    """CoLT5's conditional attention: a window for all tokens, and full attention among a few, which
-    routers of their own choose as queries and as keys and values.
+    """CoLT5's conditional attention: a window for all tokens, and full attention among a few that
+    routers select as queries and as keys and values.
 
         y_i = light(x)_i + lambda^q_i heavy(x_i, {lambda^kv_j x_j})
 

@@ -25,22 +25,21 @@ def recur(
     state_axes: tuple[str | None, ...] = ("heads",),
     tokens_axis: int = -3,
 ) -> tuple[Array, MergeableT | None]:
-    """`call.recur(op, *arrays)`; if a mesh is set, each device has its own texts, tokens and heads.
+    """`call.recur(op, *arrays)`; with a mesh, each device has its own sequences, tokens and heads.
 
-    Devices then share nothing but states, where texts are split (see `ops.context`).
+    Devices exchange only states, if sequences are split (see `ops.context`).
 
     Args:
-      call: what is asked for.
-      op: takes the arrays, `is_causal`, `segment_ids`, `initial_state` and `return_state`.
-      arrays: `[*B, T, heads, ...]`. What is said of heads holds for any axis of which each place
-        is by itself.
+      call: arguments of the call.
+      op: function of the arrays, `is_causal`, `segment_ids`, `initial_state` and `return_state`.
+      arrays: `[*B, T, heads, ...]`; the axis of heads may be any axis of independent elements.
       empty: the state before the first token.
-      summary: makes the state of the arrays' tokens, `summary_of(op)` by default.
-      state_axes: the logical axes of states that follow those of the batch.
-      tokens_axis: T of the first array.
+      summary: computes the state of the arrays' tokens; `summary_of(op)` by default.
+      state_axes: logical axes of states after the batch axes.
+      tokens_axis: the axis T of the first array.
 
     Raises:
-      ValueError: devices of the tensor axis do not divide the heads.
+      ValueError: the tensor axis does not divide the heads.
     """
     mesh = current_mesh()
     if mesh is None or call.source is not None:

@@ -1,4 +1,4 @@
-"""Softmax attention over every n-th of the nearest tokens, as a layer."""
+"""Dilated sliding-window attention, as a layer."""
 
 import pydantic
 
@@ -17,11 +17,11 @@ class DilatedConfig(RotaryConfig):
     window_size: pydantic.PositiveInt = 64
     """Number of tokens that a query attends to, itself included; on each side if not causal."""
     dilation: pydantic.PositiveInt = 4
-    """Positions from one of them to the next; 1 leaves no gaps."""
+    """Distance between neighboring tokens of the window; 1 is a window without gaps."""
 
 
 class DilatedAttention(RotaryAttention[DilatedConfig]):
-    """Dilated sliding windows: the state holds the keys and values of all tokens one reaches over.
+    """Dilated sliding windows: the state has the keys and values of all tokens that a window spans.
 
     References:
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150, section 3.1.

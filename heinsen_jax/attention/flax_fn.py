@@ -1,4 +1,4 @@
-"""Log-attention as the `attention_fn` of Flax's own layers of attention."""
+"""Log-attention as the `attention_fn` of Flax's attention layers."""
 
 from collections.abc import Callable
 from typing import TypeAlias
@@ -38,50 +38,48 @@ def log_attention_fn(
     qk_attn_weights_einsum: Callable[..., Array] | None = None,
     attn_weights_value_einsum: Callable[..., Array] | None = None,
 ) -> Mixed:
-    r"""For `attention_fn=` of `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention`.
+    r"""Log-attention for `attention_fn=` of Flax's NNX and Linen attention layers.
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(LSE_K(Q_t + K_s))           (1)
 
-    over all s that t may see: `heinsen_attention`, values being of any sign. There is no scale
-    1/sqrt(K). A mask is always honoured, exactly; what it is decides only what that costs. The
-    cost is linear in the number of tokens
+    over all s visible to t, without a scale 1/sqrt(K). This is `heinsen_attention`, since values
+    have any sign. Every mask is applied exactly; the cost depends on the mask. It is linear in the
+    number of tokens
 
     - without a mask, causal or not;
-    - with a mask of keys `[..., 1, S]`, as padding or a decode cache has, causal or not;
-    - with a causal mask, a mask of keys, or both in one, given as values: outside `jit`, or in it
-      as a NumPy array.
+    - with a mask over keys `[..., 1, S]`, such as padding or a decoding cache, causal or not;
+    - with a concrete causal mask, mask over keys, or both: outside `jit`, or as a NumPy array.
 
-    With any other mask it is quadratic. Under `jit`, `is_causal=True` therefore serves better than
-    a causal mask. Linen leaves it to this function: `functools.partial(log_attention_fn,
-    is_causal=True)`. NNX passes it at every call, also when False, in place of what a partial has:
-    there it is said where the layer is called, `layer(x, is_causal=True)`.
+    With any other mask it is quadratic. So under `jit` prefer `is_causal=True` to a causal mask: in
+    Linen by `functools.partial(log_attention_fn, is_causal=True)`; in NNX, which always passes
+    `is_causal` and overrides a partial, by `layer(x, is_causal=True)`.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
       key: `[*B, S, num_kv_heads, key_depth]`; num_heads a multiple of num_kv_heads.
       value: `[*B, S, num_kv_heads, value_depth]`.
-      mask: True, or not 0, where a query sees a key; broadcasts to `[*B, num_heads, T, S]`. All
-        is seen when None.
-      is_causal: whether a token sees only itself and earlier ones, of those that the mask lets it
-        see. T must equal S; but a single query with a mask, as when decoding, is the last token.
-      implementation: of `heinsen_attention`, where the cost is linear; None chooses. A named one
-        refuses what it cannot serve.
-      dtype: to which query, key and value are cast at first; they stay as they are when None.
-      precision: has no effect. Products are float32's at least, unless query, key and value are
-        all bfloat16 and the cost is linear: then factors of products are bfloat16's.
-      deterministic: with a `dropout_rate` above 0, must be True.
-      broadcast_dropout, dropout_rng: have no effect, there being no dropout.
+      mask: True, or nonzero, where a query attends to a key; broadcasts to `[*B, num_heads, T, S]`.
+        No mask when None.
+      is_causal: whether tokens attend only to themselves and earlier tokens, among those of the
+        mask. T must equal S; but a single query with a mask, as in decoding, is the last token.
+      implementation: of `heinsen_attention`, if the cost is linear; chosen automatically when None.
+        A named one refuses unsupported calls.
+      dtype: dtype to which query, key and value are cast; unchanged when None.
+      precision: has no effect. Products are at least float32, unless query, key and value are all
+        bfloat16 and the cost is linear: then factors of products are bfloat16.
+      deterministic: must be True with a `dropout_rate` above 0.
+      broadcast_dropout, dropout_rng: have no effect without dropout.
       bias, module, input_positions, qk_attn_weights_einsum, attn_weights_value_einsum: must be
         None.
 
     Returns:
-      Y `[*B, T, num_heads, value_depth]`, of the query's dtype. A query that sees nothing has 0,
-      and gradients of 0.
+      Y `[*B, T, num_heads, value_depth]`, in the dtype of the query. The output of a query without
+      visible keys is 0, with gradient 0.
 
     Raises:
-      ValueError: shapes or dtypes do not fit; the message says which.
-      NotImplementedError: for dropout, a bias, weights to be sown, positions, einsums of one's own,
-        or a named implementation with a mask of quadratic cost.
+      ValueError: shapes or dtypes are incompatible; the message names them.
+      NotImplementedError: for dropout, a bias, sown weights, positions, custom einsums, or a named
+        implementation with a mask of quadratic cost.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
@@ -128,7 +126,7 @@ def _refuse(fields: dict[str, tuple[bool, str]]) -> None:
 
 
 def _checked(mask: AnyArray, query: Array, key: Array) -> AnyArray:
-    """Bool, with as many axes as `[*B, num_heads, T, S]`; a NumPy array where values are known."""
+    """The mask as bool, with the axes `[*B, num_heads, T, S]`; a NumPy array if concrete."""
     full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
     missing = len(full) - np.ndim(mask)
     shape = (1,) * missing + np.shape(mask)
@@ -144,7 +142,7 @@ def _checked(mask: AnyArray, query: Array, key: Array) -> AnyArray:
 def _simplest(
     mask: AnyArray, is_causal: bool, query: Array, key: Array
 ) -> tuple[AnyArray | None, bool]:
-    """What says the same: a mask of keys, or None, where that can be known; whether causal too."""
+    """Reduce a mask to a mask over keys, or None, if possible; also return whether it is causal."""
     length, sources = query.shape[-3], key.shape[-3]
     if is_causal and length == 1:
         is_causal = False  # it is the last token, and all that the mask has is earlier
@@ -161,7 +159,7 @@ def _simplest(
 
 
 def _without_unseen(key: Array, value: Array, mask: AnyArray) -> tuple[Array, Array]:
-    """With keys of -inf, and values of 0, where a mask `[*B, num_kv_heads, 1, S]` is False."""
+    """Set keys to -inf and values to 0 where a mask `[*B, num_kv_heads, 1, S]` is False."""
     seen = jnp.swapaxes(jnp.asarray(mask), -1, -3)  # [*B, S, 1, num_kv_heads]
     seen = jnp.swapaxes(seen, -1, -2)
     return jnp.where(seen, key, -jnp.inf), jnp.where(seen, value, 0)

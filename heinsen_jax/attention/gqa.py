@@ -4,9 +4,9 @@ from heinsen_jax.attention.softmax import SoftmaxAttention
 
 
 class GroupedQueryAttention(SoftmaxAttention):
-    """Grouped-query attention: query head n reads key/value head n // (num_heads // num_kv_heads).
+    """Grouped-query attention: query head n uses key/value head n // (num_heads // num_kv_heads).
 
-    By default four query heads share one, or all do where four does not divide their number.
+    By default four query heads share one, or all do if four does not divide their number.
 
     References:
       Ainslie et al., 2023, GQA, arXiv:2305.13245.

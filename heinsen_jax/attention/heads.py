@@ -33,16 +33,16 @@ HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
 
 
 class HeadedAttention(Attention[HeadsT, StateT]):
-    """Queries, keys and values of each head, `attend` between them, and a projection back.
+    """Projections to queries, keys and values, `attend`, and an output projection.
 
-        q | k | v = x W1 + b1          of each key/value head, next to one another
+        q | k | v = x W1 + b1          for each key/value head, adjacent
         y = attend(q, k, v) W3 + b3    or, gated: GLU(attend(q, k, v) W2 + b2) W3
 
-    with GLU(a, b) = a sigmoid(b). Weights and biases are uniform in +-1/sqrt(fan_in) at first.
+    with GLU(a, b) = a sigmoid(b). Weights and biases are initialized ~ U(+-1/sqrt(fan_in)).
 
     Raises:
-      ValueError: model_dim is not a multiple of num_heads and a depth is None, or num_heads not of
-        num_kv_heads.
+      ValueError: model_dim is not a multiple of num_heads and a depth is None, or num_heads is not
+        a multiple of num_kv_heads.
     """
 
     Config = HeadsConfig
@@ -75,7 +75,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
     def attend(
         self, query: Query, key: Keys, value: Values, call: CallArguments[StateT]
     ) -> tuple[Mixed, StateT | None]:
-        """The mechanism: `[..., T, N, V]`, and the state after it if there is one before."""
+        """The mechanism: returns `[..., T, N, V]`, and the new state if the call has one."""
         raise NotImplementedError
 
     def apply(self, x: Features, call: CallArguments[StateT]) -> tuple[Features, StateT | None]:
@@ -142,7 +142,7 @@ class HeadProjection(nnx.Linear):
         return query, rest[..., :key_depth], rest[..., key_depth:]
 
     def _part(self, x: Array, apart: Callable[[Array], Array], part: slice) -> Array:
-        """The product with a part of the columns of each key/value head."""
+        """The product with a slice of the columns of each key/value head."""
         assert self.bias is not None
         kernel, bias = apart(self.kernel[...])[..., part], apart(self.bias[...])[..., part]
         x, kernel, bias = (a.astype(self.dtype or x.dtype) for a in (x, kernel, bias))
@@ -151,7 +151,7 @@ class HeadProjection(nnx.Linear):
 
 
 def head_depth(model_dim: int, num_heads: int) -> int:
-    """model_dim / num_heads, which must be whole."""
+    """model_dim / num_heads, which must be an integer."""
     if num_heads < 1 or model_dim % num_heads:
         raise ValueError(
             f"num_heads={num_heads} does not divide model_dim={model_dim}: change one of them, or "

@@ -21,8 +21,7 @@ class L1Config(HeadsConfig):
 
 
 class L1Attention(MaskedAttention[L1Config]):
-    """Softmax attention whose scores are negative L1 distances: the state holds all keys and
-    values."""
+    """Softmax attention with negative L1 distances as scores; the state has all keys and values."""
 
     Config = L1Config
     capabilities = Capabilities(

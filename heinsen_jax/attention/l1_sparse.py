@@ -28,9 +28,9 @@ class L1SparseConfig(HeadsConfig):
 
 
 class L1SparseAttention(MaskedAttention[L1SparseConfig]):
-    """L1 attention along edges: to the nearest tokens, and to some ever farther away.
+    """L1 attention along the edges of a graph: to the nearest tokens, and at doubling distances.
 
-    `l1_sparse_attention` takes any graph; this one serves texts. The state holds all keys and
+    `l1_sparse_attention` takes any graph; this graph is for sequences. The state has all keys and
     values.
     """
 
@@ -38,7 +38,7 @@ class L1SparseAttention(MaskedAttention[L1SparseConfig]):
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
     def distances(self, length: int) -> np.ndarray:
-        """How far behind a query the tokens lie that it sees, below `length`."""
+        """Distances from a query to the tokens that it attends to, below `length`."""
         near = self.config.window_size
         far = near * 2 ** np.arange(1, 64) if self.config.far and near < length else []
         distances = [*range(min(near, length)), *(int(d) for d in far if 0 < d < length)]

@@ -1,4 +1,4 @@
-"""What the layers are made of: dense maps, norms and parameters, with first values and axes' names.
+"""Building blocks of layers: dense maps, norms and parameters, with initializers and logical axes.
 
 All take the options of a layer, `dtype, param_dtype, rngs`, as keywords.
 """
@@ -20,8 +20,8 @@ class LayerOptions(TypedDict):
     """Options of a layer besides its sizes.
 
     Attributes:
-      dtype: of activations and matrix products; that of the inputs when None.
-      param_dtype: of parameters.
+      dtype: dtype of activations and matrix products; that of the inputs when None.
+      param_dtype: dtype of the parameters.
       rngs: the source of the initial weights.
     """
 
@@ -31,7 +31,7 @@ class LayerOptions(TypedDict):
 
 
 class DenseOptions(TypedDict):
-    """Initialisers and logical axes of an `nnx.Linear`."""
+    """Initializers and logical axes of an `nnx.Linear`."""
 
     kernel_init: nnx.Initializer
     bias_init: nnx.Initializer
@@ -47,14 +47,14 @@ def linear(
     use_bias: bool = True,
     **options: Unpack[LayerOptions],
 ) -> nnx.Linear:
-    """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and named axes (see `sharding`)."""
+    """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and logical axes (`sharding`)."""
     return nnx.Linear(
         inputs, outputs, use_bias=use_bias, **dense_options(inputs, logical_axes), **options
     )
 
 
 def dense_options(inputs: int, logical_axes: tuple[str, str]) -> DenseOptions:
-    """Initialisers and logical axes of a dense layer of so many inputs."""
+    """Initializers and logical axes of a dense layer with this number of inputs."""
     return {
         "kernel_init": uniform(inputs**-0.5),
         "bias_init": uniform(inputs**-0.5),
@@ -64,7 +64,7 @@ def dense_options(inputs: int, logical_axes: tuple[str, str]) -> DenseOptions:
 
 
 def layer_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.LayerNorm:
-    """Layer normalisation, in the parameters' type."""
+    """Layer normalization, in the dtype of the parameters."""
     return nnx.LayerNorm(
         size,
         epsilon=LAYER_NORM_EPSILON,
@@ -76,7 +76,7 @@ def layer_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.LayerNorm:
 
 
 def rms_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.RMSNorm:
-    """Normalisation by the root of the mean square, in the parameters' type."""
+    """RMS normalization, in the dtype of the parameters."""
     param_dtype = jnp.dtype(options["param_dtype"])
     return nnx.RMSNorm(size, epsilon=RMS_EPSILON, param_dtype=param_dtype, rngs=options["rngs"])
 
@@ -84,13 +84,13 @@ def rms_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.RMSNorm:
 def parameter(
     init: nnx.Initializer, *shape: int, **options: Unpack[LayerOptions]
 ) -> nnx.Param[Array]:
-    """A parameter of its own."""
+    """A single parameter."""
     param_dtype = jnp.dtype(options["param_dtype"])
     return nnx.Param(init(options["rngs"].params(), shape, param_dtype))
 
 
 def uniform(bound: float) -> nnx.Initializer:
-    """An initialiser of values uniform in +-bound."""
+    """An initializer of values uniform in +-bound."""
 
     def init(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
         return jax.random.uniform(key, tuple(shape), dtype, -bound, bound)

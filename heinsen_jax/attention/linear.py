@@ -18,11 +18,11 @@ class LinearConfig(HeadsConfig):
     """Configuration of linear attention."""
 
     feature_map: Literal["elu1", "relu", "identity"] = "elu1"
-    """Of queries and keys; elu1 is elu(x) + 1."""
+    """Feature map of queries and keys; elu1 is elu(x) + 1."""
 
 
 class LinearAttention(HeadedAttention[LinearConfig, LinearAttentionState]):
-    """Linear attention: the state is a matrix and a vector for each head.
+    """Linear attention; the state is a matrix and a vector per head.
 
     References:
       Katharopoulos et al., 2020, Transformers are RNNs, arXiv:2006.16236.

@@ -16,13 +16,13 @@ class LinformerConfig(HeadsConfig):
     """Configuration of Linformer attention."""
 
     max_length: pydantic.PositiveInt = 1024
-    """The most tokens it can be given."""
+    """Maximum sequence length."""
     rank: pydantic.PositiveInt = 64
-    """Rows that the positions are projected to."""
+    """Number of rows to which the positions are projected."""
 
 
 class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
-    """Linformer: softmax attention over a fixed number of learned averages of all positions.
+    """Linformer: softmax attention over a fixed number of trained projections of all positions.
 
     References:
       Wang et al., 2020, Linformer: Self-Attention with Linear Complexity, arXiv:2006.04768.

@@ -48,13 +48,13 @@ State = LogAttentionState | HeinsenAttentionState | WindowCache
 
 
 class LogAttention(HeadedAttention[LogConfig, State]):
-    """Projections, log-attention, and a gated output; no parameter is in the attention itself.
+    """Projections, log-attention and a gated output; the attention itself has no parameters.
 
-        q | k | log v = x W1 + b1                   of each key/value head, next to one another
+        q | k | log v = x W1 + b1                   for each key/value head, adjacent
         y = GLU(log_attention(q, k, log v) W2 + b2) W3        GLU(a, b) = a * sigmoid(b)
 
-    Heads are concatenated. The branch takes log Y as it is: values are never formed. With
-    `values="linear"`, v and heinsen_attention(q, k, v) stand in place of log v and log Y. Decay,
+    Heads are concatenated. The branch uses log Y: values are never exponentiated. With
+    `values="linear"`, v and heinsen_attention(q, k, v) replace log v and log Y. Decay,
     if configured, is log sigmoid(x Wd + bd). At initialization about 1/e remains after
     `max_timescale` tokens at the slowest rate, and half after one token at the fastest.
 
@@ -97,8 +97,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         return self.out_proj(mixed), state
 
     def importance(self, x: Array) -> Array:
-        """How much of each token s is in what token t reads, causally. For explanation; of
-        quadratic size.
+        """Attention weights of token s at token t, causally. For explanation; of quadratic size.
 
             weights_ts = softmax_s(LSE_K(Q_t + K_s + decay from s to t))    eq. (1)
 
@@ -106,7 +105,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
           x: `[..., T, D]`.
 
         Returns:
-          `[..., T, T, num_heads]`, which sum to 1 over s, the second of them; float32 at least.
+          `[..., T, T, num_heads]`, at least float32; they sum to 1 over s, the second axis T.
         """
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         query, key, _ = (heads.astype(dtype) for heads in self.heads(x))
@@ -143,7 +142,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         log_decay: Array | None = None,
         **options: Any,
     ) -> Any:
-        """`log_attention` or, of linear values, `heinsen_attention`, as configured."""
+        """Call `log_attention` or, for linear values, `heinsen_attention`, as configured."""
         op = log_attention if self.config.values == "log" else heinsen_attention
         if log_decay is not None and self.config.decay == "head":
             log_decay = log_decay[..., 0]
@@ -160,7 +159,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     def _over_window(
         self, query: Array, new: list[Array], call: CallArguments
     ) -> tuple[Array, WindowCache]:
-        """Over the tokens of the window before these, too."""
+        """Attention over the cached window and the new tokens."""
         if call.segment_ids is not None:
             raise NotImplementedError(
                 "LogAttention: a window and segment_ids together with a state"

@@ -34,16 +34,17 @@ class LongformerConfig(HeadsConfig):
     window_size: pydantic.PositiveInt = 256
     """Number of tokens that a query attends to, itself included; on each side if not causal."""
     num_global_tokens: pydantic.PositiveInt = 1
-    """The first tokens of a text, which all see, and which see all, by projections of their own."""
+    """Number of global tokens, the first ones, with attention to and from all tokens and separate
+    projections."""
 
 
 @pytree_dataclass
 class LongformerState:
-    """The last tokens, and the global ones.
+    """State: the last tokens and the global tokens.
 
     Attributes:
       window: keys and values of the last tokens.
-      first: keys and values of the global tokens, as all see them, and as they see each other:
+      first: keys and values of the global tokens, for all tokens and for each other,
         `[*B, num_global_tokens, heads, depth]`.
     """
 
@@ -102,7 +103,7 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         at = seen + jnp.arange(length)
         slot = seen - state.window.size + jnp.arange(state.window.size + length)
         near = (slot >= count)[None] & (at[:, None] - slot[None] < self.config.window_size)
-        near = near & (slot[None] <= at[:, None])  # a global token is seen once, as such
+        near = near & (slot[None] <= at[:, None])  # a global token is not also part of the window
         earlier = jnp.arange(count)[None] <= at[:, None]
         y = dot_product_attention(query, keys, values, mask=jnp.concatenate([earlier, near], 1))
         of_global = dot_product_attention(own_query, *first[2:], mask=earlier)

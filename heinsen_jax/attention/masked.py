@@ -1,4 +1,4 @@
-"""What all forms of softmax attention have in common as layers."""
+"""Base class of all forms of softmax attention as layers."""
 
 from collections.abc import Sequence
 from typing import TypeAlias, TypedDict, Unpack
@@ -24,28 +24,28 @@ class MaskKeywords(TypedDict, total=False):
 
 
 class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
-    """Softmax attention that sees what a rule says; the state holds keys and values it needs."""
+    """Softmax attention under a rule for visible keys; the state has the needed ones."""
 
     def rule(self) -> Mask | None:
-        """Which of the keys up to its own a query sees; all when None. Of differences of positions
-        alone, if it reaches back over a limited number of tokens."""
+        """Rule for the visible keys among those up to the query; all when None. A rule of limited
+        span depends only on differences of positions."""
         return None
 
     def reach(self) -> int | None:
-        """How many tokens before itself a query may see; any number when None."""
+        """Maximum number of earlier tokens that are visible to a query; unlimited when None."""
         return None
 
     def placed(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]
     ) -> tuple[Query, Keys]:
-        """Both with what their places say, where that is in them, after so many tokens."""
+        """Queries and keys with their positions encoded, after that many tokens."""
         del before
         return query, key
 
     def over_all(
         self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
     ) -> Mixed:
-        """The mechanism over a whole text."""
+        """The mechanism over a complete sequence."""
         return self.between(query, key, value, **call.keywords)
 
     def between(

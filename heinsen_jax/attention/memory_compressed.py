@@ -24,16 +24,16 @@ class MemoryCompressedConfig(HeadsConfig):
     """Configuration of memory-compressed attention."""
 
     factor: pydantic.PositiveInt = 3
-    """Tokens that one compressed key or value is made of."""
+    """Number of tokens per compressed key or value."""
     capacity: pydantic.PositiveInt = 4096
     """Default capacity of the state, in tokens."""
 
 
 class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, CompressedCache]):
-    """Softmax attention over keys and values that a strided convolution has compressed.
+    """Softmax attention over keys and values that a strided convolution compresses.
 
-    A query sees a learned null key, and the groups that are complete at its position if causal: the
-    incomplete one, at the end, is seen by nobody then. The state holds the groups.
+    A query attends to a trained null key and, if causal, to the groups that are complete at its
+    position; an incomplete last group is masked. The state has the groups.
 
     References:
       Liu et al., 2018, Generating Wikipedia by Summarizing Long Sequences, arXiv:1801.10198.

@@ -18,24 +18,24 @@ from heinsen_jax.typing import Array, Features, config_dataclass
 
 @config_dataclass
 class LatentConfig(AttentionConfig):
-    """Of multi-head latent attention."""
+    """Configuration of multi-head latent attention."""
 
     key_depth: pydantic.PositiveInt | None = None
-    """Features of a query or key head that are not rotated; model_dim / num_heads by default."""
+    """Non-rotary head dimension of queries and keys; model_dim / num_heads by default."""
     value_depth: pydantic.PositiveInt | None = None
     """Head dimension of values; model_dim / num_heads by default."""
     rotary_depth: pydantic.PositiveInt | None = None
-    """Features of a query head and of the shared key that are rotated, an even number; about half
-    of key_depth by default."""
+    """Number of rotary features of a query head and of the shared key, even; about half of
+    key_depth by default."""
     rank: pydantic.PositiveInt | None = None
-    """Numbers kept of a token, next to the shared key; model_dim / 4 by default."""
+    """Rank of the latent vector per token; model_dim / 4 by default."""
     query_rank: pydantic.PositiveInt | None = None
-    """Of the queries' own bottleneck; none by default."""
+    """Rank of the bottleneck of queries; no bottleneck by default."""
 
 
 class LatentAttention(Attention[LatentConfig, TokenCache]):
-    """MLA: keys and values of all heads are made of one short vector a token, which is what the
-    state holds, with a rotated key that all heads share.
+    """MLA: keys and values of all heads are projections of one latent vector per token, which is
+    the state together with a rotary key that all heads share.
 
         q | q_pe = x Wq,    c | k_pe = x Wc,    c <- RMSNorm(c)
         y = softmax(scale (q . (c W^K) + rot(q_pe) . rot(k_pe))) (c W^V) Wo

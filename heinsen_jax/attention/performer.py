@@ -21,9 +21,9 @@ class PerformerConfig(HeadsConfig):
     """Configuration of Performer attention."""
 
     num_features: pydantic.PositiveInt | None = None
-    """Random features of a head; key_depth * log(key_depth) by default."""
+    """Number of random features per head; key_depth * log(key_depth) by default."""
     seed: int = 0
-    """Of the random features, which are not trained."""
+    """Seed of the random features, which are not trained."""
 
 
 class PerformerAttention(HeadedAttention[PerformerConfig, HeinsenAttentionState]):

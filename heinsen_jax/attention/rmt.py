@@ -17,12 +17,12 @@ from heinsen_jax.typing import Features, config_dataclass
 
 @config_dataclass
 class RecurrentMemoryConfig(AttentionConfig):
-    """Of the recurrent memory."""
+    """Configuration of recurrent-memory attention."""
 
     segment_length: pydantic.PositiveInt = 64
-    """Tokens that attend to one another."""
+    """Number of tokens of a segment, which attend to each other."""
     num_memories: pydantic.PositiveInt = 8
-    """Vectors handed from each segment to the next."""
+    """Number of memory vectors, carried from segment to segment."""
 
 
 class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
@@ -30,8 +30,8 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
 
         [_, x + y, m'] = s + attention(norm(s)),    s = [m | x | m]
 
-    The published model runs all its layers over a segment before the next one; as a layer among
-    others, this one has a memory of its own. The state holds it and the segment begun.
+    The published model runs all its layers over a segment before the next one; here each layer has
+    its own memory. The state has the memory and the incomplete segment.
 
     References:
       Bulatov, Kuratov, Burtsev, 2022, Recurrent Memory Transformer, arXiv:2207.06881.

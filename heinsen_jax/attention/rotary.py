@@ -1,4 +1,4 @@
-"""Softmax attention whose queries and keys may be turned by angles, as layers."""
+"""Base class of softmax attention with optional rotary queries and keys, as layers."""
 
 from typing import TypeVar, Unpack
 
@@ -24,7 +24,7 @@ RotaryT = TypeVar("RotaryT", bound=RotaryConfig)
 
 
 class RotaryAttention(MaskedAttention[RotaryT]):
-    """Softmax attention by products of queries and keys, which may be rotary.
+    """Softmax attention with scaled dot products of optionally rotary queries and keys.
 
     Raises:
       ValueError: rotary, and key_depth is odd.

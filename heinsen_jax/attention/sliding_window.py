@@ -19,7 +19,7 @@ class SlidingWindowConfig(RotaryConfig):
 
 
 class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
-    """Sliding-window attention: the state holds the keys and values of one window.
+    """Sliding-window attention; the state has the keys and values of one window.
 
     References:
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150, section 3.1.

@@ -18,7 +18,7 @@ class SoftmaxConfig(RotaryConfig):
 
 
 class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
-    """Multi-head softmax attention: the state holds all keys and values.
+    """Multi-head softmax attention; the state has all keys and values.
 
     References:
       Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762.

@@ -26,28 +26,28 @@ class TransientGlobalConfig(HeadsConfig):
     """Configuration of transient-global attention."""
 
     radius: pydantic.NonNegativeInt = 127
-    """Tokens seen on each side, or before a token, if causal."""
+    """Window radius: number of tokens on each side, or before the token if causal."""
     block_size: pydantic.PositiveInt = 16
     """Tokens that a summary is made of."""
     num_buckets: pydantic.PositiveInt = 32
-    """Of relative positions, with a learned bias each."""
+    """Number of buckets of relative positions, each with a trained bias."""
     max_distance: pydantic.PositiveInt = 128
-    """From where on relative positions share a bucket."""
+    """Distance from which relative positions share a bucket."""
     capacity: pydantic.PositiveInt = 4096
     """Default capacity of the state, in tokens."""
 
 
 @pytree_dataclass
 class TransientGlobalState:
-    """The last tokens, and summaries of all blocks so far.
+    """State: the last tokens, and summaries of all blocks so far.
 
-    There is room for a number of tokens; with more, results are NaN (outside `jit`, an error).
+    Beyond the capacity results are NaN (outside `jit`, an error).
 
     Attributes:
       window: keys and values of the last `radius` tokens.
-      key, value: of summaries, `[*B, blocks, num_kv_heads, depth]`.
-      begun: `[*B, D]`, the sum of the inputs of the block that is not complete.
-      block_size: tokens that a summary is made of.
+      key, value: keys and values of summaries, `[*B, blocks, num_kv_heads, depth]`.
+      begun: `[*B, D]`, sum of the inputs of the incomplete block.
+      block_size: number of tokens per summary.
     """
 
     window: WindowCache
@@ -65,7 +65,7 @@ class TransientGlobalState:
         return self.window.seen
 
     def with_capacity(self, capacity: int) -> TransientGlobalState:
-        """The same tokens, with room for so many at least."""
+        """A copy with at least this capacity."""
         padding = [(0, 0)] * self.key.ndim
         padding[-3] = (0, max(-(-capacity // self.block_size) - self.key.shape[-3], 0))
         key, value = (jnp.pad(x, padding) for x in (self.key, self.value))
@@ -73,11 +73,11 @@ class TransientGlobalState:
 
 
 class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientGlobalState]):
-    """LongT5's attention: the nearest tokens, and summaries of all blocks, in one softmax.
+    """LongT5's attention: one softmax over the nearest tokens and summaries of all blocks.
 
-    Summaries are normalised sums of a block's inputs, with the projections of the tokens. Queries
-    are divided by sqrt(key_depth) in place of T5's smaller initial weights. The state holds the
-    nearest tokens, and the summaries.
+    Summaries are normalized sums of the inputs of a block, with the projections of tokens. Queries
+    are divided by sqrt(key_depth) instead of T5's smaller initial weights. The state has the
+    nearest tokens and the summaries.
 
     References:
       Guo et al., 2021, LongT5, arXiv:2112.07916.
@@ -103,7 +103,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         return jnp.where(state.length > state.capacity, jnp.nan, y), state
 
     def _stream(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
-        """In pieces about as long as what a token sees: memory is linear in their number."""
+        """Attention in chunks as long as the window, with memory linear in their number."""
         size = self.config.radius + self.config.block_size
         pieces = x.shape[-2] // size
         if pieces < 2:
@@ -140,7 +140,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         )
 
     def _summaries(self, x: Array, state: TransientGlobalState) -> tuple[list[Array], Array]:
-        """Of all blocks after x, that of the block begun included; and the sum of its inputs."""
+        """Summaries of all blocks after x, with the incomplete one, and the sum of its inputs."""
         size, length = state.block_size, x.shape[-2]
         count = -(-length // size) + 1  # blocks that hold some of x, at most
         first, place = state.length // size, state.length % size
@@ -158,7 +158,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         return far, begun
 
     def _bias(self, table: nnx.Param[Array], offset: Array) -> Array:
-        """`[num_heads, T, S]`, by the buckets of relative positions `[T, S]`."""
+        """Biases `[num_heads, T, S]` for relative positions `[T, S]`, by bucket."""
         options = {"num_buckets": self.config.num_buckets, "max_distance": self.config.max_distance}
         bucket = relative_position_bucket(offset, is_bidirectional=False, **options)
         return jnp.moveaxis(table[...][bucket], -1, 0)

@@ -1,8 +1,8 @@
-"""Arrays from PyTorch's .pt files, without PyTorch, and without running what is in them.
+"""Arrays from PyTorch's .pt files, without PyTorch and without executing code from them.
 
 Such a file is a zip archive: `data.pkl`, a pickle of the structure in which each tensor is a view
-of a storage, and a member `data/<key>` for every storage. Pickles may name any function to be
-called; here those that make up tensors are known, and all others are refused.
+of a storage, and a member `data/<key>` for every storage. Pickles may call any function; only
+those that construct tensors are allowed here, and all others are refused.
 """
 
 import collections
@@ -33,11 +33,11 @@ _STORAGES = {
 
 
 def read_pickled(path: Path) -> object:
-    """What `torch.save` wrote, with NumPy arrays in place of tensors.
+    """Load a file of `torch.save`, with NumPy arrays instead of tensors.
 
     Raises:
-      UserError: the file is none of `torch.save`, is damaged, or holds something else than tensors
-        in dictionaries and lists.
+      UserError: the file is not of `torch.save`, is damaged, or has anything but tensors in
+        dictionaries and lists.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -1,5 +1,4 @@
-"""Weights of the published PyTorch model, in and out, as arrays by their PyTorch names, and in
-files; needs no PyTorch."""
+"""Weights of the published PyTorch model, as arrays by name or as files, without PyTorch."""
 
 import dataclasses
 import re
@@ -20,7 +19,7 @@ from heinsen_jax.typing import ArrayLike
 
 __all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]
 
-# PyTorch name -> (path in LanguageModel, transposed). A name with {} exists once a layer.
+# PyTorch name -> (path in LanguageModel, transposed). A name with {} exists once per layer.
 _NAMES: dict[str, tuple[str, bool]] = {
     "embed.weight": ("embed.embedding", False),
     "embed_pos.dense.weight": ("position.dense.kernel", True),
@@ -38,18 +37,18 @@ _NAMES: dict[str, tuple[str, bool]] = {
 
 
 def from_state_dict(arrays: Mapping[str, ArrayLike], *, num_heads: int) -> LanguageModel:
-    """The published PyTorch model (Heinsen, 2024) with its weights.
+    """Create the published PyTorch model (Heinsen, 2024) from its weights.
 
     Args:
       arrays: NumPy-like arrays by PyTorch name, as in the model's `state_dict()`.
-      num_heads: heads in each layer, which the weights do not tell.
+      num_heads: number of heads, which the weights do not determine.
 
     Returns:
-      A `LanguageModel` in float32, or in float64 where the weights are that; all sizes follow from
-      their shapes.
+      A `LanguageModel` in float32, or in float64 if the weights are; all sizes follow from their
+      shapes.
 
     Raises:
-      ValueError: an entry is missing, not known, or of a wrong shape; the message names it.
+      ValueError: an entry is missing, unknown, or has the wrong shape; the message names it.
     """
     layers = {int(m[1]) for name in arrays if (m := re.match(r"layers\.(\d+)\.", name))}
     num_layers = max(layers, default=-1) + 1
@@ -83,10 +82,10 @@ def from_state_dict(arrays: Mapping[str, ArrayLike], *, num_heads: int) -> Langu
 
 
 def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
-    """The inverse of `from_state_dict`: what the published PyTorch model loads.
+    """The inverse of `from_state_dict`: a state dict for the published PyTorch model.
 
     Raises:
-      ValueError: the model is another one than the published; the message names the field.
+      ValueError: the model is not the published one; the message names the field.
 
     Examples:
       >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
@@ -110,11 +109,11 @@ def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
 
 
 def from_file(path: str | Path, *, num_heads: int) -> LanguageModel:
-    """`from_state_dict` of a file: .safetensors, or what `torch.save(model.state_dict(), path)`
-    wrote, by any other name.
+    """`from_state_dict` for a file: .safetensors, or one of `torch.save(model.state_dict(), path)`
+    with any other suffix.
 
     Raises:
-      UserError: the file is damaged, or holds something else.
+      UserError: the file is damaged, or has other content.
       ValueError: as `from_state_dict`.
     """
     path = Path(path)
@@ -129,10 +128,10 @@ def from_file(path: str | Path, *, num_heads: int) -> LanguageModel:
 
 
 def to_file(model: LanguageModel, path: str | Path) -> None:
-    """Writes `to_state_dict` as .safetensors, which PyTorch reads by `safetensors.torch.load_file`.
+    """Write `to_state_dict` as .safetensors, for `safetensors.torch.load_file` in PyTorch.
 
     Raises:
-      ValueError: as `to_state_dict`; or another ending is asked for.
+      ValueError: as `to_state_dict`; or the suffix is not .safetensors.
     """
     if Path(path).suffix != ".safetensors":
         raise ValueError(f"{path} must end in .safetensors: .pt files are read, not written")
@@ -176,8 +175,8 @@ def _check_published(config: LanguageModelConfig) -> None:
 def _config(
     shapes: Mapping[str, tuple[int, ...]], num_layers: int, num_heads: int
 ) -> LanguageModelConfig:
-    """The architecture that the shapes tell: with H heads, W1 is H (2 key_depth + value_depth) wide
-    and W2 H value_depth."""
+    """Infer the architecture from the shapes: with H heads, W1 has H (2 key_depth + value_depth)
+    columns and W2 has H value_depth rows."""
     vocab_size, model_dim = shapes["embed.weight"]
     inner = shapes["layers.0.feedforward1.1.weight"][0]
     values = shapes["layers.0.feedforward2.0.weight"][1]

@@ -54,10 +54,10 @@ def draw_losses(axes: Axes) -> None:
     metrics = {64: "loss", 256: "loss_256", 1024: "loss_1024"}
     for result in results_of(study, RESULTS / "studies/language_model"):
         label, color = LINES[result.compared["model"]]
-        there = [length for length, metric in metrics.items() if result.values(metric)]
-        means = [result.mean(metrics[length]) for length in there]
-        axes.plot(there, means, "o-", color=color, label=label)
-        for length in there:
+        valid = [length for length, metric in metrics.items() if result.values(metric)]
+        means = [result.mean(metrics[length]) for length in valid]
+        axes.plot(valid, means, "o-", color=color, label=label)
+        for length in valid:
             seeds = result.values(metrics[length])
             axes.plot([length] * len(seeds), seeds, ".", color=color, markersize=3)
     axes.set(xscale="log", xlabel="characters in a window", title="loss, learned in windows of 64")

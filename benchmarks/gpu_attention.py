@@ -261,9 +261,9 @@ def plot(record: dict[str, Any], file: Path) -> None:
     for column, depth in enumerate(depths):
         of_depth = [row for row in rows if row["depth"] == depth]
         for name in record["ways"]:
-            there = [row for row in of_depth if "seconds" in row["results"].get(name, {})]
-            lengths = [row["length"] for row in there]
-            of_way = [row["results"][name] for row in there]
+            valid = [row for row in of_depth if "seconds" in row["results"].get(name, {})]
+            lengths = [row["length"] for row in valid]
+            of_way = [row["results"][name] for row in valid]
             panels[0, column].plot(
                 lengths, [1e3 * x["seconds"]["both"] for x in of_way], "o-", label=name
             )

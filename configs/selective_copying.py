@@ -14,5 +14,5 @@ from heinsen_jax.data import SelectiveCopying
 
 def get_config() -> ExperimentConfig:
     base = load_config(Path(__file__).with_name("recall.py"))
-    data = SelectiveCopying(num_copied=8, text_length=64, test_lengths=(64, 128, 256))
+    data = SelectiveCopying(num_copied=8, input_length=64, test_lengths=(64, 128, 256))
     return replace(base, data=data, model=replace(base.model, vocab_size=data.vocab_size))

@@ -66,10 +66,7 @@ class Chat:
         self.turns += 1
         state = self.model.init_state(()) if self.state is None else self.state
         if self.model.remaining(state) < (needed := len(tokens) + self.most):
-            raise UserError(
-                "the text is as long as the model has positions for, model.max_length: /reset "
-                "starts over"
-            )
+            raise UserError("the conversation has reached model.max_length: /reset starts over")
         self.state = self.model.ensure_capacity(state, needed)  # in one call, not per token
         written = b""
         for position in range(self.most):
@@ -99,7 +96,7 @@ class Chat:
                 return "the state is reset"
             case "/save", path if path:
                 if self.state is None:
-                    raise UserError("/save: nothing was said yet")
+                    raise UserError("/save: the conversation is empty; write something first")
                 unread = jnp.asarray(self.unread, jnp.int32)
                 before = self.model.ensure_capacity(self.state, len(self.unread))
                 _, state = self.model(unread, state=before, return_state=True)
@@ -111,7 +108,7 @@ class Chat:
                 check_one(self.model, state)
                 self.state, self.unread = state, []
                 return f"loaded {path}"
-        raise UserError(f"{line!r} is no command: there are {HELP}")
+        raise UserError(f"{line!r}: unknown command; choose from {HELP}")
 
 
 @command_line
@@ -129,7 +126,9 @@ def main() -> None:
             raise UserError(f"--max-new-tokens {max_new_tokens} must be at least 1")
         model, tokenizer, _ = load_run(workdir, best=not latest)
         if tokenizer is None:
-            raise UserError(f"{workdir} holds a run that learned a task: there is no text to write")
+            raise UserError(
+                f"{workdir}: the model is trained on a synthetic task; choose a run trained on text"
+            )
         chat = Chat(model, tokenizer, max_new_tokens, temperature, top_k, seed)
         print(HELP)
         while (line := _line()) not in (None, "/quit"):

@@ -96,7 +96,9 @@ def find_file(path: str | Path, shipped: Path) -> Path:
     by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
     found = by_name.get(str(path), Path(path))
     if not found.is_file():
-        raise UserError(f"{path}: there is no such file; by name there are {', '.join(by_name)}")
+        raise UserError(
+            f"{path}: no such file; give an existing file or one of the names {', '.join(by_name)}"
+        )
     return found
 
 
@@ -175,7 +177,7 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     theirs = recorded["data"].get("task", "text")
     if ours != theirs:
         raise UserError(
-            f"--workdir {workdir} holds a run that learned {theirs}, not {ours}: choose another "
+            f"--workdir {workdir} contains a run trained on {theirs}, not {ours}: choose another "
             "folder"
         )
     ours, theirs = as_json(config)["model"], recorded["model"]

@@ -132,8 +132,8 @@ def check_shared(folder: Path) -> None:
         path.unlink()
     if missing:
         raise UserError(
-            f"--workdir {folder} is not one folder for all processes: process {missing[0]} does "
-            "not see what process 0 writes there; choose one on a file system that all hosts share"
+            f"--workdir {folder} is not shared by all processes: process {missing[0]} cannot read "
+            "what process 0 writes there; choose a folder on a file system that all hosts share"
         )
 
 

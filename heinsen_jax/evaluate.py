@@ -65,7 +65,9 @@ def main() -> None:
                 kind = "is of texts, not of --tasks" if tasks else "is of --tasks"
                 raise UserError(f"{name} {value} {kind}: leave it out")
         if output is not None and not output.parent.is_dir():
-            raise UserError(f"--output {output}: there is no folder {output.parent}: make it first")
+            raise UserError(
+                f"--output {output}: folder {output.parent} does not exist; create it first"
+            )
         if tasks:
             model: dict[str, str | bool | int] = {"workdir": str(workdir), "latest": latest}
             model["batch_size"] = batch_size or 16
@@ -152,8 +154,8 @@ def _check_tokenizer(
 ) -> None:
     if ours and theirs and text.fingerprint(ours) != text.fingerprint(theirs):
         raise UserError(
-            f"--data {corpus} is of the tokenizer {theirs.name}, which differs from that of "
-            f"{workdir}: prepare it with the latter"
+            f"--data {corpus} was prepared with the tokenizer {theirs.name}, which differs from "
+            f"that of {workdir}: prepare it with the latter"
         )
 
 

@@ -43,10 +43,10 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     except Timeout:
         if not wait:
             raise UserError(
-                f"{folder} is in use by {_owner(path)}: wait for its end, stop it, or choose "
+                f"{folder} is in use by {_owner(path)}: wait until it ends, stop it, or choose "
                 "another folder"
             ) from None
-        print(f"{folder} is in use by {_owner(path)}: waiting for its end", file=sys.stderr)
+        print(f"{folder} is in use by {_owner(path)}: waiting until it ends", file=sys.stderr)
         lock.acquire()
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
@@ -55,7 +55,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
                 "folder"
             ) from None
         warnings.warn(
-            f"{folder} cannot be locked ({error}): see to it that no other process uses it",
+            f"{folder} cannot be locked ({error}): ensure that no other process uses it",
             stacklevel=3,
         )
         yield

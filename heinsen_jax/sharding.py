@@ -67,8 +67,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     if min(sizes) < 1 or math.prod(sizes) != count:
         given = ", ".join(f"mesh.{name}={size}" for name, size in axes.items())
         raise UserError(
-            f"{given} do not make up the {count} device(s) there are: let one of them be -1, or "
-            "make their product the device count"
+            f"{given} do not multiply to {count}, the number of devices: set one of them to -1, "
+            "or change them"
         )
     kinds = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(sizes, tuple(axes), axis_types=kinds, devices=devices)
@@ -147,9 +147,9 @@ def share_of_process(mesh: Mesh) -> tuple[int, int]:
     rows = sorted({index[0].indices(count)[0] for index in indices if index is not None})
     if rows[-1] - rows[0] != len(rows) - 1 or rows[0] % len(rows):
         raise UserError(
-            "mesh: the devices of a process hold parts of a batch that are not next to one "
-            "another: make mesh.tensor times mesh.context a divisor or a multiple of the number of "
-            f"devices of a process, {jax.local_device_count()}"
+            "mesh: the parts of a batch on a process's devices are not adjacent: make "
+            "mesh.tensor times mesh.context a divisor or a multiple of the number of devices of "
+            f"a process, {jax.local_device_count()}"
         )
     return rows[0] // len(rows), count // len(rows)
 

@@ -1,5 +1,5 @@
-"""The legend of shape letters, the types of arrays and pytrees, and decorators: one checks shapes,
-one makes configurations, one makes states.
+"""Shape letters, types of arrays and pytrees, and decorators for checked functions, configurations
+and states.
 
 Public arrays are laid out as in `jax.nn.dot_product_attention`, with any leading axes:
 
@@ -11,7 +11,7 @@ Public arrays are laid out as in `jax.nn.dot_product_attention`, with any leadin
     V     value depth: features of one value head
     D     model width (`model_dim`)
 
-Inside the ops the batch and key/value heads are folded into one leading axis and the tokens moved
+Inside the ops, batch axes and key/value heads are folded into one leading axis and tokens are moved
 next to their features, so that every contraction is one batched matrix product:
 
     B     prod(*B), until key/value heads are folded in too
@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     JSON: TypeAlias = "Mapping[str, JSON] | Sequence[JSON] | str | int | float | bool | None"
     from jax import Array
 else:
-    Array = jax.Array | np.ndarray  # NumPy arrays are accepted wherever JAX arrays are
-    # beartype resolves no recursive alias
+    Array = jax.Array | np.ndarray  # NumPy arrays are accepted like JAX arrays
+    # beartype does not resolve recursive aliases
     JSON = Mapping | Sequence | str | int | float | bool | None
 """A value of a JSON file."""
 
@@ -83,10 +83,10 @@ Query: TypeAlias = Float[Array, "*B T N K"]
 Keys: TypeAlias = Float[Array, "*B S G K"]
 Values: TypeAlias = Float[Array, "*B S G V"]
 Mixed: TypeAlias = Float[Array, "*B T N V"]
-"""Averages of values: one for each query."""
+"""Averages of values, one per query."""
 Segments: TypeAlias = Integer[Array, "*B S"]
 Lengths: TypeAlias = Integer[Array, "*B"] | Integer[Array, "*B 2"]
-"""The number of tokens of each sequence; or the first one and the one past the last."""
+"""Number of valid tokens of each sequence; or the first one and the one past the last."""
 Decay: TypeAlias = Float[Array, "*B S G"] | Float[Array, "*B S G K"]
 
 F = TypeVar("F", bound=Callable)
@@ -94,13 +94,14 @@ T = TypeVar("T")
 
 
 def typed(function: F) -> F:
-    """Checks a function's array shapes and types when it is called (under `jit`: when traced)."""
+    """Check a function's array shapes and dtypes at each call (under `jit`, when traced)."""
     return jaxtyped(typechecker=beartype)(function)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config_dataclass(cls: type[T]) -> type[T]:
-    """A configuration: fields by keyword, their types and ranges checked, others refused."""
+    """Make a configuration class: keyword-only fields, checked types and ranges, no unknown
+    fields."""
     config = pydantic.ConfigDict(extra="forbid")
     made = pydantic.dataclasses.dataclass(cls, config=config, frozen=True, kw_only=True)
     return cast("type[T]", made)
@@ -108,10 +109,11 @@ def config_dataclass(cls: type[T]) -> type[T]:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def pytree_dataclass(cls: type[T]) -> type[T]:
-    """A frozen dataclass that is a pytree; fields with `metadata={"static": True}` are no leaves.
+    """Make a frozen dataclass that is a pytree; fields with `metadata={"static": True}` are not
+    leaves.
 
-    Unlike `jax.tree_util.register_dataclass`, JAX rebuilds instances without calling `__init__`:
-    their leaves may then be shardings, shapes or axes in place of arrays, and are not checked.
+    Unlike with `jax.tree_util.register_dataclass`, JAX rebuilds instances without calling
+    `__init__`: leaves may then be shardings, shapes or axes instead of arrays, and are not checked.
     """
     made = dataclass(frozen=True)(cls)
     assert is_dataclass(made)

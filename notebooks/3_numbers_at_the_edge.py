@@ -140,11 +140,11 @@ for name, state in (("zeros", zeros), ("log 0", nothing)):
 # here, and gradients of 0.
 
 # %%
-is_there = jnp.array([0, 100])  # padding after token 0: nothing is there at all
+seq_lengths = jnp.array([0, 100])  # padding after token 0: no valid token
 
 
 def of_padding(query):
-    y = log_attention(query[None], key[None], log_value[None], key_value_seq_lengths=is_there[:1])
+    y = log_attention(query[None], key[None], log_value[None], key_value_seq_lengths=seq_lengths[:1])
     return jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0))
 
 

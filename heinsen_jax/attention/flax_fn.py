@@ -132,7 +132,7 @@ def _checked(mask: AnyArray, query: Array, key: Array) -> AnyArray:
     shape = (1,) * missing + np.shape(mask)
     if missing < 0 or any(size not in (1, whole) for size, whole in zip(shape, full, strict=True)):
         raise ValueError(
-            f"mask must broadcast to [..., num_heads, T, S] = {full}, has shape {np.shape(mask)}"
+            f"mask must broadcast to [..., num_heads, T, S] = {full}, got shape {np.shape(mask)}"
         )
     if not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True):
         mask = np.asarray(mask)  # or else other processes hold some of it

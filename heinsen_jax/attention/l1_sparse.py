@@ -60,14 +60,14 @@ class L1SparseAttention(MaskedAttention[L1SparseConfig]):
             distances = np.concatenate([distances, -distances[1:]])
         at = (np if isinstance(query_offset, int) else jnp).arange(length)[:, None]
         source = query_offset + at - distances[None]
-        there = (source >= 0) & (source < sources)
+        valid = (source >= 0) & (source < sources)
         if isinstance(query_offset, int):
-            edges = np.stack([np.nonzero(there)[0], source[there]], -1)
+            edges = np.stack([np.nonzero(valid)[0], source[valid]], -1)
         else:  # a number of edges that is not known: the others go to one query more
             padding = [(0, 0)] * query.ndim
             padding[-3] = (0, 1)
             query = jnp.pad(query, padding)
-            ends = jnp.where(there, at, length), jnp.where(there, source, 0)
+            ends = jnp.where(valid, at, length), jnp.where(valid, source, 0)
             edges = jnp.stack([x.reshape(-1) for x in ends], -1)
         bias = self.config.denominator_bias
         y = l1_sparse_attention(query, key, value, edges, denominator_bias=bias)

@@ -130,8 +130,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     def _check_order(self, call: CallArguments, length: int) -> None:
         if self.config.decay is not None and not call.is_causal and splits_tokens(length):
             raise NotImplementedError(
-                "LogAttention: decay with is_causal=False, where texts are split over devices: use "
-                "a mesh without a context axis"
+                "LogAttention: decay is unsupported with is_causal=False on a split sequence; "
+                "use a mesh without a context axis"
             )
 
     def _attend(
@@ -162,15 +162,16 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         """Attention over the cached window and the new tokens."""
         if call.segment_ids is not None:
             raise NotImplementedError(
-                "LogAttention: a window and segment_ids together with a state"
+                "LogAttention: window is unsupported with segment_ids and a state; pass whole "
+                "segments without a state"
             )
         assert isinstance(call.state, WindowCache)
         arrays, after = call.state.append(*new)
         size = call.state.size
         padding = [(0, 0)] * query.ndim
         padding[-3] = (size, 0)
-        there = call.state.bounds(query.shape[-3], query.shape[:-3])
-        mixed = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=there)
+        valid = call.state.bounds(query.shape[-3], query.shape[:-3])
+        mixed = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=valid)
         return mixed[..., size:, :, :], after
 
     def init_state(

@@ -70,14 +70,17 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         if state is None:
             return self.over_all(query, key, value, call), None
         if call.segment_ids is not None:
-            raise NotImplementedError(f"{type(self).__name__}: segment_ids together with a state")
+            raise NotImplementedError(
+                f"{type(self).__name__}: segment_ids is unsupported with a "
+                "state; pass whole segments without a state"
+            )
         if isinstance(state, TokenCache):
             state, offset = state.append(key, value)
             y = self.between(query, *state.arrays, is_causal=True, query_offset=offset)
             return state.or_nan(y), state
         arrays, after = state.append(key, value)
-        there = state.bounds(query.shape[-3], query.shape[:-3])
-        keywords: MaskKeywords = {"query_offset": state.size, "key_value_seq_lengths": there}
+        valid = state.bounds(query.shape[-3], query.shape[:-3])
+        keywords: MaskKeywords = {"query_offset": state.size, "key_value_seq_lengths": valid}
         return self.between(query, *arrays, is_causal=True, **keywords), after
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:

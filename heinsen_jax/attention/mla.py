@@ -83,7 +83,10 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         key_pe = rotary(key_pe[..., None, :], positions)
         if state is not None:
             if call.segment_ids is not None:
-                raise NotImplementedError("LatentAttention: segment_ids together with a state")
+                raise NotImplementedError(
+                    "LatentAttention: segment_ids is unsupported with a "
+                    "state; pass whole segments without a state"
+                )
             state, start = state.append(latent[..., None, :], key_pe)
             latent, key_pe = (x[..., 0, :] for x in state.arrays)
         else:

@@ -73,7 +73,9 @@ def mechanism(name: str) -> type[Attention]:
       True
     """
     if name not in _MECHANISMS:
-        raise ValueError(f"no attention mechanism {name!r}; there are: {', '.join(names())}")
+        raise ValueError(
+            f"attention mechanism {name!r}: unknown; choose one of {', '.join(names())}"
+        )
     return _MECHANISMS[name]
 
 

@@ -36,7 +36,8 @@ class RotaryAttention(MaskedAttention[RotaryT]):
         super().setup(**options)
         if self.config.rotary and self.key_depth % 2:
             raise ValueError(
-                f"rotary turns pairs of features, but key_depth={self.key_depth}: make it even"
+                f"key_depth={self.key_depth}: rotary position embeddings rotate pairs of "
+                "features; make it even"
             )
 
     def placed(

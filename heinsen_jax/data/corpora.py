@@ -1,4 +1,4 @@
-"""Corpora by name: where each comes from and what it must contain."""
+"""Corpora by name: sources and expected contents."""
 
 import sys
 import sysconfig
@@ -11,18 +11,18 @@ from heinsen_jax.data.download import Remote
 
 @dataclass(frozen=True)
 class Corpus:
-    """A collection of documents that everyone can get."""
+    """Public collection of documents."""
 
     description: str
     kind: Kind
     file_name: str = ""
-    """What its download is saved as."""
+    """File name of the download."""
     remote: Remote | None = None
-    """`None`: it is already on every machine."""
+    """Source of the download; `None` if every machine already has it."""
 
 
-# Sizes and hashes of WikiText and OpenWebText are those that Hugging Face `datasets` recorded in
-# its `dataset_infos.json`. The first home of WikiText is gone; its author's own site has the file.
+# Sizes and hashes of WikiText and OpenWebText are those recorded in `dataset_infos.json` of Hugging
+# Face `datasets`. The original site of WikiText is gone; its author's site has the file.
 CORPORA: dict[str, Corpus] = {
     "python-stdlib": Corpus(
         "the source of the Python standard library on this machine: 12 MB, no download",
@@ -74,11 +74,11 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 
 def corpus_sources(name: str, downloads: Path) -> list[Source]:
-    """The sources of the corpus `name`. Nothing is downloaded yet.
+    """Return the sources of the corpus `name`, without downloading them.
 
     Args:
       name: a key of `CORPORA`.
-      downloads: the folder where downloaded files are kept.
+      downloads: folder of downloaded files.
     """
     corpus = CORPORA[name]
     if corpus.remote is None:
@@ -88,7 +88,7 @@ def corpus_sources(name: str, downloads: Path) -> list[Source]:
 
 
 def _library_sources(name: str, kind: Kind, folder: Path) -> list[Source]:
-    """All modules of a standard library in sorted order, without its tests."""
+    """Return all modules of the standard library in sorted order, without its tests."""
     prefix = f"{name}-{sys.version_info.major}.{sys.version_info.minor}"
     relatives = (path.relative_to(folder) for path in folder.rglob("*.py"))
     modules = (relative for relative in relatives if _NOT_LIBRARY.isdisjoint(relative.parts))

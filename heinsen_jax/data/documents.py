@@ -172,7 +172,9 @@ def _text_of_row(line: bytes, where: str) -> str:
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise UserError(f"{where} has no string under 'text': every row must be {{\"text\": ...}}")
     if not _is_unicode(row["text"]):
-        raise UserError(f"{where} holds half a surrogate pair, which no UTF-8 has: fix the line")
+        raise UserError(
+            f"{where} contains an unpaired surrogate, which is invalid UTF-8: fix the line"
+        )
     return row["text"]
 
 
@@ -224,7 +226,7 @@ def _read_wikitext(file: BinaryIO, name: str) -> Iterator[Document]:
         paths = {Path(member).name: member for member in archive.namelist()}
         for member, split in members.items():
             if member not in paths:
-                raise UserError(f"{name} holds no {member}: it is not raw WikiText")
+                raise UserError(f"{name} contains no {member}: it is not raw WikiText")
             with archive.open(paths[member]) as lines:
                 for article in _articles(_decode(line, name) for line in lines):
                     yield Document(article, split)

@@ -1,4 +1,4 @@
-"""Downloads that are checked before anyone sees them."""
+"""Downloads that are verified before use."""
 
 import hashlib
 import http.client
@@ -13,13 +13,13 @@ from heinsen_jax.errors import UserError
 
 _TIMEOUT_SECONDS = 30
 _CHUNK_BYTES = 1 << 20
-# The host of WikiText refuses the name under which Python's own client presents itself.
+# The host of WikiText rejects the user agent of Python's own client.
 _HEADERS = {"User-Agent": "heinsen_jax"}
 
 
 @dataclass(frozen=True)
 class Remote:
-    """A published file and what it must contain."""
+    """Published file and its expected content."""
 
     url: str
     size: int
@@ -27,7 +27,7 @@ class Remote:
 
 
 def ensure_downloaded(remote: Remote, path: Path) -> None:
-    """Makes sure that `path` holds exactly `remote`, downloading it when there is no file yet."""
+    """Ensure that `path` contains exactly `remote`; download it if the file does not exist."""
     if path.exists():
         _check(sha256_of(path), remote, path, f"{path} is not the published file: delete it, or")
         return
@@ -40,12 +40,15 @@ def ensure_downloaded(remote: Remote, path: Path) -> None:
                 error.close()
             raise UserError(f"{remote.url} failed ({error}): {_by_hand(remote, path)}") from error
         _check(
-            received, remote, path, f"{remote.url} sent other content than published: try again, or"
+            received,
+            remote,
+            path,
+            f"{remote.url} sent different content than published: try again, or",
         )
 
 
 def _copy(remote: Remote, name: str, file: BinaryIO) -> str:
-    """Writes the remote content into `file` and returns its SHA-256."""
+    """Write the remote content to `file` and return its SHA-256."""
     digest = hashlib.sha256()
     request = urllib.request.Request(remote.url, headers=_HEADERS)
     with (

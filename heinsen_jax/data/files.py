@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and a progress bar that is plain lines without a terminal."""
+"""Atomic files, and a progress bar that prints plain lines without a terminal."""
 
 import hashlib
 import itertools
@@ -27,10 +27,10 @@ _SECONDS_BETWEEN_LINES = 5
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file that takes the place of `path` when the block ends without an error.
+    """Open a file that replaces `path` if the block ends without an error.
 
-    Every writer has its own partial file, so two processes that write the same content cannot
-    spoil each other's. A killed process may leave a `*.partial` file; it is safe to delete.
+    Every writer has its own partial file, so that two processes that write the same content do not
+    interfere. A killed process may leave a `*.partial` file, which is safe to delete.
     """
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.partial")
     try:
@@ -44,32 +44,33 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a small file so that no reader ever sees half of it."""
+    """Write a small file atomically."""
     with replacing(path) as file:
         file.write(content)
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A block that writes files in `folder`: what the system refuses is a `UserError`."""
+    """Convert errors of the operating system, in a block that writes files to `folder`, to
+    `UserError`."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f"{error.filename or folder} cannot be written ({reason}): make room, or make it "
+            f"{error.filename or folder} cannot be written ({reason}): free space, or make it "
             "writable, and give the same command again"
         ) from error
 
 
 def free_name(path: Path) -> Path:
-    """A name that is not taken, by a number at its end if need be."""
+    """Return an unused name, with a number appended if necessary."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(name for name in itertools.chain([path], others) if not name.exists())
 
 
 def sha256_of(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's content."""
+    """Return the hexadecimal SHA-256 of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -78,7 +79,7 @@ def sha256_of(path: Path) -> str:
 def byte_progress(
     description: str, total: int, console: Console | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Shows how many of `total` bytes are done; yields the function that reports more of them."""
+    """Show the progress in bytes; yield the function that reports further bytes."""
     console = console or Console(stderr=True)
     if not console.is_terminal:
         yield _plain_progress(description, total, console)
@@ -96,7 +97,7 @@ def byte_progress(
 
 
 def _plain_progress(description: str, total: int, console: Console) -> Callable[[int], None]:
-    """A line now and then."""
+    """Print a line at intervals."""
     done, printed = 0, time.monotonic()
 
     def advance(count: int) -> None:

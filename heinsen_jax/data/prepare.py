@@ -129,7 +129,7 @@ def _sources_by_input(inputs: Sequence[str], downloads: Path) -> dict[str, list[
             raise UserError(f"input {name} is given twice: give it once")
         sources[name] = sources_of(name, downloads)
         if not sources[name]:
-            raise UserError(f"input {name} holds no text: give one that does")
+            raise UserError(f"input {name} contains no text: give one that does")
     return sources
 
 
@@ -163,7 +163,10 @@ def _split_rule(
         return SplitRule("published", None)
     if choice == "validation":
         if fraction is not None:
-            raise UserError("validation_fraction: leave it out, for split=validation takes all")
+            raise UserError(
+                "validation_fraction: unsupported with split=validation, which uses "
+                "all text; leave it out"
+            )
         return SplitRule("validation", None)
     kind = "tail" if choice == "tail" or (choice == "auto" and is_single_text) else "document"
     if fraction is None:
@@ -264,8 +267,8 @@ def _process_on_ray(units: Sequence[Unit], output: Path, advance: Callable[[int]
     for unit, _ in on_ray.calls(process_unit, calls, num_cpus=1):
         if read_record(unit, output) is None:
             raise UserError(
-                f"{output} is not one folder for all nodes: {unit.record_file} was written on "
-                "another machine; choose an output on a shared file system"
+                f"{output} is not shared by all nodes: {unit.record_file} was written on another "
+                "machine; choose an output on a shared file system"
             )
         advance(unit.size)
 
@@ -298,7 +301,7 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
     (output / _RECIPE_FILE).unlink(missing_ok=True)
     if len(empty) == 2:
         names = ", ".join(record.name for record in recipe.inputs)
-        raise UserError(f"{names}: there is no text at all in it; give a corpus that has some")
+        raise UserError(f"{names}: contains no text; give a corpus that does")
     names = " + ".join(record.name for record in recipe.inputs)
     change = "smaller" if empty == ["train"] else "larger"
     raise UserError(

@@ -1,7 +1,7 @@
 """Synthetic tasks that test what a mechanism can recall from its state.
 
-Examples are drawn without end; example i of a seed is always the same. Only the answers count in
-the loss and the accuracy: a model is never asked to predict a random token.
+The number of examples is unlimited; example i of a seed is always the same. Only answers count in
+the loss and the accuracy: models never have to predict random tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ PADDING = 0
 
 @config_dataclass
 class Task:
-    """Base class of the tasks, which also have a name `task`, a `vocab_size` and a
-    `sequence_length` in tokens."""
+    """Base class of tasks, which also have a name `task`, a `vocab_size` and a `sequence_length` in
+    tokens."""
 
     batch_size: pydantic.PositiveInt = 64
     """Global batch size, in sequences."""
@@ -31,16 +31,16 @@ class Task:
     """Further lengths at which to evaluate."""
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens `[n]`, at most sequence_length + 1, and which of them are answers."""
+        """Draw tokens `[n]`, at most sequence_length + 1, and the mask of answers among them."""
         raise NotImplementedError
 
     def at_length(self, length: int) -> "AnyTask":
-        """The same task at one of the `test_lengths`."""
+        """Return the same task at one of the `test_lengths`."""
         raise NotImplementedError
 
     @property
     def longest(self) -> int:
-        """Maximum sequence length, with those of tests."""
+        """Maximum sequence length, including test lengths."""
         task = cast("AnyTask", self)
         tested = [task, *(task.at_length(length) for length in self.test_lengths)]
         return max(task.sequence_length for task in tested)
@@ -52,11 +52,11 @@ class Recall(Task):
 
         k1 v1 k2 v2 ... 0 0 k2 [v2] 0 0 0 0 k1 [v1] ...
 
-    Keys are different from one another; keys and values have tokens of their own. Where a key is
-    asked for follows a power law: the n-th place has probability in proportion to n^(power - 1).
+    Keys are distinct; keys and values have disjoint tokens. The position of a query follows a power
+    law: the n-th position has probability proportional to n^(power - 1).
 
-    The settings are Zoology's, with 4, 8, 16 and 64 pairs at lengths 64, 128, 256 and 512. Other
-    than there, an answer stands in the text after its question, and no example comes twice.
+    Settings are those of Zoology, with 4, 8, 16 and 64 pairs at lengths 64, 128, 256 and 512. In
+    contrast to it, answers follow their queries in the sequence, and no example is repeated.
 
     References:
       Arora et al., 2023, Zoology, arXiv:2312.04927.
@@ -64,13 +64,13 @@ class Recall(Task):
 
     task: Literal["recall"] = "recall"
     vocab_size: Annotated[int, pydantic.Field(ge=6)] = 8192
-    """Padding, keys, and as many values."""
+    """Number of tokens: padding, keys, and as many values."""
     num_pairs: pydantic.PositiveInt = 8
-    """Keys with their values; a test at another length has as many."""
+    """Number of key/value pairs, also at test lengths."""
     sequence_length: pydantic.PositiveInt = 128
-    """Tokens that a model sees at once, an even number."""
+    """Sequence length in tokens, an even number."""
     power: pydantic.PositiveFloat = 0.01
-    """Of the law by which far questions are rarer."""
+    """Exponent of the power law of query positions; distant queries are rarer if small."""
 
     def __post_init__(self) -> None:
         for length in (self.sequence_length, *self.test_lengths):
@@ -102,13 +102,13 @@ class Recall(Task):
 
 @config_dataclass
 class Copying(Task):
-    """Copying: a string of letters, which the model repeats.
+    """Copying: repeat a string of letters.
 
         ( a b c = [a] [b] [c] [)]
 
     References:
       Jelassi et al., 2024, Repeat After Me, arXiv:2402.01032: 5 to 20 of 26 letters, tested at
-      longer ones.
+      longer strings.
     """
 
     task: Literal["copying"] = "copying"
@@ -147,7 +147,7 @@ class Copying(Task):
 
 @config_dataclass
 class SelectiveCopying(Task):
-    """Selective copying: letters among noise tokens, which the model repeats without the noise.
+    """Selective copying: repeat letters that are mixed with noise tokens.
 
         . a . . b c . = [a] [b] [c]
 
@@ -160,14 +160,14 @@ class SelectiveCopying(Task):
     """Number of distinct letters."""
     num_copied: pydantic.PositiveInt = 16
     """Number of letters to copy."""
-    text_length: pydantic.PositiveInt = 256
-    """Number of letters and noise tokens; test lengths are of these."""
+    input_length: pydantic.PositiveInt = 256
+    """Number of letters and noise tokens; test lengths refer to it."""
 
     def __post_init__(self) -> None:
-        if (least := min((self.text_length, *self.test_lengths))) < self.num_copied:
+        if (least := min((self.input_length, *self.test_lengths))) < self.num_copied:
             raise ValueError(
-                f"num_copied={self.num_copied} letters do not fit in a text of {least} tokens: "
-                "copy fewer, or make text_length and all test_lengths larger"
+                f"num_copied={self.num_copied} letters do not fit in {least} tokens: "
+                "copy fewer, or make input_length and all test_lengths larger"
             )
 
     @property
@@ -176,23 +176,23 @@ class SelectiveCopying(Task):
 
     @property
     def sequence_length(self) -> int:
-        return self.text_length + self.num_copied
+        return self.input_length + self.num_copied
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         again, noise = 1, 2
         letters = 3 + rng.integers(self.num_letters, size=self.num_copied)
-        text = np.full(self.text_length, noise)
-        text[np.sort(rng.choice(self.text_length, self.num_copied, replace=False))] = letters
+        text = np.full(self.input_length, noise)
+        text[np.sort(rng.choice(self.input_length, self.num_copied, replace=False))] = letters
         tokens = np.concatenate([text, [again], letters])
-        return tokens, np.arange(len(tokens)) > self.text_length
+        return tokens, np.arange(len(tokens)) > self.input_length
 
     def at_length(self, length: int) -> "SelectiveCopying":
-        return replace(self, test_lengths=(), text_length=length)
+        return replace(self, test_lengths=(), input_length=length)
 
 
 @config_dataclass
 class Induction(Task):
-    """What followed a special token when it came first:  a b * c a d ... b * [c]
+    """Induction: recall the token that followed a special token: a b * c a d ... b * [c]
 
     References:
       Fu et al., 2022, Hungry Hungry Hippos, arXiv:2212.14052, section 3.1; Gu, Dao, 2023, Mamba,
@@ -201,9 +201,9 @@ class Induction(Task):
 
     task: Literal["induction"] = "induction"
     num_letters: pydantic.PositiveInt = 16
-    """How many different ones there are besides the special one."""
+    """Number of distinct tokens besides the special one."""
     sequence_length: Annotated[int, pydantic.Field(ge=3)] = 256
-    """Tokens that a model sees at once; what a test length is of."""
+    """Sequence length in tokens; test lengths refer to it."""
 
     def __post_init__(self) -> None:
         if min((3, *self.test_lengths)) < 3:
@@ -227,11 +227,11 @@ class Induction(Task):
 
 @config_dataclass
 class Needle(Task):
-    """Needles in a haystack: a key and its words among random words, then the key again.
+    """Needle in a haystack: recall the words that followed a key among random words.
 
         ? ? k v1 v2 ? ? ? ... k [v1] [v2]
 
-    Keys are distinct and have tokens of their own. Needles are at random positions, and the
+    Keys are distinct and have tokens that no word has. Needles are at random positions, and the
     sequence ends with the key and the words of one of them.
     """
 
@@ -245,18 +245,18 @@ class Needle(Task):
     needle_length: pydantic.PositiveInt = 4
     """Number of words of a needle."""
     sequence_length: pydantic.PositiveInt = 256
-    """Tokens that a model sees at once; what a test length is of."""
+    """Sequence length in tokens; test lengths refer to it."""
 
     def __post_init__(self) -> None:
         if self.num_needles > self.num_keys:
             raise ValueError(
                 f"num_needles={self.num_needles} is more than num_keys={self.num_keys}: each "
-                "needle needs a key of its own"
+                "needle needs a distinct key"
             )
         least = (self.num_needles + 1) * (self.needle_length + 1)
         if (shortest := min((self.sequence_length, *self.test_lengths))) < least:
             raise ValueError(
-                f"length {shortest} has no room for {self.num_needles} needle(s) and a question: "
+                f"length {shortest} is too short for {self.num_needles} needle(s) and a query: "
                 f"it must be at least {least}"
             )
 
@@ -271,7 +271,7 @@ class Needle(Task):
         needles = np.concatenate([keys[:, None], words], 1)
         heap = self.sequence_length + 1 - size
         tokens = 1 + self.num_keys + rng.integers(self.num_words, size=heap + size)
-        free = heap - count * size  # words between needles, which lie in any of its gaps
+        free = heap - count * size  # words between needles, which are inserted in random gaps
         starts = np.sort(rng.choice(free + count, count, replace=False)) - np.arange(count)
         for number, start in enumerate(starts):
             first = start + number * size
@@ -290,11 +290,11 @@ AnyTask = (
     | Annotated[Induction, pydantic.Tag("induction")]
     | Annotated[Needle, pydantic.Tag("needle")]
 )
-"""By the name in their field `task`."""
+"""Tasks by the name in their field `task`."""
 
 
 class TaskDataset:
-    """A task as data."""
+    """Data set of a task."""
 
     tokenizer: None = None
     train_tokens: None = None
@@ -320,7 +320,7 @@ def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
 
 
 class _Examples(Sequence[Batch]):
-    """The first `validation_examples` of a stream."""
+    """Data set of the first `validation_examples` of a stream."""
 
     def __init__(self, task: AnyTask, stream: tuple[int, ...]) -> None:
         self._task, self._stream = task, stream

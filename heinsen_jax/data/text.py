@@ -85,8 +85,8 @@ class TokenDataset:
         self.tokenizer = load_tokenizer(folder)
         if fingerprint(self.tokenizer) != self.manifest.tokenizer_fingerprint:
             raise UserError(
-                f"{folder} holds another tokenizer than its tokens are from: "
-                "delete the folder, prepare it again"
+                f"{folder}: its tokenizer differs from that of its tokens; delete the folder and "
+                "prepare it again"
             )
 
     @property
@@ -195,7 +195,7 @@ class _ValidationRows(Sequence[Batch]):
         counts = [math.ceil((tokens - 1) / length) for tokens in source.lengths]
         self._windows = _Windows(counts, length)
         if not len(self._windows):
-            raise UserError("validation text: there is nothing to predict in it; give more text")
+            raise UserError("validation text: too short to predict a token; give more text")
 
     def __len__(self) -> int:
         return len(self._windows)
@@ -212,8 +212,8 @@ class _ValidationRows(Sequence[Batch]):
         shard, start = self._windows[index]
         found = self._source.read(shard, start, self._length + 1)
         missing = self._length + 1 - len(found)
-        there = np.arange(self._length) < len(found) - 1
-        return Batch(np.pad(found, (0, missing)), there)
+        valid = np.arange(self._length) < len(found) - 1
+        return Batch(np.pad(found, (0, missing)), valid)
 
 
 def _train_windows(source: TokenSource, length: int) -> _Windows:

@@ -1,11 +1,11 @@
-"""Tokenizers: `tiktoken.Encoding`s by name, from a file, or of bytes; and how data carries one.
+"""Tokenizers: `tiktoken.Encoding`s by name, from a file, or of bytes; saving and loading them.
 
     get_tokenizer("bytes")                     every UTF-8 byte is a token: no file, no download
     get_tokenizer("gpt2")                      an encoding that tiktoken publishes
     get_tokenizer("folder/mine.tiktoken")      a local file of ranks
 
-A prepared data set and a run folder hold their tokenizer (`save_tokenizer`, `load_tokenizer`), so
-that neither needs the network, nor the name, again.
+Prepared data sets and run folders contain their tokenizer (`save_tokenizer`, `load_tokenizer`), so
+that it is never downloaded again.
 """
 
 import base64
@@ -34,7 +34,7 @@ _BYTE_PATTERN = "(?s:.)"
 
 
 def get_tokenizer(name: str) -> tiktoken.Encoding:
-    """The tokenizer called `name`.
+    """Return the tokenizer called `name`.
 
     Args:
       name: `"bytes"`, the name of an encoding that tiktoken publishes (it downloads that once),
@@ -55,12 +55,12 @@ def get_tokenizer(name: str) -> tiktoken.Encoding:
 
 
 def tokenizer_name(name: str) -> str:
-    """The name that `get_tokenizer(name)` gives its result."""
+    """Return the name that `get_tokenizer(name)` gives its result."""
     return Path(name).stem if name.endswith(_SUFFIX) else name
 
 
 def end_of_text_id(encoding: tiktoken.Encoding) -> int:
-    """The id of `<|endoftext|>`."""
+    """Return the id of `<|endoftext|>`."""
     try:
         return encoding._special_tokens[END_OF_TEXT]
     except KeyError:
@@ -70,7 +70,7 @@ def end_of_text_id(encoding: tiktoken.Encoding) -> int:
 
 
 def encoder(encoding: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
-    """A function from text to token ids, equal to `encode_ordinary` and as fast as may be."""
+    """Return a function from text to token ids, equal to `encode_ordinary` but faster."""
     if (encoding._pat_str, encoding._mergeable_ranks) == (_BYTE_PATTERN, _BYTE_RANKS):
         return lambda text: np.frombuffer(text.encode("utf-8"), np.uint8)
 
@@ -78,7 +78,9 @@ def encoder(encoding: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
         try:
             return np.array(encoding.encode_ordinary(text), np.uint32)
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # tiktoken's panics are no Exceptions
+            if (
+                type(error).__name__ != "PanicException"
+            ):  # tiktoken's panics do not derive from Exception
                 raise
             raise UserError(
                 f"tokenizer {encoding.name} cannot encode a document of {len(text)} characters "
@@ -89,7 +91,8 @@ def encoder(encoding: tiktoken.Encoding) -> Callable[[str], np.ndarray]:
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """SHA-256 over what decides the ids of a text: pattern, ranks, special tokens; not the name."""
+    """Return the SHA-256 of pattern, ranks and special tokens, which determine token ids; not of
+    the name."""
     digest = hashlib.sha256(json.dumps(encoding._pat_str).encode())
     digest.update(_rank_lines(encoding._mergeable_ranks))
     digest.update(json.dumps(encoding._special_tokens, sort_keys=True).encode())
@@ -97,7 +100,7 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 
 
 def save_tokenizer(encoding: tiktoken.Encoding, folder: str | Path) -> None:
-    """Writes `tokenizer.tiktoken` and `tokenizer.json` into `folder`."""
+    """Write `tokenizer.tiktoken` and `tokenizer.json` to `folder`."""
     definition = {
         "name": encoding.name,
         "pattern": encoding._pat_str,
@@ -111,7 +114,7 @@ def save_tokenizer(encoding: tiktoken.Encoding, folder: str | Path) -> None:
 
 
 def load_tokenizer(folder: str | Path) -> tiktoken.Encoding:
-    """Reads what `save_tokenizer` wrote, and checks that it is unchanged."""
+    """Read the files of `save_tokenizer`, and check that they are unchanged."""
     path = Path(folder) / _DEFINITION_FILE
     ranks, _ = _read_ranks(Path(folder) / _RANKS_FILE)
     try:
@@ -133,7 +136,7 @@ def load_tokenizer(folder: str | Path) -> tiktoken.Encoding:
 
 
 def saved_name(folder: str | Path) -> str | None:
-    """The name of the tokenizer that `folder` holds; `None` where it holds none."""
+    """Return the name of the tokenizer in `folder`; `None` if it has none."""
     return load_tokenizer(folder).name if (Path(folder) / _DEFINITION_FILE).exists() else None
 
 
@@ -176,11 +179,11 @@ def _from_file(path: Path) -> tiktoken.Encoding:
 
 
 def _published_definition(name: str, ranks: dict[bytes, int], digest: str) -> dict | None:
-    """What tiktoken knows of a published encoding, without its download.
+    """Return the arguments of a published encoding, without downloading it.
 
     Its constructors hold the pattern and the special tokens but first fetch the ranks. They run
-    here on copies whose loaders return `ranks` instead, so nothing global changes. `None` when
-    the file with this `digest` is not the one that the constructor would have fetched.
+    here on copies whose loaders return `ranks` instead, so that nothing global changes. Return
+    `None` if the constructor would fetch a file with another `digest`.
     """
     expected: list[str] = []
 
@@ -197,9 +200,9 @@ def _published_definition(name: str, ranks: dict[bytes, int], digest: str) -> di
 
 
 def _read_ranks(path: Path) -> tuple[dict[bytes, int], str]:
-    """The ranks in a `.tiktoken` file, and the SHA-256 of its content.
+    """Return the ranks in a `.tiktoken` file, and the SHA-256 of its content.
 
-    (`tiktoken.load.load_tiktoken_bpe` keeps a cache by path and so may serve an older content.)
+    (`tiktoken.load.load_tiktoken_bpe` caches by path and may return older content.)
     """
     try:
         content = path.read_bytes()
@@ -215,7 +218,7 @@ def _read_ranks(path: Path) -> tuple[dict[bytes, int], str]:
                 f"{path}:{number} is damaged: expected a token in base64 and its rank"
             ) from None
     if len(set(ranks.values())) != len(content.splitlines()):
-        raise UserError(f"{path} is damaged: a token or a rank stands in it twice")
+        raise UserError(f"{path} is damaged: a token or a rank is listed twice")
     if missing := _BYTE_RANKS.keys() - ranks.keys():
         raise UserError(f"{path} is damaged: {len(missing)} of the 256 single bytes are missing")
     return ranks, hashlib.sha256(content).hexdigest()

@@ -31,7 +31,9 @@ def main() -> None:
             raise UserError(f"--max-new-tokens {max_new_tokens} must be at least 1")
         model, tokenizer, _ = load_run(workdir, best=not latest)
         if tokenizer is None:
-            raise UserError(f"{workdir} holds a run that learned a task: there is no text to write")
+            raise UserError(
+                f"{workdir}: the model is trained on a synthetic task; choose a run trained on text"
+            )
         tokens = tokenizer.encode_ordinary(prompt)
         if not tokens:
             raise UserError("--prompt is empty: give at least one character")

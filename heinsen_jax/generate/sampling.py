@@ -54,7 +54,9 @@ class Sampler:
           UserError: an argument is out of its range; the message names it.
         """
         if not model.config.is_causal:
-            raise UserError("the model is not causal: it fills in masked tokens, and cannot write")
+            raise UserError(
+                "the model is not causal: it predicts masked tokens and cannot generate"
+            )
         vocab_size = model.config.vocab_size
         num_tokens = vocab_size if num_tokens is None else num_tokens
         if not 1 <= num_tokens <= vocab_size:

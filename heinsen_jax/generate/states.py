@@ -79,8 +79,8 @@ def check_one(model: LanguageModel, state: LanguageModelState) -> None:
     """Raise UserError if a state is of a batch of sequences."""
     if _batch_axes(model, state):
         raise UserError(
-            "the state is of a batch of texts: give that of one, as model(tokens[T], "
-            "return_state=True) returns it"
+            "state: has a batch axis; pass the state of one sequence, as returned by "
+            "model(tokens[T], return_state=True)"
         )
 
 
@@ -205,8 +205,8 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
     arrays, metadata = load_hashed(path, "give the file of a state, or read the text again")
     if metadata.get("model") != fingerprint(model):
         raise UserError(
-            f"{path} is of another model, or of other weights of it: a state is of use to the "
-            "model that made it alone; read the text again"
+            f"{path}: saved by another model or with other weights; only the same model can use a "
+            "state, so process the text again"
         )
     try:
         shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
@@ -227,9 +227,11 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
             batches.add(_batch(shape, x.shape, grows, axis))
             leaves.append(_leaf(arrays.get(name), shape, dtype, x.dtype))
         if len(batches - {()}) > 1:
-            raise ValueError(f"texts {sorted(batches)} in one state")
+            raise ValueError(f"batch sizes {sorted(batches)} in one state")
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} is no state ({error!r}): read the text again") from None
+        raise UserError(
+            f"{path} is not a valid state ({error!r}): process the text again"
+        ) from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

@@ -69,9 +69,9 @@ def complete(
     if sampler.key.shape:
         raise UserError("key must be one jax.random.key: samples fold their number into it")
     if isinstance(prompts, str) or isinstance(stop, str):
-        raise UserError("prompts and stop are lists of strings: put a single one into brackets")
+        raise UserError("prompts and stop must be lists of strings: wrap a single string in a list")
     if "" in stop:
-        raise UserError("stop has an empty string, which would end every text at once")
+        raise UserError("stop contains an empty string, which would stop every sample immediately")
     if num_samples < 1 or max_new_tokens < 0:
         raise UserError(
             f"num_samples={num_samples} must be at least 1, and max_new_tokens={max_new_tokens} at "

@@ -114,8 +114,8 @@ def generate(
         raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
     if max_new_tokens == 0 and return_state:
         raise UserError(
-            "max_new_tokens=0 with return_state=True would read nothing: the state of a prompt is "
-            "that of model(tokens, return_state=True)"
+            "max_new_tokens=0 with return_state=True: no token is processed; for the state of a "
+            "prompt use model(tokens, return_state=True)"
         )
     if sampler.key.shape not in ((), tokens.shape[:-1]):
         raise UserError(
@@ -150,9 +150,9 @@ def check_capacity(model: LanguageModel, state: LanguageModelState, new: int, fe
     """Raise UserError if the model has positions for fewer tokens than it will be fed."""
     if fed > (left := model.remaining(state)):
         raise UserError(
-            f"max_new_tokens={new}: the model has positions for {left} more tokens "
-            f"(model.max_length={model.config.max_length}), and {fed} would be fed to it: ask for "
-            "fewer, or give a shorter text"
+            f"max_new_tokens={new}: processes {fed} more tokens, but the model has {left} "
+            f"positions left (model.max_length={model.config.max_length}); request fewer, or give "
+            "a shorter prompt"
         )
 
 
@@ -188,9 +188,7 @@ def _stream(
             state = model.ensure_capacity(state, room)
         room -= needed
         if (left := left - needed) < 0:
-            raise UserError(
-                "the text is as long as the model has positions for, model.max_length: it ends here"
-            )
+            raise UserError("the sequence has reached model.max_length: generation ends here")
         token, state = _next_token(graph, parameters, fed, state, sampler, position)
         yield int(token)
         fed = token[None]

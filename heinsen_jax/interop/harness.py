@@ -1,10 +1,10 @@
-"""Trained models in EleutherAI's lm-evaluation-harness, as its model `heinsen_jax`.
+"""Adapter of trained models to EleutherAI's lm-evaluation-harness, named `heinsen_jax`.
 
 python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--include-path FOLDER]
 python -m heinsen_jax.interop.harness --model heinsen_jax --model_args workdir=DIR --tasks NAME ...
 
-The second is the harness's own command line, which has no other way to learn of models; in Python,
-importing this module is enough for `lm_eval.simple_evaluate(model="heinsen_jax", ...)`. Needs
+The second is the harness's own command line, with this model registered; in Python, importing this
+module registers it for `lm_eval.simple_evaluate(model="heinsen_jax", ...)`. Needs
 `pip install 'heinsen_jax[harness]'`.
 """
 
@@ -40,26 +40,26 @@ try:
 except ImportError as missing:
     raise without_extra(missing, "harness", __name__) from missing
 
-PIECE = 512  # tokens of a document that are read at once
+PIECE = 512  # tokens of a document per forward pass
 GIVEN, WANTED = slice(None, -1), slice(1, None)
-SMALLEST = 16  # tokens of padded texts: few shapes are compiled
+SMALLEST = 16  # padded lengths are multiples of it, so that few shapes are compiled
 
 
 T = TypeVar("T")
 Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
-"""The texts, and the tokens, of a context and its continuation."""
+"""Text and tokens of a context and its continuation."""
 
 
 @runtime_checkable
 class Asked(Protocol):
-    """A request, `lm_eval.api.instance.Instance`, whose arguments depend on its kind."""
+    """Request (`lm_eval.api.instance.Instance`), whose arguments depend on its kind."""
 
     @property
     def args(self) -> tuple: ...
 
 
 class Options(TypedDict, total=False):
-    """Keywords of `complete`."""
+    """Keyword arguments of `complete`."""
 
     stop: Required[list[str]]
     max_new_tokens: Required[int]
@@ -69,19 +69,19 @@ class Options(TypedDict, total=False):
 
 
 class Harnessed(TemplateLM):
-    """A run's model, or one in the form of the hub, as the harness asks for it.
+    """Language model of a run or of a hub folder, with the interface of the harness.
 
-    Contexts are read once for all continuations that are compared after them, and only their
-    states are kept. Documents are read as one stream, however long; learned positions have an end,
-    and then so does what a token sees.
+    A context is processed once for all continuations that are compared after it, and only its state
+    is kept. Documents are processed as one stream of any length; with trained position embeddings,
+    tokens attend to at most `max_length` tokens.
 
     Args:
-      workdir: the folder of a run, or of a saved model; `pretrained` is another name for it.
-      batch_size: rows at once.
-      max_gen_toks: most tokens of a text, where a task does not say.
-      latest: the latest checkpoint in place of the best.
-      share: whether contexts are read once; if not, every continuation is read together with its
-        context, in one pass, to compare with.
+      workdir: folder of a run or of a saved model; `pretrained` is an alias.
+      batch_size: sequences per batch.
+      max_gen_toks: maximum number of generated tokens, unless the task sets it.
+      latest: whether to load the latest checkpoint instead of the best one.
+      share: whether contexts are processed once; otherwise each continuation is processed together
+        with its context, for comparison.
     """
 
     def __init__(
@@ -97,21 +97,29 @@ class Harnessed(TemplateLM):
         super().__init__()
         self.folder = workdir or pretrained
         if self.folder is None:
-            raise UserError("model_args needs workdir=FOLDER, of a run or of a saved model")
+            raise UserError(
+                "model_args: workdir is missing; give workdir=FOLDER of a run or of a saved model"
+            )
         given = {name for name, x in unknown.items() if x is not None}
         if strange := given - {"max_batch_size", "device"}:
             raise UserError(
-                f"model_args {min(strange)}={unknown[min(strange)]!r} is not known: there are "
-                "workdir, batch_size, max_gen_toks, latest and share"
+                f"model_args {min(strange)}={unknown[min(strange)]!r}: unknown argument; choose "
+                "from "
+                "workdir, batch_size, max_gen_toks, latest, share"
             )
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise UserError(f"batch_size={batch_size} must be an integer, at least 1")
+            raise UserError(f"batch_size={batch_size}: must be an integer >= 1")
         self.batch_size, self.max_gen_toks, self.share = int(batch_size), int(max_gen_toks), share
         self.model, encoding, self.step = load_run(self.folder, best=not latest)
         if encoding is None:
-            raise UserError(f"{self.folder} holds a run that learned a task: it knows no text")
+            raise UserError(
+                f"{self.folder}: the model is trained on a synthetic task; choose one "
+                "trained on text"
+            )
         if not self.model.config.is_causal:
-            raise UserError(f"{self.folder} holds a model that is not causal: it predicts no text")
+            raise UserError(
+                f"{self.folder}: the model is not causal; choose a causal language model"
+            )
         self.encoding = encoding
         self.graph, self.parameters = nnx.split(self.model)
 
@@ -124,7 +132,7 @@ class Harnessed(TemplateLM):
         return self.encoding.name
 
     def get_model_info(self) -> dict[str, int]:
-        """What the harness writes beside its results."""
+        """Return the metadata that the harness writes with its results."""
         sizes = jax.tree.map(lambda x: x.size, self.parameters)
         return {"model_num_parameters": sum(jax.tree.leaves(sizes)), "model_step": self.step}
 
@@ -137,7 +145,7 @@ class Harnessed(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **unused: JSON
     ) -> list[tuple[float, bool]]:
-        """(log p, whether greedy decoding would say it) of continuations after contexts."""
+        """Return (log p, whether greedy decoding yields it) of continuations after contexts."""
         del unused
         self._check_lengths([context + continuation for _, context, continuation in requests])
         cut = [self._cut(context, continuation) for _, context, continuation in requests]
@@ -167,8 +175,8 @@ class Harnessed(TemplateLM):
     def _cut(
         self, context: list[int], continuation: list[int]
     ) -> tuple[tuple[int, ...], list[int]]:
-        """What is read once for all who share it, and what each reads by itself. Nothing is shared
-        where padding could outrun the model's positions."""
+        """Split requests into shared prefixes and the remaining tokens. Nothing is shared if
+        padding could exceed the model's positions."""
         if not self.share or self.model.config.max_length is not None:
             return (), context + continuation
         return tuple(context[:-1]), context[-1:] + continuation
@@ -176,7 +184,7 @@ class Harnessed(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Asked], disable_tqdm: bool = False
     ) -> list[float]:
-        """log p of documents, each after end of text."""
+        """Return log p of documents, each after the end-of-text token."""
         del disable_tqdm
         texts = [self.tok_encode(request.args[0]) for request in requests]
         most = self.model.config.max_length
@@ -203,7 +211,8 @@ class Harnessed(TemplateLM):
         return found.tolist()
 
     def _windowed(self, texts: list[list[int]], most: int) -> list[float]:
-        """Each token after as many before it as there are positions for, at least half of them."""
+        """Split tokens into windows of at most `max_length`, with at least half of it as
+        context."""
         windows, of = [], []
         for number, text in enumerate(texts):
             for window in get_rolling_token_windows(text, self.eot_token_id, most, most // 2 + 1):
@@ -215,7 +224,7 @@ class Harnessed(TemplateLM):
         return found.tolist()
 
     def generate_until(self, requests: Sequence[Asked], disable_tqdm: bool = False) -> list[str]:
-        """Texts after contexts, greedy unless a task says do_sample."""
+        """Generate text after contexts, greedily unless a task sets do_sample."""
         del disable_tqdm
         found = [""] * len(requests)
         turns: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -235,8 +244,8 @@ class Harnessed(TemplateLM):
         return found
 
     def _options(self, given: Mapping[str, Any], turn: int) -> Options:
-        """Of `complete`, from what a task says; when the same is asked for several times, as often
-        something else is drawn."""
+        """Return the keyword arguments of `complete` for a task's settings; repeated requests draw
+        different samples."""
         given = dict(given)
         until = given.pop("until", None) or []
         stop = [until] if isinstance(until, str) else [*until]
@@ -246,8 +255,9 @@ class Harnessed(TemplateLM):
         key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), turn)
         if given:
             raise UserError(
-                f"generation_kwargs.{min(given)}={given[min(given)]!r} is not known: there are "
-                "until, max_gen_toks, do_sample, temperature, top_k and seed"
+                f"generation_kwargs.{min(given)}={given[min(given)]!r}: unknown argument; choose "
+                "from "
+                "until, max_gen_toks, do_sample, temperature, top_k, seed"
             )
         options: Options = {"stop": stop, "max_new_tokens": most}
         if not is_random or temperature == 0:
@@ -256,7 +266,7 @@ class Harnessed(TemplateLM):
         return {**options, "key": key, "temperature": temperature, "top_k": top_k}
 
     def _after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
-        """The states after contexts, of which some may be empty, with room for more tokens."""
+        """Return the states after contexts, which may be empty, with capacity for more tokens."""
         tokens = _padded(contexts, self.batch_size)
         lengths = _padded_row([len(context) for context in contexts], self.batch_size)
         room = tokens.shape[1] + _rounded(more)
@@ -270,8 +280,8 @@ class Harnessed(TemplateLM):
         state: LanguageModelState,
         length: int = SMALLEST,
     ) -> tuple[np.ndarray, np.ndarray, LanguageModelState]:
-        """log p `[B, T]` of tokens `wanted`, after those given and the states before, and whether
-        each is the likeliest; and the states after."""
+        """Return log p `[B, T]` of the tokens `wanted` after the given tokens and states, whether
+        each has maximum probability, and the states after them."""
         most = self.model.config.max_length
         tokens, targets = (_padded(x, self.batch_size, length)[:, :most] for x in (given, wanted))
         are_apart = rows_are_independent(self.model, state)
@@ -283,8 +293,8 @@ class Harnessed(TemplateLM):
         longest, most = max(map(len, texts), default=0), self.model.config.max_length
         if most is not None and longest - 1 > most:
             raise UserError(
-                f"a context and its continuation have {longest} tokens, and {self.folder} has "
-                f"positions for model.max_length={most}: choose fewer examples, --num_fewshot"
+                f"{self.folder}: a context with its continuation has {longest} tokens, more than "
+                f"model.max_length={most}; reduce --num_fewshot"
             )
 
 
@@ -322,24 +332,24 @@ def _predict(
         log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
         return log_p, jnp.argmax(logits[..., :num_tokens], -1) == targets
 
-    by_position = jnp.moveaxis(features, 1, 0), targets.T  # the logits of a position at a time
+    by_position = jnp.moveaxis(features, 1, 0), targets.T  # logits of one position at a time
     log_p, is_likeliest = jax.lax.map(one, by_position, batch_size=SMALLEST)
     return log_p.T, is_likeliest.T, state
 
 
 def _by(number: int, items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Up to `number` items at a time."""
+    """Iterate over batches of up to `number` items."""
     return (items[start : start + number] for start in range(0, len(items), number))
 
 
 def _rounded(length: int) -> int:
-    """To one of eight lengths between two powers of two."""
+    """Round up to one of eight lengths between two powers of two."""
     step = max(SMALLEST, 1 << max(length - 1, 0).bit_length() >> 3)
     return max(step, -(-length // step) * step)
 
 
 def _padded(rows: list[list[int]], number: int, length: int = SMALLEST) -> Array:
-    """`[number, T]`, of T that few sizes have, with zeros after each row and after all."""
+    """Pad to `[number, T]` with zeros, where T takes few values."""
     tokens = np.zeros((number, max(length, _rounded(max(map(len, rows), default=0)))), np.int32)
     for row, given in zip(tokens, rows, strict=False):
         row[: len(given)] = given
@@ -358,25 +368,27 @@ def run_tasks(
     limit: int | None = None,
     num_fewshot: int | None = None,
 ) -> EvalResults:
-    """What the harness finds out.
+    """Evaluate a model on tasks of the harness.
 
     Args:
       model: arguments of `Harnessed`.
-      tasks: their names.
-      include_path: a folder of further ones, as YAML files.
-      limit: examples of each task; all when None.
-      num_fewshot: examples before each question; as each task says when None.
+      tasks: names of tasks.
+      include_path: folder with further tasks, as YAML files.
+      limit: number of examples per task; all when None.
+      num_fewshot: number of examples before each question; set by the task when None.
 
     Raises:
-      UserError: a task is not known, or its data are not to be had.
+      UserError: a task is unknown, or its data are not available.
     """
     if include_path is not None and not include_path.is_dir():
-        raise UserError(f"--include-path {include_path} is no folder: give that of the tasks' YAML")
+        raise UserError(
+            f"--include-path {include_path}: not a folder; give the folder of the tasks' YAML files"
+        )
     manager = TaskManager(include_path=None if include_path is None else str(include_path))
     if unknown := {*tasks} - {*manager.match_tasks(tasks)}:
         raise UserError(
-            f"--tasks {min(unknown)} is not known: `lm_eval ls tasks` lists the harness's, and "
-            "--include-path FOLDER adds those of its YAML files"
+            f"--tasks {min(unknown)}: unknown task; choose one from `lm_eval ls tasks`, or add "
+            "the folder of its YAML file by --include-path"
         )
     adapter = Harnessed(**model)
     try:
@@ -389,15 +401,15 @@ def run_tasks(
         )
     except (ConnectionError, FileNotFoundError) as error:
         raise UserError(
-            f"--tasks {' '.join(tasks)}: the data of one of them are not to be had, from the "
-            f"Hugging Face Hub or a file that its YAML names ({' '.join(str(error).split())})"
+            f"--tasks {' '.join(tasks)}: the data of a task are not available from the "
+            f"Hugging Face Hub or a file ({' '.join(str(error).split())}); check its YAML"
         ) from error
     assert results is not None  # None only on processes other than the first
     return results
 
 
 def table(results: EvalResults) -> str:
-    """For people to read."""
+    """Format results as text."""
     return make_table(results)
 
 

@@ -101,9 +101,9 @@ def from_pretrained(
         folder = snapshot_download(str(name), revision=revision, allow_patterns=FETCHED)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
-            f"{name} is no folder here, and could not be fetched as a repository of the hub "
-            f"({type(error).__name__}): give a folder, or owner/name; for a private one, log in "
-            "with `hf auth login`"
+            f"{name} is not a local folder, and could not be downloaded as a repository of the "
+            f"hub ({type(error).__name__}): give a folder, or owner/name; for a private one, log "
+            "in with `hf auth login`"
         ) from error
     return load_run(folder)[:2]
 
@@ -140,8 +140,8 @@ def push(
         except Exception as error:  # of its HTTP client, too, which changes from version to version
             reason = next(iter(str(error).splitlines()), "no reason given")
             raise UserError(
-                f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}): is there a "
-                "network? Log in with `hf auth login`, as someone who may write there"
+                f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}): check the "
+                "network, and log in with `hf auth login` as a user with write access"
             ) from error
     return str(address)
 

@@ -167,8 +167,8 @@ def _check_published(config: LanguageModelConfig) -> None:
             value = tuple(pair for pair in value if not pair[0].endswith(".implementation"))
         if field.name not in _FREE and value != theirs:
             raise ValueError(
-                f"model.{field.name}={value!r} is not the published PyTorch model's, which has "
-                f"{theirs!r}: its weights have no names there"
+                f"model.{field.name}={value!r}: the published PyTorch model has {theirs!r}, and "
+                "its format has no names for these weights"
             )
 
 

@@ -301,7 +301,7 @@ def _is_unrolled(repeats: int, length: int) -> bool:
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:
     """Refuse ids outside the vocabulary, for which an embedding lookup returns NaN."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"tokens must be integers, are {tokens.dtype}")
+        raise ValueError(f"tokens must be integers, got {tokens.dtype}")
     if isinstance(tokens, Tracer) or tokens.size == 0:
         return
     with jax.ensure_compile_time_eval():  # the tokens may be a constant of a compiled function

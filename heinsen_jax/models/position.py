@@ -106,8 +106,8 @@ class LearnedPositions(nnx.Module):
         known = length if isinstance(after, Tracer) else int(after)
         if known > (most := self.embedding.shape[0]):
             raise ValueError(
-                f"a text of {known} tokens is longer than max_length={most}, for which the model "
-                "has positions: give a shorter one, or train a model with a larger max_length"
+                f"sequence length {known} exceeds max_length={most}, the number of positions of "
+                "the model: give a shorter sequence, or train a model with a larger max_length"
             )
         embedding = self.embedding[...]
         positions = embedding.at[state + jnp.arange(length)].get(mode="fill", fill_value=jnp.nan)

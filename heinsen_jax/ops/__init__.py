@@ -1,7 +1,7 @@
-"""The mechanisms as pure functions of arrays: no Flax, no config, no globals.
+"""Attention mechanisms as pure functions of arrays, without Flax, configurations or globals.
 
-Shape letters are those of `heinsen_jax.typing`. Examples take these functions, `jax`, `jax.numpy`
-as `jnp` and `numpy` as `np` as imported.
+Shape letters are those of `heinsen_jax.typing`. Examples assume that these functions, `jax`,
+`jax.numpy` as `jnp` and `numpy` as `np` are imported.
 """
 
 from heinsen_jax.ops.additive import AdditiveState, additive_pooling, additive_weights

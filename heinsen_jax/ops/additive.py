@@ -1,4 +1,4 @@
-r"""Additive attention: every token reads a weighted average of the tokens up to it."""
+r"""Additive attention: weighted averages of the tokens up to each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.arguments import check_array, check_tokens, document_starts, is_there
+from heinsen_jax.ops.arguments import check_array, check_tokens, segment_starts, valid_tokens
 from heinsen_jax.ops.layout import astype_like
 from heinsen_jax.ops.numerics import log_sum_exp, share
 from heinsen_jax.ops.pooling import WeightedTokens, average, merged, pool
@@ -20,11 +20,11 @@ from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dat
 
 @pytree_dataclass
 class AdditiveState:
-    """What additive pooling keeps of the tokens it has seen, as S tokens.
+    """State of additive pooling, in the form of S tokens.
 
-    Without a window it is one (S = 1) that stands for all: their average, and the log of their
-    total weight. With a window of w it is the last w - 1 themselves (S = w - 1). Places not yet
-    taken have the logit log 0 = -inf.
+    Without a window it is a single token (S = 1): the average of all tokens, and the log of their
+    total weight. With a window of w it is the last w - 1 tokens (S = w - 1). Unused entries have
+    the logit log 0 = -inf.
 
     Attributes:
       x: `[*B, S, num_heads, depth]`.
@@ -43,14 +43,14 @@ class AdditiveState:
         local_window_size: int | None = None,
         dtype: Any = jnp.float32,
     ) -> AdditiveState:
-        """The state of no tokens, in float32 at least."""
+        """Return the state of no tokens, in at least float32."""
         slots = 1 if local_window_size is None else local_window_size - 1
         shape = (*batch_shape, slots, num_heads)
         dtype = jnp.promote_types(dtype, jnp.float32)
         return cls(jnp.zeros((*shape, depth), dtype), jnp.full(shape, -jnp.inf, dtype))
 
     def merge(self, other: AdditiveState) -> AdditiveState:
-        """The state of both states' tokens, of averages without a window; `empty` is neutral."""
+        """Merge two states without a window; `empty` is the neutral element."""
         return AdditiveState(
             *merged(WeightedTokens(self.x, self.logits), WeightedTokens(other.x, other.logits))
         )
@@ -109,36 +109,36 @@ def additive_pooling(
     initial_state: AdditiveState | None = None,
     return_state: bool = False,
 ) -> Mixed | tuple[Mixed, AdditiveState]:
-    r"""Averages of tokens under weights of their own: a step of additive attention.
+    r"""Weighted averages of tokens, the building block of additive attention.
 
         g_t = sum_s exp(logits_s) x_s / sum_s exp(logits_s),    s in window(t)
 
-    window(t) are the last w tokens, t itself included; all up to t without `local_window_size`; all
-    there are if not causal, so that every token has the same average. Logits are taken as they
-    come: the published layer has logits_s = w . x_s / sqrt(depth), which is up to the caller. Time
-    and memory are linear in T, whatever the window. Finite for every finite input; float32 (or
-    float64) inside, also for half-precision inputs. Has reverse-mode derivatives only.
+    window(t) is the last w tokens, t itself included; all tokens up to t without
+    `local_window_size`; all tokens if not causal, so that every token has the same average. The
+    caller computes the logits: the published layer uses logits_s = w . x_s / sqrt(depth). Time and
+    memory are linear in T for any window. Finite for every finite input; computed in at least
+    float32, also for half-precision inputs. Supports reverse-mode derivatives only.
 
     Args:
       x: `[*B, T, num_heads, depth]`.
-      logits: `[*B, T, num_heads]`. A token of logit -inf is unseen.
-      is_causal: whether a token sees only itself and earlier ones.
+      logits: `[*B, T, num_heads]`. A token with logit -inf is masked.
+      is_causal: whether tokens attend only to themselves and earlier tokens.
       local_window_size: w; 1 gives g = x. Causal only.
-      segment_ids: `[*B, T]`, integers: tokens see only those of their own segment, a run of
-        equal numbers. The state given belongs to the first segment, the one returned to the last.
-      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or
-        `[*B, 2]`, the first one and the one past the last. What lies at padding, NaN included,
-        changes nothing; on the left it takes up places in a window.
-      initial_state: what was seen before these tokens; nothing when None.
-      return_state: whether to return also the state after all tokens.
+      segment_ids: `[*B, T]`, integers: tokens attend only within their own segment, a run of equal
+        ids. `initial_state` belongs to the first segment, the returned state to the last.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
+        `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
+        have no effect; on the left it counts towards windows.
+      initial_state: state after the preceding tokens; the empty state when None.
+      return_state: whether to also return the state after all tokens.
 
     Returns:
-      g `[*B, T, num_heads, depth]`, or a pair of it and an `AdditiveState`. A token that sees
-      nothing has 0, and gradients of 0.
+      g `[*B, T, num_heads, depth]`, or a pair of it and an `AdditiveState`. Rows without visible
+      tokens are 0, with zero gradients.
 
     Raises:
       ValueError: shapes, dtypes or the state do not fit; the message says which.
-      NotImplementedError: a window that is not causal.
+      NotImplementedError: local_window_size is given with is_causal=False.
 
     Examples:
       >>> x = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)  # three tokens, one head
@@ -157,13 +157,13 @@ def additive_pooling(
     if state is None:
         state = AdditiveState.empty(batch, heads, depth, local_window_size, dtype)
     before = _folded(WeightedTokens(state.x, state.logits), len(batch), dtype)
-    there = segments = None
+    valid = segments = None
     if key_value_seq_lengths is not None:
-        there = is_there(key_value_seq_lengths, tuple(batch), length)
-        x = jnp.where(there[..., None, None], x, 0)
-        logits = jnp.where(there[..., None], logits, -jnp.inf)
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
+        x = jnp.where(valid[..., None, None], x, 0)
+        logits = jnp.where(valid[..., None], logits, -jnp.inf)
     if segment_ids is not None:
-        runs = _runs(segment_ids, there).reshape(math.prod(batch), length)
+        runs = _runs(segment_ids, valid).reshape(math.prod(batch), length)
         segments = jnp.repeat(runs, heads, 0)
     tokens = _folded(WeightedTokens(x, logits), len(batch), dtype)
 
@@ -174,7 +174,7 @@ def additive_pooling(
         if local_window_size is None:
             after = jax.tree.map(lambda x: x[:, -1:], pooled)
         elif return_state:
-            end = None if there is None else jnp.repeat(_end(there).reshape(-1), heads)
+            end = None if valid is None else jnp.repeat(_end(valid).reshape(-1), heads)
             after = _last_tokens(before, tokens, segments, end)
     y = _unfolded(pooled, batch, heads).x.astype(jnp.result_type(x, logits))
     if not return_state:
@@ -185,7 +185,7 @@ def additive_pooling(
 def additive_summary(
     x: Mixed, logits: Float[Array, "*B T N"], *, key_value_seq_lengths: Lengths | None = None
 ) -> AdditiveState:
-    """The state of these tokens, without a window: arguments as in `additive_pooling`."""
+    """Return the state of these tokens, without a window. Args: as `additive_pooling`."""
     options = {"key_value_seq_lengths": key_value_seq_lengths, "return_state": True}
     return additive_pooling(x, logits, is_causal=False, **options)[1]
 
@@ -198,17 +198,17 @@ def additive_weights(
     segment_ids: Integer[Array, "*B T"] | None = None,
     key_value_seq_lengths: Lengths | None = None,
 ) -> Float[Array, "*B T T N"]:
-    """How much each token is part of each average: g_t = sum_s weights_ts x_s.
+    """Weights of tokens in each average: g_t = sum_s weights_ts x_s.
 
-    By the definition, to look at: time and memory are quadratic in T.
+    Computed by definition, for inspection: time and memory are quadratic in T.
 
     Args:
       logits: `[*B, T, num_heads]`.
       is_causal, local_window_size, segment_ids, key_value_seq_lengths: as in `additive_pooling`.
 
     Returns:
-      `[*B, T, T, num_heads]`, averages before tokens: sums over the tokens are 1, or 0 where a
-      token sees nothing.
+      `[*B, T, T, num_heads]`, weights[t, s] of token s in average t: they sum to 1 over s, or to 0
+      without visible tokens.
 
     Raises:
       ValueError, NotImplementedError: as `additive_pooling`.
@@ -225,12 +225,12 @@ def additive_weights(
     if local_window_size is not None:
         visible &= age < local_window_size
     visible = jnp.broadcast_to(visible, (*batch, length, length))
-    there = None
+    valid = None
     if key_value_seq_lengths is not None:
-        there = is_there(key_value_seq_lengths, tuple(batch), length)
-        visible &= there[..., None, :]
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
+        visible &= valid[..., None, :]
     if segment_ids is not None:
-        runs = _runs(segment_ids, there)
+        runs = _runs(segment_ids, valid)
         visible &= runs[..., :, None] == runs[..., None, :]
     scores = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     scores = jnp.where(visible[..., None], scores[..., None, :, :], -jnp.inf)
@@ -240,23 +240,23 @@ def additive_weights(
 
 def _check(logits, is_causal, window, segment_ids, lengths) -> None:
     if logits.ndim < 2:
-        raise ValueError(f"logits must be [..., tokens, heads], has shape {logits.shape}")
+        raise ValueError(f"logits must be [..., tokens, heads], got shape {logits.shape}")
     if not jnp.issubdtype(logits.dtype, jnp.floating):
-        raise ValueError(f"logits must be floating point, is {logits.dtype}")
+        raise ValueError(f"logits must be floating point, got {logits.dtype}")
     check_tokens(logits.shape[:-1], segment_ids=segment_ids, key_value_seq_lengths=lengths)
     if window is None:
         return
     if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"local_window_size must be an integer >= 1, is {window!r}")
+        raise ValueError(f"local_window_size must be an integer >= 1, got {window!r}")
     if not is_causal:
         raise NotImplementedError(
-            "local_window_size with is_causal=False: a window reaches back from a token"
+            "local_window_size: unsupported with is_causal=False; windows end at the token"
         )
 
 
 def _check_vectors(x, logits, state, window) -> None:
     if x.ndim < 3:
-        raise ValueError(f"x must be [..., tokens, heads, depth], has shape {x.shape}")
+        raise ValueError(f"x must be [..., tokens, heads, depth], got shape {x.shape}")
     check_array("x", x, ((*logits.shape, x.shape[-1]),), jnp.floating)
     if state is None:
         return
@@ -285,21 +285,22 @@ def _unfolded(tokens: WeightedTokens, batch: Sequence[int], heads: int) -> Weigh
     return jax.tree.map(unfold, tokens)
 
 
-def _runs(segment_ids: Array, there: Array | None) -> Array:
-    """Runs of equal numbers, counted from 0. Padding belongs to the run beside it."""
-    return jnp.cumsum(document_starts(segment_ids, there), -1, jnp.int32)
+def _runs(segment_ids: Array, valid: Array | None) -> Array:
+    """Number the runs of equal ids from 0. Padding belongs to the adjacent run."""
+    return jnp.cumsum(segment_starts(segment_ids, valid), -1, jnp.int32)
 
 
-def _end(there: Array) -> Array:
-    """The place past the last token that is no padding; 0 if all is."""
-    places = 1 + jnp.arange(there.shape[-1]).reshape((1,) * (there.ndim - 1) + (-1,))
-    return jnp.max(jnp.where(there, places, 0), -1)
+def _end(valid: Array) -> Array:
+    """Return the position past the last valid token; 0 if all is padding."""
+    positions = 1 + jnp.arange(valid.shape[-1]).reshape((1,) * (valid.ndim - 1) + (-1,))
+    return jnp.max(jnp.where(valid, positions, 0), -1)
 
 
 def _last_tokens(
     before: WeightedTokens, tokens: WeightedTokens, segments: Any, end: Array | None
 ) -> WeightedTokens:
-    """The state of a window after the tokens, of which those past `end` `[X]` are padding."""
+    """Return the state of a window after the tokens, of which those past `end` `[X]` are
+    padding."""
     slots = before.x.shape[1]
     if segments is not None:
         last = segments[:, -1:]
@@ -331,8 +332,8 @@ def _pooled(
     window: int | None,
     is_causal: bool,
 ) -> WeightedTokens:
-    """The average at each token: of the tokens with the `early` ones of the state, which some do
-    not see, merged with that of the state's others, which all see."""
+    """Return the average at each token: over the tokens and the `early` ones of the state, which
+    are not visible to all, merged with the average of the other tokens of the state, which are."""
     length = tokens.x.shape[1]
     reach = length if window is None else min(window, length)
     early = 0 if window is None or before is None else reach - 1
@@ -356,7 +357,7 @@ def _pooled(
 
 
 def _at_ends(tokens: WeightedTokens, segments: Array) -> WeightedTokens:
-    """Those at the last token of each one's segment."""
+    """Return the values at the last token of each token's segment."""
     length = segments.shape[1]
     index = jnp.broadcast_to(jnp.arange(length)[None, :-1], (len(segments), length - 1))
     ends = jnp.where(segments[:, 1:] != segments[:, :-1], index, length - 1)

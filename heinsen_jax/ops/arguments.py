@@ -1,4 +1,4 @@
-"""What the arguments of all attention ops have in common: checks, and padding."""
+"""Argument checks and padding shared by all attention ops."""
 
 import math
 from typing import Any
@@ -12,14 +12,14 @@ from heinsen_jax.typing import Array
 def check_heads(
     query: Array, key: Array | jax.ShapeDtypeStruct, value: Array, value_name: str = "value"
 ) -> None:
-    """Raises ValueError unless query `[*B, T, N, K]`, key `[*B, S, G, K]` and value
-    `[*B, S, G, V]` fit, N being a multiple of G."""
+    """Raise ValueError unless query `[*B, T, N, K]`, key `[*B, S, G, K]` and value `[*B, S, G, V]`
+    have matching shapes, with N a multiple of G."""
     shapes = f"query {query.shape}, key {key.shape}, {value_name} {value.shape}"
     for name, x in {"query": query, "key": key, value_name: value}.items():
         if x.ndim < 3:
-            raise ValueError(f"{name} must be [..., tokens, heads, depth], has shape {x.shape}")
+            raise ValueError(f"{name} must be [..., tokens, heads, depth], got shape {x.shape}")
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating point, is {x.dtype}")
+            raise ValueError(f"{name} must be floating point, got {x.dtype}")
     if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
         raise ValueError(f"batch axes (all but the last three) must be equal: {shapes}")
     if key.shape[:-1] != value.shape[:-1]:
@@ -39,15 +39,15 @@ def check_same_length(
     what: str = "causal attention",
     fix: str = "for others pass is_causal=False",
 ) -> None:
-    """Raises ValueError unless there are as many queries as keys, as `what` needs."""
+    """Raise ValueError unless there are as many queries as keys, as `what` requires."""
     if query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            f"{what} needs as many queries as keys; {fix}: query {query.shape}, key {key.shape}"
+            f"{what} needs as many queries as keys, got query {query.shape}, key {key.shape}; {fix}"
         )
 
 
 def check_segments(segment_ids: Array | None, query: Array, key: Array) -> None:
-    """Raises ValueError where segments are given, of keys, and there are not as many queries."""
+    """Raise ValueError if segment ids of keys are given and the number of queries differs."""
     if segment_ids is not None:
         fix = "those of the queries are not given: call it for each segment"
         check_same_length(query, key, "segment_ids", fix)
@@ -56,7 +56,7 @@ def check_segments(segment_ids: Array | None, query: Array, key: Array) -> None:
 def check_tokens(
     tokens: tuple[int, ...], *, segment_ids: Array | None, key_value_seq_lengths: Array | None
 ) -> None:
-    """Raises ValueError unless segment_ids is `[*B, S]` and key_value_seq_lengths `[*B]` or
+    """Raise ValueError unless segment_ids is `[*B, S]` and key_value_seq_lengths `[*B]` or
     `[*B, 2]`, both of integers, where `tokens` is `(*B, S)`."""
     check_array("segment_ids", segment_ids, (tokens,), jnp.integer)
     lengths = tokens[:-1], (*tokens[:-1], 2)
@@ -64,19 +64,19 @@ def check_tokens(
 
 
 def check_array(name: str, x: Array | None, shapes: tuple, kind: Any) -> None:
-    """Raises ValueError unless `x` is None, or has one of the shapes and a dtype of the kind."""
+    """Raise ValueError unless `x` is None, or has one of the shapes and a dtype of this kind."""
     if x is None:
         return
     if x.shape not in shapes:
         expected = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must have shape {expected}, has {x.shape}")
+        raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
     if not jnp.issubdtype(x.dtype, kind):
-        raise ValueError(f"{name} must be of a kind of {kind.__name__}, is {x.dtype}")
+        raise ValueError(f"{name} must have a dtype of kind {kind.__name__}, got {x.dtype}")
 
 
-def is_there(key_value_seq_lengths: Array, batch: tuple[int, ...], length: int) -> Array:
-    """Which tokens are no padding, `[*B, S]`, given how many there are, `[*B]`, or the first one
-    and the one past the last, `[*B, 2]`."""
+def valid_tokens(key_value_seq_lengths: Array, batch: tuple[int, ...], length: int) -> Array:
+    """Return the mask of valid tokens `[*B, S]`, given their number `[*B]`, or the first one and
+    the one past the last `[*B, 2]`."""
     bounds = jnp.asarray(key_value_seq_lengths)
     bounds = bounds[..., None] if bounds.ndim == len(batch) else bounds
     index = jnp.arange(length).reshape((1,) * len(batch) + (length,))
@@ -87,31 +87,31 @@ def is_there(key_value_seq_lengths: Array, batch: tuple[int, ...], length: int) 
 def without_padding(
     query: Array, key: Array, value: Array, key_value_seq_lengths: Array | None
 ) -> tuple[Array, Array, Array]:
-    """With zeros at padding, since NaN times a weight or cotangent of 0 would be NaN.
+    """Replace padding by zeros, since NaN times a weight or cotangent of 0 would be NaN.
 
-    Of queries `[*B, T, N, K]`, too, where there are as many as keys `[*B, S, G, K]`.
+    Queries `[*B, T, N, K]` are padded like keys `[*B, S, G, K]` if their number is equal.
     """
     if key_value_seq_lengths is None:
         return query, key, value
-    there = is_there(key_value_seq_lengths, key.shape[:-3], key.shape[-3])[..., None, None]
+    valid = valid_tokens(key_value_seq_lengths, key.shape[:-3], key.shape[-3])[..., None, None]
     if query.shape[-3] == key.shape[-3]:
-        query = jnp.where(there | jnp.isfinite(query), query, 0)
-    return query, jnp.where(there, key, 0), jnp.where(there, value, 0)
+        query = jnp.where(valid | jnp.isfinite(query), query, 0)
+    return query, jnp.where(valid, key, 0), jnp.where(valid, value, 0)
 
 
-def document_starts(segment_ids: Array, there: Array | None) -> Array:
-    """Which tokens begin a document, a run of equal numbers, after the first: bool `[*B, S]`.
+def segment_starts(segment_ids: Array, valid: Array | None) -> Array:
+    """Return the mask `[*B, S]` of tokens that begin a segment, a run of equal ids, but the first.
 
-    Padding, where `there` `[*B, S]` is False, belongs to the document beside it.
+    Padding, where `valid` `[*B, S]` is False, belongs to the adjacent segment.
     """
     starts = segment_ids[..., 1:] != segment_ids[..., :-1]
-    if there is not None:
-        starts = starts & there[..., 1:] & there[..., :-1]
+    if valid is not None:
+        starts = starts & valid[..., 1:] & valid[..., :-1]
     padding = [(0, 0)] * (starts.ndim - 1) + [(1, 0)]
     return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]
 
 
 def check_bias(denominator_bias: float) -> None:
-    """Raises ValueError unless the bias is a finite number >= 0."""
+    """Raise ValueError unless the bias is a finite number >= 0."""
     if not 0 <= denominator_bias < math.inf:
-        raise ValueError(f"denominator_bias must be at least 0 and finite, is {denominator_bias}")
+        raise ValueError(f"denominator_bias must be at least 0 and finite, got {denominator_bias}")

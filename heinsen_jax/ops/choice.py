@@ -1,4 +1,4 @@
-"""A choice between ways to compute the same, one cheaper and one serving more inputs."""
+"""Choice between implementations of one computation, ordered from cheapest to most general."""
 
 from typing import Any
 
@@ -10,14 +10,15 @@ from heinsen_jax.typing import Array
 
 @custom_vmap
 def first_safe(excess: Array) -> Array:
-    """Index for `lax.switch`: of the first way whose excess is not above 0, `len(excess)` if none.
+    """Return the index for `lax.switch` of the first implementation that can handle the inputs.
 
-    Ways are ordered, each serving all that those before it do. Under `jax.vmap` one choice is made
-    for all that is mapped over: a switch on a batch of choices would run every branch.
+    Implementations are ordered: each handles all inputs that the preceding ones do. The first one
+      with excess <= 0 is chosen, the last one if none. Under `jax.vmap` one choice is made for the
+      whole batch, because a switch on a batched index would run every branch.
 
     Args:
-      excess: `[ways - 1]`, how far inputs exceed what each way but the last can serve. Without
-        gradient. NaN is not safe.
+      excess: `[implementations - 1]`, the amount by which the inputs exceed the range of each
+        implementation but the last. Not differentiated. NaN counts as out of range.
     """
     return jnp.sum(~(excess <= 0), dtype=jnp.int32)
 

@@ -1,19 +1,18 @@
-"""Conditional computation (CoLT5): a light branch for every token, a heavy one for a chosen few.
+"""Conditional computation (CoLT5): a light branch for all tokens, a heavy one for routed tokens.
 
-A router scores tokens, `soft_top_k` turns scores into weights, `route` picks the tokens, and the
-two conditional layers run their heavy branch on these alone:
+A router scores tokens, `soft_top_k` converts scores to weights, `route` selects tokens, and the two
+conditional layers apply their heavy branch to these only:
 
     weights = soft_top_k(x @ router, 9 / 8 * num_routed)
     y = conditional_feed_forward(x, light, heavy, route(weights, num_routed))
 
-Scores compete over the whole sequence: whether a token is chosen depends on later tokens, so none
-of this is causal, and there is no state to stream.
+Tokens compete over the whole sequence: routing depends on later tokens, so these layers are not
+causal and cannot be streamed.
 
 References:
   Ainslie et al., 2023, CoLT5: Faster Long-Range Transformers with Conditional Computation,
-    arXiv:2303.09752.
-  Lei et al., 2023, Conditional Adapters, arXiv:2304.04947 (epsilon falls from iteration to
-    iteration).
+    arXiv:2303.09752. Lei et al., 2023, Conditional Adapters, arXiv:2304.04947 (epsilon decreases
+    from iteration to iteration).
 """
 
 import math
@@ -42,26 +41,26 @@ def soft_top_k(
     epsilon_decay: float = 0.7,
     mask: Bool[Array, "*B T"] | None = None,
 ) -> Float[Array, "*B T"]:
-    r"""Weights in [0, 1] that sum to k, large where scores are: a differentiable choice of k.
+    r"""Differentiable top-k: weights in [0, 1] that sum to k, largest for the largest scores.
 
-    The lambda that maximises `sum_i lambda_i s_i + epsilon entropy(lambda)` under these two
-    constraints, by coordinate descent on their multipliers a and b (CoLT5). From b = -s, in turn
+    The lambda that maximizes `sum_i lambda_i s_i + epsilon entropy(lambda)` under these two
+    constraints, by coordinate descent on their multipliers a and b (CoLT5). From b = -s, alternate
 
         a = epsilon (log k - LSE_i((s_i + b_i) / epsilon)),    b_i = -relu(s_i + a)
 
-    and at the end lambda_i = exp((s_i + a + b_i) / epsilon). Few iterations at a small epsilon do
-    not converge: the sum is then not k. With `epsilon_init`, epsilon is
-    `max(epsilon, epsilon_init * epsilon_decay**i)` in iteration i = 0, 1, ..., which takes fewer:
+    then lambda_i = exp((s_i + a + b_i) / epsilon). Too few iterations at a small epsilon do not
+    converge: the sum then differs from k. With `epsilon_init`, epsilon is
+    `max(epsilon, epsilon_init * epsilon_decay**i)` in iteration i = 0, 1, ..., which needs fewer:
     `num_iterations=20, epsilon=0.03, epsilon_init=4.0` is common.
 
     Args:
       scores: s `[*B, T]`.
-      k: what the weights sum to; need not be whole. CoLT5 takes 9/8 of the tokens to be routed.
-      num_iterations: updates of a and b. Gradients flow through all of them.
-      epsilon: how soft the choice is.
-      epsilon_init: the first epsilon, if larger.
-      epsilon_decay: the factor from one epsilon to the next, in (0, 1].
-      mask: `[*B, T]`, True for tokens; the rest is padding, of weight and gradient 0.
+      k: sum of the weights; need not be an integer. CoLT5 uses 9/8 of the number of routed tokens.
+      num_iterations: number of updates of a and b. Gradients flow through all of them.
+      epsilon: smoothness of the selection.
+      epsilon_init: initial epsilon, if larger.
+      epsilon_decay: factor of epsilon per iteration, in (0, 1].
+      mask: `[*B, T]`, True for valid tokens; padding has zero weights and gradients.
 
     Returns:
       lambda `[*B, T]`.
@@ -75,55 +74,55 @@ def soft_top_k(
     """
     if scores.ndim < 1 or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise ValueError(
-            f"scores must be [..., tokens] and floating point, are {scores.shape} {scores.dtype}"
+            f"scores must be [..., tokens] and floating point, got {scores.shape} {scores.dtype}"
         )
     check_array("mask", mask, (scores.shape,), jnp.bool_)
     if isinstance(k, int | float) and not k > 0:
-        raise ValueError(f"k must be positive, is {k}")
+        raise ValueError(f"k must be positive, got {k}")
     epsilons = _epsilons(num_iterations, epsilon, epsilon_init, epsilon_decay)
 
     dtype = jnp.promote_types(scores.dtype, jnp.float32)
-    there = jnp.ones(scores.shape, bool) if mask is None else mask
-    s = jnp.where(there, scores, 0).astype(dtype)
+    valid = jnp.ones(scores.shape, bool) if mask is None else mask
+    s = jnp.where(valid, scores, 0).astype(dtype)
     log_k = jnp.log(jnp.asarray(k, dtype))
 
     def multiplier(s_and_b: Array, epsilon) -> Array:
-        exponents = jnp.where(there, s_and_b, -jnp.inf)
+        exponents = jnp.where(valid, s_and_b, -jnp.inf)
         largest = jnp.max(exponents, -1, keepdims=True, initial=-jnp.inf)
         largest = lax.stop_gradient(where_empty(largest, 0.0))
         total = jnp.sum(jnp.exp((exponents - largest) / epsilon), -1, keepdims=True)
         return epsilon * (log_k - jnp.log(jnp.where(total == 0, 1, total))) - largest
 
-    @partial(jax.checkpoint, prevent_cse=False)  # keeps a number an iteration, not T of them
+    @partial(jax.checkpoint, prevent_cse=False)  # saves one number per iteration, not T
     def iteration(a: Array, epsilon: Array) -> tuple[Array, None]:
         return multiplier(jnp.where(s + a > 0, -a, s), epsilon), None  # s + b
 
     a = varying_like(multiplier(jnp.zeros_like(s), epsilons[0]), s)
     a, _ = lax.scan(iteration, a, jnp.asarray(epsilons[1:-1], dtype))
     weights = jnp.exp(jnp.where(s + a > 0, 0.0, s + a) / epsilons[-1])
-    return jnp.where(there, weights, 0).astype(scores.dtype)
+    return jnp.where(valid, weights, 0).astype(scores.dtype)
 
 
 def _epsilons(count: int, least: float, first: float | None, decay: float) -> list[float]:
-    """Of every iteration, and of the weights after them."""
+    """Return epsilon for each iteration, and for the final weights."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_iterations must be an integer >= 1, is {count!r}")
+        raise ValueError(f"num_iterations must be an integer >= 1, got {count!r}")
     if not least > 0:
-        raise ValueError(f"epsilon must be positive, is {least}")
+        raise ValueError(f"epsilon must be positive, got {least}")
     if not 0 < decay <= 1:
-        raise ValueError(f"epsilon_decay must be in (0, 1], is {decay}")
+        raise ValueError(f"epsilon_decay must be in (0, 1], got {decay}")
     first = least if first is None else first
     return [max(least, first * decay**i) for i in range(count + 1)]
 
 
 class Routing(NamedTuple):
-    """Which tokens take the heavy branch. R is how many.
+    """R tokens that are routed to the heavy branch.
 
     Attributes:
-      indices: `[*B, R]`, by falling weight.
+      indices: `[*B, R]`, by decreasing weight.
       weights: `[*B, R]`, 0 where the mask is False.
-      mask: `[*B, R]`, False where a sequence had fewer than R tokens to choose from; the index
-        there is the first one again.
+      mask: `[*B, R]`, False where a sequence has fewer than R valid tokens; the index there repeats
+        the first one.
     """
 
     indices: Integer[Array, "*B R"]
@@ -134,16 +133,16 @@ class Routing(NamedTuple):
 def route(
     weights: Float[Array, "*B T"], num_routed: int, *, mask: Bool[Array, "*B T"] | None = None
 ) -> Routing:
-    """The tokens of largest weight: `num_routed` of them, all where there are fewer.
+    """Select the `num_routed` tokens of largest weight, or all if there are fewer.
 
-    Soft weights saturate at 1, so ties are common: of equal weights the earliest tokens are taken.
-    Gradients flow into the weights of those taken. For a straight-through estimator, replace the
-    weights w of the result by `w + stop_gradient(1 - w)`.
+    Soft weights saturate at 1, so ties are common: among equal weights the earliest tokens are
+    selected. Gradients flow to the weights of selected tokens. For a straight-through estimator,
+    replace the weights w of the result by `w + stop_gradient(1 - w)`.
 
     Args:
-      weights: `[*B, T]`, as of `soft_top_k`.
-      num_routed: how many to take, at least 1.
-      mask: `[*B, T]`, True for tokens; the rest is padding, and never taken.
+      weights: `[*B, T]`, for example from `soft_top_k`.
+      num_routed: number of tokens to select, at least 1.
+      mask: `[*B, T]`, True for valid tokens; padding is never selected.
 
     Raises:
       ValueError: a shape, a dtype or a number does not fit; the message says which.
@@ -154,15 +153,15 @@ def route(
     """
     if weights.ndim < 1 or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(
-            f"weights must be [..., tokens] and floating point, are {weights.shape} {weights.dtype}"
+            f"weights must be [..., tokens] and floating point, got {weights.shape} {weights.dtype}"
         )
     check_array("mask", mask, (weights.shape,), jnp.bool_)
     if isinstance(num_routed, bool) or not isinstance(num_routed, int) or num_routed < 1:
-        raise ValueError(f"num_routed must be an integer >= 1, is {num_routed!r}")
-    there = jnp.ones(weights.shape, bool) if mask is None else mask
-    order = lax.stop_gradient(jnp.where(there, weights, -jnp.inf))
+        raise ValueError(f"num_routed must be an integer >= 1, got {num_routed!r}")
+    valid = jnp.ones(weights.shape, bool) if mask is None else mask
+    order = lax.stop_gradient(jnp.where(valid, weights, -jnp.inf))
     _, indices = lax.top_k(order, min(num_routed, weights.shape[-1]))
-    taken = jnp.take_along_axis(there, indices, -1)
+    taken = jnp.take_along_axis(valid, indices, -1)
     weights = jnp.where(taken, jnp.take_along_axis(weights, indices, -1), 0)
     return Routing(jnp.where(taken, indices, indices[..., :1]), weights, taken)
 
@@ -181,17 +180,17 @@ def conditional_feed_forward(
 
     Args:
       x: `[*B, T, D]`.
-      light: `[*B, T, D]` to the same shape; sees all tokens.
-      heavy: `[*B, R, D]` to the same shape; sees routed tokens only.
+      light: maps `[*B, T, D]` to the same shape; applied to all tokens.
+      heavy: maps `[*B, R, D]` to the same shape; applied to routed tokens only.
       routing: from `route`.
-      residual: `[*B, T, D]`: what the branches are added to; x when None. For branches of a
-        normalised x.
+      residual: `[*B, T, D]`, to which the branches are added; x when None. Pass it if x is
+        normalized for the branches.
 
     Returns:
       Y `[*B, T, D]`.
 
     Raises:
-      ValueError: a shape does not fit, or that of what a branch returns; the message says which.
+      ValueError: an argument or a branch's output has a wrong shape; the message says which.
 
     Examples:
       >>> x = jnp.array([1.0, 2.0, 3.0]).reshape(3, 1)
@@ -212,29 +211,29 @@ def conditional_attention(
     *,
     residual: Features | None = None,
 ) -> Features:
-    r"""Local attention, and full attention among routed tokens (CoLT5).
+    r"""Local attention for all tokens, full attention among routed tokens (CoLT5).
 
         Y_i = X_i + A_light(X)_i + lambda^q_i A_heavy(X_i, {lambda^kv_j X_j})
 
-    for j over the tokens routed as keys and values, by a router of their own. Queries that are not
+    for j over the tokens routed as keys and values by a separate router. Queries that are not
     routed have lambda^q = 0.
 
     Args:
-      x: `[*B, T, D]`. Normalise it before, with `residual`: a norm inside `heavy` would undo
-        lambda^kv.
-      light: `[*B, T, D]` to the same shape: attention to nearby tokens.
-      heavy: of `(queries, sources, mask)` to the shape of the queries: attention from queries
-        `[*B, R, D]` to sources `[*B, S, D]`, which are already times lambda^kv, where the mask
-        `[*B, S]` is True. Tokens come by falling weight, not by position.
+      x: `[*B, T, D]`. Normalize it before the call and pass `residual`: a norm inside `heavy` would
+        cancel lambda^kv.
+      light: maps `[*B, T, D]` to the same shape: attention to nearby tokens.
+      heavy: maps `(queries, sources, mask)` to the shape of the queries: attention from queries
+        `[*B, R, D]` to sources `[*B, S, D]`, already multiplied by lambda^kv, where the mask
+        `[*B, S]` is True. Tokens are ordered by decreasing weight, not by position.
       query_routing: from `route`; R tokens.
       key_value_routing: from `route`; S tokens.
-      residual: `[*B, T, D]`: what the branches are added to; x when None.
+      residual: `[*B, T, D]`, to which the branches are added; x when None.
 
     Returns:
       Y `[*B, T, D]`.
 
     Raises:
-      ValueError: a shape does not fit, or that of what a branch returns; the message says which.
+      ValueError: an argument or a branch's output has a wrong shape; the message says which.
 
     Examples:
       >>> def heavy(queries, sources, mask):
@@ -253,14 +252,14 @@ def conditional_attention(
 def _check(x: Array, residual: Array | None, **routings: Routing) -> None:
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"x must be [..., tokens, features] and floating point, is {x.shape} {x.dtype}"
+            f"x must be [..., tokens, features] and floating point, got {x.shape} {x.dtype}"
         )
     check_array("residual", residual, (x.shape,), jnp.floating)
     for name, routing in routings.items():
         check_array(f"{name}.indices", routing.indices, (routing.weights.shape,), jnp.integer)
         if routing.indices.shape[:-1] != x.shape[:-2]:
             raise ValueError(
-                f"{name} must have the batch axes of x {x.shape}, has {routing.indices.shape}"
+                f"{name} must have the batch axes of x {x.shape}, got {routing.indices.shape}"
             )
 
 
@@ -269,7 +268,7 @@ def _routed(x: Array, routing: Routing) -> Array:
 
 
 def _sum(x: Array, residual: Array | None, light: Array, heavy: Array, routing: Routing) -> Array:
-    """residual + light, plus heavy `[*B, R, D]` times its weights at the routed tokens."""
+    """Return residual + light, plus heavy `[*B, R, D]` times its weights at the routed tokens."""
     residual = x if residual is None else residual
     *batch, length, width = x.shape
     count = routing.indices.shape[-1]

@@ -1,7 +1,8 @@
-"""Texts split over devices, each of which holds consecutive tokens: they exchange states alone.
+"""Context parallelism: a sequence is split over devices, which exchange only states.
 
-A device makes the state of its own tokens; one all-gather tells each the states of all, of a size
-that does not grow with the text; it merges those before its own, and continues from there.
+Each device holds consecutive tokens and computes their state. One all-gather distributes the
+states, of a size independent of the sequence length. A device merges the states of the preceding
+devices and continues from there.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from heinsen_jax.ops.arguments import document_starts
+from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.typing import Array
 
@@ -21,10 +22,10 @@ Tree = TypeVar("Tree")
 
 @runtime_checkable
 class Mergeable(Protocol):
-    """A state of which those of consecutive texts make that of both together."""
+    """State that can be merged with the state of the tokens that follow."""
 
     def merge(self, other: Any, /) -> Any:
-        """The state of this one's tokens and then the other's."""
+        """Return the state of these tokens followed by those of `other`."""
         ...
 
 
@@ -39,35 +40,35 @@ def over_context(
     initial_state: Mergeable | None = None,
     return_state: bool = False,
 ) -> tuple[Array, Any]:
-    """A mechanism over a text whose tokens are split, in order, over the devices of a mesh axis.
+    """Run a mechanism on a sequence that is split over the devices of a mesh axis.
 
-    To be called inside `jax.shard_map`. Output, state and gradients are those of the whole text.
-    What devices exchange is one all-gather of states, and in backward one reduce-scatter (with
-    `return_state` an all-reduce).
+    Call it inside `jax.shard_map`. Output, state and gradients equal those of the whole sequence.
+    The forward pass needs one all-gather of states, the backward pass one reduce-scatter (an
+    all-reduce with `return_state`).
 
     Args:
-      op: called with the arrays, and is_causal, initial_state and, if there are any, segment_ids as
-        keywords; returns the output and the state after these tokens.
-      arrays: this device's tokens.
-      summary: called with the arrays and, if there are segments, key_value_seq_lengths `[*B, 2]`;
-        returns the state of those tokens alone.
+      op: called with the arrays, and the keywords is_causal, initial_state and, if given,
+        segment_ids; returns the output and the state after these tokens.
+      arrays: inputs at this device's tokens.
+      summary: called with the arrays and, with segments, key_value_seq_lengths `[*B, 2]`; returns
+        the state of those tokens alone.
       empty: the state of no tokens.
-      axis_name: of the mesh.
-      is_causal: whether a token sees only itself and earlier ones. If not, states must merge in
-        any order.
-      segment_ids: `[*B, T / devices]`, this device's, integers: tokens see only those of their
-        own segment, a run of equal numbers. Causal only.
-      initial_state: what was seen before the whole text, the same on all devices; nothing when
+      axis_name: name of the mesh axis.
+      is_causal: whether tokens attend only to themselves and earlier tokens. If not, states must
+        merge in any order.
+      segment_ids: `[*B, T / devices]`, ids of this device's tokens, integers: tokens attend only
+        within their own segment, a run of equal ids. Causal only.
+      initial_state: state before the whole sequence, the same on all devices; the empty state when
         None.
-      return_state: whether to return the state after the whole text, the same on all devices; None
-        otherwise.
+      return_state: whether to return the state after the whole sequence, the same on all devices;
+        None is returned otherwise.
 
     Raises:
-      NotImplementedError: segments that are not causal.
+      NotImplementedError: segments are given without is_causal.
     """
     if segment_ids is not None and not is_causal:
         raise NotImplementedError(
-            "segment_ids with is_causal=False, where texts are split over devices: use a mesh "
+            "segment_ids: unsupported with is_causal=False on a split sequence; use a mesh "
             "without a context axis, or call it for each segment"
         )
     edges, last, options = None, {}, {}
@@ -83,66 +84,69 @@ def over_context(
     joins = (None, None) if edges is None else _joins(edges)
     index = lax.axis_index(axis_name)
 
-    def merge_next(carry: tuple[Any, Any], device: Any) -> tuple[Any, None]:
-        """The state after a device's tokens, and what this device sees of those of others."""
-        (after, seen), (place, state, (continues, is_whole)) = carry, device
+    def merge_next(carry: tuple[Any, Any], entry: Any) -> tuple[Any, None]:
+        """Return the state after a device's tokens, and the part of other devices' states that is
+        visible here."""
+        (after, visible), (device, state, (continues, is_whole)) = carry, entry
         before = _where(continues, after, empty)
         if is_causal:
-            seen = _where(place == index, before, seen)
+            visible = _where(device == index, before, visible)
         else:
-            seen = _where(place == index, seen, seen.merge(state))
-        return (_where(is_whole, before, empty).merge(state), seen), None
+            visible = _where(device == index, visible, visible.merge(state))
+        return (_where(is_whole, before, empty).merge(state), visible), None
 
     first = empty if initial_state is None else initial_state
     first, empty = varying_like((first, empty), states)
-    seen = varying_like(empty if is_causal else first, own)
+    visible = varying_like(empty if is_causal else first, own)
     devices = jnp.arange(lax.axis_size(axis_name)), states, joins
-    (after, seen), _ = lax.scan(merge_next, (first, seen), devices)
-    y, _ = op(*arrays, is_causal=is_causal, initial_state=seen, **options)
+    (after, visible), _ = lax.scan(merge_next, (first, visible), devices)
+    y, _ = op(*arrays, is_causal=is_causal, initial_state=visible, **options)
     return y, after if return_state else None
 
 
 def summary_of(op: Callable[..., Any]) -> Callable[..., Any]:
-    """What makes the state of keys and values alone, for an op of query, key and value."""
+    """Return a function that computes the state from keys and values, for an op of query, key and
+    value."""
 
-    def summary(query: Array, *seen: Array, **options: Any) -> Any:
-        one = query[..., :1, :, :]  # its result is not used
-        return op(one, *seen, is_causal=False, return_state=True, **options)[1]
+    def summary(query: Array, *visible: Array, **options: Any) -> Any:
+        one = query[..., :1, :, :]  # the output is not used
+        return op(one, *visible, is_causal=False, return_state=True, **options)[1]
 
     return summary
 
 
 def _last_begin(segment_ids: Array) -> Array:
-    """Where the last token's segment begins, or 0 if it may have begun on an earlier device."""
-    starts = document_starts(segment_ids, None)
-    places = jnp.arange(segment_ids.shape[-1]).reshape((1,) * (starts.ndim - 1) + (-1,))
-    return jnp.max(jnp.where(starts, places, 0), -1).astype(segment_ids.dtype)
+    """Return the position where the last token's segment begins, or 0 if it may begin on an earlier
+    device."""
+    starts = segment_starts(segment_ids, None)
+    positions = jnp.arange(segment_ids.shape[-1]).reshape((1,) * (starts.ndim - 1) + (-1,))
+    return jnp.max(jnp.where(starts, positions, 0), -1).astype(segment_ids.dtype)
 
 
 def _joins(edges: Array) -> tuple[Array, Array]:
-    """For each device `[devices, *B]`, given `[devices, 3, pieces, *B]`: whether its first token
-    continues the segment of the device before, and whether all its tokens are of one segment."""
+    """Return for each device `[devices, *B]`, given `[devices, 3, parts, *B]`: whether its first
+    token continues the preceding device's segment, and whether its tokens form a single segment."""
     first, last, begin = (edges[:, edge] for edge in range(3))
     before = jnp.concatenate([first[:1], last[:-1]])
     return jnp.all(first == before, 1), jnp.all(begin == 0, 1)
 
 
 def _in_floats(x: Array) -> Array:
-    """Integers `[3, ...]` as pieces `[3, pieces, ...]` that float32 holds: they travel with
-    states."""
+    """Split integers `[3, ...]` into parts `[3, parts, ...]` that float32 represents, to gather
+    them together with the states."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
     pieces = [(x >> shift) & 0xFFFF for shift in range(0, 8 * x.dtype.itemsize, 16)]
     return jnp.stack(pieces, 1).astype(jnp.float32)
 
 
 def _all_gather(tree: Tree, axis_name: str, to: str) -> Tree:
-    """The arrays of all devices, stacked on a first axis, in one collective operation."""
+    """Gather the arrays of all devices, stacked on a first axis, in one collective operation."""
     flat, unravel = ravel_pytree(tree)
     return jax.vmap(unravel)(lax.all_gather(flat, axis_name, to=to))
 
 
 def _where(condition: Array | None, x: Tree, y: Tree) -> Tree:
-    """Of two states, by row; the first without a condition."""
+    """Select between two states by row; the first one without a condition."""
     if condition is None:
         return x
 

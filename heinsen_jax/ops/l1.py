@@ -1,14 +1,13 @@
-"""Attention by L1 distance, a tile of queries against a tile of keys at a time.
+"""Attention by L1 distance, one tile of queries and keys at a time.
 
-A distance needs every feature of a pair of tokens, but not all of them at once: a tile of scores is
-summed up feature by feature. Nothing larger is held, and no tile that lies in the future is formed.
-The softmax is completed from tile to tile, with the largest score m and the sum Z of exp(S - m) so
-far; backward forms the scores again (Dao et al., 2022, arXiv:2205.14135):
+A tile of scores is summed feature by feature: nothing larger is stored, and tiles of future keys
+are skipped. The softmax is accumulated from tile to tile, with the running maximum m and the sum Z
+of exp(S - m); the backward pass recomputes the scores (Dao et al., 2022, arXiv:2205.14135):
 
     P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y),    dV = P^T dY
     dQ_tc = -scale sum_s dS_ts sign(Q_tc - K_sc),    dK_sc = scale sum_t dS_ts sign(Q_tc - K_sc)
 
-where sign(0) = 0: a query and a key that are equal do not move one another.
+where sign(0) = 0: equal features of a query and a key have no gradient.
 """
 
 import math
@@ -26,7 +25,7 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_segments,
     check_tokens,
-    is_there,
+    valid_tokens,
     without_padding,
 )
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
@@ -44,10 +43,10 @@ from heinsen_jax.typing import (
     Values,
 )
 
-SCORES = 2**18  # of a tile on a CPU, where it fits the cache
+SCORES = 2**18  # scores of a tile, to fit a CPU's cache
 SCORES_ELSEWHERE = 2**22
-SMALLEST = 48**2  # of one head, below which a tile costs more in overhead than it saves
-UNROLLED = 16  # features summed up in one pass over a tile, and their gradients
+SMALLEST = 48**2  # scores per head below which overhead exceeds the savings of a tile
+UNROLLED = 16  # features per pass over a tile, and the same in the backward pass
 UNROLLED_BACK = 4
 
 
@@ -67,25 +66,27 @@ def l1_attention(
         S_ts = -1/sqrt(K) sum_c |Q_tc - K_sc|
         Y_t = sum_s exp(S_ts) V_s / (b + sum_s exp(S_ts))
 
-    over the keys s that t sees, with K the key depth and b the denominator bias. In time
-    proportional to what is seen and memory linear in T and S. Reverse-mode derivatives only.
+    over the keys s visible to t, with K the key depth and b the denominator bias. Time is
+    proportional to the number of visible pairs, memory linear in T and S. Supports reverse-mode
+    derivatives only.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
       key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
         n // (num_heads // num_kv_heads).
       value: `[*B, S, num_kv_heads, value_depth]`.
-      is_causal: whether a token sees only itself and earlier ones.
-      denominator_bias: b, at least 0. With 0 it is a softmax; 1 is as one more key at distance 0,
-        of value 0: what is far from all keys attends to nothing.
-      segment_ids: `[*B, S]`: tokens see only those of equal number. T must equal S.
-      key_value_seq_lengths: `[*B]`, how many keys there are, the rest being padding; or `[*B, 2]`,
-        the first one and the one past the last. Padding changes nothing, NaN included.
-      query_offset: if causal, the position of the first query among the keys, which is how many
-        came before it in a cache. May be traced.
+      is_causal: whether tokens attend only to themselves and earlier tokens.
+      denominator_bias: b, at least 0. With 0 weights are a softmax; 1 acts as an additional key at
+        distance 0 with value 0: a query far from all keys attends to none of them.
+      segment_ids: `[*B, S]`: tokens attend only to tokens of equal id. T must equal S.
+      key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
+        the first valid key and the one past the last. Values at padding, NaN included, have no
+        effect.
+      query_offset: if causal, position of the first query among the keys: the number of keys before
+        it in a cache. May be traced.
 
     Returns:
-      Y `[*B, T, num_heads, value_depth]`. A query that sees nothing has 0, and gradients of 0.
+      Y `[*B, T, num_heads, value_depth]`. Rows without visible keys are 0, with zero gradients.
 
     Raises:
       ValueError: shapes, dtypes or the bias do not fit; the message says which.
@@ -110,12 +111,12 @@ def l1_attention(
         return jnp.zeros((*batch, length, heads, value.shape[-1]), dtype)
     query, key, value = (x.astype(jnp.promote_types(dtype, "float32")) for x in (query, key, value))
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
-    there = jnp.ones(key.shape[:-2], bool)
+    valid = jnp.ones(key.shape[:-2], bool)
     if key_value_seq_lengths is not None:
-        there = is_there(key_value_seq_lengths, tuple(batch), key.shape[-3])
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), key.shape[-3])
     scale = 1 / math.sqrt(max(query.shape[-1], 1))
     problem = _Problem(scale, denominator_bias, is_causal, *_sizes(query, key))
-    y = _compiled(problem, query, key, value, there, segment_ids, offset)
+    y = _compiled(problem, query, key, value, valid, segment_ids, offset)
     y = jnp.moveaxis(y, 0, 2)
     y = y.reshape(*y.shape[:2], -1, y.shape[-1])[:, :, :length]
     return unfold_heads(y, query, value).astype(dtype)
@@ -123,35 +124,35 @@ def l1_attention(
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is known when a call is traced."""
+    """Configuration of a call, static under tracing."""
 
     scale: float
     bias: float
     is_causal: bool
-    rows: int  # C, queries of a tile
-    columns: int  # L, keys of a tile
+    rows: int  # C, queries per tile
+    columns: int  # L, keys per tile
 
 
 class _Tiles(NamedTuple):
-    """I tiles of C queries and J tiles of L keys, of X batch entries and key/value heads, with R
-    query heads of each."""
+    """Operands: I tiles of C queries and J tiles of L keys, for X batch entries and key/value heads
+    of R query heads each."""
 
     query: Float[Array, "I K X R C"]
     key: Float[Array, "J K X L"]
     value: Float[Array, "J X L V"]
 
 
-class _Sight(NamedTuple):
-    """What tells which keys a query sees: those that are there, of its own id, up to itself."""
+class _MaskData(NamedTuple):
+    """Data of the mask: valid keys of the same segment, up to the query if causal."""
 
-    there: Bool[Array, "J X L"]
+    valid: Bool[Array, "J X L"]
     query_ids: Integer[Array, "I X C"] | None
     key_ids: Integer[Array, "J X L"] | None
     offset: Integer[Array, ""]
 
 
 def _sizes(query: Array, key: Array) -> tuple[int, int]:
-    """How many queries and keys make a tile."""
+    """Return the numbers of queries and keys in a tile."""
     *batch, length, heads, _ = query.shape
     scores = SCORES if jax.default_backend() == "cpu" else SCORES_ELSEWHERE
     pairs = max(scores // (math.prod(batch) * heads), SMALLEST)
@@ -160,11 +161,11 @@ def _sizes(query: Array, key: Array) -> tuple[int, int]:
 
 
 def _even(length: int, size: int) -> int:
-    """The largest part, at most `size`, of a length that is cut into equal ones."""
+    """Return the size of the equal tiles, at most `size` each, into which a length is split."""
     return -(-length // -(-length // size))
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # outside another `jit`, compiled once
+@partial(jax.jit, static_argnums=0, inline=True)  # compiled once outside another `jit`
 def _compiled(problem: _Problem, *arrays: Any) -> Array:
     return _attention(problem, *_tiled(problem, *arrays))
 
@@ -174,10 +175,10 @@ def _tiled(
     query: Array,
     key: Array,
     value: Array,
-    there: Array,
+    valid: Array,
     segment_ids: Array | None,
     offset: Array,
-) -> tuple[_Tiles, _Sight]:
+) -> tuple[_Tiles, _MaskData]:
     groups = key.shape[-2]
 
     def of_tokens(x: Array, size: int) -> Array:
@@ -192,24 +193,25 @@ def _tiled(
         jnp.moveaxis(_tiles(fold_heads(key, groups)[:, 0], problem.columns, 1), -1, 1),
         _tiles(fold_heads(value, groups)[:, 0], problem.columns, 1),
     )
-    return tiles, _Sight(of_tokens(there, problem.columns), query_ids, key_ids, offset)
+    return tiles, _MaskData(of_tokens(valid, problem.columns), query_ids, key_ids, offset)
 
 
 def _tiles(x: Array, size: int, axis: int) -> Array:
-    """Cuts an axis into tiles, the first axis of the result; zeros fill up the last tile."""
+    """Split an axis into tiles, the first axis of the result; the last tile is padded with
+    zeros."""
     tiles = -(-x.shape[axis] // size)
     x = jnp.pad(x, [(0, tiles * size - n if i == axis else 0) for i, n in enumerate(x.shape)])
     return jnp.moveaxis(x.reshape(*x.shape[:axis], tiles, size, *x.shape[axis + 1 :]), axis, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(problem: _Problem, tiles: _Tiles, sight: _Sight) -> Array:
+def _attention(problem: _Problem, tiles: _Tiles, mask_data: _MaskData) -> Array:
     """Y `[I, X, R, C, V]`."""
-    return _forward(problem, tiles, sight)[0]
+    return _forward(problem, tiles, mask_data)[0]
 
 
-def _scores(problem: _Problem, tiles: _Tiles, sight: _Sight, i: Array, j: Array) -> Array:
-    """`[X, R, C, C']` of a tile of queries and one of keys, -inf where it must not see."""
+def _scores(problem: _Problem, tiles: _Tiles, mask_data: _MaskData, i: Array, j: Array) -> Array:
+    """Return scores `[X, R, C, C']` of a tile of queries and one of keys, -inf where masked."""
     query, key = tiles.query[i], tiles.key[j]
 
     def add(distance, feature):
@@ -218,32 +220,32 @@ def _scores(problem: _Problem, tiles: _Tiles, sight: _Sight, i: Array, j: Array)
 
     distance = jnp.zeros((*query.shape[1:], problem.columns), query.dtype)
     distance, _ = lax.scan(add, distance, (query, key), unroll=UNROLLED)
-    visible = sight.there[j][:, None, None]
-    if sight.query_ids is not None and sight.key_ids is not None:
-        same = sight.query_ids[i][..., None] == sight.key_ids[j][:, None]
+    visible = mask_data.valid[j][:, None, None]
+    if mask_data.query_ids is not None and mask_data.key_ids is not None:
+        same = mask_data.query_ids[i][..., None] == mask_data.key_ids[j][:, None]
         visible = visible & same[:, None]
     if problem.is_causal:
-        queries = sight.offset + i * problem.rows + jnp.arange(problem.rows)
+        queries = mask_data.offset + i * problem.rows + jnp.arange(problem.rows)
         keys = j * problem.columns + jnp.arange(problem.columns)
         visible = visible & (keys[None] <= queries[:, None])[None, None]
     return jnp.where(visible, -problem.scale * distance, -jnp.inf)
 
 
-def _seen(problem: _Problem, sight: _Sight, i: Array):
-    """How many tiles of keys a tile of queries sees."""
-    count = len(sight.there)
+def _visible_tiles(problem: _Problem, mask_data: _MaskData, i: Array):
+    """Return the number of key tiles visible to a tile of queries."""
+    count = len(mask_data.valid)
     if not problem.is_causal:
         return count
-    positions = sight.offset + (i + 1) * problem.rows
+    positions = mask_data.offset + (i + 1) * problem.rows
     return jnp.clip(-(-positions // problem.columns), 0, count)
 
 
 def _weights(scores: Array, largest: Array) -> Array:
-    """exp(scores - largest). A score that is formed again may be rounded up from its maximum."""
+    """Return exp(scores - largest). A recomputed score may be rounded up from its maximum."""
     return share(jnp.minimum(scores, largest), largest)
 
 
-def _forward(problem: _Problem, tiles: _Tiles, sight: _Sight):
+def _forward(problem: _Problem, tiles: _Tiles, mask_data: _MaskData):
     value = tiles.value
     log_bias = math.log(problem.bias) if problem.bias else -math.inf
 
@@ -252,7 +254,7 @@ def _forward(problem: _Problem, tiles: _Tiles, sight: _Sight):
 
         def add(j, sums):
             largest, total, y = sums
-            scores = _scores(problem, tiles, sight, i, j)
+            scores = _scores(problem, tiles, mask_data, i, j)
             new = jnp.maximum(largest, jnp.max(scores, -1, keepdims=True))
             weights, kept = _weights(scores, new), share(largest, new)
             total = kept * total + jnp.sum(weights, -1, keepdims=True)
@@ -260,16 +262,16 @@ def _forward(problem: _Problem, tiles: _Tiles, sight: _Sight):
 
         largest = jnp.full((*rows, 1), log_bias, value.dtype)
         empty = largest, jnp.ones_like(largest), jnp.zeros((*rows, value.shape[-1]), value.dtype)
-        largest, total, y = lax.fori_loop(0, _seen(problem, sight, i), add, empty)
+        largest, total, y = lax.fori_loop(0, _visible_tiles(problem, mask_data, i), add, empty)
         total = jnp.where(total == 0, 1.0, total)
         return y / total, largest, total
 
     y, largest, total = lax.map(one, jnp.arange(len(tiles.query)))
-    return y, (tiles, sight, y, largest, total)
+    return y, (tiles, mask_data, y, largest, total)
 
 
 def _backward(problem: _Problem, saved, d_y: Array):
-    tiles, sight, y, largest, total = saved
+    tiles, mask_data, y, largest, total = saved
 
     def one(of_keys, i):
         query, d_row = tiles.query[i], d_y[i]
@@ -278,7 +280,7 @@ def _backward(problem: _Problem, saved, d_y: Array):
         def add(j, sums):
             d_query, d_key, d_value = sums
             key, value = tiles.key[j], tiles.value[j]
-            weights = _weights(_scores(problem, tiles, sight, i, j), largest[i]) / total[i]
+            weights = _weights(_scores(problem, tiles, mask_data, i, j), largest[i]) / total[i]
             d_weights = jnp.einsum("xrcv,xsv->xrcs", d_row, value)
             d_scores = problem.scale * weights * (d_weights - mean)
 
@@ -292,7 +294,7 @@ def _backward(problem: _Problem, saved, d_y: Array):
             return d_query + more_query, d_key.at[j].add(more_key), d_value.at[j].add(more_value)
 
         d_query, *of_keys = lax.fori_loop(
-            0, _seen(problem, sight, i), add, (jnp.zeros_like(query), *of_keys)
+            0, _visible_tiles(problem, mask_data, i), add, (jnp.zeros_like(query), *of_keys)
         )
         return tuple(of_keys), d_query
 

@@ -1,7 +1,7 @@
 """Attention by L1 distance along the edges of a graph, in time and memory linear in their number.
 
-Of an edge only its score and weight are held; features are gathered and summed a block of edges at
-a time, backward too.
+Only the score and the weight of each edge are stored; features are gathered and summed for one
+block of edges at a time, in the backward pass as well.
 """
 
 import math
@@ -17,7 +17,7 @@ from jax.core import Tracer
 from heinsen_jax.ops.arguments import check_array, check_bias, check_heads
 from heinsen_jax.typing import Array, Float, Integer, Keys, Mixed, Query, Values
 
-NUMBERS = 2**18  # gathered at a time on a CPU, where they fit the cache
+NUMBERS = 2**18  # gathered at a time, to fit a CPU's cache
 NUMBERS_ELSEWHERE = 2**24
 
 
@@ -60,38 +60,38 @@ def l1_sparse_attention(
     normalize: bool = True,
     value_back: Float[Array, "*B T N W"] | None = None,
 ) -> Mixed | tuple[Mixed, Float[Array, "*B S N W"]]:
-    r"""`l1_attention` in which a query sees only the keys that a list of edges names.
+    r"""`l1_attention` between the pairs of queries and keys in a list of edges.
 
-        S_e = -1/sqrt(K) sum_c |Q_dc - K_sc|        of an edge e = (d, s)
+        S_e = -1/sqrt(K) sum_c |Q_dc - K_sc|        for edge e = (d, s)
         P_e = exp(S_e) / (b + sum_{e' to d} exp(S_e'))
         Y_d = sum_{e to d} P_e V_s
 
     with K the key depth and b the denominator bias. An edge listed twice counts twice; the order of
-    edges changes nothing but rounding. Reverse-mode derivatives only.
+    edges affects only rounding. Supports reverse-mode derivatives only.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
       key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
         n // (num_heads // num_kv_heads).
       value: `[*B, S, num_kv_heads, value_depth]`.
-      edges: `[E, 2]`, integers: destination d in [0, T) and source s in [0, S), the same for
-        all batch entries and heads. Or `[E, 4]`, as `edge_counts` returns; the counts are not used.
-      denominator_bias: b, at least 0. With 0 it is a softmax; 1 is as one more key at distance 0,
-        of value 0.
-      normalize: whether weights are divided; otherwise they are exp(S_e).
-      value_back: `[*B, T, num_heads, depth]`, what sources receive from destinations in turn, with
-        the same weights, as Y'_s = sum_{e from s} P_e V'_d.
+      edges: `[E, 2]`, integers: destination d in [0, T) and source s in [0, S), the same for all
+        batch entries and heads. Or `[E, 4]`, as returned by `edge_counts`; the counts are ignored.
+      denominator_bias: b, at least 0. With 0 weights are a softmax; 1 acts as an additional key at
+        distance 0 with value 0.
+      normalize: whether weights are normalized; otherwise they are exp(S_e).
+      value_back: V' `[*B, T, num_heads, depth]`, values of destinations that sources receive with
+        the same weights: Y'_s = sum_{e from s} P_e V'_d.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`, or a pair of it and Y' `[*B, S, num_heads, depth]` if
-      `value_back` is given. A token without edges has 0, and gradients of 0. Where `edges` is
-      traced, by `jit` for one, its range cannot be checked: an edge out of range then makes all
+      `value_back` is given. Rows of tokens without edges are 0, with zero gradients. If `edges` is
+      traced, as under `jit`, its range cannot be checked: an edge out of range then makes all
       results NaN.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or an edge or the bias is out of range; the message
         says which.
-      NotImplementedError: a bias is given without a denominator.
+      NotImplementedError: denominator_bias is given with normalize=False.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
@@ -103,7 +103,9 @@ def l1_sparse_attention(
     check_heads(query, key, value)
     check_bias(denominator_bias)
     if denominator_bias and not normalize:
-        raise NotImplementedError("denominator_bias needs a denominator: pass normalize=True")
+        raise NotImplementedError(
+            "denominator_bias: unsupported with normalize=False; pass normalize=True"
+        )
     if value_back is not None:
         expected = *query.shape[:-1], *value_back.shape[-1:]
         check_array("value_back", value_back, (expected,), jnp.floating)
@@ -135,15 +137,15 @@ def l1_sparse_attention(
 
 
 def edge_counts(edges: Edges) -> tuple[np.ndarray, int, int]:
-    """Edges with what the published kernels lay out their work by.
+    """Return edges with the counts by which the published kernels lay out their work.
 
     Args:
       edges: `[E, 2]`, destination and source; not traced.
 
     Returns:
-      `[E, 4]` int32: destination, source, and how many edges further up the list have the same
-      destination, and the same source. Then the most edges to one destination, and from one source
-      (1 of an empty list).
+      `[E, 4]` int32: destination, source, and the numbers of preceding edges with the same
+        destination and with the same source; then the maximum number of edges to one destination,
+        and that from one source (1 for an empty list).
 
     Raises:
       ValueError: edges are not `[E, 2]` integers.
@@ -174,7 +176,7 @@ def _check_edges(edges: Any, *columns: int) -> None:
 
 
 def _checked(edges: Any, length: int, sources: int) -> tuple[Array, Any]:
-    """Edges `[E, 2]`, and 1 if all are in range, otherwise NaN."""
+    """Return edges `[E, 2]`, and 1 if all are in range, otherwise NaN."""
     _check_edges(edges, 2, 4)
     edges, limits = edges[:, :2], np.array([length, sources])
     if isinstance(edges, Tracer):
@@ -191,7 +193,8 @@ def _checked(edges: Any, length: int, sources: int) -> tuple[Array, Any]:
 
 
 def _blocks(edges: Array, features: int, nothing: int) -> tuple[Array, Array]:
-    """Destinations and sources `[J, C]`, the last block filled up with an index out of range."""
+    """Return destinations and sources `[J, C]`, the last block padded with an index out of
+    range."""
     numbers = NUMBERS if jax.default_backend() == "cpu" else NUMBERS_ELSEWHERE
     blocks = -(-len(edges) // max(64, numbers // max(features, 1)))
     size = -(-len(edges) // max(blocks, 1))
@@ -217,7 +220,7 @@ def _put(x: Array, index: Array, more: Array) -> Array:
 
 @jax.custom_vjp
 def _distances(query: Array, key: Array, destination: Array, source: Array) -> Array:
-    """sum_c |Q_dc - K_sc| `[J, C, X]`, of query `[T, X, K]` and key `[S, X, K]`."""
+    """Return sum_c |Q_dc - K_sc| `[J, C, X]` for query `[T, X, K]` and key `[S, X, K]`."""
 
     def block(ends):
         return jnp.sum(jnp.abs(_take(query, ends[0]) - _take(key, ends[1])), -1)
@@ -234,7 +237,7 @@ def _distances_backward(saved, d_distances):
 
     def block(sums, edges):
         destination, source, d_distance = edges
-        # Of |x| at 0 the derivative is 0; the one of jnp.abs would be 1.
+        # The derivative of |x| at 0 is 0; that of jnp.abs is 1.
         d = jnp.sign(_take(query, destination) - _take(key, source)) * d_distance[..., None]
         return (_put(sums[0], destination, d), _put(sums[1], source, -d)), None
 
@@ -248,7 +251,8 @@ _distances.defvjp(_distances_forward, _distances_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _softmax(length: int, scale: float, bias: float, distances: Array, destination: Array) -> Array:
-    """exp(-scale distance) over its sum for a destination and the bias, `[J, C, X]`."""
+    """Return exp(-scale distance), divided by its sum per destination plus the bias,
+    `[J, C, X]`."""
     return _softmax_forward(length, scale, bias, distances, destination)[0]
 
 
@@ -256,7 +260,7 @@ def _softmax_forward(length, scale, bias, distances, destination):
     phantom = -math.log(bias) / scale if bias else math.inf
     nearest = jnp.full((length, distances.shape[-1]), phantom, distances.dtype)
     nearest = nearest.at[destination].min(distances, mode="drop")
-    # Scaled after the difference, so that large scores do not bring their rounding into it.
+    # Scaled after the difference, so that rounding of large scores does not enter.
     bound = _take(nearest, destination)
     weights = jnp.exp(-scale * jnp.where(distances <= bound, 0.0, distances - bound))
     total = jnp.exp(-scale * (phantom - jnp.where(nearest == math.inf, 0.0, nearest)))
@@ -276,7 +280,7 @@ _softmax.defvjp(_softmax_forward, _softmax_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _weighted_sums(tokens: int, weights: Array, values: Array, take: Array, put: Array) -> Array:
-    """sum_e P_e V_take(e) for each `put`, `[tokens, X, V]`, of weights `[J, C, X]`."""
+    """Sum P_e V_take(e) over the edges of each `put`: `[tokens, X, V]` for weights `[J, C, X]`."""
 
     def block(sums, edges):
         weight, take, put = edges

@@ -1,8 +1,8 @@
-"""Array layouts that several ops share: chunks of tokens, folded heads, types inside `shard_map`.
+"""Array layouts shared by several ops: chunks of tokens, folded heads, types inside `shard_map`.
 
 Public arrays are `[B, T, G, (R,) F]`: R query heads share each of G key/value heads. Inside an op,
-batch and key/value heads are folded into one axis X = B G and tokens are cut into J chunks of C, so
-that every contraction is one batched matrix product.
+batch and key/value heads are folded into one axis X = B G and tokens are split into J chunks of C,
+so that every contraction is one batched matrix product.
 """
 
 import math
@@ -30,7 +30,7 @@ def chunk(x: Shaped[Array, "B T G *R F"], size: int) -> Shaped[Array, "J X RC F"
 def unchunk(
     x: Shaped[Array, "J X RC F"], groups: int, heads: int
 ) -> Shaped[Array, "B T {groups} {heads} F"]:
-    """The inverse: `[J, X, R C, F]` -> `[B, J C, G, R, F]`."""
+    """Invert it: `[J, X, R C, F]` -> `[B, J C, G, R, F]`."""
     chunks, folds, rows, features = x.shape
     x = x.reshape(chunks, folds // groups, groups, heads, rows // heads, features)
     x = jnp.transpose(x, (1, 0, 4, 2, 3, 5))
@@ -38,7 +38,7 @@ def unchunk(
 
 
 def fold_heads(x: Array, groups: int) -> Array:
-    """`[*B, T, N, F]` -> `[X, R, T, F]` in float32 at least, X = B G, R = N / G."""
+    """`[*B, T, N, F]` -> `[X, R, T, F]` in at least float32, X = B G, R = N / G."""
     *batch, length, heads, features = x.shape
     shared = heads // groups
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -48,7 +48,7 @@ def fold_heads(x: Array, groups: int) -> Array:
 
 
 def unfold_heads(y: Array, query: Array, value: Array) -> Array:
-    """`[X, R, T, V]` -> `[*B, T, N, V]`, in the type of the inputs."""
+    """`[X, R, T, V]` -> `[*B, T, N, V]`, in the dtype of the inputs."""
     *batch, length, heads, _ = query.shape
     y = y.reshape(math.prod(batch), heads, length, value.shape[-1])
     y = jnp.swapaxes(y, 1, 2).reshape(*batch, length, heads, value.shape[-1])
@@ -56,19 +56,19 @@ def unfold_heads(y: Array, query: Array, value: Array) -> Array:
 
 
 def repeat_rows(x: Shaped[Array, "*N C F"], heads: int) -> Shaped[Array, "*N RC F"]:
-    """`[..., C, F]` once for each query head: `[..., R C, F]`."""
+    """Repeat `[..., C, F]` for each query head: `[..., R C, F]`."""
     return x if heads == 1 else jnp.concatenate([x] * heads, -2)
 
 
 def astype_like(tree: Tree, example: Tree) -> Tree:
-    """The same arrays in the dtypes of another pytree of the same structure: loops carry states, so
-    that one is returned in the dtype it was given in."""
+    """Cast arrays to the dtypes of another pytree of the same structure, since a loop must return
+    its carry in the dtype in which it was passed."""
     return jax.tree.map(lambda x, of: x.astype(of.dtype), tree, example)
 
 
 def varying_like(tree: Tree, example: object) -> Tree:
-    """The same arrays, but varying over the devices of an enclosing `jax.shard_map` where any array
-    of `example` does: loops and branches require equal types, of which that is a part."""
+    """Mark arrays as varying over the devices of an enclosing `jax.shard_map` if any array of
+    `example` is, since loops and branches require equal types, of which this is a part."""
     axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(example)))
 
     def cast(x: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Linear attention: a map of queries and keys to features takes the place of the softmax."""
+"""Linear attention: a feature map of queries and keys replaces the softmax."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_same_length,
     check_tokens,
-    document_starts,
-    is_there,
+    segment_starts,
+    valid_tokens,
     without_padding,
 )
 from heinsen_jax.ops.layout import astype_like, chunk, repeat_rows, unchunk, varying_like
@@ -33,15 +33,15 @@ from heinsen_jax.typing import (
     pytree_dataclass,
 )
 
-CHUNK = 64  # tokens whose weights are formed at once
-CHUNKS_IN_BLOCK = 8  # that are computed in parallel; backward keeps a state for each block
+CHUNK = 64  # tokens whose weights are computed together
+CHUNKS_IN_BLOCK = 8  # chunks computed in parallel; the backward pass saves one state per block
 
 FeatureMap = Literal["elu1", "relu", "identity"] | Callable[[Array], Array]
 
 
 @jax.custom_jvp
 def elu1(x: Array) -> Array:
-    """elu(x) + 1, as exp(x) below 0: the sum would round to 0 there."""
+    """elu(x) + 1, as exp(x) below 0, where the sum would round to 0."""
     return jnp.maximum(x, 0) + jnp.exp(jnp.minimum(x, 0))
 
 
@@ -56,7 +56,7 @@ FEATURE_MAPS = {"elu1": elu1, "relu": jax.nn.relu, "identity": lambda x: x}
 
 @pytree_dataclass
 class LinearAttentionState:
-    """All that linear attention keeps of the tokens it has seen.
+    """State of linear attention.
 
         S = sum_s phi(k_s) v_s^T,    Z = sum_s phi(k_s)
 
@@ -79,12 +79,12 @@ class LinearAttentionState:
         value_depth: int,
         dtype=jnp.float32,
     ) -> LinearAttentionState:
-        """The state of no tokens: 0."""
+        """Return the state of no tokens: 0."""
         shape = (*batch_shape, num_kv_heads, feature_depth)
         return cls(jnp.zeros((*shape, value_depth), dtype), jnp.zeros(shape, dtype))
 
     def merge(self, other: LinearAttentionState) -> LinearAttentionState:
-        """The state of both states' tokens."""
+        """Add the states of two sets of tokens."""
         return jax.tree.map(jnp.add, self, other)
 
 
@@ -154,36 +154,37 @@ def linear_attention(
         S = sum_s phi(k_s) v_s^T,    Z = sum_s phi(k_s)                 (10), (11)
         Y_t = phi(q_t) S / (phi(q_t) . Z + epsilon)                     (12)
 
-    where s runs over the tokens up to and including t if causal, over all if not. There is no scale
-    1/sqrt(K). The sums are held in linear space, in float32 (or float64), and must fit its range.
+    where s runs over the tokens up to and including t if causal, otherwise over all tokens. No
+    scale 1/sqrt(K) is applied. Sums are computed in linear space, in float32 (or float64), and must
+    not exceed its range.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
       key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
         n // (num_heads // num_kv_heads).
       value: `[*B, S, num_kv_heads, value_depth]`.
-      feature_map: phi, on the last axis: "elu1", elu(x) + 1, which is positive; "relu"; "identity",
-        of features that are formed already; or a function of an array. With features of both signs
-        weights need not be averages, and the sum that divides may come near 0. For exp, which
-        leaves the range of linear space, there is `heinsen_attention`.
-      is_causal: whether a token sees only itself and earlier ones; then S must equal T.
-      segment_ids: `[*B, S]`, integers: tokens see only those of their own segment, a run of
-        equal numbers. The state given belongs to the first segment, the one returned to the last.
-        T must equal S.
-      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or
-        `[*B, 2]`, the first one and the one past the last. What lies at padding, NaN included,
-        changes nothing.
-      epsilon: what is added to the sum that divides: it draws Y to 0 where all features are small.
-      initial_state: what was seen before these tokens; nothing when None.
-      return_state: whether to return also the state after all S tokens.
+      feature_map: phi, applied to the last axis: "elu1", elu(x) + 1, which is positive; "relu";
+        "identity", for features that are already computed; or a function of an array. With features
+        of both signs Y is not an average of values, and the normalizer may approach 0. For exp,
+        which exceeds the range of linear space, use `heinsen_attention`.
+      is_causal: whether tokens attend only to themselves and earlier tokens; then S must equal T.
+      segment_ids: `[*B, S]`, integers: tokens attend only within their own segment, a run of equal
+        ids. `initial_state` belongs to the first segment, the returned state to the last. T must
+        equal S.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
+        `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
+        have no effect.
+      epsilon: added to the normalizer; it shrinks Y where all features are small.
+      initial_state: state after the preceding tokens; the empty state when None.
+      return_state: whether to also return the state after all S tokens.
 
     Returns:
-      Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LinearAttentionState`. A query
-      that sees nothing, or nothing but weights of 0, has 0, and gradients of 0.
+      Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LinearAttentionState`. Rows
+      without visible keys, or with all weights 0, are 0, with zero gradients.
 
     Raises:
       ValueError: shapes, dtypes, the feature map or the state do not fit; the message says which.
-      NotImplementedError: segments, but not as many queries as keys.
+      NotImplementedError: segments are given and the numbers of queries and keys differ.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
@@ -202,10 +203,10 @@ def linear_attention(
     sums = () if initial_state is None else (initial_state.s,)
     dtype = jnp.promote_types(jnp.result_type(output_dtype, *sums), jnp.float32)
     query, key = _features(feature_map, query.astype(dtype), key.astype(dtype))
-    there = None
-    if key_value_seq_lengths is not None:  # features of a zero need not be zeros
-        there = is_there(key_value_seq_lengths, tuple(batch), sources)
-        key = jnp.where(there[..., None, None], key, 0)
+    valid = None
+    if key_value_seq_lengths is not None:  # features of 0 need not be 0
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), sources)
+        key = jnp.where(valid[..., None, None], key, 0)
 
     features = key.shape[-1]
     if initial_state is None:
@@ -214,7 +215,7 @@ def linear_attention(
     check_array("initial_state.s", initial_state.s, shapes[:1], jnp.floating)
     check_array("initial_state.z", initial_state.z, shapes[1:], jnp.floating)
 
-    # Y does not depend on the length of phi(q): near 1, its products stay in range.
+    # Y does not depend on the norm of phi(q): near 1, products stay in range.
     largest = lax.stop_gradient(jnp.max(jnp.abs(query), -1, keepdims=True, initial=0))
     largest = jnp.where(largest == 0, 1, largest)
     *_, length, heads, _ = query.shape
@@ -223,7 +224,7 @@ def linear_attention(
         (query / largest).reshape(size, length, groups, heads // groups, features),
         key.reshape(size, sources, groups, features),
         value.astype(dtype).reshape(size, sources, groups, value_depth),
-        _segments(segment_ids, there),
+        _segments(segment_ids, valid),
     )
     state = LinearAttentionState(
         initial_state.s.astype(dtype).reshape(size * groups, features, value_depth),
@@ -248,15 +249,15 @@ def _check(query, key, value, is_causal, segment_ids, key_value_seq_lengths) -> 
         check_same_length(query, key)
     elif segment_ids is not None and query.shape[-3] != key.shape[-3]:
         raise NotImplementedError(
-            "segment_ids with is_causal=False and fewer or more queries than keys: the segments of "
-            "the queries are not given"
+            "segment_ids: unsupported with is_causal=False and different numbers of queries and "
+            "keys, since ids of queries are not given"
         )
 
 
 def _features(feature_map: FeatureMap, query: Array, key: Array) -> tuple[Array, Array]:
     if isinstance(feature_map, str) and feature_map not in FEATURE_MAPS:
         raise ValueError(
-            f"feature_map must be a function or one of {[*FEATURE_MAPS]}, is {feature_map!r}; for "
+            f"feature_map must be a function or one of {[*FEATURE_MAPS]}, got {feature_map!r}; for "
             "exp use heinsen_attention"
         )
     phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
@@ -264,31 +265,32 @@ def _features(feature_map: FeatureMap, query: Array, key: Array) -> tuple[Array,
     for x, of_x in zip((query, key), features, strict=True):
         if of_x.shape[:-1] != x.shape[:-1] or of_x.dtype != x.dtype:
             raise ValueError(
-                f"feature_map must change the last axis only, and no dtype: it makes {of_x.dtype} "
-                f"{of_x.shape} of {x.dtype} {x.shape}"
+                f"feature_map must change only the last axis and no dtype, but maps {x.dtype} "
+                f"{x.shape} to {of_x.dtype} {of_x.shape}"
             )
     return features
 
 
 def _segments(segment_ids: Array | None, valid: Array | None) -> Array | None:
-    """How many segments have begun up to each token, after the first: `[*B, S]` -> `[B, S]`."""
+    """Return the number of segments begun up to each token, after the first: `[*B, S]` ->
+    `[B, S]`."""
     if segment_ids is None:
         return None
     *batch, length = segment_ids.shape
-    begins = document_starts(segment_ids, valid).reshape(math.prod(batch), length)
+    begins = segment_starts(segment_ids, valid).reshape(math.prod(batch), length)
     return jnp.cumsum(begins, -1, dtype=jnp.int32)
 
 
 def _divided(numerator: Array, total: Array) -> Array:
-    """Their quotient; 0, without gradient, where the total is too small to divide by."""
+    """Divide; 0, without gradient, if the total is too small to divide by."""
     limits = jnp.finfo(total.dtype)
     nothing = jnp.abs(total) <= limits.smallest_normal / limits.eps
     return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, total))
 
 
 class _Operands(NamedTuple):
-    """query `[B, T, G, R, F]`, key `[B, S, G, F]`, value `[B, S, G, V]`, and segments `[B, S]`, or
-    None for one segment."""
+    """Features: query `[B, T, G, R, F]`, key `[B, S, G, F]`, value `[B, S, G, V]`, and segments
+    `[B, S]`, or None for one segment."""
 
     query: Array
     key: Array
@@ -297,7 +299,7 @@ class _Operands(NamedTuple):
 
 
 def _bidirectional(tokens: _Operands, state: LinearAttentionState):
-    """As `_causal`, every query attending to all tokens, of one segment."""
+    """As `_causal`, but every query attends to all tokens; a single segment."""
     query, key, value, _ = tokens
     batch, _, groups, _ = key.shape
     s = jnp.einsum("bsgf,bsgv->bgfv", key, value).reshape(state.s.shape) + state.s
@@ -308,21 +310,23 @@ def _bidirectional(tokens: _Operands, state: LinearAttentionState):
 
 
 def _within_segments(tokens: _Operands, state: LinearAttentionState):
-    """As `_causal`, every query attending to all tokens of its segment: those up to it, those after
-    it."""
+    """As `_causal`, but every query attends to its whole segment: tokens up to it, then later
+    ones."""
     sums, after = _causal(tokens, state)
     backwards = jax.tree.map(partial(jnp.flip, axis=1), tokens)
     later, _ = _causal(backwards, jax.tree.map(jnp.zeros_like, state), attends_to_itself=False)
     return jax.tree.map(lambda x, y: x + jnp.flip(y, 1), sums, later), after
 
 
-@partial(jax.jit, static_argnames="attends_to_itself", inline=True)  # compiled once outside others
+# Compiled once outside another `jit`.
+@partial(jax.jit, static_argnames="attends_to_itself", inline=True)
 def _causal(tokens: _Operands, state: LinearAttentionState, *, attends_to_itself: bool = True):
-    """phi(q) S `[B, T, G, R, V]`, phi(q) . Z `[B, T, G, R, 1]`, and the state after all tokens.
+    """Return phi(q) S `[B, T, G, R, V]`, phi(q) . Z `[B, T, G, R, 1]`, and the state after all
+    tokens.
 
-    A scan over blocks of chunks: in a block, the sums of all chunks are formed first; then each
-    chunk reads the state before it and its own tokens. Backward keeps the states between blocks
-    alone.
+    Scan over blocks of chunks: in a block, the sums of all chunks are computed first; then each
+      chunk combines the state before it with its own tokens. The backward pass saves only the
+      states between blocks.
     """
     _, length, groups, heads, _ = tokens.query.shape
     blocks = max(1, -(-length // (CHUNK * CHUNKS_IN_BLOCK)))
@@ -356,8 +360,8 @@ def _causal(tokens: _Operands, state: LinearAttentionState, *, attends_to_itself
 
 
 def _states(before, chunks: _Operands):
-    """The state before each chunk and after the last `[J + 1, X, ...]`, of the tokens of the
-    segment `[J + 1, X]` that is the last one up to there."""
+    """Return the state before each chunk and after the last `[J + 1, X, ...]`, of the tokens in the
+    segment `[J + 1, X]` that is the last one so far."""
     (state, segment), key = before, chunks.key
     counts, axes = jnp.tri(len(key) + 1, len(key), -1, state.s.dtype), "ji,i...->j..."
     state, segments = jax.tree.map(lambda x: x[None], state), None
@@ -371,7 +375,7 @@ def _states(before, chunks: _Operands):
         state = LinearAttentionState(s, jnp.where(carried, state.z, 0))
 
     def add(total: Array, more: Array) -> Array:
-        # Sums are carried from block to block: they must not be rounded as products may be.
+        # Sums are carried from block to block, so they are not rounded as products may be.
         return total + jnp.einsum(axes, counts, more, precision=lax.Precision.HIGHEST)
 
     s = add(state.s, jnp.einsum("jxcf,jxcv->jxfv", key, chunks.value))
@@ -380,7 +384,7 @@ def _states(before, chunks: _Operands):
 
 def _in_chunks(tokens: _Operands, blocks: int, count: int, size: int) -> _Operands:
     """query `[I, J, X, R C, F]`, key `[I, J, X, C, F]`, value `[I, J, X, C, V]` and segments
-    `[I, J, X, C]`, with tokens without features at the end, of the last segment."""
+    `[I, J, X, C]`, padded at the end with tokens of the last segment without features."""
     batch, length, groups, _ = tokens.key.shape
     missing = blocks * count * size - length
 

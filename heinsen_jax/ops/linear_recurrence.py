@@ -1,10 +1,11 @@
 """First-order linear recurrences over time, in linear and in log space, as blocked scans.
 
-Written with cumulative sums of log coefficients (as in Heinsen, 2023, arXiv:2311.06281) the
-log-space recurrence cancels badly over long sequences; these forms never subtract. T tokens are cut
-into about sqrt(T) blocks of sqrt(T): one scan runs through all blocks at a time, another from block
-to block. That is 2 sqrt(T) steps, errors that grow no faster, and a program of constant size, where
-`lax.associative_scan` unrolls log2(T) levels.
+Written with cumulative sums of log coefficients (Heinsen, 2023, arXiv:2311.06281), the log-space
+recurrence suffers from cancellation over long sequences; these forms never subtract. T tokens are
+split into about sqrt(T) chunks of sqrt(T): one scan processes all chunks in parallel, another one
+carries their results from chunk to chunk. This needs 2 sqrt(T) steps, with rounding errors that
+grow no faster, and a program of constant size, whereas `lax.associative_scan` unrolls log2(T)
+levels.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ def linear_recurrence(
     initial: Float[Array, "*_"] | None = None,
     axis: int = -2,
 ) -> Float[Array, "*B"]:
-    """x_t = a_t x_{t-1} + b_t, for all t at once.
+    """Compute x_t = a_t x_{t-1} + b_t for all t.
 
     Args:
-      coefficients: a, of the shape of `inputs` or broadcastable to it (but with time in full).
+      coefficients: a, broadcastable to the shape of `inputs`, but with the full time axis.
       inputs: b `[..., T, D]`, with time on `axis`.
       initial: x_0 `[..., D]`; zero when None.
 
@@ -43,7 +44,7 @@ def linear_recurrence(
     length = inputs.shape[axis]
     if length == 0:
         return inputs
-    a, b = _blocks(coefficients, axis), _blocks(inputs, axis)
+    a, b = _chunks(coefficients, axis), _chunks(inputs, axis)
     if initial is None:
         initial = jnp.zeros_like(b[0, 0])
 
@@ -54,7 +55,7 @@ def linear_recurrence(
     def multiply(product: Array, a: Array) -> tuple[Array, Array]:
         return a * product, a * product
 
-    # Products have a scan of their own: one is transposed only if all that it carries is linear.
+    # Products need a separate scan: a scan can be transposed only if its whole carry is linear.
     product = _join(a[0], lax.scan(multiply, a[0], a[1:])[1])
     x = _join(b[0], lax.scan(step, b[0], (a[1:], b[1:]))[1])
     initial = jnp.broadcast_to(initial, b.shape[2:])
@@ -62,7 +63,7 @@ def linear_recurrence(
     first = ends[0][0] * initial + ends[1][0]
     _, after = lax.scan(step, first, (ends[0][1:-1], ends[1][1:-1]))
     before = _join(initial, _join(first, after)[: x.shape[1] - 1])
-    return _unblock(x + product * before[None], length, axis)
+    return _join_chunks(x + product * before[None], length, axis)
 
 
 def log_linear_recurrence(
@@ -72,14 +73,14 @@ def log_linear_recurrence(
     initial: Float[Array, "*_"] | None = None,
     axis: int = -2,
 ) -> Float[Array, "*B"]:
-    """h_t = logaddexp(log a_t + h_{t-1}, log b_t), for all t: the log of `linear_recurrence`.
+    """Compute h_t = logaddexp(log a_t + h_{t-1}, log b_t), the log of `linear_recurrence`.
 
-    Sums are held as pairs (largest term, sum relative to it) until the end, which loses less to
-    rounding than a tree of logaddexp. Coefficients and inputs may be -inf = log 0.
+    Sums are represented as pairs (largest term, sum relative to it) until the end, which loses less
+    to rounding than a tree of logaddexp. Coefficients and inputs may be -inf = log 0.
 
     Args:
-      log_coefficients: log a, of the shape of `log_inputs` or broadcastable to it (but with time in
-        full).
+      log_coefficients: log a, broadcastable to the shape of `log_inputs`, but with the full time
+        axis.
       log_inputs: log b `[..., T, D]`, with time on `axis`.
       initial: h_0 `[..., D]`; log 0 = -inf when None.
 
@@ -99,7 +100,8 @@ def log_linear_recurrence(
 
 
 def decay_to_end(log_decay: Array, axis: int) -> Array:
-    """Sums of the decay after each token, along `axis`; 0 at the last one. Of -inf as well."""
+    """Return the sum of the log decays after each token along `axis`, 0 at the last one. They may
+    be -inf."""
     steps = jnp.moveaxis(log_decay, axis, 0)
     later = jnp.concatenate([steps[1:], jnp.zeros_like(steps[:1])])
     return jnp.moveaxis(lax.cumsum(later, reverse=True), 0, axis)
@@ -107,11 +109,12 @@ def decay_to_end(log_decay: Array, axis: int) -> Array:
 
 @pytree_dataclass
 class RecurrenceState:
-    """What a log-linear recurrence keeps of the tokens it has seen.
+    """State of a log-linear recurrence.
 
     Attributes:
-      log_decay: the sum of their log coefficients `[..., D]`: what they multiply all before by.
-      h: what it is after them, from nothing `[..., D]`.
+      log_decay: sum of the log coefficients of its tokens `[..., D]`, by which earlier states
+        decay.
+      h: value of the recurrence after its tokens, starting from log 0 `[..., D]`.
     """
 
     log_decay: Float[Array, "*B D"]
@@ -119,22 +122,22 @@ class RecurrenceState:
 
     @classmethod
     def empty(cls, shape: Sequence[int], dtype: Any = jnp.float32) -> RecurrenceState:
-        """Of no tokens: h is log 0 = -inf."""
+        """Return the state of no tokens: h is log 0 = -inf."""
         return cls(jnp.zeros(shape, dtype), jnp.full(shape, -jnp.inf, dtype))
 
     @classmethod
     def begun(cls, h: Array) -> RecurrenceState:
-        """The state before the first token, where h_0 is given."""
+        """Return the state before the first token, given h_0."""
         return cls(jnp.zeros_like(h), h)
 
     @classmethod
     def of(cls, log_coefficients: Array, log_inputs: Array) -> RecurrenceState:
-        """Of tokens alone, `[..., T, D]`."""
+        """Return the state of tokens `[..., T, D]`."""
         kept = decay_to_end(log_coefficients, -2)
         return cls(jnp.sum(log_coefficients, -2), log_sum_exp(log_inputs + kept, -2))
 
     def merge(self, other: RecurrenceState) -> RecurrenceState:
-        """Of this state's tokens and then the other's."""
+        """Return the state of these tokens followed by those of `other`."""
         h = log_add_exp(self.h + other.log_decay, other.h)
         return RecurrenceState(self.log_decay + other.log_decay, h)
 
@@ -144,7 +147,7 @@ def _log_linear_recurrence(axis, log_a, log_b, initial):
     length = log_b.shape[axis]
     if length == 0:
         return log_b
-    a, b = _blocks(log_a, axis), _blocks(log_b, axis, -jnp.inf)
+    a, b = _chunks(log_a, axis), _chunks(log_b, axis, -jnp.inf)
 
     def within(before, ab):
         (log_product, *total), (a, b) = before, ab
@@ -168,7 +171,7 @@ def _log_linear_recurrence(axis, log_a, log_b, initial):
         lambda i, f, x: _join(i, _join(f, x)[: b.shape[1] - 1])[None], initial, first, tuple(later)
     )
     largest, total = _add(before, log_product, total)
-    return _unblock(jnp.log(total) + where_empty(largest, 0.0), length, axis)
+    return _join_chunks(jnp.log(total) + where_empty(largest, 0.0), length, axis)
 
 
 def _join(first: Array, others: Array) -> Array:
@@ -176,15 +179,15 @@ def _join(first: Array, others: Array) -> Array:
 
 
 def _add(earlier, log_decay, later):
-    """The sum of a decayed sum and another one, each as a pair (largest, sum relative to it)."""
+    """Add a decayed sum and another one, each a pair (largest term, sum relative to it)."""
     (largest1, sum1), (largest2, sum2) = earlier, later
     decayed = largest1 + log_decay
     largest = jnp.maximum(decayed, largest2)
     return largest, sum1 * share(decayed, largest) + sum2 * share(largest2, largest)
 
 
-def _blocks(x: Array, axis: int, padding: float = 0.0) -> Array:
-    """`[..., T, ...]` -> `[C, J, ...]`: token c of block j, with padding at the end."""
+def _chunks(x: Array, axis: int, padding: float = 0.0) -> Array:
+    """`[..., T, ...]` -> `[C, J, ...]`: token c of chunk j, with padding at the end."""
     x = jnp.moveaxis(x, axis, 0)
     size = math.isqrt(len(x) - 1) + 1
     widths = [(0, -len(x) % size), *[(0, 0)] * (x.ndim - 1)]
@@ -192,8 +195,8 @@ def _blocks(x: Array, axis: int, padding: float = 0.0) -> Array:
     return jnp.swapaxes(x.reshape(-1, size, *x.shape[1:]), 0, 1)
 
 
-def _unblock(x: Array, length: int, axis: int) -> Array:
-    """The inverse of `_blocks`."""
+def _join_chunks(x: Array, length: int, axis: int) -> Array:
+    """Invert `_chunks`."""
     x = jnp.swapaxes(x, 0, 1)
     return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:length], 0, axis)
 

@@ -1,4 +1,4 @@
-"""Linformer: softmax attention over a fixed number of averages of the positions."""
+"""Linformer: softmax attention over a fixed number of projected positions."""
 
 import jax.numpy as jnp
 
@@ -16,29 +16,30 @@ def linformer_attention(
     *,
     key_value_seq_lengths: Lengths | None = None,
 ) -> Mixed:
-    r"""Softmax attention over P rows, into which keys and values of all positions are projected.
+    r"""Softmax attention over P projections of the keys and values of all positions.
 
         K' = E^T K,    V' = F^T V,    Y = softmax(Q K'^T / sqrt(key_depth)) V'     (7)
 
-    Every query sees every position: there is no causal form. Time and memory are linear in length.
+    Every query attends to every position: no causal form exists. Time and memory are linear in the
+      sequence length.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
       key: `[*B, S, num_kv_heads, key_depth]`; query head n reads key/value head
         n // (num_heads // num_kv_heads).
       value: `[*B, S, num_kv_heads, value_depth]`.
-      key_projection: E `[L, P]`, or `[num_kv_heads, L, P]` for one for each head. L is the greatest
-        length: fewer positions use the first S rows.
+      key_projection: E `[L, P]`, or `[num_kv_heads, L, P]` for separate projections by head. L is
+        the maximum length: shorter sequences use the first S rows.
       value_projection: F, likewise; it may be E itself.
-      key_value_seq_lengths: `[*B]`, how many keys there are, the rest being padding; or `[*B, 2]`,
-        the first one and the one past the last. Padding is 0 before it is projected; what lies
-        there, NaN included, changes nothing.
+      key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
+        the first valid key and the one past the last. Padding is set to 0 before the projection:
+        its values, NaN included, have no effect.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`.
 
     Raises:
-      ValueError: shapes or dtypes do not fit, or S is above L; the message says which.
+      ValueError: shapes or dtypes do not fit, or S exceeds L; the message says which.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
@@ -65,7 +66,7 @@ def linformer_attention(
 
 
 def _projected(name: str, projection: Array, x: Array) -> Array:
-    """`[*B, S, G, F]` -> `[*B, P, G, F]`, in float32 at least."""
+    """`[*B, S, G, F]` -> `[*B, P, G, F]`, in at least float32."""
     sources, groups, _ = x.shape[-3:]
     if projection.ndim not in (2, 3) or projection.shape[-1] < 1:
         raise ValueError(
@@ -76,7 +77,7 @@ def _projected(name: str, projection: Array, x: Array) -> Array:
     check_array(name, projection, ((length, rows), (groups, length, rows)), jnp.floating)
     if sources > length:
         raise ValueError(
-            f"{name} serves at most {length} positions, there are {sources}: shorten the input or "
+            f"{name} supports at most {length} positions, got {sources}: shorten the input or "
             "make a longer projection"
         )
     dtype = jnp.promote_types(x.dtype, jnp.float32)

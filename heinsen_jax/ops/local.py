@@ -1,5 +1,7 @@
-"""Softmax attention that sees a part of the keys: windows, dilated or with global tokens, and
-sparse blocks. Exact, in time of what is seen."""
+"""Local and sparse softmax attention: windows, dilated windows, global tokens, sparse blocks.
+
+Results are exact; time is proportional to the number of visible pairs.
+"""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -29,8 +31,8 @@ def sliding_window_attention(
 ) -> Mixed:
     """Softmax attention over the nearest tokens (Beltagy et al., 2020, section 3.1).
 
-    A causal query sees the last `local_window_size` tokens, itself included; otherwise as many on
-    each side, or those before and after it that a pair says.
+    A causal query attends to the last `local_window_size` tokens, itself included; otherwise to as
+    many on each side. A pair gives the numbers of tokens before and after it.
 
     Args, Returns, Raises: as `dot_product_attention`.
 
@@ -71,12 +73,12 @@ def dilated_attention(
 ) -> Mixed:
     """Softmax attention over every `dilation`-th token (Beltagy et al., 2020, section 3.1).
 
-    Query t sees t, t - dilation, ...: `local_window_size` tokens, itself included, and as many
-    after it if not causal; or those before and after it that a pair says. A dilation of 1 leaves no
-    gaps.
-    These are sliding windows over `dilation` sequences, so the time does not depend on it.
+    Query t attends to t, t - dilation, ...: `local_window_size` tokens, itself included, and as
+    many after it if not causal. A pair gives the numbers of tokens before and after it. A dilation
+    of 1 leaves no gaps. Computed as sliding windows over `dilation` interleaved sequences, in time
+    independent of the dilation.
 
-    Args, Returns, Raises: as `dot_product_attention`; ValueError where dilation < 1.
+    Args, Returns, Raises: as `dot_product_attention`; ValueError if dilation < 1.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
@@ -93,12 +95,12 @@ def dilated_attention(
     tokens = key.shape[:-2]
     check_tokens(tokens, segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths)
     if dilation < 1:
-        raise ValueError(f"dilation must be at least 1, is {dilation}")
+        raise ValueError(f"dilation must be at least 1, got {dilation}")
     *batch, length = tokens
     axis = len(batch)
     rows = -(-length // dilation)
 
-    def apart(x: Array | None) -> Array | None:
+    def interleaved(x: Array | None) -> Array | None:
         """`[*B, T, ...]` -> `[*B, dilation, rows, ...]`"""
         if x is None:
             return None
@@ -110,13 +112,13 @@ def dilated_attention(
     bounds = bounds[..., None] if bounds.ndim in (0, axis) else bounds
     bounds = jnp.broadcast_to(bounds[..., None, :], (*batch, dilation, bounds.shape[-1]))
     first = jnp.arange(dilation).reshape((1,) * axis + (dilation, 1))
-    bounds = -(-jnp.maximum(bounds - first, 0) // dilation)  # whose first token is at `first`
-    heads = [apart(query), apart(key), apart(value)]
+    bounds = -(-jnp.maximum(bounds - first, 0) // dilation)  # in the sequence from `first`
+    heads = [interleaved(query), interleaved(key), interleaved(value)]
     y = dot_product_attention(
         *(x for x in heads if x is not None),
         is_causal=is_causal,
         local_window_size=local_window_size,
-        segment_ids=apart(segment_ids),
+        segment_ids=interleaved(segment_ids),
         key_value_seq_lengths=bounds if bounds.shape[-1] == 2 else bounds[..., 0],
         scale=scale,
         implementation=implementation,
@@ -140,23 +142,26 @@ def longformer_attention(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Mixed:
-    """Sliding windows, and a few tokens that all see and that see all (Beltagy et al., 2020).
+    """Sliding-window attention with global tokens (Beltagy et al., 2020, section 3.1).
+
+    Global tokens attend to all tokens and are visible to all tokens.
+
 
     Args:
       query, key, value, local_window_size: as `sliding_window_attention`. A global key inside a
-        window is seen once.
-      global_positions: of the global tokens.
-      global_heads: query, key and value of projections of their own, `[*B, T, ., .]`, by which the
-        global tokens see; the same as the others' when None.
-      is_causal: whether even global tokens see only what is before them.
+        window counts once.
+      global_positions: positions of the global tokens.
+      global_heads: query, key and value `[*B, T, ., .]` of separate projections, for the queries of
+        global tokens; the same projections as for other tokens when None.
+      is_causal: whether tokens, global ones included, attend only to themselves and earlier tokens.
       segment_ids, key_value_seq_lengths, scale, implementation: as `dot_product_attention`.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`.
 
     Raises:
-      ValueError, NotImplementedError: as `dot_product_attention`; a position is not among the
-        tokens.
+      ValueError, NotImplementedError: as `dot_product_attention`; a global position is out of
+        range.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
@@ -175,9 +180,9 @@ def longformer_attention(
     positions = sorted(set(global_positions))
     length = query.shape[-3]
     if positions and not 0 <= positions[0] <= positions[-1] < length:
-        raise ValueError(f"global_positions must be in 0 .. {length - 1}, are {positions}")
+        raise ValueError(f"global_positions must be in 0 .. {length - 1}, got {positions}")
     rule = masks.Window(*masks.reach(local_window_size, is_causal))
-    rule = rule | masks.Global(_runs(positions), seen_only=global_heads is not None)
+    rule = rule | masks.Global(_runs(positions), visible_only=global_heads is not None)
     y = dot_product_attention(
         query,
         key,
@@ -221,9 +226,9 @@ def block_sparse_attention(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Mixed:
-    """Causal softmax attention by one of the patterns of Child et al. (2019), section 4.2.
+    """Causal softmax attention in a sparse pattern of Child et al. (2019, section 4.2).
 
-    With l = block_size, query i sees key j <= i where
+    With l = block_size, query i attends to key j <= i if
 
         local:    i - j < l
         strided:  (i - j) mod l = 0
@@ -234,9 +239,9 @@ def block_sparse_attention(
 
     Args:
       query, key, value: as `dot_product_attention`, like all other arguments.
-      pattern: as above.
+      pattern: name of the pattern.
       block_size: l.
-      num_summaries: the last tokens of each block that later ones see.
+      num_summaries: number of last tokens of each block that are visible to later blocks.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`.
@@ -260,7 +265,7 @@ def block_sparse_attention(
         "scale": scale,
         "implementation": implementation,
     }
-    if pattern == "strided":  # a sequence of its own for each remainder
+    if pattern == "strided":  # one sequence per remainder
         check_block(pattern, block_size, num_summaries)
         window = max(query.shape[-3], 1)
         return dilated_attention(
@@ -271,7 +276,7 @@ def block_sparse_attention(
 
 
 def block_rule(pattern: Pattern, block_size: int, num_summaries: int) -> Mask:
-    """The keys that a pattern lets a query see, of those up to itself."""
+    """Return the mask of a pattern, to be combined with the causal one."""
     check_block(pattern, block_size, num_summaries)
     if pattern == "local":
         return masks.Window(block_size - 1)
@@ -284,9 +289,11 @@ def check_block(pattern: str, block_size: int, num_summaries: int) -> None:
     if pattern not in ("local", "strided", "fixed"):
         raise ValueError(f"pattern must be 'local', 'strided' or 'fixed', not {pattern!r}")
     if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, is {block_size}")
+        raise ValueError(f"block_size must be at least 1, got {block_size}")
     if pattern == "fixed" and not 0 <= num_summaries <= block_size:
-        raise ValueError(f"num_summaries must be in 0 .. block_size={block_size}: {num_summaries}")
+        raise ValueError(
+            f"num_summaries must be in 0 .. block_size={block_size}, got {num_summaries}"
+        )
 
 
 def _runs(positions: list[int]) -> tuple[tuple[int, int], ...]:

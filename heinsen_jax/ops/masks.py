@@ -1,8 +1,8 @@
-"""Which keys a query sees, as a rule on positions: rules compose with `&` and `|`.
+"""Attention masks as rules on positions, which compose with `&` and `|`.
 
-A rule is called with positions, NumPy's or JAX's, that broadcast against one another, and answers
-with booleans; True is seen. It is hashable, so that a function can be compiled for it, and what
-`tiled` needs to know of it, which tiles hold anything seen, is worked out when a call is traced.
+A rule is called with query and key positions, NumPy or JAX arrays that broadcast against each
+other, and returns booleans, True where the key is visible. Rules are hashable, so that functions
+can be compiled for them; `tiled` derives the tiles with visible keys from the rule at trace time.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Mask:
-    """A rule on positions."""
+    """Attention mask as a rule on positions."""
 
     def __call__(self, query: Any, key: Any) -> Any:
         raise NotImplementedError
@@ -24,7 +24,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Everything(Mask):
-    """All keys."""
+    """All keys are visible."""
 
     def __call__(self, query: Any, key: Any) -> Any:
         return (query >= 0) & (key >= 0)
@@ -32,7 +32,7 @@ class Everything(Mask):
 
 @dataclass(frozen=True)
 class Causal(Mask):
-    """Keys up to the query's own position."""
+    """Keys up to the position of the query are visible."""
 
     def __call__(self, query: Any, key: Any) -> Any:
         return key <= query
@@ -40,7 +40,7 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class Window(Mask):
-    """Keys from `before` positions before the query to `after` positions after it."""
+    """Keys from `before` positions before the query to `after` positions after it are visible."""
 
     before: int
     after: int = 0
@@ -51,7 +51,7 @@ class Window(Mask):
 
 @dataclass(frozen=True)
 class Strided(Mask):
-    """Keys that lie a multiple of `stride` positions from the query."""
+    """Keys at a distance that is a multiple of `stride` are visible."""
 
     stride: int
 
@@ -61,7 +61,7 @@ class Strided(Mask):
 
 @dataclass(frozen=True)
 class SameBlock(Mask):
-    """Keys of the query's own block of `size` positions."""
+    """Keys in the same block of `size` positions are visible."""
 
     size: int
 
@@ -71,7 +71,7 @@ class SameBlock(Mask):
 
 @dataclass(frozen=True)
 class BlockEnds(Mask):
-    """The last `count` keys of every block of `size` positions."""
+    """The last `count` keys of every block of `size` positions are visible."""
 
     size: int
     count: int = 1
@@ -82,18 +82,19 @@ class BlockEnds(Mask):
 
 @dataclass(frozen=True)
 class Global(Mask):
-    """Some positions see all, and are seen by all; `seen_only`: they are seen by all.
+    """Global tokens attend to all tokens and are visible to all.
 
     Attributes:
-      runs: where they are, as pairs of a first position and one past the last.
+      runs: ranges of the global positions, as pairs (first, one past the last).
+      visible_only: whether global tokens are only visible to all, and attend as other tokens.
     """
 
     runs: tuple[tuple[int, int], ...]
-    seen_only: bool = False
+    visible_only: bool = False
 
     def __call__(self, query: Any, key: Any) -> Any:
-        seen = self._among(key) & (query >= 0)
-        return seen if self.seen_only else seen | self._among(query) & (key >= 0)
+        visible = self._among(key) & (query >= 0)
+        return visible if self.visible_only else visible | self._among(query) & (key >= 0)
 
     def _among(self, position: Any) -> Any:
         found = position < 0
@@ -121,12 +122,12 @@ class _Either(Mask):
 
 
 def reach(local_window_size: int | tuple[int, int], is_causal: bool) -> tuple[int, int]:
-    """How many tokens a query sees before itself, and after."""
+    """Return the number of visible tokens before and after a query."""
     size = local_window_size
     if isinstance(size, tuple):
         if min(size) < 0:
-            raise ValueError(f"local_window_size must not be negative, is {size}")
+            raise ValueError(f"local_window_size must not be negative, got {size}")
         return size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ValueError(f"local_window_size must be an integer >= 1 or a pair, is {size!r}")
+        raise ValueError(f"local_window_size must be an integer >= 1 or a pair, got {size!r}")
     return size - 1, 0 if is_causal else size - 1

@@ -1,5 +1,4 @@
-"""Memory-compressed attention: softmax attention over keys and values that a strided convolution
-has made fewer.
+"""Memory-compressed attention: softmax attention over keys and values compressed by convolution.
 
 References:
   Liu et al., 2018, Generating Wikipedia by Summarizing Long Sequences, arXiv:1801.10198.
@@ -32,12 +31,12 @@ AXIS = -3  # of tokens
 
 
 class Compression(NamedTuple):
-    """What makes F keys (or values) one.
+    """Convolution that compresses F keys (or values) to one.
 
     Attributes:
-      kernel: `[num_kv_heads, F, depth, new depth]`, for each head the weights of a group's tokens.
+      kernel: `[num_kv_heads, F, depth, new depth]`, weights of the F tokens of a group, by head.
       bias: `[num_kv_heads, new depth]`.
-      null: `[num_kv_heads, new depth]`, one more key (or value), which every query sees.
+      null: `[num_kv_heads, new depth]`, an additional key (or value), visible to every query.
     """
 
     kernel: Float[Array, "G F K L"]
@@ -56,14 +55,15 @@ class Compression(NamedTuple):
 
 @pytree_dataclass
 class CompressedCache:
-    """What is kept of the tokens so far: complete groups, compressed, and the group begun.
+    """Streaming state: compressed complete groups, and the tokens of the incomplete group.
 
-    There is room for a number of tokens; with more, results are NaN (outside `jit`, an error).
+    The capacity is fixed. Beyond it, ValueError is raised; under `jit`, results are NaN instead.
 
     Attributes:
       key, value: `[*B, groups, num_kv_heads, depth]`, compressed.
-      recent_key, recent_value: `[*B, F, num_kv_heads, depth]`, of the group begun, then zeros.
-      length: how many tokens there have been, a scalar.
+      recent_key, recent_value: `[*B, F, num_kv_heads, depth]`, tokens of the incomplete group, then
+        zeros.
+      length: number of tokens so far, a scalar.
     """
 
     key: Float[Array, "*B J G K"]
@@ -82,7 +82,7 @@ class CompressedCache:
         capacity: int,
         dtype: Any = jnp.float32,
     ) -> CompressedCache:
-        """Before the first of `capacity` tokens."""
+        """Return the empty state, with capacity for this number of tokens."""
 
         def zeros(compression: Compression, size: int, axis: int) -> Array:
             shape = compression.kernel.shape
@@ -102,7 +102,7 @@ class CompressedCache:
         return self.key.shape[AXIS] * factor + factor - 1
 
     def with_capacity(self, capacity: int) -> CompressedCache:
-        """The same tokens, with room for so many at least."""
+        """Return the same tokens, with at least this capacity."""
         groups = -(-capacity // self.recent_key.shape[AXIS])
         padding = [(0, 0)] * self.key.ndim
         padding[AXIS] = (0, max(groups - self.key.shape[AXIS], 0))
@@ -112,12 +112,13 @@ class CompressedCache:
     def append(
         self, key: Array, value: Array, of_keys: Compression, of_values: Compression
     ) -> CompressedCache:
-        """The cache with further tokens `[*B, T, num_kv_heads, depth]`."""
+        """Append tokens `[*B, T, num_kv_heads, depth]`."""
         after = self.length + key.shape[AXIS]
         if not isinstance(after, Tracer) and int(after) > self.capacity:
             raise ValueError(
-                f"initial_state has room for {self.capacity} tokens, and this is token "
-                f"{int(after)}: begin with CompressedCache.empty(..., capacity=...) of more"
+                f"initial_state has capacity for {self.capacity} tokens, and this is token "
+                f"{int(after)}: begin with a larger capacity, CompressedCache.empty(..., "
+                "capacity=...)"
             )
         key, recent_key = self._append(self.key, self.recent_key, key, of_keys)
         value, recent_value = self._append(self.value, self.recent_value, value, of_values)
@@ -126,7 +127,7 @@ class CompressedCache:
     def _append(self, groups: Array, recent: Array, new: Array, compression: Compression):
         factor, length = compression.factor, new.shape[AXIS]
         count = self.length % factor
-        touched = -(-(length + factor - 1) // factor)  # groups, at most
+        touched = -(-(length + factor - 1) // factor)  # maximum number of groups
         tokens = jnp.pad(recent, _along(recent, (0, touched * factor)))
         axis = tokens.ndim + AXIS
         tokens = lax.dynamic_update_slice_in_dim(tokens, new.astype(tokens.dtype), count, axis)
@@ -134,7 +135,7 @@ class CompressedCache:
         compressed = compress(whole, compression.kernel, compression.bias).astype(groups.dtype)
         places = self.length // factor + jnp.arange(touched)
         is_complete = places < (self.length + length) // factor
-        places = jnp.where(is_complete, places, groups.shape[AXIS])  # the others are dropped
+        places = jnp.where(is_complete, places, groups.shape[AXIS])  # other groups are dropped
         groups = groups.at[..., places, :, :].set(compressed, mode="drop")
         begun = (count + length) // factor * factor
         return groups, lax.dynamic_slice_in_dim(tokens, begun, factor, axis)
@@ -142,8 +143,8 @@ class CompressedCache:
 
 @dataclass(frozen=True)
 class Complete(Mask):
-    """Groups of `size` positions whose last is not after the query: key 0 is the null one, key j
-    the group of positions (j - 1) size ... j size - 1."""
+    """Groups of `size` positions that end at or before the query are visible: key 0 is the null
+    key, key j the group of positions (j - 1) size ... j size - 1."""
 
     size: int
 
@@ -158,23 +159,23 @@ def compress(
     *,
     pad: Pad = "right",
 ) -> Float[Array, "*B J G L"]:
-    """A convolution of width and stride F over the tokens of each head.
+    """Convolve the tokens of each head with width and stride F.
 
         y_j = sum_f x_{jF + f} W_f + b
 
     Args:
-      x: `[*B, S, num_kv_heads, depth]`; zeros are added to a multiple of F tokens.
+      x: `[*B, S, num_kv_heads, depth]`; padded with zeros to a multiple of F tokens.
       kernel: W `[num_kv_heads, F, depth, new depth]`.
       bias: b `[num_kv_heads, new depth]`.
-      pad: where the zeros are.
+      pad: side of the zeros.
 
     Returns:
-      y `[*B, ceil(S / F), num_kv_heads, new depth]`, in float32 at least.
+      y `[*B, ceil(S / F), num_kv_heads, new depth]`, in at least float32.
     """
     _check_pad(pad)
     if kernel.ndim != 4 or 0 in kernel.shape[:2]:
         raise ValueError(
-            f"kernel must be [num_kv_heads, width >= 1, depth, new depth], is {kernel.shape}"
+            f"kernel must be [num_kv_heads, width >= 1, depth, new depth], got {kernel.shape}"
         )
     if x.ndim < 3 or x.shape[-2:] != (kernel.shape[0], kernel.shape[2]):
         raise ValueError(
@@ -260,19 +261,19 @@ def memory_compressed_attention(
     return_state: bool = False,
     implementation: Implementation | None = None,
 ) -> Mixed | tuple[Mixed, CompressedCache]:
-    """Softmax attention over S / F compressed keys and values, and a learned null one.
+    """Softmax attention over S / F compressed keys and values, and a trained null key and value.
 
         K' = [k_0, compress(K)],    V' = [v_0, compress(V)]
         Y_t = softmax_j(scale Q_t . K'_j) V'
 
-    over all j; or, if causal, over the null key and the groups whose last token is not after t, so
-    that nothing comes from the future. Where F > 1 most queries then do not see themselves.
+    over all j; or, if causal, over the null key and the groups that end at or before t. With F > 1
+    most queries then do not attend to themselves.
 
-    A text that is no multiple of F has an incomplete group: the first if pad = "left", which is the
-    published form, so that groups depend on the text's length; or the last if pad = "right", seen
-    by nobody if causal. Then what comes later changes nothing, and only so can a text be fed in
-    pieces: start from `CompressedCache.empty`, give each piece of T >= 0 tokens with the state
-    that the one before returned.
+    If S is not a multiple of F, one group is incomplete: the first one with pad="left", the
+      published form, in which groups depend on the sequence length; or the last one with
+      pad="right", which is masked if causal. Streaming needs pad="right", where outputs do not
+      depend on later tokens: start from `CompressedCache.empty` and pass each chunk of T >= 0
+      tokens with the state returned for the preceding one.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
@@ -281,23 +282,23 @@ def memory_compressed_attention(
       value: `[*B, S, num_kv_heads, value_depth]`.
       key_compression: with a new depth of key_depth.
       value_compression: with the same F. The published form has one kernel and bias for both.
-      is_causal: as above.
-      pad: as above.
-      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding; or
-        `[*B, 2]`, the first one and the one past the last. Each text is compressed as if it stood
-        alone; what lies at padding, NaN included, changes nothing.
-      scale: of the scores; 1 / sqrt(key_depth) when None. (A published implementation has
-        1 / sqrt(model_dim).)
-      initial_state: of the tokens before these. Needs is_causal and pad="right".
-      return_state: whether to return the state after these tokens too; with initial_state.
-      implementation: as in `dot_product_attention`. With a state, scores are held all at once.
+      is_causal: whether only groups that end at or before t are visible.
+      pad: side on which an incomplete group is padded.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
+        `[*B, 2]`, the first valid token and the one past the last. Each sequence is compressed as
+        if it were alone; values at padding, NaN included, have no effect.
+      scale: factor of the scores; 1 / sqrt(key_depth) when None. (A published implementation uses 1
+        / sqrt(model_dim).)
+      initial_state: state after the preceding tokens. Requires is_causal and pad="right".
+      return_state: whether to also return the state after these tokens. Requires initial_state.
+      implementation: as in `dot_product_attention`. With a state, all scores are stored.
 
     Returns:
       Y `[*B, T, num_heads, new value depth]`, or the pair (Y, `CompressedCache`).
 
     Raises:
       ValueError: shapes or dtypes do not fit; the message says which.
-      NotImplementedError: these arguments do not go together.
+      NotImplementedError: the combination of arguments is unsupported; the message says which.
 
     Examples:
       >>> key = jnp.zeros((4, 1, 1))
@@ -323,10 +324,11 @@ def memory_compressed_attention(
         return _attend_texts(*texts, *both, pad, is_causal, options).astype(dtype)
     if not is_causal or pad != "right" or key_value_seq_lengths is not None:
         raise NotImplementedError(
-            'states need is_causal=True and pad="right", and no key_value_seq_lengths'
+            "initial_state: unsupported without is_causal=True and pad='right', or with "
+            "key_value_seq_lengths"
         )
     if initial_state is None:
-        raise ValueError("return_state needs an initial_state: see CompressedCache.empty")
+        raise ValueError("return_state: needs an initial_state; begin with CompressedCache.empty")
     state = initial_state.append(key, value, *both)
     y = dot_product_attention(
         query,
@@ -342,7 +344,8 @@ def memory_compressed_attention(
 def _attend_texts(
     query, key, value, lengths, of_keys, of_values, pad: Pad, is_causal: bool, options: dict
 ) -> Array:
-    """Whole texts. Those of different lengths are moved, so that groups begin at multiples of F."""
+    """Attend over whole sequences, shifted by their padding so that groups begin at multiples of
+    F."""
     length, factor = key.shape[AXIS], of_keys.factor
     extra = -length % factor
 
@@ -368,7 +371,7 @@ def _attend_texts(
 
 
 def _moved(x: Array, shift: Array, length: int) -> Array:
-    """`[*B, length, G, F]` with x_{i + shift} at i, 0 where there is none."""
+    """Return `[*B, length, G, F]` with x_{i + shift} at i, 0 out of range."""
     size = x.shape[AXIS]
     index = jnp.arange(length).reshape((1,) * shift.ndim + (length,)) + shift[..., None]
     index = jnp.where((index < 0) | (index >= size), size, index)[..., None, None]
@@ -376,13 +379,13 @@ def _moved(x: Array, shift: Array, length: int) -> Array:
 
 
 def _along(x: Array, widths: tuple[int, int]) -> list[tuple[int, int]]:
-    """To pad tokens with so many before and after."""
+    """Return padding widths for tokens."""
     return [(0, 0)] * (x.ndim + AXIS) + [widths, (0, 0), (0, 0)]
 
 
 def _check_pad(pad: str) -> None:
     if pad not in ("left", "right"):
-        raise ValueError(f'pad must be "left" or "right", is {pad!r}')
+        raise ValueError(f'pad must be "left" or "right", got {pad!r}')
 
 
 def _check(query, key, value, of_keys: Compression, of_values: Compression, pad: str) -> None:
@@ -404,8 +407,8 @@ def _check(query, key, value, of_keys: Compression, of_values: Compression, pad:
     new_depth = of_keys.kernel.shape[3]
     if query.ndim and query.shape[-1] != new_depth:
         raise ValueError(
-            f"key_compression makes keys of depth {new_depth}, queries have {query.shape[-1]}: "
-            "the last axis of its kernel must be the queries' depth"
+            f"key_compression.kernel: compresses keys to depth {new_depth}, but queries have "
+            f"{query.shape[-1]}; its last axis must be the depth of queries"
         )
     compressed = jax.ShapeDtypeStruct((*key.shape[:-1], new_depth), key.dtype)
     check_heads(query, compressed, value)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA): keys and values of all heads from one short vector a token.
+"""Multi-head latent attention (MLA): keys and values of all heads from one latent per token.
 
 References:
   DeepSeek-AI, 2024, DeepSeek-V2, arXiv:2405.04434.
@@ -32,28 +32,27 @@ def mla_attention(
     scale: float | None = None,
     implementation: Implementation | None = None,
 ) -> Mixed:
-    r"""Softmax attention with keys and values made of latents c, and one rotated key for all heads.
+    r"""Softmax attention with keys and values projected from latents c, and one shared rotary key.
 
         P_ts = softmax_s(scale (Q_t . (c_s W^K) + Q^pe_t . K^pe_s)),    Y_t = sum_s P_ts (c_s W^V)
 
-    for each head. All that has to be kept of a token is c and K^pe. Either form computes this:
+    for each head. The cache holds only c and K^pe per token. Two forms compute the same result:
 
-        expanded    makes keys c W^K and values c W^V of every head: fewest operations where there
-                    are many queries
-        absorbed    Q (W^K)^T reads c as it is, and W^V is applied to what was read: of a token
-                    nothing is read but c and K^pe, which is best for few queries, as in decoding
+        expanded    computes keys c W^K and values c W^V of every head; fewest operations for many
+                    queries
+        absorbed    queries Q (W^K)^T attend to c itself, and W^V projects the result; reads only c
+                    and K^pe of each token, which is best for few queries, as in decoding
 
     Args:
       query: Q `[*B, T, num_heads, K]`, the part that is not rotated.
       query_pe: Q^pe `[*B, T, num_heads, P]`, rotated.
-      latent: c `[*B, S, R]`, normalised.
+      latent: c `[*B, S, R]`, normalized.
       key_pe: K^pe `[*B, S, P]`, rotated.
       key_up: W^K `[num_heads, R, K]`.
       value_up: W^V `[num_heads, R, V]`.
-      form: as above.
-      is_causal, segment_ids, key_value_seq_lengths, query_offset, implementation: as in
-        `dot_product_attention`.
-      scale: of the scores; 1 / sqrt(K + P) when None.
+      form: "expanded" or "absorbed". is_causal, segment_ids, key_value_seq_lengths, query_offset,
+      implementation: as in `dot_product_attention`.
+      scale: factor of the scores; 1 / sqrt(K + P) when None.
 
     Returns:
       Y `[*B, T, num_heads, V]`.
@@ -88,7 +87,7 @@ def mla_attention(
         y = latent_attention(folded, query_pe, latent, key_pe, **options)
         return _product("...tnr,nrv->...tnv", y, value_up).astype(dtype)
     if form != "expanded":
-        raise ValueError(f'form must be "expanded" or "absorbed", is {form!r}')
+        raise ValueError(f'form must be "expanded" or "absorbed", got {form!r}')
     key = _product("...sr,nrk->...snk", latent, key_up)
     value = _product("...sr,nrv->...snv", latent, value_up)
     shared = jnp.broadcast_to(key_pe[..., None, :], (*key.shape[:-1], key_pe.shape[-1]))
@@ -109,19 +108,18 @@ def latent_attention(
     query_offset: int | Integer[Array, ""] = 0,
     implementation: Implementation | None = None,
 ) -> Float[Array, "*B T N R"]:
-    """The core of `mla_attention`'s absorbed form: latents are keys and values of all heads.
+    """Absorbed form of `mla_attention`: latents are the keys and values of all heads.
 
         P_ts = softmax_s(scale (Q'_t . c_s + Q^pe_t . K^pe_s)),    O_t = sum_s P_ts c_s
 
     Args:
       query: Q' = Q (W^K)^T `[*B, T, num_heads, R]`.
       query_pe, latent, key_pe: as in `mla_attention`.
-      scale: of the scores; there 1 / sqrt(K + P).
-      is_causal, segment_ids, key_value_seq_lengths, query_offset, implementation: as in
-        `dot_product_attention`.
+      scale: factor of the scores; 1 / sqrt(K + P) in `mla_attention`. is_causal, segment_ids,
+      key_value_seq_lengths, query_offset, implementation: as in `dot_product_attention`.
 
     Returns:
-      O `[*B, T, num_heads, R]`, to be multiplied by W^V.
+      O `[*B, T, num_heads, R]`, to be projected by W^V.
 
     Raises:
       ValueError, NotImplementedError: as `dot_product_attention`.
@@ -149,17 +147,17 @@ def latent_attention(
 
 
 def _product(indices: str, x: Array, weights: Array) -> Array:
-    """In the type of x, as heads from any other projection are."""
+    """Cast heads to the dtype of x, as other projections do."""
     return jnp.einsum(indices, x, weights.astype(x.dtype))
 
 
 def _check(query: Array, query_pe: Array, latent: Array, key_pe: Array) -> None:
     for name, x in {"query": query, "query_pe": query_pe}.items():
         if x.ndim < 3:
-            raise ValueError(f"{name} must be [..., T, num_heads, depth], has shape {x.shape}")
+            raise ValueError(f"{name} must be [..., T, num_heads, depth], got shape {x.shape}")
     for name, x in {"latent": latent, "key_pe": key_pe}.items():
         if x.ndim < 2:
-            raise ValueError(f"{name} must be [..., S, depth], has shape {x.shape}")
+            raise ValueError(f"{name} must be [..., S, depth], got shape {x.shape}")
     pe_depth = query_pe.shape[-1]
     check_array("query", query, (query.shape,), jnp.floating)
     check_array("query_pe", query_pe, ((*query.shape[:-1], pe_depth),), jnp.floating)

@@ -1,8 +1,8 @@
-"""Log-space primitives that are right at -inf = log 0, in value and in gradient.
+"""Log-space primitives with correct values and gradients at -inf = log 0.
 
-The sum of nothing is log 0 = -inf. There `jnp.logaddexp` and `jax.nn.logsumexp` have the right
-value but, where every term is -inf, a NaN gradient; here that gradient is 0. Derivatives are formed
-from the *share* of a term in its sum, exp(term - total) <= 1, so they do not overflow.
+An empty sum is log 0 = -inf. If every term is -inf, `jnp.logaddexp` and `jax.nn.logsumexp` return
+the right value but a NaN gradient; here that gradient is 0. Derivatives are formed from the *share*
+of a term in its sum, exp(term - total) <= 1, so they do not overflow.
 """
 
 import math
@@ -16,7 +16,8 @@ from jax import lax
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.typing import Array, Float, pytree_dataclass
 
-# Terms held at once in a backward pass: 2 MiB of float32, which fits a CPU's cache; or 1 GiB.
+# Maximum number of terms in memory in a backward pass: 2 MiB of float32, which fits a CPU's cache;
+# or 1 GiB.
 TERMS = 2**19
 TERMS_ELSEWHERE = 2**28
 
@@ -26,17 +27,17 @@ matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 
 
 def share(term: Array, total: Array) -> Array:
-    """exp(term - total): the part of a log-space total that a term makes up; 0 of an empty one."""
+    """exp(term - total): the share of a term in a log-space total; 0 if the total is -inf."""
     return jnp.exp(term - finite(total))
 
 
 def finite(x: Array) -> Array:
-    """x, with -inf replaced by the lowest finite number, so that -inf minus it is -inf, not NaN."""
+    """Replace -inf by the lowest finite number, so that -inf minus it is -inf, not NaN."""
     return jnp.maximum(x, jnp.finfo(x.dtype).min)
 
 
 def where_empty(x: Array, substitute: float) -> Array:
-    """x, with log 0 = -inf replaced: keeps a later difference of two -inf from being NaN."""
+    """Replace log 0 = -inf, so that a later difference of two -inf is not NaN."""
     return jnp.where(x == -jnp.inf, substitute, x)
 
 
@@ -66,16 +67,15 @@ def _safe_log_jvp(primals, tangents):
 
 
 def log_sum_exp(x: Array, axis: int) -> Array:
-    """log(sum(exp(x))) over one axis; -inf where that axis is empty or holds nothing but -inf."""
+    """log(sum(exp(x))) over one axis; -inf if the axis is empty or all its terms are -inf."""
     largest = lax.stop_gradient(jnp.max(x, axis, keepdims=True, initial=-jnp.inf))
     total = jnp.sum(share(x, largest), axis)
     return safe_log(total) + finite(jnp.squeeze(largest, axis))
 
 
 class Softmax(NamedTuple):
-    """A softmax over one axis: weights, their logarithms, and log_sum_exp of what they are of.
-
-    Where all of that is -inf, or nothing, weights are 0."""
+    """Softmax over one axis: weights, their logarithms, and log_sum_exp of the inputs. Weights are
+    0 if the axis is empty or all inputs are -inf."""
 
     weights: Array
     log_weights: Array
@@ -84,15 +84,15 @@ class Softmax(NamedTuple):
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def softmax(x: Array, axis: int) -> Softmax:
-    """exp(x - log Z), x - log Z and log Z, each relative to the largest x: weights sum up to 1
-    however large log Z is."""
+    """Return exp(x - log Z), x - log Z and log Z, computed relative to the largest x, so that
+    weights sum to 1 whatever the size of log Z."""
     largest = jnp.max(x, axis, keepdims=True)
     relative = x - finite(largest)
     exps = jnp.exp(relative)
     total = jnp.sum(exps, axis, keepdims=True)
     log_total = jnp.log(total)
     log_weights = relative - finite(log_total)
-    weights = exps / jnp.maximum(total, 1)  # of nothing: 0
+    weights = exps / jnp.maximum(total, 1)  # an empty sum: 0
     return Softmax(weights, log_weights, jnp.squeeze(log_total + largest, axis))
 
 
@@ -107,18 +107,18 @@ def _softmax_jvp(axis, primals, tangents):
 
 
 def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
-    """log(n / d). Of n = 0 it is log 0 = -inf, with gradient 0, also if d = 0: an average over
-    nothing."""
+    """log(n / d). For n = 0 it is log 0 = -inf, with gradient 0, even if d = 0: an empty
+    average."""
     empty = log_numerator == -jnp.inf
     return jnp.where(empty, -jnp.inf, log_numerator - jnp.where(empty, 0.0, log_denominator))
 
 
 @pytree_dataclass
 class Scaled:
-    """factor * exp(exponent): a sum beyond the range of floating point, without its logarithm.
+    """Number factor * exp(exponent): a sum beyond the range of floating point.
 
-    The exponent is about the largest term's, -inf of an empty sum, and has no gradient: all of it
-    flows through the factor. It broadcasts to the factor.
+    The exponent is close to that of the largest term, -inf for an empty sum, and broadcasts to the
+    factor. It has no gradient: gradients flow through the factor alone.
     """
 
     factor: Array
@@ -126,22 +126,22 @@ class Scaled:
 
     @staticmethod
     def exp(x: Array, axis: int) -> "Scaled":
-        """exp(x), with one exponent for all along an axis."""
+        """Return exp(x), with a common exponent along one axis."""
         exponent = lax.stop_gradient(jnp.max(x, axis, keepdims=True))
         return Scaled(share(x, exponent), exponent)
 
     def sum(self, axis: int) -> "Scaled":
-        """Over an axis along which the exponent is one."""
+        """Sum over an axis with a common exponent."""
         return Scaled(jnp.sum(self.factor, axis), jnp.squeeze(self.exponent, axis))
 
     def log(self) -> Array:
         return safe_log(self.factor) + finite(self.exponent)
 
     def or_by_terms(self, x: Array, y: Array, added: Array | None = None) -> "Scaled":
-        """exp(x) exp(y) + exp(added), of x `[..., I, K]`, y `[..., K, J]` and added `[..., I, J]`.
+        """exp(x) exp(y) + exp(added), for x `[..., I, K]`, y `[..., K, J]` and added `[..., I, J]`.
 
-        That is self, formed by products, but term by term where one of these sums is so small that
-        it may be inexact. Has reverse-mode derivatives only.
+        Equals self, which is computed by matrix products, but sums are recomputed term by term if
+        one of them is too small to be exact. Supports reverse-mode derivatives only.
         """
         factor, exponent = _or_by_terms(self.factor, self.exponent, x, y, added)
         return Scaled(factor, lax.stop_gradient(exponent))
@@ -155,10 +155,10 @@ def log_scores(
 
 
 def scaled_scores(query: Float[Array, "*batch I K"], key: Float[Array, "*batch J K"]) -> Scaled:
-    """exp(Q) exp(K)^T, exact for any finite input and 0 where a sum holds nothing but -inf.
+    """exp(Q) exp(K)^T, exact for any finite input and 0 where all terms of a sum are -inf.
 
-    A matrix product, with rows relative to their largest; where one of its sums comes out too small
-    for that to be exact, or where it saves little, all of them are formed term by term. Has
+    A matrix product of rows relative to their largest element; if one of its sums is too small to
+    be exact, or if the product saves little, all sums are computed term by term. Supports
     reverse-mode derivatives only.
     """
     (size, sources), transposed = (query.shape[-2], key.shape[-2]), jnp.swapaxes(key, -1, -2)
@@ -176,7 +176,8 @@ def _or_by_terms(sums: Array, exponent: Array, x: Array, y: Array, added: Array 
 
 
 def _or_by_terms_forward(sums, exponent, x, y, added):
-    # Terms smaller than normal numbers are lost: less than the square root of that, relatively.
+    # Terms below the smallest normal number are flushed to 0: a relative error below the square
+    # root of that.
     excess = math.sqrt(jnp.finfo(sums.dtype).smallest_normal) - sums
     way = first_safe(jnp.max(jnp.where(exponent == -jnp.inf, 0.0, excess), initial=0.0)[None])
 
@@ -184,7 +185,7 @@ def _or_by_terms_forward(sums, exponent, x, y, added):
         largest = jnp.max(_terms(x, y), -2)
         if added is not None:
             largest = jnp.maximum(largest, added)
-        # Without the barrier, XLA would form the terms once and hold them for both reductions.
+        # Without the barrier, XLA would compute the terms once and store them for both reductions.
         terms = _terms(*lax.optimization_barrier((x, y)))
         total = jnp.sum(share(terms, largest[..., None, :]), -2)
         return total if added is None else total + share(added, largest), largest
@@ -210,8 +211,8 @@ def _or_by_terms_backward(saved, cotangents):
 
 
 def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple[Array, Array]:
-    """Cotangents of x and y, a few matrices of the batch at a time: at most `TERMS` terms, or one
-    matrix."""
+    """Return the cotangents of x and y, computed for a few matrices of the batch at a time: at most
+    `TERMS` terms, or one matrix."""
 
     def of_part(part: tuple[Array, ...]) -> tuple[Array, Array]:
         x, y, exponent, d_sums = part
@@ -225,7 +226,7 @@ def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple
     if size == number:
         return of_part((x, y, exponent, d_sums))
 
-    def split(m: Array) -> Array:  # matrices stay on their device: each part takes every n-th
+    def split(m: Array) -> Array:  # every n-th matrix, which stays on its device
         return jnp.swapaxes(m.reshape(size, -1, *m.shape[-2:]), 0, 1)
 
     parts = lax.map(of_part, tuple(split(m) for m in (x, y, exponent, d_sums)))
@@ -241,8 +242,8 @@ def _terms(x: Array, y: Array) -> Array:
 
 
 def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:
-    """log|exp(x) - exp(y)|, and whether the difference is negative. Of equals it is log 0 = -inf,
-    with gradient 0."""
+    """Return log|exp(x) - exp(y)|, and whether the difference is negative. For x = y it is log 0 =
+    -inf, with gradient 0."""
     equal = x == y
     largest = jnp.where(equal, 0.0, jnp.maximum(x, y))
     gap = jnp.where(equal, -1.0, jnp.minimum(x, y) - largest)
@@ -250,5 +251,5 @@ def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def reciprocal(x: Array) -> Array:
-    """1 / x, and 0 of 0."""
+    """1 / x, and 0 for x = 0."""
     return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1, x))

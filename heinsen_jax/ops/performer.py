@@ -1,4 +1,4 @@
-"""Performer attention: the softmax's kernel estimated from random features (FAVOR+)."""
+"""Performer attention: the softmax kernel estimated from random features (FAVOR+)."""
 
 import math
 from typing import Any, Literal, overload
@@ -23,7 +23,7 @@ from heinsen_jax.typing import (
     Values,
 )
 
-# What the published code adds to each feature, and, if causal, to each sum of features of keys.
+# Added by the published code to each feature and, if causal, to each sum of key features.
 FEATURE_EPSILON = {"softmax": 1e-4, "relu": 1e-3}
 SUM_EPSILON = 1e-6
 
@@ -103,29 +103,29 @@ def performer_attention(
         E[phi(q) . phi(k)] = exp(q . k / sqrt(K))    for epsilon = 0             (Lemma 1)
         Y_t = phi(q_t) sum_s phi(k_s) v_s^T / (phi(q_t) . sum_s phi(k_s))
 
-    where s runs over the tokens up to and including t if causal, over all if not. Weights are
-    unbiased; Y, a ratio, approaches that of softmax attention as M grows. Features stay in log
-    space: this is `heinsen_attention` of log phi, finite for every finite input, with its state.
+    where s runs over the tokens up to and including t if causal, otherwise over all tokens. Weights
+    are unbiased; Y, a ratio, converges to softmax attention as M grows. Features stay in log space:
+    this is `heinsen_attention` of log phi, finite for every finite input, with the same state.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
       key: `[*B, S, num_kv_heads, key_depth]`; num_heads a multiple of num_kv_heads.
       value: `[*B, S, num_kv_heads, value_depth]`.
-      projection: W `[M, key_depth]`, as of `orthogonal_features`. Of M about K log K.
-      kernel: "softmax", or "relu": phi(x) = max(W x', 0) + epsilon, without an estimate of
-        anything, and as `linear_attention`.
+      projection: W `[M, key_depth]`, for example from `orthogonal_features`, with M about K log K.
+      kernel: "softmax", or "relu": phi(x) = max(W x', 0) + epsilon, which estimates no softmax and
+        is evaluated by `linear_attention`.
       is_causal, segment_ids, key_value_seq_lengths: as in `heinsen_attention`.
-      epsilon: what is added to each feature, whatever the size of the others; None for 0, or for
-        1e-3 with kernel="relu". It biases weights by about epsilon.
-      initial_state, return_state: a `HeinsenAttentionState` with depth M, as in
+      epsilon: added to each feature, whatever the size of the others; 0 when None, or 1e-3 with
+        kernel="relu". It biases weights by about epsilon.
+      initial_state, return_state: a `HeinsenAttentionState` of key depth M, as in
         `heinsen_attention`, or a `LinearAttentionState` with kernel="relu".
-      implementation: "log_space"; "published", features relative to their largest, those of keys
-        over all positions, later ones too, plus epsilon, 1e-4 when None, and if causal 1e-6 more of
-        each feature in the sum that divides; or None for the first. kernel="relu" has one form.
+      implementation: "log_space"; "published": features relative to the largest one, for keys over
+        all positions, later ones included, plus epsilon (1e-4 when None) and, if causal, another
+        1e-6 per feature in the normalizer; None selects the first. kernel="relu" has a single form.
 
     Returns:
-      Y `[*B, T, num_heads, value_depth]`, 0 where a query sees nothing; with `return_state`, a pair
-      of it and the state after all S tokens.
+      Y `[*B, T, num_heads, value_depth]`, 0 for queries without visible keys; with `return_state`,
+      the pair of it and the state after all S tokens.
 
     Raises:
       ValueError: shapes, dtypes or the state do not fit; the message says which.
@@ -171,7 +171,7 @@ def performer_attention(
     log_query, query_norm = _projected(query, projection)
     log_key, key_norm = _projected(key, projection)
     log_key = _plus(log_key - key_norm, epsilon)
-    if epsilon:  # without it a factor of all features of a query cancels
+    if epsilon:  # if 0, a common factor of all features of a query cancels
         log_query = _plus(log_query - query_norm, epsilon)
     y = heinsen_attention(log_query, log_key, value, **options)
     return (y[0].astype(dtype), y[1]) if return_state else y.astype(dtype)
@@ -185,20 +185,20 @@ def orthogonal_features(
     scaling: Literal[0, 1] = 0,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "{num_features} {depth}"]:
-    """Random rows, orthogonal in blocks of `depth`, for `performer_attention`.
+    """Return random projections for `performer_attention`, orthogonal in blocks of `depth` rows.
 
     Args:
       key: a key of `jax.random`.
-      num_features: M, how many rows.
-      depth: K, of a row. Beyond K rows further blocks are independent of the first.
-      scaling: of the norms: 0 for those of independent normal vectors, with which a row by itself
-        is one (weights are unbiased), 1 for sqrt(depth).
+      num_features: M, number of rows.
+      depth: K, length of a row. Blocks of K rows are independent of each other.
+      scaling: norms of the rows: 0 for those of independent normal vectors, so that each row is
+        normally distributed and weights are unbiased; 1 for sqrt(depth).
 
     Returns:
       W `[num_features, depth]`.
 
     Raises:
-      ValueError: sizes below 1, or another scaling.
+      ValueError: a size is below 1, or scaling is neither 0 nor 1.
 
     Examples:
       >>> rows = orthogonal_features(jax.random.key(0), 2, 4, scaling=1)
@@ -209,9 +209,9 @@ def orthogonal_features(
       Choromanski et al., 2021, Rethinking Attention with Performers, arXiv:2009.14794.
     """
     if num_features < 1 or depth < 1:
-        raise ValueError(f"num_features and depth must be >= 1, are {num_features} and {depth}")
+        raise ValueError(f"num_features and depth must be >= 1, got {num_features} and {depth}")
     if scaling not in (0, 1):
-        raise ValueError(f"scaling must be 0 or 1, is {scaling!r}")
+        raise ValueError(f"scaling must be 0 or 1, got {scaling!r}")
     of_directions, of_norms = jax.random.split(key)
     blocks = jax.random.orthogonal(of_directions, depth, (-(-num_features // depth),), dtype=dtype)
     directions = blocks.reshape(-1, depth)[:num_features]
@@ -224,17 +224,17 @@ def orthogonal_features(
 def _check(query, projection, kernel, epsilon, implementation) -> None:
     if projection.ndim != 2 or projection.shape[0] < 1:
         raise ValueError(
-            f"projection must be [features >= 1, key_depth], has shape {projection.shape}"
+            f"projection must be [features >= 1, key_depth], got shape {projection.shape}"
         )
     expected = projection.shape[0], query.shape[-1]
     check_array("projection", projection, (expected,), jnp.floating)
     if epsilon is not None and epsilon < 0:
-        raise ValueError(f"epsilon must not be negative, is {epsilon}")
+        raise ValueError(f"epsilon must not be negative, got {epsilon}")
     if kernel not in FEATURE_EPSILON:
-        raise ValueError(f"kernel must be one of {[*FEATURE_EPSILON]}, is {kernel!r}")
+        raise ValueError(f"kernel must be one of {[*FEATURE_EPSILON]}, got {kernel!r}")
     if implementation not in (None, "log_space", "published"):
         raise ValueError(
-            f'implementation must be None, "log_space" or "published", is {implementation!r}'
+            f"implementation must be None, 'log_space' or 'published', got {implementation!r}"
         )
     if kernel == "relu" and implementation == "log_space":
         raise NotImplementedError('kernel="relu" is not in log space: pass implementation=None')
@@ -251,7 +251,7 @@ def _refuse(*given: Any) -> None:
 
 
 def _projected(x: Array, projection: Array) -> tuple[Array, Array]:
-    """W x' `[..., M]` and |x'|^2 / 2 `[..., 1]`, in float32 at least."""
+    """Return W x' `[..., M]` and |x'|^2 / 2 `[..., 1]`, in at least float32."""
     dtype = jnp.promote_types(x.dtype, jnp.float32)
     x, scale = x.astype(dtype), x.shape[-1] ** -0.25
     projected = jnp.einsum("...k,mk->...m", x, scale * projection.astype(dtype))

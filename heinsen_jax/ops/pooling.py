@@ -1,14 +1,14 @@
-r"""Averages of tokens over windows of any size, each token under one weight whoever reads it.
+r"""Weighted averages of tokens over windows of any size, with one weight per token.
 
-Tokens are cut into chunks of C. A window of n C tokens that ends in row r of a chunk holds that
-chunk's columns c <= r, the columns c > r of the chunk n before it, and the n - 1 whole chunks
-between. Together the first two are C columns: products with a `[C, C]` matrix of weights. The
-averages of whole chunks are tokens themselves, and pooled by the same function:
+Tokens are split into chunks of C. A window of n C tokens that ends in row r of a chunk consists of
+that chunk's columns c <= r, the columns c > r of the chunk n before it, and the n - 1 complete
+chunks in between. The first two together are C columns: products with a `[C, C]` matrix of weights.
+The averages of complete chunks are tokens themselves and are pooled recursively:
 
     pool(tokens, n C) = products + pool(chunks, n - 1)
 
-Nothing is subtracted from a sum, and every exponential is relative to the largest that its reader
-sees, so logits may be of any size. Gradients are pooled likewise, from later tokens to earlier.
+Nothing is subtracted from a sum, and exponentials are relative to the largest one in their window,
+so logits may be of any size. Gradients are pooled likewise, from later tokens to earlier ones.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from jax import lax
 from heinsen_jax.ops.numerics import reciprocal, safe_log, where_empty
 from heinsen_jax.typing import Array
 
-CHUNK = 32  # tokens in a chunk, at most
+CHUNK = 32  # maximum number of tokens in a chunk
 
 
 class WeightedTokens(NamedTuple):
-    """x `[X, T, D]` and logits `[X, T]`, X = prod(*B) N. Averages are tokens too: their logit is
-    the log of the total weight of what they are an average of."""
+    """Tokens x `[X, T, D]` and logits `[X, T]`, X = prod(*B) N. Averages are represented as tokens,
+    too: their logit is the log of the total weight of the averaged tokens."""
 
     x: Array
     logits: Array
 
 
 def average(tokens: WeightedTokens) -> WeightedTokens:
-    """Of all tokens, as one."""
+    """Average all tokens into one."""
     largest = jnp.max(tokens.logits, 1, keepdims=True, initial=-jnp.inf)
     largest = where_empty(lax.stop_gradient(largest), 0.0)
     weights = jnp.exp(tokens.logits - largest)
@@ -47,7 +47,7 @@ def average(tokens: WeightedTokens) -> WeightedTokens:
 
 
 def merged(a: WeightedTokens, b: WeightedTokens) -> WeightedTokens:
-    """The average of two averages."""
+    """Average two averages."""
     largest = where_empty(lax.stop_gradient(jnp.maximum(a.logits, b.logits)), 0.0)
     of_a, of_b = jnp.exp(a.logits - largest), jnp.exp(b.logits - largest)
     total = of_a + of_b
@@ -57,20 +57,20 @@ def merged(a: WeightedTokens, b: WeightedTokens) -> WeightedTokens:
 
 
 def _pool(window: int, tokens: WeightedTokens, segments: Array | None) -> WeightedTokens:
-    """The average of the last `window` tokens, at each, itself included.
+    """Return at each token the average of the last `window` tokens, itself included.
 
-    With `segments` `[X, T]`, numbers that never fall or never rise, of those of the same number.
+    With `segments` `[X, T]`, monotonic ids, only tokens of the same id are averaged.
     """
     length = tokens.x.shape[1]
     window = min(window, length)
     count = math.ceil(window / CHUNK)  # chunks in a window
     size = math.ceil(window / count) if count > 1 else min(CHUNK, length)
     layout = _Layout(length, window if count > 1 else size, count, size)
-    chunks = WeightedTokens(layout.cut(tokens.x, 0.0), layout.cut(tokens.logits, -jnp.inf))
-    ids = None if segments is None else layout.cut(segments, None)
+    chunks = WeightedTokens(layout.split(tokens.x, 0.0), layout.split(tokens.logits, -jnp.inf))
+    ids = None if segments is None else layout.split(segments, None)
     pooled = _products(chunks, ids, count, window)
     if count > 1:
-        ends = jax.tree.map(lambda x: x[:, size - 1 :: size], pooled)  # averages of a whole chunk
+        ends = jax.tree.map(lambda x: x[:, size - 1 :: size], pooled)  # averages of complete chunks
         end_ids = None if ids is None else ids[:, :, -1]
         past = _pool(count - 1, ends, end_ids)
         past = WeightedTokens(_later(past.x, 1, 0.0), _later(past.logits, 1, -jnp.inf))
@@ -93,8 +93,8 @@ def _pool_forward(window, tokens, segments):
 
 
 def _pool_backward(window, saved, cotangents):
-    """The weight of a token in the average at t is exp(logit - log of t's total weight): what flows
-    back to a token is pooled as well, from the later ones, by logits of minus that log."""
+    """The weight of a token in the average at t is exp(logit - log of t's total weight): cotangents
+    are pooled as well, from later tokens, with the negative of that log as logits."""
     tokens, segments, pooled = saved
     d_total = cotangents.logits - jnp.sum(cotangents.x * pooled.x, -1)
     flows = jnp.concatenate([cotangents.x, d_total[..., None]], -1)
@@ -111,16 +111,16 @@ pool.defvjp(_pool_forward, _pool_backward)
 
 
 class _Layout(NamedTuple):
-    """`length` tokens in blocks of `block`, each of `chunks` chunks of `size`."""
+    """Layout of `length` tokens in blocks of `block`, each of `chunks` chunks of `size`."""
 
     length: int
     block: int
     chunks: int
     size: int
 
-    def cut(self, x: Array, fill: float | None) -> Array:
-        """`[X, T, ...]` -> `[X, chunks, C, ...]`, filled up at the end of a block, with the last
-        one if `fill` is None."""
+    def split(self, x: Array, fill: float | None) -> Array:
+        """`[X, T, ...]` -> `[X, chunks, C, ...]`, padded at the end of a block with `fill`, or with
+        the last token if None."""
         blocks = math.ceil(self.length / self.block)
         rest = self.length - (blocks - 1) * self.block
         x = _filled(x, 1, blocks * self.block, fill)
@@ -130,7 +130,7 @@ class _Layout(NamedTuple):
         return x[:, : (blocks - 1) * self.chunks + math.ceil(rest / self.size)]
 
     def joined(self, x: Array) -> Array:
-        """`[X, chunks C, ...]` -> `[X, T, ...]`: without what `cut` has filled up."""
+        """`[X, chunks C, ...]` -> `[X, T, ...]`: remove the padding of `split`."""
         blocks = math.ceil(self.length / self.block)
         x = _filled(x, 1, blocks * self.chunks * self.size, 0)
         x = x.reshape(len(x), blocks, self.chunks * self.size, *x.shape[2:])[:, :, : self.block]
@@ -146,14 +146,14 @@ def _filled(x: Array, axis: int, length: int, fill: float | None) -> Array:
 
 
 def _later(x: Array, steps: int, fill: float) -> Array:
-    """x `[X, chunks, ...]` of the chunk `steps` before."""
+    """Return x `[X, chunks, ...]` of the chunk `steps` before each chunk."""
     nothing = jnp.full_like(x[:, :steps], fill)
     return jnp.concatenate([nothing, x[:, : x.shape[1] - steps]], 1)
 
 
 def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int) -> WeightedTokens:
-    """Averages `[X, chunks C, ...]` of what a window holds of its last chunk and of the one `count`
-    before."""
+    """Average the tokens `[X, chunks C, ...]` of a window that lie in its last chunk and in the one
+    `count` before."""
     x, logits = chunks
     folds, number, size = logits.shape
     own = jnp.broadcast_to(jnp.tri(size, dtype=bool), (folds, number, size, size))
@@ -164,7 +164,7 @@ def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int
         return x.reshape(folds * number * size, size)
 
     def pairs(x: Array, fill: float) -> Array:
-        """x of the token that a row reads in a column."""
+        """Return x of the token that a row averages in a column."""
         earlier = _later(x, count, fill) if has_earlier else jnp.full_like(x, fill)
         return by_row(jnp.where(own, x[:, :, None], earlier[:, :, None]))
 
@@ -178,8 +178,8 @@ def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int
         scores = jnp.where(pairs(ids, -1) == ids.reshape(-1, 1), scores, -jnp.inf)
     largest = where_empty(jnp.max(scores, -1, keepdims=True), 0.0)
     weights = jnp.exp(scores - largest)
-    total = jnp.sum(weights, -1, keepdims=True)  # at least 1, or of nothing
-    weights = weights / jnp.maximum(total, 1.0)  # before the products: x may be large
+    total = jnp.sum(weights, -1, keepdims=True)  # at least 1, or an empty sum
+    weights = weights / jnp.maximum(total, 1.0)  # before the products, since x may be large
 
     def products(mask: Array, x: Array) -> Array:
         return jnp.where(by_row(mask), weights, 0.0).reshape(own.shape) @ x

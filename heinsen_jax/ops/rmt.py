@@ -1,4 +1,4 @@
-"""Recurrent memory (RMT): a layer run segment by segment, with memory vectors from one to the next.
+"""Recurrent memory (RMT): a layer applied segment by segment, with memory vectors in between.
 
 References:
   Bulatov, Kuratov and Burtsev, 2022, Recurrent Memory Transformer, arXiv:2207.06881.
@@ -23,12 +23,12 @@ Layer = Callable[[Array], Array]
 
 @pytree_dataclass
 class SegmentState:
-    """All that a recurrence over segments needs of the tokens before: of constant size.
+    """Streaming state of a recurrence over segments, of constant size.
 
     Attributes:
       memory: `[*B, M, D]`, after the last complete segment.
-      tokens: `[*B, segment_length, D]`, the inputs of the segment begun since, then zeros.
-      count: how many inputs these are, an integer below segment_length.
+      tokens: `[*B, segment_length, D]`, the inputs of the incomplete segment, then zeros.
+      count: number of these inputs, an integer below segment_length.
     """
 
     memory: Float[Array, "*B M D"]
@@ -37,19 +37,19 @@ class SegmentState:
 
     @classmethod
     def start(cls, memory: Array, segment_length: int) -> SegmentState:
-        """The state before the first token, for an initial memory `[*B, M, D]`."""
+        """Return the state before the first token, with initial memory `[*B, M, D]`."""
         tokens = jnp.zeros((*memory.shape[:-2], segment_length, memory.shape[-1]), memory.dtype)
         return cls(memory, tokens, jnp.zeros((), jnp.int32))
 
     def close(self, layer: Layer) -> SegmentState:
-        """The state if the segment ended here: its memory is written after the tokens so far.
+        """End the segment here: its memory is written after the tokens so far.
 
-        Without tokens since the last segment, nothing changes.
+        Without tokens since the last segment, the state is unchanged.
         """
         size, length = self.memory.shape[-2], self.tokens.shape[-2]
         sequence = jnp.concatenate([self.memory, self.tokens, self.memory], -2)
         place, end = jnp.arange(size + length + size), size + self.count
-        # The rest repeats a vector that the layer meets anyhow: zeros it might not bear.
+        # Padding repeats an actual input: the layer may not be finite at zeros.
         rest = jnp.where(place < end + size, place + length - self.count, 0)
         y = _apply(layer, jnp.take(sequence, jnp.where(place < end, place, rest), -2, mode="clip"))
         written = lax.dynamic_slice_in_dim(y, end, size, -2)
@@ -102,35 +102,36 @@ def segment_recurrence(
     initial_state: SegmentState | None = None,
     return_state: bool = False,
 ) -> Features | tuple[Features, SegmentState]:
-    r"""Runs a causal layer over segments of a sequence, with memory from each to the next.
+    r"""Apply a causal layer to the segments of a sequence, with memory carried between them.
 
         [_, Y_s, m_{s+1}] = layer([m_s, X_s, m_s]),    s = 0, 1, ...
 
-    for segments X_s of `segment_length` tokens. The memory stands on both sides: every token can
-    read the copy before it, and the copy at the end, which sees all, is where the next memory is
-    written. With a stack of layers, pass the stack: RMT takes the memory from the last.
+    for segments X_s of `segment_length` tokens. The memory is placed on both sides: every token can
+    attend to the copy before it, and the next memory is written to the copy at the end, which
+    attends to the whole segment. To use a stack of layers, pass the stack: RMT reads the memory
+    from the last layer.
 
-    Tokens may come in pieces of any lengths, of one token too: with `return_state`, then
-    `initial_state`, the results are those of one pass. A piece runs the layer again on all of the
-    segment that it continues, so a single token costs a segment. Gradients flow through every
-    memory, and through the state; what the layer keeps for them is computed again, so that
-    memory in use is that of one segment and of the inputs. `stop_gradient` on a state truncates.
+    Tokens may be streamed in chunks of any length, down to one token: with `return_state`, then
+    `initial_state`, the results equal those of one call. Each call applies the layer again to the
+    whole segment that it continues, so a single token costs as much as a segment. Gradients flow
+    through every memory and through the state; the layer is rematerialized, so that memory use is
+    that of one segment plus the inputs. Apply `stop_gradient` to a state to truncate.
 
     Args:
-      layer: `[*B, L, D]` to the same shape, for L = M + segment_length + M. Must be causal, and a
-        pure function; positions, if it knows any, restart with each segment.
+      layer: maps `[*B, L, D]` to the same shape, for L = M + segment_length + M. Must be causal and
+        a pure function; its positions, if any, restart with each segment.
       x: `[*B, T, D]`. The last segment may be shorter.
-      memory: the initial one, `[*B, M, D]`, or `[M, D]` for all.
+      memory: initial memory `[*B, M, D]`, or `[M, D]` shared by all.
       segment_length: tokens in a segment.
-      initial_state: what an earlier call returned, instead of `memory`.
-      return_state: whether to return the state after the T tokens too.
+      initial_state: state returned by an earlier call, instead of `memory`.
+      return_state: whether to also return the state after the T tokens.
 
     Returns:
       Y `[*B, T, D]`, or the pair (Y, `SegmentState`). The memory of the state is that after the
-      last complete segment; for one after all tokens, see `SegmentState.close`.
+      last complete segment; see `SegmentState.close` for the memory after all tokens.
 
     Raises:
-      ValueError: shapes or dtypes do not fit, or both or none of `memory` and `initial_state` are
+      ValueError: shapes or dtypes do not fit, or not exactly one of `memory` and `initial_state` is
         given; the message says which.
 
     Examples:
@@ -148,8 +149,8 @@ def segment_recurrence(
     if length == 0:
         return (x, given) if return_state else x
 
-    # Where the count is known, so are the segments' borders. Otherwise there may be one segment
-    # more, and the last may be empty. What is padding repeats the last token.
+    # If the count is static, so are the boundaries of segments. Otherwise one more segment may be
+    # needed, and the last one may be empty. Padding repeats the last token.
     if initial_state is None:
         count, num_segments, may_be_empty = 0, -(-length // segment_length), False
         padding = jnp.repeat(x[..., -1:, :], num_segments * segment_length - length, -2)
@@ -186,7 +187,7 @@ def segment_recurrence(
 
 
 def _segment(layer: Layer, memory: Array, tokens: Array) -> tuple[Array, Array]:
-    """Outputs of a segment, and the memory that it writes."""
+    """Return the outputs of a segment, and the memory that it writes."""
     y = _apply(layer, jnp.concatenate([memory, tokens, memory], -2))
     size = memory.shape[-2]
     end = size + tokens.shape[-2]
@@ -200,11 +201,11 @@ def _apply(layer: Layer, x: Array) -> Array:
 
 
 def _after(stream: Array, memory: Array, end: Array, segment_length: int) -> SegmentState:
-    """The state after the first `end` tokens of a stream of segments."""
+    """Return the state after the first `end` tokens of a stream of segments."""
     count = end % segment_length
     tokens = lax.dynamic_slice_in_dim(stream, end - count, segment_length, -2)
-    there = jnp.arange(segment_length).reshape([1] * (tokens.ndim - 2) + [-1, 1]) < count
-    return SegmentState(memory, jnp.where(there, tokens, 0), count)
+    valid = jnp.arange(segment_length).reshape([1] * (tokens.ndim - 2) + [-1, 1]) < count
+    return SegmentState(memory, jnp.where(valid, tokens, 0), count)
 
 
 def _cast(state: SegmentState, dtype: Any) -> SegmentState:
@@ -214,16 +215,16 @@ def _cast(state: SegmentState, dtype: Any) -> SegmentState:
 def _state(
     x: Array, memory: Array | None, segment_length: int, initial_state: SegmentState | None
 ) -> SegmentState:
-    """The state to start from, its arguments checked."""
+    """Check the arguments and return the initial state."""
     length = segment_length
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"segment_length must be an integer >= 1, is {length!r}")
+        raise ValueError(f"segment_length must be an integer >= 1, got {length!r}")
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"x must be [..., tokens, features] and floating point, is {x.shape} {x.dtype}"
+            f"x must be [..., tokens, features] and floating point, got {x.shape} {x.dtype}"
         )
     if (memory is None) == (initial_state is None):
-        raise ValueError("give either memory, before the first token, or initial_state")
+        raise ValueError("memory, initial_state: exactly one is required; begin with memory")
     *batch, _, width = x.shape
     if initial_state is not None:
         size = initial_state.memory.shape[-2]
@@ -235,7 +236,7 @@ def _state(
         return initial_state
     assert memory is not None
     if memory.ndim < 2:
-        raise ValueError(f"memory must be [..., vectors, features], has shape {memory.shape}")
+        raise ValueError(f"memory must be [..., vectors, features], got shape {memory.shape}")
     shape = (*batch, memory.shape[-2], width)
     check_array("memory", memory, (shape, shape[-2:]), jnp.floating)
     memory = jnp.broadcast_to(

@@ -1,4 +1,4 @@
-"""Positions as angles."""
+"""Rotary position embedding."""
 
 import jax.numpy as jnp
 
@@ -11,24 +11,24 @@ def rotary(
     *,
     base: float = 10000.0,
 ) -> Float[Array, "*B T N P"]:
-    """Turns each pair of adjacent features by an angle that grows with the position.
+    """Rotate each pair of adjacent features by an angle proportional to the position.
 
         (x_2i, x_2i+1) -> (x_2i cos a - x_2i+1 sin a,  x_2i sin a + x_2i+1 cos a)
         a = position base^(-2i / P)
 
-    A product of a query and a key so turned depends only on how far they are apart. (Elsewhere
-    features i and i + P/2 are often a pair instead.)
+    The product of a rotated query and a rotated key depends only on their distance. (Other
+    implementations often pair features i and i + P/2 instead.)
 
     Args:
       x: `[*B, T, N, P]`, P even.
       positions: `[T]` or `[*B, T]`.
-      base: of the angles.
+      base: base of the angles' geometric progression.
 
     Returns:
-      The same shape and type; float32 at least inside.
+      Rotated features, of the same shape and dtype. Computed in at least float32.
 
     Examples:
-      >>> rotary(jnp.ones((1, 1, 2)), jnp.array([jnp.pi])).ravel().round().tolist()  # half a turn
+      >>> rotary(jnp.ones((1, 1, 2)), jnp.array([jnp.pi])).ravel().round().tolist()
       [-1.0, -1.0]
 
     References:
@@ -42,7 +42,7 @@ def rotary(
     positions = jnp.asarray(positions)
     if positions.shape not in (x.shape[-3:-2], x.shape[:-2]):
         raise ValueError(
-            f"positions must have shape {x.shape[-3:-2]} or {x.shape[:-2]}, has {positions.shape}"
+            f"positions must have shape {x.shape[-3:-2]} or {x.shape[:-2]}, got {positions.shape}"
         )
     depth, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
     turns = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))

@@ -1,4 +1,4 @@
-"""Softmax attention, and its forms that see less: windows, dilated windows, sparse blocks."""
+"""Softmax attention with arbitrary masks."""
 
 import math
 from typing import Any, Literal
@@ -11,7 +11,7 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_segments,
     check_tokens,
-    is_there,
+    valid_tokens,
     without_padding,
 )
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
@@ -33,7 +33,7 @@ from heinsen_jax.typing import (
 Implementation = Literal["xla", "tiled", "cudnn"]
 NAMES = ("xla", "tiled", "cudnn")
 
-SMALL = 256 * 256  # scores of a head that are best held all at once
+SMALL = 256 * 256  # scores per head up to which storing them all is fastest
 
 
 def dot_product_attention(
@@ -55,8 +55,9 @@ def dot_product_attention(
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(scale Q_t . K_s + bias_ts)       (1)
 
-    over the keys s that t sees. As `jax.nn.dot_product_attention`, with any number of batch axes,
-    masks as rules, and 0, not an average of all, where a query sees nothing.
+    over the keys s visible to t. Equals `jax.nn.dot_product_attention`, but accepts any number of
+    batch axes and masks as rules, and returns 0, not the average of all values, for a query without
+    visible keys.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
@@ -64,26 +65,27 @@ def dot_product_attention(
         n // (num_heads // num_kv_heads).
       value: `[*B, S, num_kv_heads, value_depth]`.
       bias: added to the scores; broadcasts to `[*B, num_heads, T, S]`.
-      mask: True where a query sees a key; broadcasts to `[*B, num_heads, T, S]`. Or a rule of
-        `heinsen_jax.ops.masks`, which costs no memory, and saves the work of what nobody sees.
-      is_causal: whether a token sees only itself and earlier ones.
-      local_window_size: w: a query sees the w nearest tokens on each side, itself included (on one
-        side if causal); or how many before and how many after it.
-      segment_ids: `[*B, S]`: tokens see only those of equal number. T must equal S.
-      key_value_seq_lengths: `[*B]`, how many keys there are, the rest being padding; or `[*B, 2]`,
-        the first one and the one past the last.
-      query_offset: the position of the first query among the keys. May be traced.
-      scale: of the scores; 1 / sqrt(key_depth) when None.
-      implementation: "xla" (all scores at once), "tiled" (in memory linear in T and S, in time of
-        what is seen), "cudnn" (a fused kernel; half precision on GPUs), or None to choose between
-        the first two. A named one never falls back to another.
+      mask: True where a key is visible to a query; broadcasts to `[*B, num_heads, T, S]`. Or a rule
+        of `heinsen_jax.ops.masks`, which needs no memory; the work of fully masked tiles is
+        skipped.
+      is_causal: whether tokens attend only to themselves and earlier tokens.
+      local_window_size: w: a query attends to the w nearest tokens on each side, itself included
+        (only on the left if causal); or a pair, the numbers of tokens before and after it.
+      segment_ids: `[*B, S]`: tokens attend only to tokens of equal id. T must equal S.
+      key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
+        the first valid key and the one past the last.
+      query_offset: position of the first query among the keys. May be traced.
+      scale: factor of the scores; 1 / sqrt(key_depth) when None.
+      implementation: "xla" (stores all scores), "tiled" (memory linear in T and S, time
+        proportional to the visible pairs), "cudnn" (a fused kernel; half precision on GPUs), or
+        None to choose between the first two. A named implementation never falls back to another.
 
     Returns:
-      Y `[*B, T, num_heads, value_depth]`. A query that sees nothing has 0, and gradients of 0.
+      Y `[*B, T, num_heads, value_depth]`. Rows without visible keys are 0, with zero gradients.
 
     Raises:
       ValueError: shapes or dtypes do not fit; the message says which.
-      NotImplementedError: the named implementation cannot serve the call.
+      NotImplementedError: the named implementation does not support the call.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
@@ -152,7 +154,8 @@ def _refuse(implementation: str, given: dict[str, bool]) -> None:
 def _ids(
     query: Array, key: Array, segment_ids: Array | None, key_value_seq_lengths: Array | None
 ) -> tuple[Array | None, Array | None]:
-    """Numbers of queries `[B, T]` and keys `[B, S]`, of which a query sees only its own."""
+    """Return segment ids of queries `[B, T]` and keys `[B, S]`: only equal ids attend to each
+    other."""
     if segment_ids is None and key_value_seq_lengths is None:
         return None, None
     *batch, length = key.shape[:-2]
@@ -160,9 +163,9 @@ def _ids(
     ids = jnp.zeros((*batch, length), jnp.int32) if segment_ids is None else segment_ids
     query_ids = jnp.zeros((*batch, query.shape[-3]), ids.dtype) if segment_ids is None else ids
     if key_value_seq_lengths is not None:
-        there = is_there(key_value_seq_lengths, tuple(batch), length)
-        nobody = jnp.min(query_ids, initial=0) - 1
-        ids = jnp.where(there, ids, nobody)
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
+        no_segment = jnp.min(query_ids, initial=0) - 1
+        ids = jnp.where(valid, ids, no_segment)
     return query_ids.reshape(size, query.shape[-3]), ids.reshape(size, length)
 
 
@@ -181,7 +184,7 @@ def _dense(query, key, value, bias, mask, rule, ids, offset, scale) -> Array:
     if ids[0] is not None:
         same = ids[0][:, :, None] == ids[1][:, None, :]
         visible = visible & jnp.repeat(same, groups, 0)[:, None]
-    # Formed once: rounded otherwise, a score of 1e9 could lie far above the largest.
+    # Computed once: a score of 1e9, if rounded differently, could exceed the maximum by far.
     scores = jax.lax.optimization_barrier(jnp.where(visible, scores, -jnp.inf))
     largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(scores - where_empty(largest, 0.0))

@@ -1,4 +1,4 @@
-"""Transient-global attention (TGlobal): near tokens, and the sum of every block of tokens.
+"""Transient-global attention (TGlobal): nearby tokens, and one summary per block of tokens.
 
 References:
   Guo et al., 2021, LongT5, arXiv:2112.07916.
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, is_there
+from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, valid_tokens
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array, Features, Float, Integer, Keys, Lengths, Mixed, Query, Values
@@ -23,17 +23,18 @@ def relative_position_bucket(
     num_buckets: int = 32,
     max_distance: int = 128,
 ) -> Integer[Array, "*B"]:
-    """T5's buckets of relative positions: one each for small ones, wider ones farther away.
+    """Return T5's buckets of relative positions: exact for short distances, then logarithmic.
 
-    With n buckets (half of them for each side, if bidirectional), distances below n/2 have their
-    own, the others n/2 + floor(n/2 log(2 distance / n) / log(2 max_distance / n)), at most n - 1.
+    With n buckets (half of them per side if bidirectional), distances below n/2 have one bucket
+    each, longer ones bucket n/2 + floor(n/2 log(2 distance / n) / log(2 max_distance / n)), at most
+    n - 1.
 
     Args:
-      relative_position: key's minus query's, integers of any shape.
-      is_bidirectional: whether later keys have buckets of their own, the upper half; or else are
+      relative_position: position of the key minus that of the query, integers of any shape.
+      is_bidirectional: whether later keys have separate buckets, the upper half; otherwise they are
         all in bucket 0.
-      num_buckets: how many there are.
-      max_distance: from where on all are in one.
+      num_buckets: number of buckets.
+      max_distance: distance from which on all positions share the last bucket.
 
     Returns:
       Integers below num_buckets, of the same shape.
@@ -49,10 +50,10 @@ def relative_position_bucket(
     own = one_side // 2
     if own < 1 or max_distance <= own:
         raise ValueError(
-            f"num_buckets={num_buckets} must be at least {4 if is_bidirectional else 2} and "
-            f"max_distance={max_distance} above {own}, the distances with buckets of their own"
+            f"num_buckets={num_buckets} must be at least {4 if is_bidirectional else 2}, and "
+            f"max_distance={max_distance} above {own}, the number of exact buckets"
         )
-    # A table, in the published float32, since rounding decides at the buckets' borders.
+    # A table in float32, as published, since rounding matters at the boundaries of buckets.
     far = np.arange(own, max_distance + 1, dtype=np.float32)
     steps = np.log(far / np.float32(own)) / np.float32(np.log(max_distance / own))
     steps = (steps * np.float32(one_side - own)).astype(np.int32)
@@ -71,20 +72,20 @@ def block_sums(
     is_causal: bool = False,
     key_value_seq_lengths: Lengths | None = None,
 ) -> tuple[Float[Array, "*B J D"], Integer[Array, "*B T"]]:
-    """The sum of the tokens of every complete block, and in which block each token is.
+    """Return the sum of tokens in each complete block, and the block index of each token.
 
-    Tokens after the last complete block (orphans) join it; or, if causal, are in a block of their
-    own, which has no sum: otherwise what comes later would change what earlier ones see.
+    Tokens after the last complete block (orphans) join it; or, if causal, form a block without a
+    sum, since later tokens would otherwise change the outputs of earlier ones.
 
     Args:
       x: `[*B, T, D]`.
       block_size: tokens in a block.
-      is_causal: as above.
-      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding.
+      is_causal: whether orphans form a separate block.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding.
 
     Returns:
-      Sums `[*B, T // block_size, D]`, in float32 at least, 0 of blocks that a text does not
-      complete; and the blocks' numbers `[*B, T]`, -1 of padding and of tokens that have none.
+      Sums `[*B, T // block_size, D]`, in at least float32, 0 for incomplete blocks; and the block
+      index of each token `[*B, T]`, -1 for padding and for tokens without a block.
 
     Raises:
       ValueError: shapes do not fit; the message says which.
@@ -96,18 +97,18 @@ def block_sums(
       ([3.0, 12.0], [0, 0, 1, 1, 1])
     """
     if x.ndim < 2:
-        raise ValueError(f"x must be [..., tokens, features], has shape {x.shape}")
+        raise ValueError(f"x must be [..., tokens, features], got shape {x.shape}")
     *batch, length, features = x.shape
     _check_blocks(key_value_seq_lengths, tuple(batch), block_size)
     lengths = jnp.full(batch, length) if key_value_seq_lengths is None else key_value_seq_lengths
-    there, own, complete = _blocks(lengths, length, block_size, is_causal)
+    valid, own, complete = _blocks(lengths, length, block_size, is_causal)
     complete, count = complete[..., None], length // block_size
-    x = jnp.where(there[..., None], x, 0).astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = jnp.where(valid[..., None], x, 0).astype(jnp.promote_types(x.dtype, jnp.float32))
     sums = x[..., : count * block_size, :].reshape(*batch, count, block_size, features).sum(-2)
     index = jnp.broadcast_to(jnp.arange(count), (*batch, count))
     sums = jnp.where((index < complete)[..., None], sums, 0)
     if not is_causal:
-        place = jnp.broadcast_to(jnp.arange(length), there.shape)
+        place = jnp.broadcast_to(jnp.arange(length), valid.shape)
         orphans = jnp.where((place >= complete * block_size)[..., None], x, 0).sum(-2)
         sums = sums + jnp.where((index == complete - 1)[..., None], orphans[..., None, :], 0)
     return sums, own
@@ -133,10 +134,10 @@ def tglobal_attention(
 
         Y_t = softmax_j(scale Q_t . [K_t-r .. K_t+r, K'_0 .. K'_M-1] + bias_tj) [V, V']
 
-    Summaries are made by the caller: with `block_sums` of the layer's inputs, normalised, by the
-    projections that the tokens' keys and values have. They see nothing themselves. If causal, a
-    token sees the radius tokens before it, itself, and the blocks that were complete before its
-    own block began. Time and memory are O(T (radius + T / block_size)).
+    The caller computes the summaries: the `block_sums` of the layer's inputs, normalized, in the
+      same projections as keys and values of tokens. If causal, a token attends to itself, the
+      `radius` tokens before it, and the blocks completed before its own block began. Time and
+      memory are O(T (radius + T / block_size)).
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
@@ -145,16 +146,17 @@ def tglobal_attention(
       value: `[*B, T, num_kv_heads, value_depth]`.
       global_key: K' `[*B, M, num_kv_heads, key_depth]`, M = T // block_size.
       global_value: V' `[*B, M, num_kv_heads, value_depth]`.
-      radius: how many tokens are seen on each side.
-      block_size: tokens in a block; those after the last complete one are as in `block_sums`.
+      radius: number of visible tokens on each side.
+      block_size: tokens in a block; orphans are treated as in `block_sums`.
       local_bias: `[num_buckets, num_heads]`, added to the scores of tokens by the bucket of their
         relative position (`relative_position_bucket`, bidirectional unless causal); 0 when None.
-      global_bias: likewise by a block's number minus that of the token's own block.
-      max_distance: of the buckets.
-      is_causal: as above.
-      key_value_seq_lengths: `[*B]`, how many tokens there are, the rest being padding. What lies
-        there, NaN included, changes nothing; its outputs are 0.
-      scale: of the scores; 1, not 1 / sqrt(key_depth), as in T5, whose initial queries are smaller.
+      global_bias: likewise, by the index of a block minus that of the token's own block.
+      max_distance: as in `relative_position_bucket`.
+      is_causal: whether later tokens and blocks are masked.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding. Values at
+        padding, NaN included, have no effect; its outputs are 0.
+      scale: factor of the scores; 1, not 1 / sqrt(key_depth), as in T5, whose initial queries are
+        smaller.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`.
@@ -180,7 +182,7 @@ def tglobal_attention(
     check_array("global_key", global_key, ((*blocks, *key.shape[-2:]),), jnp.floating)
     check_array("global_value", global_value, ((*blocks, *value.shape[-2:]),), jnp.floating)
     if radius < 0:
-        raise ValueError(f"radius must not be negative, is {radius}")
+        raise ValueError(f"radius must not be negative, got {radius}")
     for name, table in {"local_bias": local_bias, "global_bias": global_bias}.items():
         if table is not None:
             check_array(name, table, ((len(table), heads),), jnp.floating)
@@ -190,8 +192,8 @@ def tglobal_attention(
     inputs = query, key, value
     if key_value_seq_lengths is not None:
         lengths = key_value_seq_lengths.reshape(-1)
-        there = is_there(key_value_seq_lengths, tuple(batch), length)[..., None, None]
-        inputs = (jnp.where(there, x, 0) for x in inputs)
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)[..., None, None]
+        inputs = (jnp.where(valid, x, 0) for x in inputs)
 
     groups = key.shape[-2]
     rows, *near = (_folded(x, groups) for x in inputs)
@@ -214,44 +216,45 @@ def tglobal_attention(
 
 
 class _Blocks(NamedTuple):
-    """Where the tokens of texts are.
+    """Layout of the tokens of padded sequences.
 
     Attributes:
-      there: `[*B, T]`, which are no padding.
-      own: `[*B, T]`, the number of each token's block, -1 of padding and of a token without one.
-      complete: `[*B]`, how many blocks are complete.
+      valid: `[*B, T]`, False for padding.
+      own: `[*B, T]`, block index of each token, -1 for padding and tokens without a block.
+      complete: `[*B]`, number of complete blocks.
     """
 
-    there: Array
+    valid: Array
     own: Array
     complete: Array
 
 
 def _blocks(lengths: Array, length: int, size: int, is_causal: bool) -> _Blocks:
     lengths = jnp.clip(lengths, 0, length)
-    there = is_there(lengths, lengths.shape, length)
+    valid = valid_tokens(lengths, lengths.shape, length)
     complete = lengths // size
-    own = jnp.broadcast_to(jnp.arange(length) // size, there.shape)
+    own = jnp.broadcast_to(jnp.arange(length) // size, valid.shape)
     own = own if is_causal else jnp.minimum(own, complete[..., None] - 1)
-    return _Blocks(there, jnp.where(there, own, -1), complete)
+    return _Blocks(valid, jnp.where(valid, own, -1), complete)
 
 
 def _folded(x: Array, groups: int) -> Array:
-    """`[*B, T, N, F]` -> `[B, G, R, T, F]` in float32 at least."""
+    """`[*B, T, N, F]` -> `[B, G, R, T, F]` in at least float32."""
     x = fold_heads(x, groups)
     return x.reshape(x.shape[0] // groups, groups, *x.shape[1:])
 
 
 def _rows(x: Array, size: int) -> Array:
-    """`[..., T, F]` -> `[..., J, C, F]`: pieces of C = size tokens, with zeros at the end."""
+    """`[..., T, F]` -> `[..., J, C, F]`: chunks of C = size tokens, padded with zeros at the
+    end."""
     *lead, length, features = x.shape
     x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -length % size), (0, 0)])
     return x.reshape(*lead, -(-length // size), size, features)
 
 
 def _windows(x: Array, size: int, is_causal: bool) -> Array:
-    """`[..., T, F]` -> `[..., J, W, F]`: each piece after the one before it, and before the one
-    after it unless causal; zeros where there is none."""
+    """`[..., T, F]` -> `[..., J, W, F]`: each chunk with the preceding one and, unless causal, the
+    next one; zeros out of range."""
     x = _rows(x, size)
     pieces = x.shape[-3]
     around = (1, 0 if is_causal else 1)
@@ -261,19 +264,19 @@ def _windows(x: Array, size: int, is_causal: bool) -> Array:
 
 
 def _offsets(size: int, width: int) -> np.ndarray:
-    """Positions of the W tokens of a window, less those of the C of its piece, `[C, W]`."""
+    """Return the positions of the W tokens of a window relative to the C queries, `[C, W]`."""
     return np.arange(width)[None] - size - np.arange(size)[:, None]
 
 
 def _seen(
     blocks: _Blocks, near: tuple[int, ...], num_blocks: int, radius: int, is_causal: bool
 ) -> tuple[Array, Array]:
-    """Which tokens of its window, and which sums, each token sees: as scores, with fewer axes."""
+    """Return the masks of visible tokens and of visible sums; they broadcast to the scores."""
     size, width = near[-2:]
     offset = _offsets(size, width)
     within = (offset >= -radius) & (offset <= (0 if is_causal else radius))
-    queries = _rows(blocks.there[:, None, None, :, None], size)
-    keys = _windows(blocks.there[:, None, None, :, None], size, is_causal)
+    queries = _rows(blocks.valid[:, None, None, :, None], size)
+    keys = _windows(blocks.valid[:, None, None, :, None], size, is_causal)
     near_seen = queries & jnp.swapaxes(keys, -1, -2) & within.reshape(1, 1, 1, 1, *offset.shape)
     limit = blocks.complete[:, None, None, None, None, None]
     if is_causal:
@@ -283,7 +286,7 @@ def _seen(
 
 
 def _near_bias(table: Array, shape: tuple[int, ...], buckets: dict[str, Any]) -> Array:
-    """`[1, G, R, 1, C, W]` from a table `[num_buckets, num_heads]`."""
+    """Return the bias `[1, G, R, 1, C, W]` from a table `[num_buckets, num_heads]`."""
     _, groups, _, _, size, width = shape
     bucket = relative_position_bucket(
         jnp.asarray(_offsets(size, width)), num_buckets=len(table), **buckets
@@ -292,7 +295,7 @@ def _near_bias(table: Array, shape: tuple[int, ...], buckets: dict[str, Any]) ->
 
 
 def _far_bias(table: Array, shape: tuple[int, ...], own: Array, buckets: dict[str, Any]) -> Array:
-    """`[1 or B, G, R, J, C, M]`, for tokens of blocks `own` `[1 or B, T]`."""
+    """Return the bias `[1 or B, G, R, J, C, M]` for tokens of blocks `own` `[1 or B, T]`."""
     _, groups, _, _, size, count = shape
     offset = np.arange(count)[None] - np.arange(count + 1)[:, None]
     bucket = relative_position_bucket(jnp.asarray(offset), num_buckets=len(table), **buckets)
@@ -305,7 +308,7 @@ def _far_bias(table: Array, shape: tuple[int, ...], own: Array, buckets: dict[st
 def _average(
     near: Array, near_seen: Array, near_value: Array, far: Array, far_seen: Array, far_value: Array
 ) -> Array:
-    """One softmax over both, `[B, G, R, J, C, V]`; 0 where nothing is seen."""
+    """Return one softmax over both, `[B, G, R, J, C, V]`; 0 without visible keys."""
     near, far = jnp.where(near_seen, near, -jnp.inf), jnp.where(far_seen, far, -jnp.inf)
     largest = jnp.max(near, -1, keepdims=True)
     largest = jnp.maximum(largest, jnp.max(far, -1, keepdims=True, initial=-jnp.inf))
@@ -319,7 +322,9 @@ def _average(
 
 def _check_blocks(lengths: Array | None, batch: tuple[int, ...], size: int) -> None:
     if size < 1:
-        raise ValueError(f"block_size must be at least 1, is {size}")
+        raise ValueError(f"block_size must be at least 1, got {size}")
     if lengths is not None and lengths.shape == (*batch, 2):
-        raise NotImplementedError("key_value_seq_lengths of padding on the left: blocks begin at 0")
+        raise NotImplementedError(
+            "key_value_seq_lengths: padding on the left is unsupported; blocks begin at position 0"
+        )
     check_array("key_value_seq_lengths", lengths, (batch,), jnp.integer)

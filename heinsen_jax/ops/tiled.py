@@ -1,14 +1,14 @@
-"""Exact softmax attention, a block of scores at a time, of visible keys alone.
+"""Exact softmax attention, one block of scores at a time, over visible keys only.
 
-One loop runs over blocks of scores, each of one tile of queries and a few of the tiles of keys that
-are visible to it; nothing else of quadratic size is ever held. The softmax is completed from block
-to block, with the largest score m and the sum Z of exp(S - m) so far. Backward computes the scores
-again (Dao et al., 2022, arXiv:2205.14135),
+One loop runs over blocks of scores, each of one tile of queries and a few of the key tiles visible
+to it; nothing of quadratic size is stored. The softmax is accumulated from block to block, with the
+running maximum m and the sum Z of exp(S - m). The backward pass recomputes the scores (Dao et al.,
+2022, arXiv:2205.14135),
 
     P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y)
     dQ = dS K,             dK = dS^T Q,                    dV = P^T dY
 
-Which tiles are visible follows from a `Mask` when a call is traced.
+The visible tiles are derived from a `Mask` at trace time.
 """
 
 from dataclasses import dataclass
@@ -25,20 +25,20 @@ from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.numerics import share
 from heinsen_jax.typing import Array
 
-SIZE = 128  # of a tile
-OVERHEAD = 1.0  # of a block on a CPU, in tiles of keys that could be computed in its time
+SIZE = 128  # rows of a tile
+OVERHEAD = 1.0  # fixed cost of a block on a CPU, in key tiles computed in the same time
 OVERHEAD_ELSEWHERE = 8.0
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is known when a call is traced.
+    """Configuration of a call, static under tracing.
 
     Attributes:
-      mask: which positions attend to which.
-      queries: how many there are.
-      keys: how many there are.
-      offset: the position of the first query.
+      mask: visible keys of each query.
+      queries: number of queries.
+      keys: number of keys.
+      offset: position of the first query.
     """
 
     mask: Mask
@@ -48,11 +48,10 @@ class Problem:
 
 
 class _Tiles(NamedTuple):
-    """In tiles of C tokens, X batch entries and key/value heads, R query heads of each.
+    """Operands in tiles of C tokens, for X batch entries and key/value heads of R query heads each.
 
-    query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`, and ids, of which a
-    query attends only to its own: `[I, X, C]` and `[J + 1, X, C]`, or None. The last tile of keys
-    is padding.
+    query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`, and segment ids
+    `[I, X, C]` and `[J + 1, X, C]`, or None. The last tile of keys is padding.
     """
 
     query: Array
@@ -62,7 +61,7 @@ class _Tiles(NamedTuple):
     key_ids: Array | None
 
 
-@partial(jax.jit, static_argnums=0, inline=True)  # outside another `jit`, compiled once
+@partial(jax.jit, static_argnums=0, inline=True)  # compiled once outside another `jit`
 def attention(
     problem: Problem,
     query: Array,
@@ -71,8 +70,9 @@ def attention(
     query_ids: Array | None,
     key_ids: Array | None,
 ) -> Array:
-    """Y `[X, R, T, V]` of query `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query attends
-    to what the mask allows among keys `[X, S]` of its own id `[X, T]`; Y = 0 if that is nothing."""
+    """Return Y `[X, R, T, V]` for query `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query
+    with id `[X, T]` attends to the keys with the same id `[X, S]` that the mask allows; Y = 0 if
+    none."""
     length = query.shape[2]
     tiles = _Tiles(
         _tiles(query, 0),
@@ -98,8 +98,8 @@ def _tiles(x: Array, more: int) -> Array:
 
 
 class _Blocks(NamedTuple):
-    """The tile of queries of each block of scores `[B]`, and its tiles of keys `[B, L]`; J stands
-    for none."""
+    """Return the query tile of each block of scores `[B]`, and its key tiles `[B, L]`, filled up
+    with J, the padding tile."""
 
     row: np.ndarray
     columns: np.ndarray
@@ -116,7 +116,7 @@ def _blocks(problem: Problem, overhead: float) -> _Blocks:
         is_visible = np.pad(is_visible, (0, tiles * SIZE - problem.keys))
         visible.append(np.flatnonzero(is_visible.reshape(tiles, SIZE).any(1)))
     widths = np.arange(1, 1 + max(1, *map(len, visible)))
-    counts = -(-np.array([*map(len, visible)])[None] // widths[:, None])  # blocks of each row
+    counts = -(-np.array([*map(len, visible)])[None] // widths[:, None])  # blocks per row
     best = np.argmin(counts.sum(1) * (widths + overhead))
     width = widths[best]
     row = np.repeat(np.arange(len(visible)), counts[best])
@@ -126,7 +126,7 @@ def _blocks(problem: Problem, overhead: float) -> _Blocks:
 
 
 def _over_blocks(problem: Problem, step, sums, example: _Tiles):
-    """`lax.scan` of `step(sums, row, columns)` over all blocks: the sums."""
+    """Scan `step(sums, row, columns)` over all blocks and return the sums."""
     sums = varying_like(sums, example)
     overhead = OVERHEAD if jax.default_backend() == "cpu" else OVERHEAD_ELSEWHERE
     blocks = jax.tree.map(jnp.asarray, _blocks(problem, overhead))
@@ -168,10 +168,10 @@ def _backward(problem: Problem, residuals, d_y: Array):
         query, d_y_row, mean_row, m, d_query = _row(
             (tiles.query, d_y, mean, largest, sums.query), row
         )
-        # A score that is computed again may be rounded up from the maximum.
+        # A recomputed score may be rounded up from the maximum.
         weights = share(jnp.minimum(scores, m), m)
         d_scores = weights * (jnp.einsum("xrv,xlv->xrl", d_y_row, value) - mean_row)
-        d_key = jnp.einsum("xrk,xrl->xkl", query, d_scores)  # a transposed result is small
+        d_key = jnp.einsum("xrk,xrl->xkl", query, d_scores)  # transposing the result is cheap
         d_value = jnp.einsum("xrv,xrl->xvl", d_y_row, weights)
         return _Tiles(
             _set_row(row, sums.query, d_query + d_scores @ key),
@@ -194,7 +194,7 @@ def _set_row(row: Array, x: Array, of_row: Array) -> Array:
 
 
 def _add_columns(columns: Array, x: Array, more: Array) -> Array:
-    """`[J + 1, X, C, F]` with `[X, F, L C]` added to some tiles."""
+    """Add `[X, F, L C]` to some tiles of `[J + 1, X, C, F]`."""
     more = more.reshape(*more.shape[:2], len(columns), SIZE)
     return x.at[columns].add(jnp.transpose(more, (2, 0, 3, 1)))
 
@@ -206,8 +206,8 @@ def _columns(x: Array, columns: Array) -> Array:
 
 
 def _scores(problem: Problem, tiles: _Tiles, row: Array, columns: Array):
-    """A block of scores `[X, R C, L C]`, -inf of keys that are not visible, and those keys and
-    their values `[X, L C, F]`."""
+    """Return a block of scores `[X, R C, L C]`, -inf for masked keys, with its keys and values
+    `[X, L C, F]`."""
     query = _row(tiles.query, row)
     key, value = _columns(tiles.key, columns), _columns(tiles.value, columns)
     within = jnp.arange(SIZE)

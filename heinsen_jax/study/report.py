@@ -71,11 +71,11 @@ class Points:
 
     def draw(self, axes: Axes, results: Sequence[Result]) -> None:
         for style, (label, of_line) in zip(_styles(), _by(results, self.lines), strict=False):
-            there = [result for result in of_line if result.values(self.y)]
-            there.sort(key=lambda result: result.mean(self.x))
-            means = [(result.mean(self.x), result.mean(self.y)) for result in there]
+            valid = [result for result in of_line if result.values(self.y)]
+            valid.sort(key=lambda result: result.mean(self.x))
+            means = [(result.mean(self.x), result.mean(self.y)) for result in valid]
             axes.plot([x for x, _ in means], [y for _, y in means], label=label, **style)
-            for result in there:
+            for result in valid:
                 seeds = result.values(self.y)
                 at = [result.mean(self.x)] * len(seeds)
                 axes.plot(at, seeds, ".", color=style["color"], markersize=3)

@@ -311,9 +311,9 @@ class _Run:
             )
         if in_a_row >= self.training.max_consecutive_skips:
             raise Diverged(
-                f"training ends at step {step}: {in_a_row} updates in a row were skipped, for they "
-                "were not finite, or their gradients larger than training.skip_grad_norm_ratio "
-                "allows. Try a smaller optimizer.learning_rate, or look at the data near this step"
+                f"training ends at step {step}: {in_a_row} updates in a row were skipped, because "
+                "they were not finite or their gradients exceeded training.skip_grad_norm_ratio. "
+                "Try a smaller optimizer.learning_rate, or check the data near this step"
             )
         tokens = tokens_per_update(self.data)
         values["learning_rate"] = float(jnp.asarray(self.schedule(step - 1)))

@@ -38,16 +38,16 @@ class Predictions(NamedTuple):
 
 
 Tokens: TypeAlias = Integer[Array, "B L"]
-There: TypeAlias = Bool[Array, "B L-1"]
+LossMask: TypeAlias = Bool[Array, "B L-1"]
 RandomKey: TypeAlias = Key[Array, ""]
-Objective: TypeAlias = Callable[[LanguageModel, Tokens, There, RandomKey], Predictions]
+Objective: TypeAlias = Callable[[LanguageModel, Tokens, LossMask, RandomKey], Predictions]
 
 
-def next_token(model: LanguageModel, tokens: Tokens, there: There, key: RandomKey) -> Predictions:
+def next_token(model: LanguageModel, tokens: Tokens, mask: LossMask, key: RandomKey) -> Predictions:
     """Predict each token from the previous ones."""
     del key
     features, _ = model.features(tokens[:, :-1])
-    return Predictions(model.readout, features, tokens[:, 1:], there)
+    return Predictions(model.readout, features, tokens[:, 1:], mask)
 
 
 def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens: int) -> Objective:
@@ -74,12 +74,12 @@ class MaskedTokens:
     num_tokens: int
 
     def __call__(
-        self, model: LanguageModel, tokens: Tokens, there: There, key: RandomKey
+        self, model: LanguageModel, tokens: Tokens, mask: LossMask, key: RandomKey
     ) -> Predictions:
         text = tokens[:, 1:]
         given, drawn = self.mask(text, key)
-        features, _ = model.features(jnp.where(there, given, self.num_tokens))
-        return Predictions(model.readout, features, text, drawn & there)
+        features, _ = model.features(jnp.where(mask, given, self.num_tokens))
+        return Predictions(model.readout, features, text, drawn & mask)
 
     def mask(
         self, text: Integer[Array, "B T"], key: RandomKey

@@ -141,7 +141,7 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
 def _check_masked(model: LanguageModelConfig, training: TrainingConfig, vocabulary: int) -> None:
     if model.vocab_size == vocabulary:
         raise UserError(
-            f"model.vocab_size={model.vocab_size} with model.is_causal=False has no room for the "
+            f"model.vocab_size={model.vocab_size} with model.is_causal=False leaves no id for the "
             f"mask token; make it at least {vocabulary + 1}"
         )
     if training.sample_tokens:

@@ -46,8 +46,8 @@ def make_train_step(
     def of_part(
         parameters: nnx.State, batch: Batch, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        tokens, there = map(jnp.asarray, batch)
-        said = objective(nnx.merge(graph, parameters), tokens, there, key)
+        tokens, mask = map(jnp.asarray, batch)
+        said = objective(nnx.merge(graph, parameters), tokens, mask, key)
         loss, _ = said.sums()
         return loss, jnp.sum(said.loss_mask, dtype=loss.dtype)
 
@@ -104,8 +104,8 @@ def make_evaluation_step(
 
     @jax.jit
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
-        tokens, there = map(jnp.asarray, batch)
-        said = objective(nnx.merge(graph, parameters), tokens, there, jax.random.key(index))
+        tokens, mask = map(jnp.asarray, batch)
+        said = objective(nnx.merge(graph, parameters), tokens, mask, jax.random.key(index))
         return *said.sums(), jnp.sum(said.loss_mask)
 
     return evaluation_step

@@ -63,6 +63,6 @@ def _wait(
         return into.get(timeout=timeout * 9 / 10)
     except queue.Empty:
         raise UserError(
-            f"data: no batch came from {source} in {timeout:g} s: see whether its disk or network "
-            "is there; training.data_timeout says how long to wait"
+            f"data: no batch arrived from {source} in {timeout:g} s: check its disk or network; "
+            "training.data_timeout sets the limit"
         ) from None

@@ -340,11 +340,11 @@ def test_linen_decodes_as_all_at_once(is_causal):
 
 def test_a_mask_besides_the_cache_is_honoured():
     """Padding on the left of a prompt, as when texts of several lengths are continued together."""
-    layer, there = nnx_layer(), LENGTHS[:, None, None, ::-1]
+    layer, valid = nnx_layer(), LENGTHS[:, None, None, ::-1]
     layer.init_cache(X.shape)
-    step = nnx.jit(lambda layer, x: layer(x, mask=there, decode=True))
+    step = nnx.jit(lambda layer, x: layer(x, mask=valid, decode=True))
     steps = jnp.concatenate([step(layer, X[:, t : t + 1]) for t in range(LENGTH)], 1)
-    np.testing.assert_allclose(steps, layer(X, mask=there, is_causal=True), atol=1e-5)
+    np.testing.assert_allclose(steps, layer(X, mask=valid, is_causal=True), atol=1e-5)
 
 
 def test_layers_with_what_is_refused():

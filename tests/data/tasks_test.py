@@ -18,7 +18,7 @@ SMALL = {
     "recall": Recall(vocab_size=40, num_pairs=4, sequence_length=20, test_lengths=(16, 64)),
     "copying": Copying(num_letters=5, shortest_string=1, longest_string=6, test_lengths=(6, 15)),
     "selective_copying": SelectiveCopying(
-        num_letters=3, num_copied=5, text_length=9, test_lengths=(5, 31)
+        num_letters=3, num_copied=5, input_length=9, test_lengths=(5, 31)
     ),
     "induction": Induction(num_letters=4, sequence_length=9, test_lengths=(3, 50)),
     "needle": Needle(
@@ -174,7 +174,7 @@ def test_the_published_settings_fit():
         (lambda: Recall(num_pairs=4, test_lengths=(8,)), "num_pairs=4 at length 8"),
         (lambda: Recall(num_pairs=8, vocab_size=16), "vocab_size above 17"),
         (lambda: Copying(shortest_string=9, longest_string=3), "shortest_string=9 is more than"),
-        (lambda: SelectiveCopying(num_copied=9, text_length=8), "in a text of 8 tokens"),
+        (lambda: SelectiveCopying(num_copied=9, input_length=8), "in a text of 8 tokens"),
         (lambda: SelectiveCopying(num_copied=9, test_lengths=(5,)), "in a text of 5 tokens"),
         (lambda: Induction(test_lengths=(2,)), "at least 3"),
         (lambda: Needle(num_needles=3, num_keys=2), "more than num_keys=2"),

@@ -63,13 +63,13 @@ def test_it_learns_to_fill_in_what_is_masked(name):
     graph, parameters = nnx.graphdef(random_model(config)), initial()
     pattern = jnp.asarray([3, 1, 4, 1, 5, 9])
     tokens = jnp.stack([jnp.tile(jnp.roll(pattern, i % 6), 6)[:33] for i in range(24)])
-    there, objective = jnp.ones((24, 32), bool), MaskedTokens(fraction=0.15, num_tokens=17)
+    valid, objective = jnp.ones((24, 32), bool), MaskedTokens(fraction=0.15, num_tokens=17)
     optimizer = optax.adam(1e-2)
 
     @jax.jit
     def update(parameters, state, key):
         def loss(parameters):
-            said = objective(nnx.merge(graph, parameters), tokens, there, key)
+            said = objective(nnx.merge(graph, parameters), tokens, valid, key)
             return said.sums()[0] / jnp.sum(said.loss_mask)
 
         value, gradients = jax.value_and_grad(loss)(parameters)

@@ -57,12 +57,12 @@ def run(
         return nnx.state(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
 
     def loss(parameters: Any, tokens: jax.Array) -> jax.Array:
-        there = jnp.ones(tokens[:, 1:].shape, bool)
+        valid = jnp.ones(tokens[:, 1:].shape, bool)
         model = nnx.merge(graph, parameters)
-        said = next_token(model, tokens, there, jax.random.key(0))
+        said = next_token(model, tokens, valid, jax.random.key(0))
         if wants_loss:
-            return said.sums()[0] / there.size
-        return cross_entropy(*said, logits_at_once=FEW)[0] / there.size  # in several chunks
+            return said.sums()[0] / valid.size
+        return cross_entropy(*said, logits_at_once=FEW)[0] / valid.size  # in several chunks
 
     with jax.set_mesh(mesh):
         places = shardings(jax.eval_shape(init), mesh)

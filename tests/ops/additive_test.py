@@ -156,11 +156,11 @@ def test_weights_do_not_depend_on_the_size_of_logits(offset, window):
     """Chosen so that adding the offset rounds nothing; the rest is the error of one exponent."""
     x, logits, cotangent = draw(300, dtype=np.float32)
     logits = np.round(logits * 64) / 64
-    here, there = (
+    here, valid = (
         differentiate(x, logits + c, cotangent, local_window_size=window)
         for c in np.float32([0, offset])
     )
-    for a, b in zip(here, there, strict=True):
+    for a, b in zip(here, valid, strict=True):
         np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
 
 

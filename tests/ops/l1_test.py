@@ -210,20 +210,20 @@ def test_segments_and_padding(is_causal):
     arrays, cotangent = draw(case)
     segment_ids = np.repeat(np.array([[7, 0, 7], [1, 2, 3]], np.uint8), [30, 20, 20], 1)
     lengths = np.array([[3, 60], [0, 70]])
-    there = (np.arange(70) >= lengths[:, :1]) & (np.arange(70) < lengths[:, 1:])
-    visible = sight(case)[None] & (segment_ids[:, :, None] == segment_ids[:, None]) & there[:, None]
+    valid = (np.arange(70) >= lengths[:, :1]) & (np.arange(70) < lengths[:, 1:])
+    visible = sight(case)[None] & (segment_ids[:, :, None] == segment_ids[:, None]) & valid[:, None]
     assert visible[0, 40].any()
     assert visible[0, 0].any() != is_causal
     function = ours(
         case, segment_ids=jnp.asarray(segment_ids), key_value_seq_lengths=jnp.asarray(lengths)
     )
-    padded = [np.where(there[..., None, None], x, np.nan) for x in arrays]
+    padded = [np.where(valid[..., None, None], x, np.nan) for x in arrays]
     actual = differentiate(function, padded, cotangent)
-    clean = [np.where(there[..., None, None], x, 0.0) for x in arrays]
+    clean = [np.where(valid[..., None, None], x, 0.0) for x in arrays]
     expected = differentiate(lambda *a: simple(*a, visible, 0.0), clean, cotangent)
     np.testing.assert_allclose(actual[0], oracle(*clean, visible, 0.0), rtol=0, atol=1e-12)
     for have, want in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(have[there], want[there], rtol=0, atol=1e-12)
+        np.testing.assert_allclose(have[valid], want[valid], rtol=0, atol=1e-12)
         assert np.isfinite(have).all()
 
 

@@ -105,9 +105,9 @@ def test_padding_is_as_a_shorter_input(sources, bounds):
     query, key, value, e, f = single(draw(7, sources, batch=(3,), longest=11))
     whole = jitted(query, key, value, e, f)
     first, end = bounds
-    there = np.s_[1:2, first:end]
-    queries = there if sources == 7 else np.s_[1:2]  # padded as well where there are as many
-    expected = jitted(query[queries], key[there], value[there], e[first:], f[first:])
+    valid = np.s_[1:2, first:end]
+    queries = valid if sources == 7 else np.s_[1:2]  # padded as well where there are as many
+    expected = jitted(query[queries], key[valid], value[valid], e[first:], f[first:])
     for x in (query, key, value) if sources == 7 else (key, value):
         x[1, :first], x[1, end:] = np.nan, np.nan
 

@@ -131,8 +131,8 @@ def test_decoding_from_a_cache_of_latents(form):
     arrays = draw(9, 9, batch=(2,))
     query, query_pe, latent, key_pe, *up = arrays
     whole = jitted(*arrays, is_causal=True)
-    there = np.arange(12)[None, :, None] < 9
-    cached = [np.where(there, np.pad(x, ((0, 0), (0, 3), (0, 0))), 7.0) for x in (latent, key_pe)]
+    valid = np.arange(12)[None, :, None] < 9
+    cached = [np.where(valid, np.pad(x, ((0, 0), (0, 3), (0, 0))), 7.0) for x in (latent, key_pe)]
     for start, end in ((0, 4), (4, 5), (5, 9)):
         tokens = np.s_[:, start:end]
         y = jitted(

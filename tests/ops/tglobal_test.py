@@ -87,7 +87,7 @@ def test_published_values(golden, kind):
     _, depth, heads, radius, block_size, _, max_distance = (int(x) for x in case["config"])
     x, mask = case["x"], case["mask"]
     lengths = mask.sum(-1) if kind == "padded" else None
-    there = mask == 1 if kind == "padded" else np.ones_like(mask, bool)
+    valid = mask == 1 if kind == "padded" else np.ones_like(mask, bool)
 
     def project(x, name):
         y = jnp.einsum("btd,ed->bte", x, case[f"param/{name}.weight"])
@@ -113,11 +113,11 @@ def test_published_values(golden, kind):
 
     out, sums, ids = layer(x)
     expected = case["out" if kind == "padded" else "out_onesmask"]
-    np.testing.assert_allclose(out[there], expected[there], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(out[valid], expected[valid], rtol=0, atol=1e-6)
     if kind == "padded":
         np.testing.assert_array_equal(ids, case["block_ids"])
         np.testing.assert_allclose(sums, case["aggregates_sum"], rtol=0, atol=1e-10)
-        np.testing.assert_array_equal(out[~there], 0)
+        np.testing.assert_array_equal(out[~valid], 0)
 
 
 CASES = [

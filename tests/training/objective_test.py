@@ -58,12 +58,12 @@ def test_another_key_masks_others():
 @pytest.mark.usefixtures("unchecked")  # for a stand-in of a model
 def test_only_masked_tokens_that_are_there_count():
     tokens, model = text(4, 33), Echo()
-    there = np.broadcast_to(np.arange(32) < 20, (4, 32))
-    said = OBJECTIVE(model, tokens, there, jax.random.key(0))
+    valid = np.broadcast_to(np.arange(32) < 20, (4, 32))
+    said = OBJECTIVE(model, tokens, valid, jax.random.key(0))
     given, drawn = OBJECTIVE.mask(tokens[:, 1:], jax.random.key(0))
-    np.testing.assert_array_equal(said.loss_mask, drawn & there)
-    np.testing.assert_array_equal(model.given, np.where(there, given, 50))
-    right, loss_mask = np.asarray(model.given) == tokens[:, 1:], np.asarray(drawn & there)
+    np.testing.assert_array_equal(said.loss_mask, drawn & valid)
+    np.testing.assert_array_equal(model.given, np.where(valid, given, 50))
+    right, loss_mask = np.asarray(model.given) == tokens[:, 1:], np.asarray(drawn & valid)
     expected = (np.log(50 + np.exp(5)) - 5 * right) * loss_mask
     loss, correct = said.sums()
     np.testing.assert_allclose(loss, expected.sum(), rtol=1e-5)

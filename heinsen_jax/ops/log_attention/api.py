@@ -81,10 +81,11 @@ def log_attention(
         log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z)                         (2), (5)
         H_S = LSE_s(K_s + log V_s),  H_Z = LSE_s(K_s)                   (3), (6)
 
-    where s runs over the tokens up to and including t if causal (4), over all if not. The result
-    is log Y, which is what later layers take in. There is no scale 1/sqrt(K) and no parameter.
-    Finite for every finite input. Sums and states are float32 (or float64), also of half-precision
-    inputs; "chunked" rounds factors of products to bfloat16 if all inputs are bfloat16.
+    where s runs over the tokens up to and including t if causal (4), otherwise over all tokens. The
+    result is log Y, the input of later layers. No scale 1/sqrt(K) is applied, and the op has no
+    parameters. Finite for every finite input. Sums and states are float32 (or float64), also for
+    half-precision inputs; "chunked" rounds factors of products to bfloat16 if all inputs are
+    bfloat16.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
@@ -92,44 +93,44 @@ def log_attention(
         reads key/value head n // (num_heads // num_kv_heads). A key of -inf masks a token.
       log_value: `[*B, S, num_kv_heads, value_depth]`, the natural logarithm of positive values, or
         complex, log|v| + i pi (v < 0), for values of either sign: then log Y is complex likewise.
-        log 0 = -inf is served; where values of 0 outweigh all others by more than the range of
-        floating point (80 nats of float32), "chunked" may return log 0 for the rest.
-      is_causal: whether a token attends only to itself and earlier ones; then S must equal T.
-      segment_ids: `[*B, S]`, integers: tokens attend only to those of their own segment, a run of
-        equal numbers. The given state belongs to the first segment, the returned one to the last.
-      key_value_seq_lengths: `[*B]`, the number of valid tokens, which padding follows; or
-        `[*B, 2]`, the first valid token and the one past the last, for padding on the left. The
-        contents of padding, NaN included, change nothing.
-      local_window_size: how many tokens a query attends to, itself included; all when None. Costs
-        two passes, whatever the size. Causal only, and without states.
+        log 0 = -inf is supported; if values of 0 outweigh all others by more than the range of
+        floating point (80 nats in float32), "chunked" may return log 0 for the others.
+      is_causal: whether tokens attend only to themselves and earlier tokens; then S must equal T.
+      segment_ids: `[*B, S]`, integers: tokens attend only within their own segment, a run of equal
+        ids. `initial_state` belongs to the first segment, the returned state to the last.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
+        `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
+        have no effect.
+      local_window_size: number of tokens that a query attends to, itself included; unlimited when
+        None. Costs two passes for any size. Causal only, and without states.
       log_decay: `[*B, S, num_kv_heads]` or `[*B, S, num_kv_heads, key_depth]`, at most 0: before
-        token s is added the state is multiplied by exp(log_decay_s),
+        token s is added, the state is multiplied by exp(log_decay_s),
 
             H_s = logaddexp(H_s-1 + log_decay_s, K_s + log V_s)
 
         If not causal, every query reads the last state.
-      initial_state: the state of earlier tokens; that of no tokens when None.
-      return_state: whether to return also the state after all S tokens. It has the total of decay
-        and segments in `log_decay`, unless an initial state without it was given, and the dtype of
-        the initial state, or else of sums: float32, or float64 where an input is.
+      initial_state: state after the preceding tokens; the empty state when None.
+      return_state: whether to also return the state after all S tokens. Its `log_decay` is the
+        total decay, unless the initial state has none. Its dtype is that of the initial state, or
+        else of the sums: float64 if an input is float64, otherwise float32.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
         "chunked" (matrix products over chunks, by the cheapest tier that is exact for the inputs;
         or a `Chunked` with other sizes), "gpu" (experimental kernels for NVIDIA's Hopper generation
-        and later), or None to choose by shape. A named one never falls back to another where it
-        cannot serve. "chunked" and "gpu" have reverse-mode derivatives only.
+        and later), or None to choose by shape. A named implementation never falls back to another.
+        "chunked" and "gpu" support reverse-mode derivatives only.
 
     Returns:
-      log Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogAttentionState`. A query
-      that attends to no token has log Y = -inf, and gradients of 0.
+      log Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogAttentionState`. Rows
+      without visible tokens are -inf, with zero gradients.
 
     Raises:
       ValueError: shapes, dtypes or the state do not fit; the message says which.
-      NotImplementedError: these arguments do not go together, or the named implementation cannot
-        serve the call.
+      NotImplementedError: the combination of arguments, or the call by the named implementation, is
+        unsupported; the message says which.
 
     Examples:
-      Equal keys have equal weights: each token gets the average of those so far, at once or chunk
-      by chunk.
+      Equal keys have equal weights: each output is the average of the values so far, in one call or
+        chunk by chunk.
 
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
       >>> log_value = jnp.log(jnp.array([2.0, 4.0, 12.0])).reshape(3, 1, 1)
@@ -230,7 +231,8 @@ def heinsen_attention(
 
         Y = Softmax(log(exp(Q) exp(K)^T)) V                             (1)
 
-    Every output is a convex average of values, computed as one, so no value is too large or small.
+    Every output is a convex combination of values and computed as such, so values of any size are
+    supported.
 
     Args:
       query, key: as in `log_attention`, like all other arguments.
@@ -238,7 +240,7 @@ def heinsen_attention(
       initial_state: as returned by this function.
 
     Returns:
-      Y `[*B, T, num_heads, value_depth]`, 0 where a query attends to no token; with `return_state`,
+      Y `[*B, T, num_heads, value_depth]`, 0 in rows without visible tokens; with `return_state`,
       a pair of it and a `HeinsenAttentionState`: averages of values, and log Z.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Streams arrays through a function block by block of tokens."""
+"""Scan over blocks of tokens."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,21 +16,21 @@ def scan_blocks(
     *,
     block_size: int,
 ) -> tuple[Any, Array | None]:
-    """`lax.scan` of `body` over blocks of the token axis (-2 of each array).
+    """Apply `lax.scan` to blocks of the token axis (-2 of each array).
 
-    The first array's tokens that pad the last block are -inf, the others' repeat the last token, so
-    that padding has weight exp(-inf) = 0 in any log-space sum and widens no range of values.
-    Blocks are as equal as can be, so little is padded.
+    The last block is padded with -inf in the first array and with the last token in the others, so
+    that padding has weight exp(-inf) = 0 in any log-space sum and extends no range of values.
+    Blocks have nearly equal sizes, so that little is padded.
 
     Args:
       body: (carry, blocks of `tokens`) -> (carry, outputs with tokens on axis -2, or None). Wrap it
-        in `jax.checkpoint` where backward should keep carries only.
+        in `jax.checkpoint` to save only the carries for the backward pass.
       carry: initial carry.
       tokens: arrays `[..., T, features]`; the first one is the keys.
-      block_size: most tokens a block may hold.
+      block_size: maximum number of tokens per block.
 
     Returns:
-      The last carry, and the outputs of all blocks joined on axis -2.
+      The last carry, and the outputs of all blocks concatenated on axis -2.
     """
     length = tokens[0].shape[-2]
     num_blocks = max(1, -(-length // block_size))

@@ -1,4 +1,5 @@
-"""One call of log-attention: arguments checked once, brought into one layout, and dispatched."""
+"""Dispatch of log-attention: check the arguments, convert them to one layout, choose the code
+path."""
 
 import dataclasses
 import math
@@ -14,8 +15,8 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_same_length,
     check_tokens,
-    document_starts,
-    is_there,
+    segment_starts,
+    valid_tokens,
 )
 from heinsen_jax.ops.log_attention import mosaic, reference, variants
 from heinsen_jax.ops.log_attention.chunked import Chunked
@@ -42,7 +43,7 @@ CHOICES = "is_log", "is_causal", "local_window_size", "implementation"
 @partial(jax.tree_util.register_dataclass, data_fields=ARRAYS, meta_fields=CHOICES)
 @dataclass(frozen=True)
 class Arguments:
-    """As given to `log_attention` (`is_log`) or `heinsen_attention`, which document them."""
+    """Arguments of `log_attention` (`is_log`) or `heinsen_attention`, documented there."""
 
     query: Array
     key: Array
@@ -66,19 +67,19 @@ class Arguments:
 
     @property
     def dtype(self) -> DTypeLike:
-        """Of the output."""
+        """Dtype of the output."""
         return jnp.result_type(self.query, self.key, self.value)
 
     @property
     def computed_dtype(self) -> DTypeLike:
-        """Of sums: float32 at least."""
+        """Dtype of sums: at least float32."""
         states = () if self.state is None else (self.state.log_z,)
         return jnp.promote_types(jnp.result_type(self.dtype, *states), jnp.float32)
 
 
-@partial(jax.jit, inline=True)  # outside another `jit`, so that calls alike are compiled once
+@partial(jax.jit, inline=True)  # so that equal calls outside another `jit` are compiled once
 def attend(arguments: Arguments) -> tuple[Array, State]:
-    """The output, and the state after all tokens, of arguments that `check` has passed."""
+    """Return the output and the state after all tokens for arguments that passed `check`."""
     if arguments.is_log and jnp.iscomplexobj(arguments.value):
         return _signed(arguments)
     inputs, valid, segment_ids = _inputs(arguments)
@@ -91,7 +92,7 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
     implementation = _implementation(arguments)
     window, is_log = arguments.local_window_size, arguments.is_log
     masked = _masked(inputs, valid, segment_ids, is_log=is_log)
-    if 0 in inputs.key.shape[:2]:  # no tokens, or no sequences: the queries read the state
+    if 0 in inputs.key.shape[:2]:  # no tokens or no sequences: queries read only the state
         y, after = read_all(inputs, before, is_log=is_log)
     elif implementation is None:
         y, after = reference.attention(
@@ -122,7 +123,7 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
 
 
 def _signed(arguments: Arguments) -> tuple[Array, State]:
-    """Positive and negative parts of values as twice as many features: each has a logarithm."""
+    """Split values into positive and negative parts, twice as many features, to take logarithms."""
     state = arguments.state
     if state is not None:
         assert isinstance(state, LogAttentionState)
@@ -143,17 +144,17 @@ def _state(arguments: Arguments) -> State:
 
 
 def _one_batch(x: Array, axes: int) -> Array:
-    """With leading axes made one, all but the last `axes`."""
+    """Merge all axes but the last `axes` into one."""
     return x.reshape(math.prod(x.shape[:-axes]), *x.shape[x.ndim - axes :])
 
 
 def _inputs(arguments: Arguments) -> tuple[Inputs, Array | None, Array | None]:
-    """The tokens in one layout; which are no padding `[B, S]`; their segments."""
+    """Return the tokens in one layout, the mask of valid ones `[B, S]`, and their segments."""
     *_, length, num_heads, key_depth = arguments.query.shape
     sources, groups, value_depth = arguments.value.shape[-3:]
     batch, dtype = math.prod(arguments.batch), arguments.computed_dtype
     if arguments.implementation == "gpu" and arguments.dtype == jnp.bfloat16:
-        dtype = jnp.bfloat16  # kernels read half the bytes
+        dtype = jnp.bfloat16  # so that kernels read half as many bytes
     log_decay = arguments.log_decay
     if log_decay is not None:
         features = 1 if log_decay.ndim < arguments.key.ndim else key_depth
@@ -167,7 +168,7 @@ def _inputs(arguments: Arguments) -> tuple[Inputs, Array | None, Array | None]:
     if arguments.segment_ids is not None:
         segment_ids = jnp.asarray(arguments.segment_ids).reshape(batch, sources)
     if arguments.key_value_seq_lengths is not None:
-        valid = is_there(arguments.key_value_seq_lengths, arguments.batch, sources)
+        valid = valid_tokens(arguments.key_value_seq_lengths, arguments.batch, sources)
         valid = valid.reshape(batch, sources)
         if length == sources:  # NaN times a cotangent of 0 would be NaN
             usable = valid[..., None, None, None] | jnp.isfinite(query)
@@ -178,7 +179,7 @@ def _inputs(arguments: Arguments) -> tuple[Inputs, Array | None, Array | None]:
 def _masked(
     inputs: Inputs, valid: Bool[Array, "B S"] | None, segment_ids: Array | None, *, is_log: bool
 ) -> Inputs:
-    """Without padding, and with the places where segments start."""
+    """Mask padding, and mark the tokens where segments start."""
     if valid is not None:
         each, log_decay = valid[..., None, None], inputs.log_decay
         inputs = dataclasses.replace(
@@ -188,14 +189,14 @@ def _masked(
             log_decay=None if log_decay is None else jnp.where(each, log_decay, 0),
         )
     if segment_ids is not None:
-        inputs = dataclasses.replace(inputs, starts=document_starts(segment_ids, valid))
+        inputs = dataclasses.replace(inputs, starts=segment_starts(segment_ids, valid))
     return inputs
 
 
 def _total_decay(
     arguments: Arguments, state: State, inputs: Inputs
 ) -> Float[Array, "*B G K"] | None:
-    """By what these tokens, and those of the state, multiply all earlier ones."""
+    """Return the total decay of these tokens and those of the state."""
     if arguments.state is not None and arguments.state.log_decay is None:
         return None
     if arguments.state is None and inputs.log_decay is None and inputs.starts is None:
@@ -211,7 +212,7 @@ def _total_decay(
 
 
 def _implementation(arguments: Arguments) -> variants.Implementation | None:
-    """None is `reference`."""
+    """Return the chosen `Chunked`; None for `reference`."""
     chosen = arguments.implementation
     if chosen is None:
         is_one = arguments.is_causal and arguments.query.shape[-3] == 1
@@ -227,14 +228,14 @@ def _implementation(arguments: Arguments) -> variants.Implementation | None:
 
 
 def check(arguments: Arguments, *, return_state: bool) -> None:
-    """Raises ValueError or NotImplementedError where arguments do not fit one another."""
+    """Raise ValueError or NotImplementedError for invalid arguments."""
     _check_arrays(arguments)
     _check_combination(arguments)
     has_state = return_state or arguments.state is not None
     if arguments.local_window_size is not None and has_state:
         raise NotImplementedError(
-            "local_window_size with initial_state or return_state: a state does not hold single "
-            "tokens, so none can leave it; pass the last local_window_size - 1 tokens again"
+            "local_window_size: unsupported with initial_state and return_state; a state holds no "
+            "single tokens that could leave it, so pass the last local_window_size - 1 tokens again"
         )
     if arguments.state is not None:
         _check_state(arguments, arguments.state)
@@ -270,8 +271,8 @@ def _check_state(arguments: Arguments, state: State) -> None:
     kind = LogAttentionState if arguments.is_log else HeinsenAttentionState
     if not isinstance(state, kind):
         raise ValueError(
-            f"initial_state is a {type(state).__name__}, must be a {kind.__name__}: the states of "
-            "log_attention and of heinsen_attention are not the same"
+            f"initial_state must be a {kind.__name__}, got a {type(state).__name__}: "
+            "log_attention and heinsen_attention have different states"
         )
     check_state(
         state, query=arguments.query, key=arguments.key, **{arguments.value_name: arguments.value}
@@ -279,8 +280,8 @@ def _check_state(arguments: Arguments, state: State) -> None:
     is_complex = isinstance(state, LogAttentionState) and jnp.iscomplexobj(state.log_s)
     if is_complex and not jnp.iscomplexobj(arguments.value):
         raise ValueError(
-            "initial_state.log_s is complex, for values of either sign, but log_value is real: "
-            "pass log_value.astype(complex) or the state of a call with real log_value"
+            "initial_state.log_s is complex but log_value is real; pass "
+            "log_value.astype(complex), or the state of a call with real log_value"
         )
 
 
@@ -288,18 +289,18 @@ def _check_combination(arguments: Arguments) -> None:
     window, is_causal = arguments.local_window_size, arguments.is_causal
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-            raise ValueError(f"local_window_size must be an integer >= 1, is {window!r}")
+            raise ValueError(f"local_window_size must be an integer >= 1, got {window!r}")
         if not is_causal:
             raise NotImplementedError(
-                "local_window_size with is_causal=False: a window reaches back from a token"
+                "local_window_size: unsupported with is_causal=False; windows end at the token"
             )
     if not is_causal and arguments.segment_ids is not None:
         if arguments.query.shape[-3] != arguments.key.shape[-3]:
             raise NotImplementedError(
-                "segment_ids with is_causal=False and fewer or more queries than keys: the "
-                "segments of the queries are not given"
+                "segment_ids: unsupported with is_causal=False and different numbers of queries "
+                "and keys, since ids of queries are not given"
             )
         if arguments.log_decay is not None:
             raise NotImplementedError(
-                "segment_ids and log_decay with is_causal=False: call it for each segment"
+                "segment_ids: unsupported with log_decay and is_causal=False; call once per segment"
             )

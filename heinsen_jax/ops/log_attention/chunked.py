@@ -1,14 +1,14 @@
-"""Log-attention over blocks of tokens, each by the cheapest tier that is exact on it.
+"""Log-attention in blocks of tokens, each computed by the cheapest tier that is exact on it.
 
-Two tiers, chosen block by block from a scalar that is measured beforehand:
+The tier of each block is chosen from a scalar that is measured first:
 
-1. `single_level`: masked matrix products over chunks. The range of exponents must hold how far keys
-   *rise* inside a chunk above those that its first query attends to, plus the *span* of log-values.
+1. `single_level`: masked matrix products over chunks. The exponent range must cover the *rise* of
+keys inside a chunk above those that its first query attends to, plus the *span* of log-values.
 2. `exact`: everything else.
 
-Nothing is clamped. The backward pass is written out, not left to differentiation of `lax.scan` and
-`lax.cond`, which would keep copies of every block's inputs. Of a single block, residuals are kept,
-with zeros in place of those of the tier that is not chosen.
+Nothing is clamped. The backward pass is written out, since differentiating `lax.scan` and
+`lax.cond` would save copies of every block's inputs. Residuals are saved if there is a single
+block, with zeros in place of those of the tier that is not chosen.
 """
 
 import math
@@ -30,8 +30,8 @@ from heinsen_jax.typing import Array, DTypeLike, Float, Int
 
 T = TypeVar("T")
 
-MULTIPLE = 16  # of which every chunk is one
-BLOCK_ON_CPU = 1024  # tokens that caches hold
+MULTIPLE = 16  # chunk sizes are multiples of it
+BLOCK_ON_CPU = 1024  # tokens that fit the cache
 ELEMENTS_OF_BLOCK = 2**28  # on accelerators: 1 GiB of float32, in few large operations
 
 
@@ -39,21 +39,23 @@ ELEMENTS_OF_BLOCK = 2**28  # on accelerators: 1 GiB of float32, in few large ope
 class Chunked:
     """Sizes of the chunked form; an instance can be given as `implementation`.
 
-    Fields that are None are chosen: for CPUs, small blocks that caches hold; for accelerators, few
-    large operations, and chunks whose states need about as much memory as their weights.
+    Fields that are None are chosen by platform: for CPUs, small blocks that fit the cache; for
+      accelerators, few large operations, and chunks whose states need about as much memory as their
+      weights.
 
     Attributes:
-      chunk_size: tokens whose [C, C] weights are formed at once; a multiple of 16.
-      block_size: tokens processed in parallel before the state is carried on, and for which a tier
-        is chosen; a multiple of chunk_size.
-      remat: whether the backward pass computes weights again, from the state before each block: in
-        the memory of one block, at the cost of some 20% more time. False keeps them as residuals.
-        None: if there are several blocks.
-      exponent_budget: the fraction of the exponent range, log(1 / smallest normal number), that a
-        block may use. The rest is margin for sums and for gradients.
-      parallel_scan: whether the states of a block's chunks are formed in a tree, not one by one.
-      matmul_dtype: what factors of matrix products are rounded to; sums and states are not. None:
-        bfloat16 if all inputs are bfloat16, else float32.
+      chunk_size: number of tokens C whose `[C, C]` weights are computed together; a multiple of 16.
+      block_size: number of tokens that are processed in parallel, by one tier; a multiple of
+        chunk_size.
+      remat: whether the backward pass recomputes weights from the state before each block, in the
+        memory of one block, for about 20% more time. False saves them as residuals. None recomputes
+        them if there are several blocks.
+      exponent_budget: fraction of the exponent range, log(1 / smallest normal number), that a block
+        may use. The rest is a margin for sums and gradients.
+      parallel_scan: whether the states of a block's chunks are computed by a parallel scan, not
+        sequentially.
+      matmul_dtype: dtype to which factors of matrix products are rounded, unlike sums and states.
+        None: bfloat16 if all inputs are bfloat16, else float32.
 
     Examples:
       >>> key = jnp.zeros((40, 1, 2))
@@ -71,19 +73,20 @@ class Chunked:
     def __post_init__(self) -> None:
         size = self.chunk_size
         if size is not None and (size < 1 or size % MULTIPLE):
-            raise ValueError(f"chunk_size must be a multiple of {MULTIPLE}, is {size}")
+            raise ValueError(f"chunk_size must be a multiple of {MULTIPLE}, got {size}")
         if self.block_size is None:
             return
         least = MULTIPLE if size is None else size
         if self.block_size < 1 or self.block_size % least:
             raise ValueError(
-                f"block_size must be a multiple of chunk_size={least}, is {self.block_size}"
+                f"block_size must be a multiple of chunk_size={least}, got {self.block_size}"
             )
 
     def causal(
         self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Array, Array, Averages]:
-        """Output, log Z and the state after all tokens: in log space if values and state are."""
+        """Return output, log Z and the state after all tokens, in log space if values and state
+        are."""
         plan, length = self.plan(inputs, is_log=is_log), inputs.length
         inputs, state = varying_like((inputs, state), (inputs, state))
         padded = pad_tokens(inputs, -(-length // plan.block_size) * plan.block_size)
@@ -96,7 +99,7 @@ class Chunked:
     def bidirectional(
         self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Array, Averages]:
-        """Output and the state after all tokens, each query attending to all of them."""
+        """Return output and the state after all tokens; every query attends to all of them."""
         if not is_log:
             return read_all(inputs, state, is_log=False)
         span, scale = log_value_range(inputs.value, state.mean)
@@ -113,11 +116,11 @@ class Chunked:
         return lax.switch(tier, (linear, in_logs), inputs, state)
 
     def budget(self, dtype: DTypeLike) -> float:
-        """By how many nats the exponents of a block may differ."""
+        """Return the maximum difference of exponents in a block, in nats."""
         return -self.exponent_budget * math.log(jnp.finfo(dtype).smallest_normal)
 
     def plan(self, inputs: Inputs, *, is_log: bool) -> "Plan":
-        """Every size chosen, for such inputs on this platform."""
+        """Resolve all sizes for these inputs on this platform."""
         on_cpu = jax.default_backend() == "cpu"
         chunk_size = self.chunk_size
         if chunk_size is None:
@@ -148,11 +151,11 @@ class Chunked:
 
 @dataclass(frozen=True)
 class Plan:
-    """One call: `Chunked` with every size chosen.
+    """Resolved `Chunked` of one call.
 
     Attributes:
       is_log: whether values and outputs are logarithms.
-      budget: by how many nats the exponents of a block may differ.
+      budget: maximum difference of exponents in a block, in nats.
     """
 
     form: single_level.Form
@@ -167,13 +170,13 @@ class Plan:
 
 
 class Measured(NamedTuple):
-    """Measurements of a block before it is computed; without gradient.
+    """Measurements of a block, by which its tier is chosen; not differentiated.
 
     Attributes:
       tier: index of the first tier that is exact on the block.
-      scale: by what values are divided in linear space, or its logarithm.
-      inverse: 1 / scale; of log-values, None.
-      scales: of the fast tier's exponents.
+      scale: divisor of values in linear space, or its logarithm.
+      inverse: 1 / scale; None for log-values.
+      scales: scales of exponents in the fast tier.
     """
 
     tier: Int[Array, ""]
@@ -192,7 +195,8 @@ class Saved(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, inputs: Inputs, state: Averages) -> tuple[Outputs, Averages]:
-    """((output, log Z), state after all tokens), whose number is a multiple of the block's."""
+    """Return ((output, log Z), state after all tokens); their number is a multiple of the block
+    size."""
     return _forward(replace(plan, remat=True), inputs, state)[0]
 
 
@@ -237,7 +241,7 @@ _attend.defvjp(_forward, _backward)
 
 
 def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, Averages], Saved]:
-    """((output, log Z), state after the block), and what the backward pass needs."""
+    """Return ((output, log Z), state after the block), and residuals."""
     measured = measure(plan, inputs, state)
 
     @partial(jax.jit, inline=True)  # traced once
@@ -265,7 +269,7 @@ def _block(plan: Plan, inputs: Inputs, state: Averages) -> tuple[tuple[Outputs, 
 def _block_backward(
     plan: Plan, inputs: Inputs, d_outputs: Outputs, saved: Saved, d_after: Averages
 ) -> tuple[Inputs, Averages]:
-    """Cotangents of a block's inputs, `starts` being None, and of the state before it."""
+    """Return the cotangents of a block's inputs (None for `starts`) and of the state before it."""
 
     def fast(d_outputs: Outputs, d_after: Averages) -> tuple[Inputs, Averages]:
         return _fast_backward(plan, inputs, saved, d_outputs, d_after)
@@ -281,7 +285,7 @@ def _block_backward(
 
 
 def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
-    """Chooses the tier. Memory-bound reductions, no matrix products."""
+    """Choose the tier. Costs memory-bound reductions, no matrix products."""
     inputs, state = lax.stop_gradient((inputs, state))
     scales, rise = single_level.scales_and_rise(inputs, state.log_z, plan.form)
     batch, _, groups, _ = inputs.key.shape
@@ -295,8 +299,8 @@ def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
         )
         # The backward pass multiplies values by 1 / Z <= exp(rise): large ones use the range, too.
         used = rise + jnp.log(jnp.max(largest, initial=1))
-        # Values above 1 stay as they are: dividing by them would lose small ones before them.
-        smallest = 4 * jnp.finfo(largest.dtype).smallest_normal  # whose inverse is finite
+        # Values above 1 are not scaled: dividing by them would lose smaller earlier ones.
+        smallest = 4 * jnp.finfo(largest.dtype).smallest_normal  # with a finite inverse
         scale = jnp.where(largest == 0, 1, jnp.clip(largest, smallest, 1))
     inverse = None if plan.is_log else 1 / scale
     return Measured(first_safe((used - plan.budget)[None]), scale, inverse, scales)
@@ -305,8 +309,8 @@ def measure(plan: Plan, inputs: Inputs, state: Averages) -> Measured:
 def log_value_range(
     log_value: Float[Array, "B T G V"], log_mean: Float[Array, "B G K V"]
 ) -> tuple[Float[Array, ""], Float[Array, "B G V"]]:
-    """By how many nats log-values of one feature differ at most, those of the state included and
-    log 0 = -inf excluded; and the largest of each feature, 0 where there are none."""
+    """Return the maximum span of log-values of one feature, in nats, including the state and
+    excluding log 0 = -inf; and the largest of each feature, 0 if all are -inf."""
     log_value, log_mean = lax.stop_gradient((log_value, log_mean))
 
     def smallest(x: Array, axis: int) -> Array:
@@ -349,7 +353,8 @@ def _to_linear(inputs: Inputs, state: Averages, measured: Measured) -> tuple[Inp
 def _d_to_linear(
     d_inputs: Inputs, d_state: Averages, measured: Measured, value: Array, mean: Array
 ) -> tuple[Inputs, Averages]:
-    """Cotangents of what `_to_linear` is given, from those of its results `value` and `mean`."""
+    """Return the cotangents of the arguments of `_to_linear`, given those of its results `value`
+    and `mean`."""
     if measured.inverse is not None:
         value, mean = measured.inverse[:, None], _of_state(measured.inverse)
     d_inputs = replace(d_inputs, value=d_inputs.value * value)
@@ -371,7 +376,7 @@ def _from_linear(
 def _d_from_linear(
     plan: Plan, d_result: tuple[Outputs, Averages], scale: Array, y: Array, mean: Array
 ) -> tuple[Outputs, Averages]:
-    """Cotangents of what `_from_linear` is given, `y` and `mean` among it."""
+    """Return the cotangents of the arguments of `_from_linear`."""
     (d_y, d_log_z), d_after = d_result
     of_y = reciprocal(y) if plan.is_log else scale[:, None, :, None]
     of_mean = reciprocal(mean) if plan.is_log else _of_state(scale)

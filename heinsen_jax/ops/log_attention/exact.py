@@ -1,4 +1,4 @@
-"""The exact tier: one `lax.scan` over chunks of 32 tokens, for any keys and decays.
+"""Exact tier: one `lax.scan` over chunks of 32 tokens, for any keys and decays.
 
 With D_ts the sum of the decays of tokens s + 1 to t, query t of a chunk attends to the tokens s of
 its chunk and to the key features k of the state before the chunk, in one softmax over both:
@@ -6,15 +6,14 @@ its chunk and to the key features k of the state before the chunk, in one softma
     A_ts = LSE_k(Q_tk + K_sk + D_tsk),    P_tk = Q_tk + D_tk + log Z_k
     log Z_t = LSE(A_t, P_t),    Y_t = sum_s exp(A_ts - log Z_t) V_s + sum_k exp(P_tk - log Z_t) M_k
 
-The state is (log Z_k, M_k), M_k being the average of the values so far under key feature k. The one
-after the chunk is a softmax as well: row k is over the tokens s, of K_sk and its decay up to the
-end, and over feature k of the state before. Scores are `log_scores`, exact for any queries and
-keys. Decays are added up, so that -inf, the start of a segment, is exact as well; sums are
-subtracted only by `_scores_by_feature`, where they are small. All outputs are convex averages: no
-value is too large.
+The state is (log Z_k, M_k), where M_k is the average of the values so far under key feature k. The
+state after the chunk is a softmax as well: row k is over K_sk, decayed up to the end, of the tokens
+s, and feature k of the state before. Scores are `log_scores`, exact for any queries and keys.
+Decays are summed, so that -inf, the start of a segment, is exact as well; sums are subtracted only
+by `_scores_by_feature`, where they are small. All outputs are convex combinations of values.
 
-Averages are formed by `averages` or, of log-values, by `log_averages`: by the same products where
-the span of the log-values allows, and term by term where it does not. Nothing else differs.
+Averages are computed by `averages` or, for log-values, by `log_averages`: by the same products if
+the span of the log-values allows, otherwise term by term.
 """
 
 import math
@@ -43,11 +42,11 @@ from heinsen_jax.ops.numerics import (
 from heinsen_jax.typing import Array, Bool, Float
 
 CHUNK = 32
-MILD = 32.0  # nats of decay in a chunk whose sums can be subtracted without loss
+MILD = 32.0  # nats of decay in a chunk up to which sums can be subtracted without loss
 
 
 class Chunk(NamedTuple):
-    """Tokens of one chunk of C, or of J chunks `[J, ...]`: rows of R query heads share a key."""
+    """Operands of one chunk of C tokens, or of J chunks `[J, ...]`; R query heads share a key."""
 
     query: Float[Array, "*J X RC K"]
     key: Float[Array, "*J X C K"]
@@ -57,14 +56,15 @@ class Chunk(NamedTuple):
 
 
 Average = Callable[[Softmax, Softmax, Array, Array], tuple[Array, Array]]
-"""(Softmax of queries `[X, RC, C + K]` and of the state `[X, C + 1, K]`, values `[X, C, V]`,
-averages before the chunk `[X, K, V]`) -> (outputs `[X, RC, V]`, averages after the chunk)."""
+"""Function (softmax of queries `[X, RC, C + K]` and of the state `[X, C + 1, K]`, values
+`[X, C, V]`, averages before the chunk `[X, K, V]`) -> (outputs `[X, RC, V]`, averages after the
+chunk)."""
 
 
 def forward(
     average: Average, inputs: Inputs, state: Averages
 ) -> tuple[tuple[Outputs, Averages], Averages]:
-    """((Y or log Y, log Z), state after all tokens), and the states before each chunk."""
+    """Return ((Y or log Y, log Z), state after all tokens), and the states before each chunk."""
 
     def step(state: Averages, tokens: Chunk):
         outputs, after = _chunk(average, tokens, state)
@@ -79,8 +79,8 @@ def forward(
 def backward(
     average: Average, inputs: Inputs, before: Averages, d_outputs: Outputs, d_after: Averages
 ) -> tuple[Inputs, Averages]:
-    """Cotangents of the inputs, `starts` being None, and of the state before them. All but the
-    states before each chunk is computed again."""
+    """Return the cotangents of the inputs (None for `starts`) and of the state before them.
+    Everything but the states before each chunk is recomputed."""
     chunks, of_chunks = jax.vjp(_chunks, replace(inputs, starts=None))
     starts = _chunks(inputs).starts
 
@@ -101,7 +101,7 @@ def backward(
 
 
 def no_states(inputs: Inputs, state: Averages) -> Averages:
-    """Zeros in place of the states before each chunk."""
+    """Return zeros in place of the states before each chunk."""
     chunks = inputs.length // _size(inputs)
     return jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), state)
 
@@ -121,7 +121,7 @@ def _chunks(inputs: Inputs) -> Chunk:
 def _chunk(
     average: Average, tokens: Chunk, state: Averages
 ) -> tuple[tuple[Float[Array, "X RC V"], Float[Array, "X RC"]], Averages]:
-    """(Y or log Y, log Z), and the state after the chunk."""
+    """Return (Y or log Y, log Z), and the state after the chunk."""
     query, key, value, decay, starts = tokens
     if starts is not None:
         kept = jnp.zeros_like(key[..., :1]) if decay is None else decay
@@ -173,7 +173,7 @@ def log_averages(
 def _scores(
     query: Array, key: Array, decay: Array | None, from_start: Array | None
 ) -> Float[Array, "X RC C"]:
-    """A, and -inf where s > t."""
+    """Return A, -inf for s > t."""
     size = key.shape[1]
     heads = query.shape[1] // size
     if decay is None or from_start is None or decay.shape[-1] == 1:
@@ -190,9 +190,9 @@ def _scores(
 def _scores_by_feature(
     query: Array, key: Array, decay: Array, from_start: Array
 ) -> Float[Array, "X RC C"]:
-    """A, for s <= t, where each key feature decays at its own rate, so that D_ts is inside the LSE.
+    """Return A for s <= t and decay by key feature, so that D_ts is inside the LSE.
 
-    Where decays are mild, D_ts = D_t - D_s is split between the query and the key for a product.
+    If decays are small, D_ts = D_t - D_s is split between query and key to use a matrix product.
     """
     return _scores_forward(query, key, decay, from_start)[0]
 
@@ -205,7 +205,7 @@ def _scores_forward(query: Array, key: Array, decay: Array, from_start: Array):
     product, exponent = matmul(rows.factor, columns.factor), rows.exponent + columns.exponent
     t, s = _indices(size, size)
     visible = repeat_rows(s <= t, heads)[None] & (exponent > -jnp.inf)
-    # Sums are lost that are small, or that subtraction rounds.
+    # Sums are inexact if small, or rounded by the subtraction.
     small = math.sqrt(jnp.finfo(key.dtype).smallest_normal) - jnp.where(visible, product, 1)
     strong = -MILD - from_start[:, -1]
     way = first_safe(jnp.maximum(jnp.max(small), jnp.max(strong))[None])
@@ -246,12 +246,12 @@ def _scores_by_terms(query: Array, key: Array, decay: Array) -> Float[Array, "X 
 
 
 def _indices(*sizes: int) -> list[Array]:
-    """An index for each axis, which broadcast against one another."""
+    """Return one index per axis; they broadcast against each other."""
     return [lax.broadcasted_iota(jnp.int32, sizes, axis) for axis in range(len(sizes))]
 
 
 def _sums_between(decay: Float[Array, "X C F"]) -> Float[Array, "X C C F"]:
-    """Sums of the decay of tokens s + 1 to t."""
+    """Return the sums of decays of tokens s + 1 to t."""
     batch, size, _ = decay.shape
     t, s, r = _indices(size, size, size)
     mask = (s < r) & (r <= t)
@@ -259,7 +259,7 @@ def _sums_between(decay: Float[Array, "X C F"]) -> Float[Array, "X C C F"]:
 
 
 def _sums(mask: Bool[Array, "I C"], decay: Float[Array, "X C F"]) -> Float[Array, "X I F"]:
-    """Sums of the decays that a mask selects; of -inf, too."""
+    """Sum the decays selected by a mask, -inf included."""
     gone = decay == -jnp.inf
     weights = mask.astype(decay.dtype)
     sums = einsum("ic,xcf->xif", weights, jnp.where(gone, 0, decay))

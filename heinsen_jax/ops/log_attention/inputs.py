@@ -1,4 +1,4 @@
-"""The arrays of one call of log-attention in one layout: `Inputs`, and `Averages` of a state."""
+"""Layout of the arrays in a call of log-attention: `Inputs`, and `Averages` of a state."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from heinsen_jax.typing import Array, Bool, Float, pytree_dataclass
 
 @pytree_dataclass
 class Inputs:
-    """Tokens on axis 1 of every array; R query heads share each of G key/value heads.
+    """Inputs with tokens on axis 1; R query heads share each of G key/value heads.
 
     Attributes:
       query: `[B, T, G, R, K]`.
-      key: `[B, S, G, K]`, S = T where attention is causal; -inf masks a token.
+      key: `[B, S, G, K]`, S = T if causal; -inf masks a token.
       value: `[B, S, G, V]`, values or log-values.
       log_decay: `[B, S, G, K]` or `[B, S, G, 1]`, None for no decay.
       starts: `[B, S]`, whether a token begins a segment.
@@ -31,7 +31,7 @@ class Inputs:
 
     @property
     def decay_and_starts(self) -> Float[Array, "B S G _"] | None:
-        """`log_decay`, with -inf where a segment starts; None if there is neither."""
+        """`log_decay`, -inf where a segment starts; None without decay and segments."""
         if self.starts is None:
             return self.log_decay
         decay = jnp.zeros_like(self.key[..., :1]) if self.log_decay is None else self.log_decay
@@ -39,12 +39,12 @@ class Inputs:
 
 
 class Averages(NamedTuple):
-    """A state as averages of values, in linear space or as their logarithms.
+    """State as averages of values, or as their logarithms.
 
     Attributes:
       log_z: `[*B, K]`, log of the sum of exp(K_s) over tokens.
-      mean: `[*B, K, V]`, the average of values under each key feature's softmax over tokens; of no
-        tokens it is 0, or -inf as a logarithm. Never larger than the largest value.
+      mean: `[*B, K, V]`, the average of values under each key feature's softmax over tokens; 0 for
+        no tokens, or -inf as a logarithm. Never larger than the largest value.
     """
 
     log_z: Float[Array, "*B K"]
@@ -55,7 +55,7 @@ Outputs = tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"]]  # Y or log 
 
 
 def pad_tokens(inputs: Inputs, length: int) -> Inputs:
-    """With masked tokens at the end, which extend no range of values."""
+    """Append masked tokens that extend no range of values."""
     missing = length - inputs.length
     if not missing:
         return inputs

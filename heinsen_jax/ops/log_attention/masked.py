@@ -1,4 +1,5 @@
-"""Attention under any mask: in quadratic time, since a state does not tell tokens apart."""
+"""Log-attention under an arbitrary mask, in quadratic time, since a state cannot mask single
+tokens."""
 
 from functools import partial
 
@@ -9,11 +10,11 @@ from jax import lax
 from heinsen_jax.ops.numerics import matmul, reciprocal, scaled_scores, share
 from heinsen_jax.typing import Array, Bool, Float, typed
 
-SMALL = 2**22  # terms Q_tk + K_sk that are best held all at once
-FEWEST = 16  # queries computed at a time, where these are not all
+SMALL = 2**22  # number of terms Q_tk + K_sk up to which storing them all is fastest
+FEWEST = 16  # queries computed at a time, if not all
 
 
-@partial(jax.jit, inline=True)  # outside another `jit`, so that calls alike are compiled once
+@partial(jax.jit, inline=True)  # so that equal calls outside another `jit` are compiled once
 @typed
 def masked_attention(
     query: Float[Array, "*B T N K"],
@@ -25,24 +26,24 @@ def masked_attention(
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(LSE_K(Q_t + K_s))           (1)
 
-    over all s where the mask is True; 0, with gradients of 0, where it is nowhere True. Exact for
-    any queries and keys; gradients of these overflow where values times cotangents exceed 1e19.
-    Tokens that no query attends to, NaN included, change nothing. The dtype is that of the arrays,
-    float32 at least. Has reverse-mode derivatives only.
+    over all s where the mask is True; 0 with zero gradients if it is nowhere True. Exact for any
+    queries and keys; their gradients overflow where values times cotangents exceed 1e19. Fully
+    masked tokens, NaN included, have no effect. The dtype is that of the arrays, at least float32.
+    Supports reverse-mode derivatives only.
 
-    Some queries are computed at a time, and again in backward: what is held is no more than the
-    scores LSE_K(Q_t + K_s) of all would be.
+    Queries are computed in chunks, and recomputed in the backward pass: temporary memory does not
+    exceed that of all scores LSE_K(Q_t + K_s).
 
     Args:
       query, key, value: as in `heinsen_attention`.
-      mask: for each of the N heads or, M being 1, for all of them.
+      mask: True for visible tokens, for each of M = N heads, or for all of them with M = 1.
     """
     *batch, length, num_heads, depth = query.shape
     sources, groups, value_depth = value.shape[-3:]
     heads = num_heads // groups
     if 0 in (*query.shape, *value.shape):
         return jnp.zeros((*query.shape[:-1], value_depth), value.dtype)
-    mask = lax.optimization_barrier(mask)  # a constant one would keep XLA's compiler busy
+    mask = lax.optimization_barrier(mask)  # XLA would fold a constant one for seconds
     mask = mask.reshape(-1, *((groups, heads) if mask.shape[-3] > 1 else (1, 1)), length, sources)
     visible = jnp.any(mask, (2, 3))  # [B, G or 1, S]
     key = jnp.moveaxis(key.reshape(-1, sources, groups, depth), 1, 2)
@@ -52,7 +53,7 @@ def masked_attention(
     query = jnp.moveaxis(query.reshape(-1, length, groups, heads, depth), 1, 3)
 
     is_small = query.size * sources <= SMALL
-    # So many that their terms, where these are formed, are no more than all scores.
+    # As many as have no more terms than there are scores in all.
     size = length if is_small else min(length, max(FEWEST, -(-length // depth)))
     attend = jax.checkpoint(lambda block: _attend(block[0], block[1], key, value))
     y = lax.map(attend, (_blocks(query, size), _blocks(mask, size)))  # [J, B, G, R, C, V]
@@ -79,7 +80,7 @@ def _attend(
 
 
 def _blocks(x: Array, size: int) -> Array:
-    """`[..., T, F]` -> `[J, ..., C, F]`, with zeros at the end."""
+    """`[..., T, F]` -> `[J, ..., C, F]`, padded with zeros at the end."""
     *axes, length, features = x.shape
     x = jnp.pad(x, [(0, 0)] * len(axes) + [(0, -length % size), (0, 0)])
     return jnp.moveaxis(x.reshape(*axes, -1, size, features), -3, 0)

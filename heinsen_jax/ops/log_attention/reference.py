@@ -1,4 +1,4 @@
-"""The oracle: eq. (1) by definition. Slow, obvious, and sharing no code with the fast paths."""
+"""Oracle: eq. (1) by definition. Slow, obvious, and independent of the fast paths."""
 
 from typing import NamedTuple
 
@@ -22,17 +22,18 @@ def attention(
     window: int | None = None,
     log_decay: Float[Array, "B S G _"] | None = None,
 ) -> tuple[Float[Array, "B T G R V"], Averages]:
-    """Output and the state after all tokens.
+    """Return output and the state after all tokens.
+
 
     Args:
       query, key: exponents.
       value: log-values, or values of either sign.
       state: before the first token.
       is_log: whether values and averages of the state are logarithms.
-      is_valid: which tokens are no padding.
+      is_valid: False for padding.
       segment_ids: the segment of each token.
-      window: how many tokens a query attends to, itself included.
-      log_decay: of K features or, for all of a head, of 1.
+      window: number of tokens that a query attends to, itself included.
+      log_decay: by key feature, or by head with a last axis of 1.
     """
     if is_valid is not None:
         valid = is_valid[:, :, None, None]
@@ -40,7 +41,7 @@ def attention(
         log_decay = None if log_decay is None else jnp.where(valid, log_decay, 0)
     masks = _masks(query, key, is_causal, is_valid, segment_ids, window)
     between, from_start, to_end = _decays(key, log_decay, is_causal)
-    # [B, T, S, G, R]: the score of every token for every query; features are summed at once
+    # [B, T, S, G, R]: the score of every token for every query; features are summed in one step
     terms = query[:, :, None] + (key[:, None] + between)[:, :, :, :, None]
     scores = _where(masks.tokens, _logsumexp(terms, -1))
     past = query + (state.log_z[:, None] + from_start)[..., None, :]
@@ -48,7 +49,7 @@ def attention(
     last = _where(masks.last, key + to_end)
     kept = _where(masks.kept, state.log_z + to_end[:, 0] + _first(log_decay))
 
-    # The state acts as one more source a key feature, whose value is the average so far.
+    # The state acts as one more token per key feature, whose value is the average so far.
     sources = jnp.concatenate([jnp.moveaxis(scores, 2, -1), past], -1)
     values = jnp.concatenate([jnp.moveaxis(value, 1, 2), state.mean], 2)
     keys = jnp.concatenate([kept[:, None], last], 1)
@@ -88,7 +89,8 @@ def _masks(query, key, is_causal, is_valid, segment_ids, window) -> _Masks:
 
 
 def _decays(key: Array, log_decay: Array | None, is_causal: bool) -> tuple:
-    """Sums of decay from each token (and from the start) to each query, and to the end."""
+    """Return the sums of decay from each token (and from the start) to each query, and to the
+    end."""
     batch, sources, groups, _ = key.shape
     if log_decay is None:
         zero = jnp.zeros((batch, 1, groups, 1), key.dtype)
@@ -111,7 +113,7 @@ def _first(log_decay: Array | None) -> Array | int:
 
 
 def _where(mask: Array, x: Array) -> Array:
-    """x, and -inf where the mask, of its leading axes, is false."""
+    """Return x, -inf where the mask of its leading axes is False."""
     return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, -jnp.inf)
 
 
@@ -120,7 +122,7 @@ def _finite(x: Array) -> Array:
 
 
 def _logsumexp(x: Array, axis: int) -> Array:
-    """With `x` replaced where all of it is -inf, so that no gradient is NaN."""
+    """LSE, with `x` replaced if all of it is -inf, so that no gradient is NaN."""
     nothing = jnp.all(x == -jnp.inf, axis, keepdims=True)
     x = jnp.where(nothing, 0.0, x)
     largest = jnp.max(x, axis, keepdims=True)
@@ -129,7 +131,7 @@ def _logsumexp(x: Array, axis: int) -> Array:
 
 
 def _average(log_weights: Array, values: Array, axis: int) -> Array:
-    """sum(w v) / sum(w), and 0 of nothing."""
+    """sum(w v) / sum(w); 0 for an empty sum."""
     total = jnp.expand_dims(_logsumexp(log_weights, axis), axis)
     nothing = total == -jnp.inf
     weights = jnp.exp(jnp.where(nothing, -jnp.inf, log_weights) - jnp.where(nothing, 0.0, total))
@@ -137,7 +139,7 @@ def _average(log_weights: Array, values: Array, axis: int) -> Array:
 
 
 def _log_average(log_weights: Array, log_values: Array, axis: int) -> Array:
-    """log(sum(w v) / sum(w)), and log 0 of nothing."""
+    """log(sum(w v) / sum(w)); log 0 for an empty sum."""
     log_sum = _logsumexp(log_weights + log_values, axis)
     log_total = _finite(_logsumexp(log_weights, axis))
     return jnp.where(log_sum == -jnp.inf, -jnp.inf, log_sum - log_total)

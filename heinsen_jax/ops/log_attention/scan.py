@@ -1,7 +1,7 @@
-"""Log-attention as the paper writes it: the state after every token, by a blocked scan.
+"""Log-attention as in the paper: the state after every token, computed by a blocked scan.
 
-Exact for any finite input, in log space or (for values of either sign) as convex averages. Holds
-`[T, K, V]` states: short sequences only.
+Exact for any finite input, in log space or (for values of either sign) as convex averages. Stores
+`[T, K, V]` states: for short sequences only.
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,8 @@ class Scan:
 
 
 def _step(inputs: Inputs, state: Averages, *, is_log: bool) -> tuple[Array, Array, Averages]:
-    """One token: few operations, for their number is what a step of generation costs."""
+    """Process one token in few operations, since their number determines the time of a decoding
+    step."""
     decay = inputs.decay_and_starts
     query, key, value = inputs.query[:, 0], inputs.key[:, 0], inputs.value[:, 0, :, None]
     before = state.log_z if decay is None else state.log_z + decay[:, 0]

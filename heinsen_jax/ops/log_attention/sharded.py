@@ -1,4 +1,4 @@
-"""Log-attention over a sequence whose tokens lie on several devices."""
+"""Log-attention over a sequence that is split over several devices."""
 
 from dataclasses import replace
 from functools import partial
@@ -63,12 +63,12 @@ def sharded_log_attention(
     `[*B, num_kv_heads, key_depth, value_depth]`, in one all-gather, and nothing else.
 
     Args:
-      query, key, log_value, segment_ids, log_decay: as in `log_attention`, this device's tokens, as
-        many on each device.
-      axis_name: the mesh axis that the tokens are split over.
+      query, key, log_value, segment_ids, log_decay: as in `log_attention`, for this device's
+        tokens, the same number on each device.
+      axis_name: mesh axis over which the tokens are split.
       is_causal: as in `log_attention`. If not, without segments and decay.
       initial_state: the state before the whole sequence, the same on all devices.
-      return_state: whether to return also the state after the whole sequence, the same on all
+      return_state: whether to also return the state after the whole sequence, the same on all
         devices.
       implementation: as in `log_attention`.
 
@@ -76,14 +76,14 @@ def sharded_log_attention(
       log Y of this device's tokens, or a pair of it and the state.
 
     Raises:
-      ValueError, NotImplementedError: as `log_attention`, or decay or segments are not causal.
+      ValueError, NotImplementedError: as `log_attention`; decay or segments with is_causal=False.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843, eq. (6).
     """
     if log_decay is not None and not is_causal:
         raise NotImplementedError(
-            "log_decay with is_causal=False, where sequences are split over devices: call "
+            "log_decay: unsupported with is_causal=False on a split sequence; call "
             "log_attention with the whole sequence on each device"
         )
     dtype = jnp.promote_types(jnp.result_type(query, key, log_value), jnp.float32)

@@ -1,16 +1,16 @@
-r"""The fast tier: causal averages of values as masked matrix products over chunks.
+r"""Fast tier: causal averages of values as masked matrix products over chunks.
 
-Every exponential is scaled by a maximum over the whole chunk and its past, so a query of a chunk is
-two products: with the chunk's keys, masked, and with the state before it,
+Every exponential is scaled by a maximum over the whole chunk and its past. The outputs of a chunk
+need two products: with the chunk's keys, masked, and with the state before it,
 
     S = mask(Q^ K^T) V + Q^ S_before,    Z = mask(Q^ K^T) 1 + Q^ Z_before,    Y = S / Z
 
-All terms are positive weights, nothing cancels. Underflow is possible where keys *rise* inside a
-chunk far above the largest one that the chunk's first query attends to (`scales_and_rise` measures
-it): such a query is scaled by a maximum of keys that are masked for it.
+All terms are positive, so nothing cancels. Underflow is possible if keys *rise* inside a chunk far
+above the largest one visible to the chunk's first query (measured by `scales_and_rise`): such a
+query is scaled by a maximum over keys that are masked for it.
 
-Decay multiplies the state by exp(log_decay) before each token. Inside a chunk it moves into the
-exponents: with D_t the sum of decays from the chunk's start up to t,
+Decay multiplies the state by exp(log_decay) before each token. Inside a chunk it is absorbed into
+the exponents: with D_t the sum of decays from the chunk's start up to t,
 
     Q'_t = Q_t + D_t,    K'_s = K_s - D_s
 
@@ -34,12 +34,13 @@ from heinsen_jax.typing import Array, Float, Int
 
 @dataclass(frozen=True)
 class Form:
-    """How products are formed.
+    """Options of the products.
 
     Attributes:
-      chunk_size: tokens of a chunk.
+      chunk_size: number of tokens in a chunk.
       is_half: whether factors of matrix products are rounded to bfloat16. Sums and states are not.
-      parallel_scan: whether the states before all chunks are formed in a tree, not one by one.
+      parallel_scan: whether the states before all chunks are computed by a parallel scan, not
+        sequentially.
     """
 
     chunk_size: int
@@ -57,17 +58,17 @@ def _einsum_of_halves(pattern: str, *factors: Array) -> Array:
 
 
 class Exponents(NamedTuple):
-    """Q' and K', which the decay has moved into, and the values, of J chunks."""
+    """Q' and K', which include the decay, and the values of J chunks."""
 
     query: Float[Array, "J X RC K"]
     key: Float[Array, "J X C K"]
     value: Float[Array, "J X C V"]
     decay: Float[Array, "J X K"] | None  # of a whole chunk
-    segments: Int[Array, "J X C"] | None  # how many segments have begun in the chunk, up to a token
+    segments: Int[Array, "J X C"] | None  # number of segments begun in the chunk, up to each token
 
 
 class MaxExponents(NamedTuple):
-    """The largest exponents, -inf where there are none."""
+    """Largest exponents, -inf if there are none."""
 
     before: Float[Array, "J X K"]  # of the state before a chunk
     query: Float[Array, "J X K"]  # of that and of the chunk
@@ -101,9 +102,10 @@ States = tuple[Float[Array, "J X K V"], Float[Array, "J X K"]]
 def scales_and_rise(
     inputs: Inputs, log_z: Array, form: Form
 ) -> tuple[MaxExponents, Float[Array, ""]]:
-    """The scales and by how many nats, at most, a query's lies above all that it attends to.
+    """Return the scales and the maximum rise, in nats, of a query's scale above the keys visible to
+    it.
 
-    Without gradients. `log_z` is that of the state before, `[X, K]`.
+    Not differentiated. `log_z` `[X, K]` is that of the state before.
     """
     inputs, log_z = lax.stop_gradient((inputs, log_z))
     _, key, _, decay, segments = _exponents(inputs, form.chunk_size)
@@ -120,8 +122,8 @@ def scales_and_rise(
 def forward(
     form: Form, inputs: Inputs, state: Averages, scales: MaxExponents
 ) -> tuple[tuple[Outputs, Averages], Residuals]:
-    """((Y, log Z), state after all tokens), and residuals. The number of tokens is a multiple of
-    the chunk's; the state is `[X, ...]`."""
+    """Return ((Y, log Z), state after all tokens), and residuals. The number of tokens is a
+    multiple of the chunk size; the state is `[X, ...]`."""
     query, key, value, decay, segments = _exponents(inputs, form.chunk_size)
     scale = finite(scales.query)[..., None, :]
     key = jnp.exp(key - scale)
@@ -162,7 +164,7 @@ def forward(
 def backward(
     form: Form, inputs: Inputs, residuals: Residuals, d_outputs: Outputs, d_after: Averages
 ) -> tuple[Inputs, Averages]:
-    """Cotangents of inputs, `starts` being None, and of the state before them."""
+    """Return the cotangents of the inputs (None for `starts`) and of the state before them."""
     (
         query, key, value, weights, inverse, y, s, z,
         mean, start, mean_end, inverse_end, kept, carried, segments,
@@ -193,7 +195,7 @@ def backward(
     d_key = key * form.einsum("jxcd,jxck->jxdk", d_weights, query)
     d_key_of_state = absorbed * d_absorbed
     d_decay = None
-    if inputs.log_decay is not None:  # a chunk's decay multiplies all that is in the state after it
+    if inputs.log_decay is not None:  # a chunk's decay multiplies the whole state after it
         of_state = z * d_added[1] + jnp.sum(s * d_added[0], -1)
         d_decay = jnp.sum(d_key_of_state, -2) + _times(kept, of_state)
     d_query, d_key = query * d_query, d_key + d_key_of_state
@@ -216,7 +218,7 @@ def _exponents(inputs: Inputs, size: int) -> Exponents:
 def _inputs_cotangent(
     inputs: Inputs, size: int, d_query: Array, d_key: Array, d_value: Array, d_decay: Array | None
 ) -> Inputs:
-    """Cotangents of the inputs of `_exponents`."""
+    """Return the cotangents of the inputs of `_exponents`."""
     _, _, groups, heads, _ = inputs.query.shape
 
     def without_heads(x: Array) -> Array:
@@ -243,7 +245,7 @@ def _scales(
         running = lax.cummax(jnp.concatenate([log_z[None], largest]), axis=0)
         return MaxExponents(running[:-1], running[1:], running[1:])
     decay = jnp.zeros_like(largest) if decay is None else decay
-    kept, hidden = largest, decay  # by how much a chunk lowers the state before it
+    kept, hidden = largest, decay  # decay of the state before a chunk
     if segments is not None:
         kept = jnp.max(_where_last(segments, key, -jnp.inf), -2)
         hidden = jnp.where(segments[..., -1:] > 0, -jnp.inf, decay)
@@ -268,13 +270,13 @@ def _scales(
 
 
 def _carried(scales: MaxExponents, decay: Array | None) -> Float[Array, "J X K"]:
-    """Factors that rescale a state from one chunk's queries to the next one's."""
+    """Return the factors that rescale a state from one chunk's queries to those of the next."""
     decayed = scales.query if decay is None else scales.query + decay
     return share(decayed, jnp.concatenate([scales.query[1:], scales.after[-1:]]))
 
 
 def _times(factor: Array | None, x: Array) -> Array:
-    """A factor with the first axes of x, times x; None is 1."""
+    """Multiply x by a factor with its first axes; None is 1."""
     if factor is None:
         return x
     return factor.reshape(*factor.shape, *[1] * (x.ndim - factor.ndim)) * x
@@ -283,7 +285,7 @@ def _times(factor: Array | None, x: Array) -> Array:
 def _states(
     form: Form, first: State, kept: Array | None, added: States, carried: Array
 ) -> tuple[States, State]:
-    """(S_0 .. S_J-1, S_J) of S_j+1 = carried_j (kept_j S_j + added_j)."""
+    """Return (S_0 .. S_J-1, S_J) for S_j+1 = carried_j (kept_j S_j + added_j)."""
 
     def step(before: State, chunk: tuple[Array | None, State, Array]) -> tuple[State, State]:
         kept, added, carried = chunk
@@ -302,7 +304,7 @@ def _states(
 def _cotangents(
     form: Form, last: State, kept: Array | None, read: States, carried: Array
 ) -> tuple[States, State]:
-    """Cotangents of `added` and of S_0, from that of S_J and those of S_0 .. S_J-1 as read."""
+    """Return the cotangents of `added` and S_0, given those of S_J and S_0 .. S_J-1."""
 
     def step(d_after: State, chunk: tuple[Array | None, State, Array]) -> tuple[State, State]:
         kept, read, carried = chunk
@@ -321,7 +323,7 @@ def _cotangents(
 
 
 def _tree(factor: Array, added: States, first: State) -> States:
-    """S_1 .. S_J of S_j+1 = factor_j S_j + added_j."""
+    """Return S_1 .. S_J for S_j+1 = factor_j S_j + added_j."""
 
     def recurrence(added: Array, first: Array) -> Array:
         def compose(
@@ -338,12 +340,12 @@ def _tree(factor: Array, added: States, first: State) -> States:
 
 
 def _where_last(segments: Array, x: Array, other: float) -> Array:
-    """x `[J, X, C, F]` of the tokens that belong to the last segment of their chunk."""
+    """Zero x `[J, X, C, F]` at tokens outside the last segment of their chunk."""
     return jnp.where((segments == segments[..., -1:])[..., None], x, other)
 
 
 def _masked(weights: Array, segments: Array | None) -> Float[Array, "J X RC C"]:
-    """With 0 where a query does not attend to a token."""
+    """Zero weights of masked tokens."""
     size = weights.shape[-1]
     visible = jnp.tri(size, dtype=bool)[None, None]
     if segments is not None:
@@ -352,7 +354,7 @@ def _masked(weights: Array, segments: Array | None) -> Float[Array, "J X RC C"]:
 
 
 def _of_state(rows: Array, segments: Array | None) -> Float[Array, "J X RC F"]:
-    """With 0 where a segment has begun since the state before the chunk."""
+    """Zero rows where a segment has begun since the state before the chunk."""
     if segments is None:
         return rows
     reads = repeat_rows((segments == 0)[..., None], rows.shape[-2] // segments.shape[-1])

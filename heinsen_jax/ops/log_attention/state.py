@@ -1,4 +1,4 @@
-"""The constant-size states of log-attention, and their algebra."""
+"""Constant-size states of log-attention, and their operations."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from heinsen_jax.ops.numerics import (
 )
 from heinsen_jax.typing import Array, Complex, DTypeLike, Float, Inexact, pytree_dataclass
 
-BLOCK = 64  # tokens whose [K, V] log sums are held at a time
+BLOCK = 64  # tokens whose [K, V] log sums are computed together
 
 
 @pytree_dataclass
 class LogAttentionState:
-    """The state of `log_attention`: sums over tokens, in log space (Heinsen, 2024, eq. 6).
+    """State of `log_attention`: sums over tokens, in log space (Heinsen, 2024, eq. 6).
 
         H_S = LSE_s(K_s + log V_s)        H_Z = LSE_s(K_s)
 
     The state of no tokens is log 0 = -inf everywhere; states of disjoint sets of tokens merge into
     the state of their union. Its size does not depend on the number of tokens. For complex
-    log-values, of values of either sign, `log_s` is complex: log|S| + i pi (S < 0).
+    log-values (values of either sign) `log_s` is complex: log|S| + i pi (S < 0).
 
     Attributes:
       log_s: H_S `[..., num_kv_heads, key_depth, value_depth]`.
@@ -66,7 +66,8 @@ class LogAttentionState:
         value_depth: int,
         dtype: DTypeLike = jnp.float32,
     ) -> LogAttentionState:
-        """The state of no tokens: log 0 = -inf, not eq. (7)'s zeros, which would be a token."""
+        """Return the state of no tokens: log 0 = -inf, not the zeros of eq. (7), which would be a
+        token."""
         shape = (*batch_shape, num_kv_heads, key_depth)
         real = jnp.finfo(dtype).dtype
         return cls(
@@ -80,7 +81,7 @@ class LogAttentionState:
         log_value: Float[Array, "*B S G V"],
         log_decay: Float[Array, "*B S G"] | Float[Array, "*B S G K"] | None = None,
     ) -> LogAttentionState:
-        """The state of these tokens after those of the state, eqs. (6) and (8).
+        """Return the state after further tokens, eqs. (6) and (8).
 
         Args:
           key: `[..., S, num_kv_heads, key_depth]`.
@@ -96,13 +97,13 @@ class LogAttentionState:
         return absorb(_decayed(self, total), *(jnp.moveaxis(x, -3, -2) for x in (key, log_value)))
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Inexact[Array, "*B T N V"]:
-        """Reads the state, eq. (5): log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z).
+        """Attend to the state, eq. (5): log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z).
 
         Args:
           query: `[..., T, num_heads, key_depth]`; num_heads a multiple of num_kv_heads.
 
         Returns:
-          log Y `[..., T, num_heads, value_depth]`; log 0 = -inf from an empty state.
+          log Y `[..., T, num_heads, value_depth]`; log 0 = -inf for an empty state.
 
         Raises:
           ValueError: the shape does not fit the state.
@@ -112,10 +113,9 @@ class LogAttentionState:
         return _queries_of(attend(self, _rows_of(query, groups)), query, groups)
 
     def merge(self, other: LogAttentionState) -> LogAttentionState:
-        """The state of both states' tokens; `empty` is neutral.
+        """Return the state of these tokens followed by those of `other`; `empty` is neutral.
 
-        Associative, and commutative where `other` has no decay: that, like all of `other`'s tokens,
-        comes after those of this state.
+        Associative, and commutative if neither state has a decay.
         """
         earlier = _decayed(self, other.log_decay)
         logs = earlier.log_s, other.log_s
@@ -138,12 +138,12 @@ class LogAttentionState:
 
 @pytree_dataclass
 class HeinsenAttentionState:
-    """The state of `heinsen_attention`: averages of values of any sign, in linear space.
+    """State of `heinsen_attention`: averages of values of any sign, in linear space.
 
         M = sum_s exp(K_s - H_Z) V_s        H_Z = LSE_s(K_s)
 
     The state of no tokens is M = 0, H_Z = log 0 = -inf; states of disjoint sets of tokens merge
-    into the state of their union. No average exceeds the largest value, so nothing overflows. The
+    into the state of their union. No average exceeds the largest value, so nothing overflows. Its
     size does not depend on the number of tokens.
 
     Attributes:
@@ -173,7 +173,7 @@ class HeinsenAttentionState:
         value_depth: int,
         dtype: DTypeLike = jnp.float32,
     ) -> HeinsenAttentionState:
-        """The state of no tokens."""
+        """Return the state of no tokens."""
         shape = (*batch_shape, num_kv_heads, key_depth)
         return cls(jnp.zeros((*shape, value_depth), dtype), jnp.full(shape, -jnp.inf, dtype))
 
@@ -183,12 +183,13 @@ class HeinsenAttentionState:
         value: Float[Array, "*B S G V"],
         log_decay: Float[Array, "*B S G"] | Float[Array, "*B S G K"] | None = None,
     ) -> HeinsenAttentionState:
-        """The state of these tokens after those of the state.
+        """Return the state after further tokens.
+
 
         Args:
           key: `[..., S, num_kv_heads, key_depth]`.
           value: `[..., S, num_kv_heads, value_depth]`, of any sign.
-          log_decay: as of `LogAttentionState.absorb`.
+          log_decay: as in `LogAttentionState.absorb`.
 
         Raises:
           ValueError: shapes do not fit the state.
@@ -201,13 +202,13 @@ class HeinsenAttentionState:
         return replace(self.from_averages(merged), log_decay=earlier.log_decay)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
-        """Reads the state: Y = softmax_K(Q + H_Z) M.
+        """Attend to the state: Y = softmax_K(Q + H_Z) M.
 
         Args:
           query: `[..., T, num_heads, key_depth]`; num_heads a multiple of num_kv_heads.
 
         Returns:
-          Y `[..., T, num_heads, value_depth]`; 0 from an empty state.
+          Y `[..., T, num_heads, value_depth]`; 0 for an empty state.
 
         Raises:
           ValueError: the shape does not fit the state.
@@ -235,35 +236,35 @@ State = TypeVar("State", LogAttentionState, HeinsenAttentionState)
 
 
 def averages_of(key: Float[Array, "*B S K"], value: Float[Array, "*B S V"]) -> Averages:
-    """The averages of tokens, in linear space."""
+    """Return the averages of tokens, in linear space."""
     log_z = log_sum_exp(key, -2)
     shares = share(key, log_z[..., None, :])
     return Averages(log_z, einsum("...sk,...sv->...kv", shares, value))
 
 
 def merge_averages(earlier: Averages, later: Averages) -> Averages:
-    """Of both, in linear space."""
+    """Merge two states in linear space."""
     log_z = log_add_exp(earlier.log_z, later.log_z)
     kept, added = (share(x.log_z, log_z)[..., None] * x.mean for x in (earlier, later))
     return Averages(log_z, kept + added)
 
 
 def read_averages(state: Averages, query: Float[Array, "*B T K"]) -> Float[Array, "*B T V"]:
-    """Y = softmax_K(Q + log Z) M, in linear space; 0 of no tokens."""
+    """Return Y = softmax_K(Q + log Z) M, in linear space; 0 for no tokens."""
     logits = query + state.log_z[..., None, :]
     weights = share(logits, log_sum_exp(logits, -1)[..., None])
     return einsum("...tk,...kv->...tv", weights, state.mean)
 
 
 def decayed_averages(state: Averages, log_decay: Array, *, is_log: bool) -> Averages:
-    """A state whose tokens have been decayed by `[*B, K]`, or by `[*B, 1]`."""
+    """Decay a state by `[*B, K]` or `[*B, 1]`."""
     log_z = state.log_z + log_decay
     nothing = -jnp.inf if is_log else 0
     return Averages(log_z, jnp.where((log_z == -jnp.inf)[..., None], nothing, state.mean))
 
 
 def read_all(inputs: Inputs, state: Averages, *, is_log: bool) -> tuple[Array, Averages]:
-    """Output and the state after all tokens, each query attending to all of them, eq. (3)."""
+    """Return output and the state after all tokens; every query attends to all of them, eq. (3)."""
     key, value = (jnp.moveaxis(x, 1, 2) for x in (inputs.key, inputs.value))
     batch, length, groups, heads, depth = inputs.query.shape
     rows = jnp.moveaxis(inputs.query, 1, 3).reshape(batch, groups, heads * length, depth)
@@ -314,7 +315,7 @@ def attend(state: LogAttentionState, query: Array) -> Array:
 
 
 def split_signs(x: Inexact[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
-    """Logarithms of values of either sign -> those of their positive and their negative parts."""
+    """Split complex logarithms into those of the positive and negative parts of the values."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.complex64))
     is_negative = jnp.abs(x.imag) > jnp.pi / 2
     parts = [jnp.where(is_negative, -jnp.inf, x.real), jnp.where(is_negative, x.real, -jnp.inf)]
@@ -322,13 +323,13 @@ def split_signs(x: Inexact[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
 
 
 def join_signs(x: Float[Array, "*B F"]) -> Complex[Array, "*B F//2"]:
-    """The logarithm of the difference of positive and negative parts."""
+    """Return the logarithm of the difference of positive and negative parts."""
     size, is_negative = signed_log_difference(*jnp.split(x, 2, -1))
     return lax.complex(size, jnp.where(is_negative, jnp.pi, 0).astype(size.dtype))
 
 
 def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Array) -> None:
-    """Raises ValueError where `query`, `key`, `value` or `log_value` do not fit the state."""
+    """Raise ValueError if `query`, `key`, `value` or `log_value` do not fit the state."""
     groups, key_depth = state.log_z.shape[-2:]
     values = state.log_s if isinstance(state, LogAttentionState) else state.mean
     for name, array in arrays.items():
@@ -345,7 +346,7 @@ def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Arra
 
 
 def _decayed(state: State, log_decay: Array | None) -> State:
-    """A state decayed by `[..., K]`, which is added to its total decay."""
+    """Decay a state by `[..., K]` and add that to its total decay."""
     if log_decay is None:
         return state
     total = log_decay if state.log_decay is None else state.log_decay + log_decay
@@ -357,7 +358,7 @@ def _decayed(state: State, log_decay: Array | None) -> State:
 
 
 def _decayed_keys(key: Array, log_decay: Array | None) -> tuple[Array, Array | None]:
-    """Keys as they are after the last token, and the total decay `[..., K]`."""
+    """Return keys decayed up to the last token, and the total decay `[..., K]`."""
     if log_decay is None:
         return key, None
     if log_decay.ndim < key.ndim:
@@ -367,14 +368,14 @@ def _decayed_keys(key: Array, log_decay: Array | None) -> tuple[Array, Array | N
 
 
 def _rows_of(query: Array, groups: int) -> Float[Array, "*B G RT K"]:
-    """Queries `[..., T, N, K]` as rows of their key/value heads."""
+    """Reshape queries `[..., T, N, K]` to rows of their key/value heads."""
     *batch, length, num_heads, depth = query.shape
     grouped = query.reshape(*batch, length, groups, num_heads // groups, depth)
     return jnp.moveaxis(grouped, -4, -2).reshape(*batch, groups, -1, depth)
 
 
 def _queries_of(rows: Array, query: Array, groups: int) -> Inexact[Array, "*B T N V"]:
-    """The inverse of `_rows_of`."""
+    """Invert `_rows_of`."""
     *batch, length, num_heads, _ = query.shape
     depth = rows.shape[-1]
     rows = rows.reshape(*batch, groups, num_heads // groups, length, depth)

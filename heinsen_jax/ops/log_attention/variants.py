@@ -1,6 +1,6 @@
-"""Windows and bidirectional attention: compositions of causal passes and reads of a state.
+"""Windows and bidirectional attention, composed of causal passes and queries of a state.
 
-A pass returns log Z with its output, so that passes over disjoint sets of tokens merge exactly:
+Each pass returns log Z with its output, so that passes over disjoint sets of tokens merge exactly:
 
     Z = Z_1 + Z_2,    Y = (Z_1 / Z) Y_1 + (Z_2 / Z) Y_2
 """
@@ -20,18 +20,19 @@ from heinsen_jax.typing import Array, Bool, Float
 
 @runtime_checkable
 class Implementation(Protocol):
-    """If `is_log`, values, outputs and averages of the state are logarithms."""
+    """Computation of the passes. If `is_log`, values, outputs and averages of the state are
+    logarithms."""
 
     def causal(
         self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
-        """Output, log Z and the state after all tokens."""
+        """Return output, log Z and the state after all tokens."""
         ...
 
     def bidirectional(
         self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Float[Array, "B T G R V"], Averages]:
-        """Output and the state after all tokens, each query attending to all of them; without
+        """Return output and the state after all tokens; every query attends to all of them. Without
         decay and segments."""
         ...
 
@@ -39,8 +40,8 @@ class Implementation(Protocol):
 def bidirectional(
     implementation: Implementation, inputs: Inputs, state: Averages, *, is_log: bool
 ) -> tuple[Float[Array, "B T G R V"], Averages]:
-    """Output and the state after all tokens, each query attending to all of its segment; with
-    decay, as the last token finds it."""
+    """Return output and the state after all tokens; every query attends to its whole segment,
+    decayed up to the last token."""
     if inputs.starts is not None:
         return _whole_segments(implementation, inputs, state, is_log)
     if inputs.log_decay is not None:
@@ -53,17 +54,18 @@ def bidirectional(
 def windowed(
     implementation: Implementation, inputs: Inputs, state: Averages, window: int, *, is_log: bool
 ) -> Float[Array, "B T G R V"]:
-    """Causal, over the last `window` tokens; `state` gives the shape of a state only.
+    """Attend causally to the last `window` tokens; `state` only gives the shape of a state.
 
-    Segments are cut into blocks of that many tokens. A query attends to its own block up to itself,
-    and to the end of the block before, in reversed order.
+    Segments are split into blocks of `window` tokens. A query attends to its own block up to
+    itself, and to the end of the preceding block, in reversed order.
     """
     position = _positions(inputs)
     starts = position % window == 0
     inputs, empty = replace(inputs, starts=starts), _empty(state, is_log)
     recent = implementation.causal(inputs, empty, is_log=is_log)[:2]
 
-    # Query t reads the end of the block before from its first visible token, t - window + 1.
+    # Query t attends to the end of the preceding block from its first visible token, t - window +
+    # 1.
     before = inputs
     if inputs.log_decay is not None:
         so_far = _running_sum(inputs.log_decay, starts)
@@ -83,7 +85,7 @@ def windowed(
 def _whole_segments(
     implementation: Implementation, inputs: Inputs, state: Averages, is_log: bool
 ) -> tuple[Array, Averages]:
-    """Each query attends to the tokens of its segment up to itself, and to those after it."""
+    """Attend to the tokens of the segment up to the query, then to those after it."""
     assert inputs.starts is not None
     y, log_z, after = implementation.causal(inputs, state, is_log=is_log)
     # In reversed order, the state at the next token holds all that follows a query.
@@ -106,7 +108,7 @@ def _merge(a: Reading, b: Reading, is_log: bool) -> Float[Array, "B T G R V"]:
 
 
 def _only(where: Bool[Array, "B T"], reading: Reading, is_log: bool) -> Reading:
-    """A reading by the queries `where`, and of no tokens by the others."""
+    """Select the results of the queries `where`, and those for no tokens elsewhere."""
     y, log_z = reading
     where = where[:, :, None, None]
     nothing = -jnp.inf if is_log else 0.0
@@ -114,13 +116,13 @@ def _only(where: Bool[Array, "B T"], reading: Reading, is_log: bool) -> Reading:
 
 
 def _empty(state: Averages, is_log: bool) -> Averages:
-    """The state of no tokens, of the shape of `state`."""
+    """Return the state of no tokens, of the shape of `state`."""
     nothing = -jnp.inf if is_log else 0.0
     return Averages(jnp.full_like(state.log_z, -jnp.inf), jnp.full_like(state.mean, nothing))
 
 
 def _reversed(inputs: Inputs) -> Inputs:
-    """In reversed order, segments beginning at their last token. Without decay."""
+    """Reverse the tokens; segments begin at their last token. Without decay."""
     assert inputs.starts is not None
     return Inputs(
         inputs.query[:, ::-1],
@@ -131,7 +133,7 @@ def _reversed(inputs: Inputs) -> Inputs:
 
 
 def _positions(inputs: Inputs) -> Array:
-    """Of tokens in their segments, `[B, T]`."""
+    """Return positions of tokens within their segments, `[B, T]`."""
     position = jnp.broadcast_to(jnp.arange(inputs.length)[None], inputs.key.shape[:2])
     if inputs.starts is None:
         return position
@@ -139,19 +141,19 @@ def _positions(inputs: Inputs) -> Array:
 
 
 def _ends(starts: Array) -> Array:
-    """Whether a token is the last of its segment."""
+    """Return whether each token is the last of its segment."""
     return jnp.concatenate([starts[:, 1:], jnp.ones_like(starts[:, :1])], 1)
 
 
 def _moved(x: Array, by: int) -> Array:
-    """x with token t at t + `by`, and zeros elsewhere."""
+    """Move token t of x to t + `by`; zeros elsewhere."""
     length = x.shape[1]
     widths = [(0, 0), (max(by, 0), max(-by, 0)), *[(0, 0)] * (x.ndim - 2)]
     return lax.slice_in_dim(jnp.pad(x, widths), max(-by, 0), max(-by, 0) + length, axis=1)
 
 
 def _running_sum(x: Array, starts: Array) -> Array:
-    """Of x `[B, T, G, F]` over tokens, restarting at `starts`; a sum may be -inf."""
+    """Sum x `[B, T, G, F]` over tokens, restarting at `starts`; sums may be -inf."""
 
     def compose(earlier, later):
         (start_1, sum_1), (start_2, sum_2) = earlier, later

@@ -247,11 +247,11 @@ def test_padding_equals_absence_whatever_lies_there(function, implementation):
     arrays = draw_arrays(0)
     decay = -np.abs(arrays["key"])
     names = ("query", "key", "value")
-    there = {name: arrays[name][:, start:stop] for name in names}
+    valid = {name: arrays[name][:, start:stop] for name in names}
     poisoned = {name: np.full_like(arrays[name], np.nan) for name in names}
     poisoned_decay = np.full_like(decay, np.nan)
     for name in names:
-        poisoned[name][:, start:stop] = there[name]
+        poisoned[name][:, start:stop] = valid[name]
     poisoned_decay[:, start:stop] = decay[:, start:stop]
     lengths = np.full((BATCH, 2), [start, stop])
 
@@ -272,7 +272,7 @@ def test_padding_equals_absence_whatever_lies_there(function, implementation):
         return jax.grad(loss, (0, 1), has_aux=True)(arrays, decay)
 
     gradients, (output, state) = value_and_gradients(poisoned, poisoned_decay, True)
-    expected_gradients, (expected, end) = value_and_gradients(there, decay[:, start:stop], False)
+    expected_gradients, (expected, end) = value_and_gradients(valid, decay[:, start:stop], False)
     assert_within(output, expected, 5e-6)
     assert_within(state.log_z, end.log_z, 5e-6)
     assert_within(state.log_decay, end.log_decay, 5e-6 * 50)

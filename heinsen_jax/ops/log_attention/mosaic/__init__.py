@@ -1,13 +1,13 @@
-"""Log-attention as fused GPU kernels: experimental, none has been run on a GPU.
+"""Log-attention as fused GPU kernels: experimental, never run on a GPU.
 
-`check` says which calls the kernels serve; `Fused` computes them. Mosaic GPU is the kernel language
-of JAX that is maintained for Hopper and later; it ships with JAX, lowers without a GPU, and is
-interpreted on a CPU, which is how the kernels are tested. CUDA C++ would need a compiler on users'
-machines, and Pallas's Triton backend is being retired.
+`check` tells whether the kernels support a call; `Fused` computes it. Mosaic GPU is the kernel
+language that JAX maintains for Hopper and later; it ships with JAX, lowers without a GPU, and can
+be interpreted on a CPU, which is how the kernels are tested. CUDA C++ would need a compiler on
+users' machines, and Pallas's Triton backend is being retired.
 
-Kernels compute in one pass and test their sums afterwards. A result is exact to rounding if the
-sums that it was divided by are far from the smallest normal number. Where any sum is not, all of
-the call is computed again by `Chunked`, forward and backward.
+Kernels compute in one pass and test their sums afterwards. A result is exact up to rounding if its
+normalizers are far from the smallest normal number. If any is not, `Chunked` recomputes the whole
+call, forward and backward.
 """
 
 import importlib
@@ -28,23 +28,23 @@ HOPPER = 9.0
 
 
 def is_available() -> bool:
-    """Whether this process has a GPU that the kernels are written for."""
+    """Return whether this process has a GPU that the kernels support."""
     gpus = [device for device in jax.devices() if device.platform == "gpu"]
     return any(float(getattr(gpu, "compute_capability", 0)) >= HOPPER for gpu in gpus)
 
 
 def check(*, depths: tuple[int, int], dtype: DTypeLike, is_causal: bool) -> None:
-    """Raises NotImplementedError where the kernels cannot serve a call."""
+    """Raise NotImplementedError if the kernels do not support a call."""
     if max(depths) > max(DEPTHS):
-        reason = f"depths {depths} of keys and values are more than {max(DEPTHS)}"
+        reason = f"head dimensions {depths} exceed {max(DEPTHS)}"
     elif dtype == jnp.float64:
-        reason = "there are no kernels of float64"
+        reason = "float64 is unsupported"
     elif max(depths) > DEEPEST_OF_FLOAT32 and dtype != jnp.bfloat16:
-        reason = f"depths {depths} of float32 need more shared memory than there is: use bfloat16"
+        reason = f"head dimensions {depths} in float32 exceed the shared memory; use bfloat16"
     elif jnp.issubdtype(dtype, jnp.complexfloating):
-        reason = "there are no kernels of complex log_value: use heinsen_attention"
+        reason = "complex log_value is unsupported; use heinsen_attention"
     elif not is_causal:
-        reason = "is_causal=False leaves nothing to fuse"
+        reason = "is_causal=False is unsupported"
     elif not is_available():
         reason = "it needs an NVIDIA GPU of the Hopper generation or later"
     else:
@@ -57,7 +57,7 @@ class Fused:
     """implementation="gpu", for calls that `check` passes.
 
     Attributes:
-      otherwise: computes calls whose sums leave the range that is safe for products.
+      otherwise: fallback for calls whose sums exceed the safe range of products.
     """
 
     otherwise: Implementation = field(default_factory=Chunked)
@@ -65,8 +65,8 @@ class Fused:
     def causal(
         self, inputs: Inputs, state: Averages, *, is_log: bool
     ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
-        """Output, log Z and the state after all tokens, whose number is padded to a multiple of 64:
-        a single token costs as much as 64."""
+        """Return output, log Z and the state after all tokens, padded to a multiple of 64: a single
+        token costs as much as 64."""
         return _calls().causal(self.otherwise, inputs, state, is_log=is_log)
 
     def bidirectional(
@@ -76,8 +76,8 @@ class Fused:
 
 
 def _calls() -> ModuleType:
-    """The module that calls kernels, imported at the first call: the parts of JAX in which kernels
-    are written change from version to version, and do not exist on every system."""
+    """Import the module that calls kernels, at the first call: the parts of JAX in which kernels
+    are written change between versions, and do not exist on every system."""
     try:
         return importlib.import_module("heinsen_jax.ops.log_attention.mosaic.calls")
     except (ImportError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""Calls of the GPU kernels: the test of their sums, their outputs, and their cotangents."""
+"""Calls of the GPU kernels: check of their sums, outputs and cotangents."""
 
 import math
 from dataclasses import replace
@@ -32,7 +32,8 @@ def causal(
 def _primal(
     otherwise: Implementation, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[Outputs, Averages]:
-    """((output, log Z), state after all tokens); their number is a multiple of the chunk's."""
+    """Return ((output, log Z), state after all tokens); their number is a multiple of the chunk
+    size."""
     return _forward(otherwise, is_log, inputs, state)[0]
 
 
@@ -62,7 +63,7 @@ def _backward(
     residuals: Residuals,
     cotangents: tuple[Outputs, Averages],
 ) -> tuple[Inputs, Averages]:
-    """Cotangents of inputs, `starts` being None, and of the state before them."""
+    """Return the cotangents of the inputs (None for `starts`) and of the state before them."""
     inputs, state, found, way = residuals
 
     def by_kernels() -> tuple[Inputs, Averages]:
@@ -89,9 +90,9 @@ _attend.defvjp(_forward, _backward)
 
 
 def _way(state: Averages, after: Averages, found: kernels.Forward, is_log: bool) -> Int[Array, ""]:
-    """0 if the kernels' results are right, else 1. Both states are in linear space."""
+    """Return 0 if the kernels' results are valid, else 1. Both states are in linear space."""
     smallest = jnp.min(found.margin)
-    if is_log:  # averages have logarithms, except those of no tokens
+    if is_log:  # averages have finite logarithms, except those of no tokens
         is_empty = (after.log_z == -jnp.inf)[..., None]
         smallest = jnp.minimum(smallest, jnp.min(jnp.where(is_empty, jnp.inf, after.mean)))
     largest = jnp.maximum(jnp.max(found.largest), jnp.max(jnp.abs(state.mean), initial=1))
@@ -113,7 +114,7 @@ def _to_linear(state: Averages) -> Averages:
 
 
 def _after(inputs: Inputs, found: kernels.Forward) -> Averages:
-    """The state after all tokens, in linear space, as the first head of each group has it."""
+    """Return the state after all tokens, in linear space, from the first head of each group."""
     heads = inputs.query.shape[3]
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
     end, z = (x[:, ::heads, :key_depth] for x in (found.end, found.z_after))
@@ -129,7 +130,8 @@ def _cotangents(
     d_after: Averages,
     is_log: bool,
 ) -> tuple[Inputs, Averages]:
-    """Of inputs and of the state before them; states and their cotangents are in linear space."""
+    """Return the cotangents of the inputs and of the state before them, in linear space for
+    states."""
     d_y, d_log_z = d_outputs
     sizes = found.y.shape[:3]
     results = kernels.Results(
@@ -166,8 +168,8 @@ def _cotangents(
 def _cotangents_of_sums(
     inputs: Inputs, found: kernels.Forward, d_after: Averages
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B H W K"]]:
-    """From those of the state after all tokens, those of its z and S in the scale that `found` has
-    them in: for the first head of each group, 0 for the others."""
+    """Convert the cotangents of the state after all tokens to those of its z and S in the scale of
+    `found`: for the first head of each group, 0 for the others."""
     heads, after = inputs.query.shape[3], _after(inputs, found)
     inverse = share(found.end[:, ::heads, : inputs.key.shape[-1]], after.log_z)
     d_z = inverse * (d_after.log_z - jnp.sum(d_after.mean * after.mean, -1))
@@ -184,7 +186,7 @@ def _cotangents_of_sums(
 
 
 def _cotangent_before(inputs: Inputs, state: Averages, found: kernels.KeyValueGradient) -> Averages:
-    """That of the state before, from those of its z = 1 and S = mean."""
+    """Convert the cotangents of z = 1 and S = mean to that of the state before."""
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
     d_z, d_sum = (_over_heads(inputs, x, 1) for x in (found.d_z, found.d_sum))
     d_mean = jnp.swapaxes(d_sum[..., :value_depth, :key_depth], -1, -2)
@@ -192,6 +194,6 @@ def _cotangent_before(inputs: Inputs, state: Averages, found: kernels.KeyValueGr
 
 
 def _over_heads(inputs: Inputs, x: Array, axis: int) -> Array:
-    """Sums over the heads of each group; `axis` is that of all heads."""
+    """Sum over the heads of each group; `axis` is that of all heads."""
     groups, heads = inputs.query.shape[2:4]
     return jnp.sum(x.reshape(*x.shape[:axis], groups, heads, *x.shape[axis + 1 :]), axis + 1)

@@ -1,9 +1,9 @@
 """Log-attention as Mosaic GPU kernels: streams of chunks through the tensor cores, for Hopper.
 
-Experimental: tests interpret and lower them; none has been run on a GPU.
+Experimental: tests interpret and lower them; they have never run on a GPU.
 
-One program per head iterates over chunks of 64 tokens with the state in registers, while the next
-chunk is fetched. As in `single_level`, exponentials are scaled by the maximum over a chunk and its
+One program per head iterates over chunks of 64 tokens with the state in registers, while it fetches
+the next chunk. As in `single_level`, exponentials are scaled by the maximum over a chunk and its
 past:
 
     W = mask(Q^ K^T),    Y = (W V + Q^ S) / Z,    Z = W 1 + Q^ z,    S_after = keep S + K^T V
@@ -14,12 +14,12 @@ last chunk to the first, with the cotangent dS of the state. With Q^ divided by 
     dQ = Q^ * (dW K + dY S^T + d z^T),    dW = mask(dY V^T + d 1^T),    d = d log Z - (dY * Y) 1
     dK = K * (dW^T Q^ + V dS^T + 1 dz^T),    dV = W^T dY + K dS,    dS_before = keep dS + Q^T dY
 
-Sums are float32. A factor of a product is rounded to bfloat16 if inputs are bfloat16; else it is
-split into three such parts, whose six larger products give the precision of float32. The state is
-held transposed, `[V, K]`, so that its scales lie along its columns, as they do along those of keys.
+Sums are float32. Factors of products are rounded to bfloat16 if inputs are bfloat16; otherwise they
+are split into three such parts, whose six largest products give the precision of float32. The state
+is stored transposed, `[V, K]`, so that its scales lie along its columns, like those of keys.
 
-Nothing is clamped: `forward` also returns the smallest sums that it divided by, and the largest
-values. The caller discards results that came too close to the ends of the exponent range.
+Nothing is clamped: `forward` also returns the smallest normalizers and the largest values. The
+caller discards results that are too close to the limits of the exponent range.
 """
 
 from functools import partial
@@ -56,12 +56,12 @@ Sums: TypeAlias = tuple[Float[Array, " K"], Float[Array, "W K"]]  # z and S, or 
 
 
 class Forward(NamedTuple):
-    """Results of `forward`; of log-values, `y` is log Y."""
+    """Results of `forward`; for log-values, `y` is log Y."""
 
     y: Float[Array, "B T H V"]
     log_z: Float[Array, "B H T"]
     scales: Scales
-    margin: Float[Array, "B H C"]  # the smallest sums, each of several rows
+    margin: Float[Array, "B H C"]  # the smallest sums, one per group of rows
     largest: Float[Array, "B H C"]  # the largest values, likewise
     end: Float[Array, "B H K"]  # the scale of the state after, z_after and sum_after
     z_after: Float[Array, "B H K"]
@@ -166,7 +166,8 @@ def _forward_step(here: Program, chunk: Index, tiles: Tiles, carry: _ForwardCarr
 
 
 class Results(NamedTuple):
-    """Results of `forward` and their cotangents, which both gradients read besides operands."""
+    """Results of `forward` and their cotangents, inputs of both gradient kernels besides
+    operands."""
 
     y: Float[Array, "B T H V"]
     log_z: Float[Array, "B H T"]
@@ -269,12 +270,12 @@ def key_value_gradient(
     d_after: tuple[Float[Array, "B H K"], Float[Array, "B H W K"]],
     is_log: bool,
 ) -> KeyValueGradient:
-    """Cotangents of all other operands.
+    """Compute the cotangents of all other operands.
 
     Args:
       results: `d_y` being the cotangent of averages in linear space.
       d_total: as `query_gradient` returns it.
-      d_after: cotangents of z and S of the state after, in the scale that it has there.
+      d_after: cotangents of z and S of the state after, in the scale of that state.
     """
     call = KernelCall(x, is_log)
     batch, heads, key_depth, value_depth, rows = call.sizes

@@ -1,4 +1,4 @@
-"""Matrices of GPU kernels: in registers and in shared memory, in parts, and their products."""
+"""Matrices of GPU kernels in registers and shared memory, in parts, and their products."""
 
 import inspect
 from enum import Enum
@@ -17,22 +17,22 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 LOAD_INDEX = inspect.signature(plgpu.load).parameters.get("idx")  # required by JAX 0.10
 
 Ref: TypeAlias = Any
-"""A reference to memory inside a kernel; JAX has no public type of all kinds of them."""
+"""Reference to memory inside a kernel; JAX has no public type for all kinds of them."""
 
 Factor: TypeAlias = list[Ref]
 """Shared memory of a factor of products, part by part."""
 
 
 class Layout(Enum):
-    """How threads hold arrays in registers."""
+    """Layout of arrays in registers of threads."""
 
     MATRIX = plgpu.Layout.WGMMA
-    ROW = plgpu.Layout.WGMMA.reduce(1)  # a number for each row of a matrix
+    ROW = plgpu.Layout.WGMMA.reduce(1)  # one number per row of a matrix
     COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
 def memory_of(rows: int, columns: int, dtype: DTypeLike, widest: int) -> pl.MemoryRef:
-    """Shared memory as tensor cores and asynchronous copies require it."""
+    """Return shared memory in the layout required by tensor cores and asynchronous copies."""
     size = jnp.dtype(dtype).itemsize
     width = min(columns, widest, 128 // size)
     transforms = plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width * size)
@@ -45,12 +45,12 @@ def load(ref: Ref, layout: Layout) -> Array:
 
 
 def along(axis: int, x: Shaped[Array, "N"], shape: tuple[int, ...]) -> Shaped[Array, "R C"]:
-    """A vector as a matrix of equal rows (0) or of equal columns (1)."""
+    """Broadcast a vector to a matrix of equal rows (0) or of equal columns (1)."""
     return lax.broadcast_in_dim(x, shape, (1 - axis,))
 
 
 def put(refs: Factor, x: Float[Array, "R C"]) -> None:
-    """Writes a factor, part by part."""
+    """Write a factor, part by part."""
     for ref in refs:
         part = x.astype(BF16)
         ref[...] = part
@@ -76,7 +76,7 @@ def _transpose(ref: Ref) -> Ref:
 
 
 def product(a: Factor, b: Factor, rows: int, columns: int) -> Float[Array, "{rows} {columns}"]:
-    """a b in float32, of factors in parts, without products of parts below rounding."""
+    """Multiply factors in parts, in float32, without products of parts below rounding."""
 
     def add(total: Ref) -> Array:
         parts = len(a)

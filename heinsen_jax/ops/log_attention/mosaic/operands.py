@@ -1,6 +1,6 @@
-"""Operands of the GPU kernels: tokens and the state before them, in the layouts that kernels read.
+"""Operands of the GPU kernels: tokens and the state before them, in the layouts of kernels.
 
-Kernels exist for some depths only. Others are padded with features that are no part of any sum.
+Kernels exist for some depths only. Others are padded with features that do not enter any sum.
 """
 
 from dataclasses import dataclass, replace
@@ -17,16 +17,17 @@ LEAST_ROWS = 64  # of a product of tensor cores
 
 @dataclass(frozen=True)
 class Operands:
-    """T is a multiple of 64, the size of J chunks; K and V are depths for which kernels exist.
+    """Operands of the kernels. T is a multiple of 64, the size of J chunks; K and V are depths for
+    which kernels exist.
 
     Attributes:
-      query: float32 or bfloat16, like key and value; of H = G R heads.
+      query: float32 or bfloat16, like key and value; H = G R heads.
       value: values or log-values.
-      log_z_before: of the state before all tokens, float32.
+      log_z_before: log Z of the state before all tokens, float32.
       mean_before: its averages in linear space, transposed; W = max(V, 64) rows, 0 past V.
-      so_far: sum of decays from the start of a chunk up to each token.
+      so_far: sum of decays from the start of the chunk up to each token.
       at_end: sum of decays of each chunk.
-      segments: how many segments have begun in a token's chunk, up to that token.
+      segments: number of segments begun in a token's chunk, up to that token.
       is_last: 1 if a token belongs to the last segment of its chunk, else 0.
       carried: -inf if a segment begins in a chunk, else 0.
     """
@@ -44,7 +45,7 @@ class Operands:
 
     @classmethod
     def of(cls, inputs: Inputs, state: Averages) -> "Operands":
-        """For a state in linear space."""
+        """Return the operands for a state in linear space."""
         batch, length, groups, heads, _ = inputs.query.shape
         key_depth, value_depth = _depth_of_kernel(inputs.key), _depth_of_kernel(inputs.value)
         # Log-values are padded with log 1, so averages are padded with 1.

@@ -1,4 +1,4 @@
-"""Streams of chunks: how kernels are launched, and how a program iterates over its chunks."""
+"""Streams of chunks: launch of kernels, and iteration of a program over its chunks."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -27,11 +27,11 @@ from heinsen_jax.typing import Array, DTypeLike, Float
 Carry = TypeVar("Carry")
 Index: TypeAlias = Array | int  # of a chunk
 Tiles: TypeAlias = dict[str, Array]
-"""The operands of one chunk, in registers, by name."""
+"""Operands of one chunk, in registers, by name."""
 Memory: TypeAlias = list[pl.MemoryRef]
 """Shared memory to reserve for a `Factor`."""
 Kind: TypeAlias = tuple[int, jnp.dtype]
-"""Number of features and type: outputs of one kind share a tile."""
+"""Number of features and dtype: outputs of one kind share a tile."""
 Step: TypeAlias = Callable[[Index, Tiles, Carry], Carry]
 
 FETCHED = ("query", "key", "value", "so_far", "at_end", "segment_of_query", "segment_of_key")
@@ -44,9 +44,9 @@ class Scales(NamedTuple):
 
     Attributes:
       top: the largest exponent of the keys of a chunk and of the state before it.
-      read: the factor that brings the state before to the scale `top`.
+      read: the factor that rescales the state before to `top`.
       top_after: the largest exponent in the state after, before the decay of the chunk.
-      keep: the factor that brings the state before to the scale `top_after`.
+      keep: the factor that rescales the state before to `top_after`.
     """
 
     top: Float[Array, "*N K"]
@@ -56,7 +56,7 @@ class Scales(NamedTuple):
 
 
 class KernelCall:
-    """The sizes of a call, memory for them, and how to launch a program for each head.
+    """Launcher of one program per head: sizes of a call, and memory for them.
 
     Attributes:
       is_log: whether values are logarithms.
@@ -70,7 +70,7 @@ class KernelCall:
         self.operands: dict[str, Array] = {
             name: array for name, array in vars(x).items() if array is not None
         }
-        if x.segments is not None:  # memory is read in one layout: along rows, and along columns
+        if x.segments is not None:  # one memory each for reading along rows and along columns
             segments = self.operands.pop("segments")
             self.operands |= {"segment_of_query": segments, "segment_of_key": segments}
         self.chunks = self.length // CHUNK
@@ -80,18 +80,18 @@ class KernelCall:
         # Cotangents of decay are sums over tokens, those of shared keys over heads.
         is_summed = self.heads_of_group > 1 or x.so_far is not None
         self.gradient_dtype = F32 if is_summed else self.dtype
-        # The factors of a product must lie in memory in the same way.
+        # The factors of a product must have the same memory layout.
         self.tile_width = min(key_depth, x.value.shape[-1], WIDEST_TILE)
 
     def shape(self, *sizes: int, dtype: DTypeLike = F32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype)
 
     def rounded(self, x: Array) -> Array:
-        """x as a factor of products has it."""
+        """Convert x to the dtype of factors."""
         return x.astype(BF16).astype(F32) if self.parts == 1 else x
 
     def factor(self, rows: int, columns: int) -> Memory:
-        """Memory for a factor of products, part by part."""
+        """Return memory for a factor of products, part by part."""
         return [memory_of(rows, columns, BF16, self.tile_width)] * self.parts
 
     def launch(
@@ -101,7 +101,7 @@ class KernelCall:
         outputs: dict[str, jax.ShapeDtypeStruct],
         scratch: dict[str, Memory],
     ) -> dict[str, Array]:
-        """Runs program(here) for each head of each sequence."""
+        """Run program(here) for each head of each sequence."""
         operands = self.operands | inputs
         names = [*operands, *outputs]
         fetched = {
@@ -134,7 +134,7 @@ class KernelCall:
         return dict(zip(outputs, kernel(*operands.values()), strict=True))
 
     def _is_read_late(self, name: str) -> bool:
-        """Whether no shared memory is left for an operand besides factors in three parts."""
+        """Return whether factors in three parts leave no shared memory for an operand."""
         return name == "so_far" and self.parts > 1 and self.operands[name].ndim == 4
 
     def _tile_of(self, name: str, array: Array) -> pl.MemoryRef:
@@ -155,7 +155,7 @@ class Exponentials(NamedTuple):
     Attributes:
       query: divided by Z.
       key: as queries read it.
-      absorbed: as the state after holds it; the same array if it holds all keys.
+      absorbed: as the state after includes it; the same array if it includes all keys.
       scales: of these exponentials.
     """
 
@@ -166,7 +166,7 @@ class Exponentials(NamedTuple):
 
 
 class Program:
-    """One program: a head of a sequence, and its chunks."""
+    """Program for one head of a sequence, and its chunks."""
 
     def __init__(
         self,
@@ -184,15 +184,15 @@ class Program:
         self.group = self.head // call.heads_of_group
 
     def of_group(self, name: str, layout: Layout) -> Array:
-        """An operand of which each group has one."""
+        """Return this group's part of an operand."""
         return load(self.refs[name].at[self.batch, self.group], layout)
 
     def of_head(self, name: str, layout: Layout) -> Array:
-        """An operand of which each head has one."""
+        """Return this head's part of an operand."""
         return load(self.refs[name].at[self.batch, self.head], layout)
 
     def stream(self, step: Step[Carry], carry: Carry, reverse: bool = False) -> Carry:
-        """Carries step(chunk, tiles, carry) over all chunks, each fetched while the one before it
+        """Iterate step(chunk, tiles, carry) over all chunks, each fetched while the preceding one
         is computed."""
         number = self.call.chunks
 
@@ -202,7 +202,7 @@ class Program:
         def one(i: Array, carry: Carry) -> Carry:
             plgpu.barrier_wait(self._barrier)
             tiles = self._loaded(chunk(i))
-            plgpu.commit_smem()  # all threads have read them: they may be fetched again
+            plgpu.commit_smem()  # all threads have read them: memory may be reused
 
             @pl.when(i + 1 < number)
             def _() -> None:
@@ -220,7 +220,7 @@ class Program:
             plgpu.copy_gmem_to_smem(self._part(name, chunk), tile, self._barrier)
 
     def _part(self, name: str, chunk: Index) -> Ref:
-        """The part of an operand that belongs to a chunk."""
+        """Return the part of an operand that belongs to a chunk."""
         ref, tokens = self.refs[name], pl.ds(chunk * CHUNK, CHUNK)
         match name:
             case "segment_of_query" | "segment_of_key" | "is_last":
@@ -253,11 +253,11 @@ class Program:
             ref[...] = jnp.zeros(ref.shape, BF16)
 
     def end(self, scales: Scales, tiles: Tiles) -> Float[Array, " K"]:
-        """The scale of the state after a chunk, as the next chunk has it."""
+        """Return the scale of the state after a chunk, as used by the next chunk."""
         return scales.top_after + tiles["at_end"] if "at_end" in tiles else scales.top_after
 
     def exponentials(self, tiles: Tiles, chunk: Index) -> Exponentials:
-        """For gradients, from the scales that `forward` found."""
+        """Return the exponentials for gradients, given the scales from `forward`."""
         here = self.batch, self.head, chunk
         scales = Scales(*(load(self.refs[x].at[*here], Layout.COLUMN) for x in Scales._fields))
         query = self.queries(tiles)
@@ -271,7 +271,7 @@ class Program:
         return Exponentials(query, key, absorbed, scales)
 
     def keys(self, tiles: Tiles) -> Float[Array, "C K"]:
-        """Keys as seen from the start of the chunk: K - b, b being the decay so far."""
+        """Return keys relative to the start of the chunk: K - b, with b the decay so far."""
         return tiles["key"] - self._so_far(tiles)
 
     def queries(self, tiles: Tiles) -> Float[Array, "C K"]:
@@ -279,11 +279,11 @@ class Program:
         return tiles["query"] + self._so_far(tiles)
 
     def values(self, tiles: Tiles) -> Float[Array, "C V"]:
-        """In linear space."""
+        """Return values in linear space."""
         return jnp.exp(tiles["value"]) if self.call.is_log else tiles["value"]
 
     def relative(self, keys: Float[Array, "C K"], scale: Float[Array, " K"]) -> Float[Array, "C K"]:
-        """exp(keys - scale), as a factor of products has it."""
+        """Return exp(keys - scale) as a factor of products."""
         return self.call.rounded(jnp.exp(keys - along(0, where_empty(scale, 0.0), keys.shape)))
 
     def _so_far(self, tiles: Tiles) -> Array | float:
@@ -313,13 +313,13 @@ class Program:
             self.refs[name][self.batch, self.head, chunk, :] = scale
 
     def write_of_head(self, **arrays: Array) -> None:
-        """Outputs of which each head has one: vectors, or matrices."""
+        """Write this head's part of an output: vectors, or matrices."""
         for name, x in arrays.items():
             self.refs[name][self.batch, self.head, *[slice(None)] * x.ndim] = x
 
 
 def visible(weights: Float[Array, "C C"], tiles: Tiles) -> Float[Array, "C C"]:
-    """With 0 where a query, a row, does not attend to a key."""
+    """Zero the weights of masked keys."""
     query, key = (
         plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=Layout.MATRIX.value)
         for axis in (0, 1)
@@ -333,7 +333,7 @@ def visible(weights: Float[Array, "C C"], tiles: Tiles) -> Float[Array, "C C"]:
 
 
 def of_state_only(x: Float[Array, "C *F"], tiles: Tiles) -> Float[Array, "C *F"]:
-    """Rows, or numbers of rows, with 0 where a segment has begun since the state before."""
+    """Zero rows (or row vectors) where a segment has begun since the state before."""
     if "segment_of_query" not in tiles:
         return x
     segment = tiles["segment_of_query"]
@@ -344,7 +344,7 @@ def of_state_only(x: Float[Array, "C *F"], tiles: Tiles) -> Float[Array, "C *F"]
 def find_scales(
     key: Float[Array, "C K"], m: Float[Array, " K"], tiles: Tiles
 ) -> tuple[Scales, Float[Array, "C K"] | None]:
-    """The scales of a chunk, and its keys that the state after holds; None if it holds all."""
+    """Return the scales of a chunk, and the keys that the state after includes; None if all."""
     top = jnp.maximum(m, jnp.max(key, 0))
     read = share(m, top)
     if "is_last" not in tiles:

@@ -1,14 +1,14 @@
-"""What a window costs additive pooling: the same as any other, and as none.
+"""Cost of windows in additive pooling, which should not depend on their size.
 
     python benchmarks/additive.py [--output benchmarks/results/additive.json]
 
-Forward and backward, float32, one sequence, 8 heads of depth 32, in interleaved turns. On 2 cores
-of an AMD EPYC, some 30 seconds. Writes a JSON record.
+Forward and backward, float32, one sequence, 8 heads of dimension 32, in interleaved runs. Needs
+about 30 seconds on 2 cores of an AMD EPYC. Writes a JSON record.
 
-- Windows of 4 and of 1024 tokens are compared; a window of 1000, which chunks do not divide, and
-  none, are shown beside them.
-- An associative scan of (largest logit, sum of weights, weighted sum), without a window, is timed
-  too: what one would write first.
+- Windows of 4 and of 1024 tokens are compared; a window of 1000, which is not a multiple of chunks,
+and no window are also reported.
+- The obvious implementation, an associative scan of (largest logit, sum of weights, weighted sum)
+without a window, is timed for comparison.
 """
 
 import json
@@ -31,7 +31,7 @@ from heinsen_jax.ops.additive import additive_pooling
 
 LENGTHS = (1024, 4096)
 WINDOWS = (4, 1000, 1024, None)
-REQUIRED = 1.2  # a window of 1024, at most, in units of one of 4
+REQUIRED = 1.2  # maximum time of a window of 1024, in units of one of 4
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Options:
     """Measure additive pooling.
 
     Attributes:
-      output: the JSON record.
-      turns: how many a median is taken of.
+      output: path of the JSON record.
+      repeats: number of measurements of which the median is reported.
     """
 
     output: Path = ROOT / "benchmarks/results/additive.json"
-    turns: int = 5
+    repeats: int = 5
 
 
 def scan(x: jax.Array, logits: jax.Array) -> jax.Array:
@@ -67,7 +67,7 @@ def forward_backward(x: jax.Array, logits: jax.Array, cotangent: jax.Array, wind
 
 
 def check(arrays: tuple[jax.Array, ...]) -> None:
-    """Nothing is timed before windows agree with averages by the definition."""
+    """Check windows against averages by definition; nothing is timed before."""
     x, logits, _ = (a[:, :1024] for a in arrays)
     index = jnp.arange(x.shape[1])
     age = index[:, None] - index[None]
@@ -80,12 +80,12 @@ def check(arrays: tuple[jax.Array, ...]) -> None:
         assert error < 1e-5, f"a window of {window} is wrong by {error:.1e}"
 
 
-def measure(length: int, turns: int) -> dict[str, Any]:
+def measure(length: int, repeats: int) -> dict[str, Any]:
     x, key, _, cotangent = random_tokens(length)
     arrays = x, key[..., 0], cotangent
     check(arrays)
     calls = {str(w): partial(forward_backward, *arrays, window=w) for w in (*WINDOWS, "scan")}
-    seconds = interleaved_medians(calls, turns)
+    seconds = interleaved_medians(calls, repeats)
     ratio = seconds["1024"] / seconds["4"]
     return {"seconds": seconds, "1024_over_4": ratio, "requirement": ratio <= REQUIRED}
 
@@ -107,7 +107,7 @@ def main(options: Options) -> int:
     record: dict[str, Any] = {
         "environment": environment(),
         "setting": SETTING,
-        "lengths": {n: measure(n, options.turns) for n in LENGTHS},
+        "lengths": {n: measure(n, options.repeats) for n in LENGTHS},
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n")
     show(record, console)

@@ -1,4 +1,4 @@
-"""What every benchmark records, and how it measures time and memory."""
+"""Metadata, timing and memory measurement shared by all benchmarks."""
 
 import ctypes
 import gc
@@ -13,21 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADS, DEPTH = 8, 32  # of attention where it is measured alone
+HEADS, DEPTH = 8, 32  # of attention measured alone
 SETTING = {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"}
 
 
 def interleaved_medians(
-    functions: dict[str, Callable[[], Any]], turns: int, seconds: float = 0.4
+    functions: dict[str, Callable[[], Any]], repeats: int, seconds: float = 0.4
 ) -> dict[str, float]:
-    """Median seconds of each function, in turns so that all meet the same disturbances.
+    """Return the median seconds of each function, interleaved so that disturbances affect all.
 
-    A turn is about as long for each, as in training, where a fast step follows many others: a first
-    call uncounted, since the others have taken the caches and the memory that it finds, then three,
-    and more until `seconds` have passed.
+    Each function runs for about the same time per repeat: one call that is not counted, since the
+      other functions occupied the caches and memory, then at least three, until `seconds` have
+      passed.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(turns):
+    for _ in range(repeats):
         for name, function in functions.items():
             jax.block_until_ready(function())
             began, calls = time.perf_counter(), 0
@@ -40,17 +40,17 @@ def interleaved_medians(
 
 
 def random_tokens(length: int, seed: int = 0) -> list[jax.Array]:
-    """query, key, log_value and a cotangent `[1, T, N, K]`."""
+    """Return query, key, log_value and a cotangent `[1, T, N, K]`."""
     rng = np.random.default_rng(seed)
     shape = 1, length, HEADS, DEPTH
     return [jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(4)]
 
 
 def added_memory(call: Callable[[], Any]) -> int:
-    """Bytes that a call, compiled before, adds to this process at its peak. Linux.
+    """Return the peak bytes that a compiled call adds to this process. Linux only.
 
-    The peak so far is forgotten, since compiling needs more than the call does; `ru_maxrss` cannot
-    be reset. Freed memory is first given back to the system, where using it again counts.
+    The recorded peak is reset, since compilation needs more than the call; `ru_maxrss` cannot be
+    reset. Freed memory is first returned to the system, so that its reuse counts.
     """
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -1,18 +1,18 @@
-"""Log-attention beside other implementations of it and of attention, in interleaved turns.
+"""Speed of log-attention and of other implementations of it and of attention, in interleaved runs.
 
     pip install torch        # for this benchmark only; or: pip install jax-linear-attention
     python benchmarks/comparison.py --peers torch
     python benchmarks/comparison.py --peers jla    # Python 3.12 or newer
 
-Forward and backward, float32, one sequence, 8 heads of depth 32, causal, the output and all three
-gradients computed. Peers:
+Forward and backward, float32, one sequence, 8 heads of dimension 32, causal, output and all three
+gradients. Peers:
 
 - original: eqs. (3)-(6) of Heinsen (2024) in PyTorch, by `torch.logcumsumexp`, as first published;
 - softmax: `torch.nn.functional.scaled_dot_product_attention`;
-- jla: jax-linear-attention's chunked linear attention, of exponentiated queries and keys. It has no
-  scales: right for moderate inputs only.
+- jla: jax-linear-attention's chunked linear attention, on exponentiated queries and keys. It has no
+scaling: correct for moderate inputs only.
 
-On 2 cores of an AMD EPYC, some 2 minutes. Writes a JSON record for each group of peers.
+Needs about 2 minutes on 2 cores of an AMD EPYC. Writes one JSON record per group of peers.
 """
 
 import importlib
@@ -26,7 +26,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads of one library slow others
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # waiting threads of one library slow down the others
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,7 @@ from heinsen_jax.environment import environment
 from heinsen_jax.ops import log_attention
 
 LENGTHS = (1024, 4096)
-REQUIRED = {  # times as fast as each peer, at each length
+REQUIRED = {  # required speed-up over each peer, at each length
     "original": {1024: 100, 4096: 100},
     "softmax": {1024: 4, 4096: 10},
     "jla": {1024: 1, 4096: 1},
@@ -49,21 +51,21 @@ REQUIRED = {  # times as fast as each peer, at each length
 
 @dataclass(frozen=True)
 class Options:
-    """Compare log-attention with others.
+    """Compare log-attention with other implementations.
 
     Attributes:
-      peers: which others; what they need must be installed.
-      output: the JSON record; benchmarks/results/comparison_PEERS.json when None.
-      turns: how many a median is taken of.
+      peers: group of implementations to compare with; their packages must be installed.
+      output: path of the JSON record; benchmarks/results/comparison_PEERS.json when None.
+      repeats: number of measurements of which the median is reported.
     """
 
     peers: Literal["torch", "jla"] = "torch"
     output: Path | None = None
-    turns: int = 7
+    repeats: int = 7
 
 
 def in_jax(function: Callable) -> Callable:
-    """function(query, key, log_value) -> a call that returns its output and gradients."""
+    """Convert function(query, key, log_value) to a call that returns its output and gradients."""
 
     @jax.jit
     def differentiate(query, key, log_value, cotangent):
@@ -76,7 +78,7 @@ def in_jax(function: Callable) -> Callable:
 def jla(query, key, log_value):
     simple_gla = importlib.import_module("jla.ops.chunked").simple_gla
     value = jnp.exp(log_value)
-    value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)  # S and Z at once
+    value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], -1)  # S and Z in one call
     no_decay = jnp.zeros(query.shape[:-1])
     sums, _ = simple_gla(jnp.exp(query), jnp.exp(key), value, no_decay, scale=1.0)
     return jnp.log(sums[..., :-1]) - jnp.log(sums[..., -1:])
@@ -120,7 +122,7 @@ def functions_of(peers: str) -> dict[str, Callable]:
     return {"ours": ours, "original": in_torch(original), "softmax": in_torch(softmax)}
 
 
-def compare(functions: dict[str, Callable], length: int, turns: int) -> dict[str, Any]:
+def compare(functions: dict[str, Callable], length: int, repeats: int) -> dict[str, Any]:
     arrays = random_tokens(length)
     calls = {name: prepare(arrays) for name, prepare in functions.items()}
     expected = calls["ours"]()
@@ -129,7 +131,7 @@ def compare(functions: dict[str, Callable], length: int, turns: int) -> dict[str
             for have, want in zip(call(), expected, strict=True):
                 error = np.max(np.abs(np.asarray(have) - want)) / np.max(np.abs(want))
                 assert error < 1e-4, f"{name} differs by {error:.1e}"
-    seconds = interleaved_medians(calls, turns)
+    seconds = interleaved_medians(calls, repeats)
     ratios = {name: seconds[name] / seconds["ours"] for name in seconds if name != "ours"}
     met = {name: ratios[name] >= REQUIRED[name][length] for name in ratios}
     return {"seconds": seconds, "times_as_fast": ratios, "requirements": met}
@@ -142,7 +144,7 @@ def main(options: Options) -> int:
     record: dict[str, Any] = {
         "environment": environment() | {package: version(package)},
         "setting": SETTING,
-        "lengths": {n: compare(functions, n, options.turns) for n in LENGTHS},
+        "lengths": {n: compare(functions, n, options.repeats) for n in LENGTHS},
     }
     table = Table("tokens", "", "ms", "ours is times as fast", "required", "met")
     for length, result in record["lengths"].items():

@@ -1,7 +1,7 @@
-"""Every public op, with arguments as the layers of `heinsen_jax.attention` use them.
+"""Cases of all public ops, with the arguments used by the layers of `heinsen_jax.attention`.
 
-1024 tokens, batch 1, 8 heads, head dimension 32, float32. `lower` gives the program of an op's
-value and gradient with respect to all its arrays of floats.
+1024 tokens, batch 1, 8 heads, head dimension 32, float32. `lower` returns the program of an op's
+value and gradient with respect to all its floating-point arrays.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,21 +17,21 @@ from heinsen_jax import ops
 
 LENGTH, HEADS, DEPTH = 1024, 8, 32
 WIDTH = HEADS * DEPTH
-BLOCK = 16  # tokens that `tglobal_attention` summarises
+BLOCK = 16  # tokens that `tglobal_attention` summarizes
 ROUTED = 64  # tokens in the heavy branches of CoLT5
-HEINSEN, LOG, WITH_OPTIONS, OTHER = 8.0, 12.0, 14.0, 6.0  # times the baseline, at most
+HEINSEN, LOG, WITH_OPTIONS, OTHER = 8.0, 12.0, 14.0, 6.0  # maximum multiple of the baseline
 
 
 @dataclass(frozen=True)
 class Case:
-    """An op and what it is compiled for.
+    """Op, and the shapes for which it is compiled.
 
     Attributes:
-      op: the function.
-      shapes: of its arrays of float32.
-      limit: CPU-seconds to compile it, at most so many times those of the baseline.
-      integers: shapes of its other arrays, keyword arguments of int32.
-      max_bytes: of StableHLO.
+      op: function to compile.
+      shapes: shapes of its float32 arrays.
+      limit: maximum CPU-seconds of compilation, in multiples of the baseline.
+      integers: shapes of its int32 arrays, passed by keyword.
+      max_bytes: maximum bytes of StableHLO.
     """
 
     op: Callable[..., Any]
@@ -42,7 +42,7 @@ class Case:
 
 
 def lower(case: Case) -> jax.stages.Lowered:
-    """The value and the gradient of an op, traced and lowered."""
+    """Trace and lower the value and gradient of an op."""
 
     def differentiate(arrays: list[jax.Array], integers: dict[str, jax.Array], cotangent: Any):
         output, pullback = jax.vjp(lambda *arrays: case.op(*arrays, **integers), *arrays)
@@ -99,7 +99,8 @@ def tglobal(*arrays: jax.Array) -> jax.Array:
 
 
 def recurrence(x: jax.Array, memory: jax.Array) -> jax.Array:
-    """Segments of a layer that is one product: what is measured is the recurrence."""
+    """Recurrence over segments of a layer that is a single product, to measure the recurrence
+    alone."""
     return ops.segment_recurrence(jnp.tanh, x, memory, segment_length=64)
 
 
@@ -108,7 +109,7 @@ def routing(weights: jax.Array) -> ops.Routing:
 
 
 def light_and_heavy_attention(x: jax.Array, *weights: jax.Array) -> jax.Array:
-    """With branches that are one operation each: what is measured is the routing."""
+    """Conditional layers with branches of one operation each, to measure the routing alone."""
     query_routing, key_value_routing = map(routing, weights)
     return ops.conditional_attention(
         x,

@@ -1,10 +1,10 @@
-"""The cost of compiling: CPU-seconds and StableHLO of every op's value and gradient.
+"""Compilation cost: CPU-seconds and bytes of StableHLO of every op's value and gradient.
 
     python benchmarks/compile_time.py [--repeats 3] [--output benchmarks/results/compile_time.json]
 
-1024 tokens, batch 1, 8 heads, head dimension 32, float32. Lowering and compiling, each as a ratio
-to causal `jax.nn.dot_product_attention` compiled just before it in the same process; medians of
-some repeats, each of all ops in turn. Exits with 1 if a limit is exceeded.
+1024 tokens, batch 1, 8 heads, head dimension 32, float32. Lowering and compilation, each as a ratio
+to causal `jax.nn.dot_product_attention` compiled immediately before in the same process; medians
+over repeats, each of which runs all ops. Exits with 1 if a limit is exceeded.
 """
 
 import json
@@ -30,9 +30,9 @@ class Options:
     """Measure compilation.
 
     Attributes:
-      repeats: how often each op is compiled.
-      names: ops to compile, by the start of their names; all by default.
-      output: the JSON record; none is written for a part of the ops.
+      repeats: number of compilations of each op.
+      names: prefixes of the names of ops to compile; all by default.
+      output: path of the JSON record; written only if all ops are compiled.
     """
 
     repeats: int = 3
@@ -41,7 +41,7 @@ class Options:
 
 
 def cpu_seconds(case: Case) -> tuple[float, int]:
-    """To lower and compile, from nothing; and bytes of StableHLO."""
+    """Return CPU-seconds to lower and to compile, without caches, and bytes of StableHLO."""
     jax.clear_caches()
     start = time.process_time()
     lowered = lower(case)
@@ -50,7 +50,7 @@ def cpu_seconds(case: Case) -> tuple[float, int]:
 
 
 def measure(cases: dict[str, Case], repeats: int) -> dict[str, dict[str, Any]]:
-    cpu_seconds(SOFTMAX_BASELINE)  # what the first compilation of a process adds
+    cpu_seconds(SOFTMAX_BASELINE)  # exclude one-time costs of the first compilation
     pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in cases}
     bytes_of = {}
     for _ in range(repeats):

@@ -1,8 +1,8 @@
-"""Draws the README's first figure from committed results; measures nothing.
+"""Draw the README's first figure from committed results.
 
     python benchmarks/front_page.py
 
-Needs mechanisms.json and the study language_model, in benchmarks/results.
+Needs mechanisms.json and the study language_model in benchmarks/results.
 """
 
 import json
@@ -23,8 +23,8 @@ LINES = {
     "the paper's model": ("log-attention, the paper's model", "C1"),
 }
 COSTS = {
-    "forward_backward_seconds": "forward and backward of a layer, seconds",
-    "state_bytes": "kept of the context, bytes",
+    "forward_backward_seconds": "forward and backward pass of a layer, seconds",
+    "state_bytes": "state or cache of a sequence, bytes",
 }
 
 
@@ -49,7 +49,7 @@ def draw_cost(axes: Axes, measured: dict[str, Any], cost: str, title: str) -> No
 
 
 def draw_losses(axes: Axes) -> None:
-    """Means over seeds, and each seed, against the length of windows that are predicted."""
+    """Plot the mean over seeds, and each seed, against the length of the evaluated sequences."""
     study = load_study(ROOT / "configs/studies/language_model.py")
     metrics = {64: "loss", 256: "loss_256", 1024: "loss_1024"}
     for result in results_of(study, RESULTS / "studies/language_model"):
@@ -60,7 +60,11 @@ def draw_losses(axes: Axes) -> None:
         for length in valid:
             seeds = result.values(metrics[length])
             axes.plot([length] * len(seeds), seeds, ".", color=color, markersize=3)
-    axes.set(xscale="log", xlabel="characters in a window", title="loss, learned in windows of 64")
+    axes.set(
+        xscale="log",
+        xlabel="sequence length, characters",
+        title="validation loss (trained at length 64)",
+    )
     axes.set_xticks(list(metrics), list(map(str, metrics)))
     axes.minorticks_off()
     axes.title.set_fontsize("medium")

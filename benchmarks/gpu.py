@@ -3,14 +3,14 @@
     pip install -e '.[dev]' 'jax[cuda13]'
     python benchmarks/gpu.py [--parts tests attention training decoding shakespeare]
 
-Each part is a process of its own. A part that fails does not stop the next one, but the exit status
-is then 1:
+Each part runs in a separate process. A part that fails does not stop the next one, but the exit
+status is then 1:
 
-- tests: all of log-attention's; those of the experimental kernels run on the GPU;
+- tests: all tests of log-attention, with the experimental kernels on the GPU;
 - attention, training, decoding: `gpu_attention.py`, `gpu_training.py`, `gpu_decoding.py`;
-- shakespeare: `training.py` for configs/shakespeare_char.py, beside nanoGPT's 1.4697.
+- shakespeare: `training.py` with configs/shakespeare_char.py, to compare with nanoGPT's 1.4697.
 
-About half an hour on one GPU of the Hopper generation. Results are JSON records and plots in
+Needs about half an hour on one GPU of the Hopper generation. Writes JSON records and plots to
 `--output`.
 """
 
@@ -33,8 +33,8 @@ class Options:
 
     Attributes:
       parts: the parts to run, in this order.
-      output: the folder of the records.
-      corpus: a file of Tiny Shakespeare; downloaded when None.
+      output: folder of the records.
+      corpus: file with Tiny Shakespeare; downloaded when None.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -43,7 +43,7 @@ class Options:
 
     def command(self, part: str) -> list[str]:
         if part == "tests":
-            every_test = ["-m", ""]  # whatever its markers are
+            every_test = ["-m", ""]  # regardless of markers
             return ["-m", "pytest", "-q", *every_test, str(ROOT / "tests/ops/log_attention")]
         if part == "shakespeare":
             config = ROOT / "configs/shakespeare_char.py"

@@ -1,19 +1,19 @@
-"""Measure log-attention on a GPU beside its roofline and other attention kernels.
+"""Compare log-attention on a GPU with its roofline and with other attention kernels.
 
     python benchmarks/gpu_attention.py [--output benchmarks/results/gpu_attention.json]
 
-Nothing is timed before results agree with the definition. First the card's bandwidth and bfloat16
-operations per second are measured; then the forward pass, and forward and backward, of the chunked
-form and of the experimental kernels (`implementation="gpu"`), over lengths, depths and types,
-beside
+Results are checked against the definition before anything is timed. First the GPU's bandwidth and
+bfloat16 operations per second are measured; then the forward pass, and forward and backward passes,
+of the chunked form and of the experimental kernels (`implementation="gpu"`), over lengths, head
+dimensions and dtypes, compared with
 
 - cudnn: softmax attention, `jax.nn.dot_product_attention(implementation="cudnn")`, in bfloat16;
-- with PyTorch installed, its softmax attention, and the published form of log-attention;
-- with flash-linear-attention installed, its chunked kernel on exponentiated queries and keys.
+- if PyTorch is installed, its softmax attention, and the published form of log-attention;
+- if flash-linear-attention is installed, its chunked kernel on exponentiated queries and keys.
 
 The roofline is the time to move Q, K, log V and Y once at the measured bandwidth; for forward and
-backward, these and their four gradients. About 8 minutes on one GPU of the Hopper generation.
-Writes a JSON record and, beside it, a plot.
+backward, these and their four gradients. Needs about 8 minutes on one GPU of the Hopper generation.
+Writes a JSON record and a plot next to it.
 """
 
 import importlib
@@ -46,10 +46,10 @@ LENGTHS_OF_TOKENS = {
     65_536: (512, 1024, 4096, 16_384, 65_536),
 }
 DTYPES = ("bfloat16", "float32")
-TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # of norms, against float64
-LONGEST_OF_ORIGINAL = 4096  # which holds a state for each token
+TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # relative error in norm against float64
+LONGEST_OF_ORIGINAL = 4096  # it stores one state per token
 OURS = ("chunked", "gpu")
-CALLS = 20  # between two waits: a kernel is shorter than what the host needs to wait for it
+CALLS = 20  # calls per synchronization, which takes longer than a kernel
 
 
 class Shape(NamedTuple):
@@ -65,7 +65,7 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of one array."""
+        """Shape of one array."""
         return int(np.prod(self.sizes)) * jnp.dtype(self.dtype).itemsize
 
 
@@ -74,15 +74,15 @@ class Options:
     """Measure log-attention on a GPU.
 
     Attributes:
-      output: the JSON record; the plot is written beside it.
-      turns: how many a median is taken of.
-      depths: of heads.
-      dtypes: of all arrays.
-      most_tokens: leaves larger batches out.
+      output: path of the JSON record; the plot is written next to it.
+      repeats: number of measurements of which the median is reported.
+      depths: head dimensions.
+      dtypes: dtypes of all arrays.
+      most_tokens: maximum number of tokens in a batch; larger ones are skipped.
     """
 
     output: Path = ROOT / "benchmarks/results/gpu_attention.json"
-    turns: int = 5
+    repeats: int = 5
     depths: tuple[int, ...] = tuple(HEADS_OF_DEPTH)
     dtypes: tuple[str, ...] = DTYPES
     most_tokens: int = max(LENGTHS_OF_TOKENS)
@@ -96,8 +96,9 @@ class Options:
 
 
 class Way(NamedTuple):
-    """A function of query, key, log_value and a cotangent that returns [output], or [output,
-    *gradients]; how to make its arrays; how to wait for it, and whether it is log-attention."""
+    """Implementation to measure: functions of query, key, log_value and a cotangent that return
+    [output] or [output, *gradients], constructor of arrays, synchronization, and whether it is
+    log-attention."""
 
     forward: Callable
     both: Callable
@@ -192,7 +193,8 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def worst_error(way: Way, shape: Shape) -> float:
-    """Of output and gradients, each in its norm, against the definition in float64 on a CPU."""
+    """Return the relative errors in norm of output and gradients, against the definition in float64
+    on a CPU."""
     arrays = way.arrays(shape)
     have = [to_numpy(x) for x in way.both(*arrays)]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
@@ -203,12 +205,12 @@ def worst_error(way: Way, shape: Shape) -> float:
     return max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
 
 
-def seconds_of(call: Callable, way: Way, turns: int) -> float:
-    """Median over turns of several calls, of which the last is waited for."""
+def seconds_of(call: Callable, way: Way, repeats: int) -> float:
+    """Return the median time of several calls with one synchronization at the end."""
     way.wait(call())
     result = way.wait(call())
     times = []
-    for _ in range(turns):
+    for _ in range(repeats):
         began = time.perf_counter()
         for _ in range(CALLS):
             result = call()
@@ -218,7 +220,7 @@ def seconds_of(call: Callable, way: Way, turns: int) -> float:
 
 
 def measure_card() -> dict[str, float]:
-    """Bytes copied a second, counting those read and those written; operations a second."""
+    """Return bytes copied per second, read and written, and operations per second."""
     x = jnp.ones((1 << 29,), jnp.float32)
     a = jax.random.normal(jax.random.key(0), (8192, 8192), jnp.bfloat16)
     way = in_jax(lambda *x: x)
@@ -227,8 +229,9 @@ def measure_card() -> dict[str, float]:
     return {"bytes_a_second": 2 * x.nbytes / copying, "operations_a_second": 2 * 8192**3 / product}
 
 
-def measure(ways: dict[str, Way], shape: Shape, turns: int, roof: float) -> dict[str, Any]:
-    """Seconds and the fraction of the roof of every way that serves; why others do not."""
+def measure(ways: dict[str, Way], shape: Shape, repeats: int, roof: float) -> dict[str, Any]:
+    """Return seconds and fraction of the roofline for each implementation, or the reason why it is
+    skipped."""
     results = {}
     for name, way in ways.items():
         if name == "torch original" and shape.length > LONGEST_OF_ORIGINAL:
@@ -237,10 +240,10 @@ def measure(ways: dict[str, Way], shape: Shape, turns: int, roof: float) -> dict
         try:
             arrays = way.arrays(shape)
             seconds = {
-                kind: seconds_of(partial(function, *arrays), way, turns)
+                kind: seconds_of(partial(function, *arrays), way, repeats)
                 for kind, function in (("forward", way.forward), ("both", way.both))
             }
-        except Exception as error:  # of memory, of types: each library has its own
+        except Exception as error:  # out of memory, wrong dtypes: exceptions differ by library
             if name in OURS and not isinstance(error, NotImplementedError):
                 raise
             results[name] = {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
@@ -310,7 +313,7 @@ def main(options: Options) -> int:
     }
     table = Table("tokens", "length", "depth", "type", "way", "forward ms", "of roof", "both", "of")
     for shape in options.shapes():
-        results = measure(found, shape, options.turns, card["bytes_a_second"])
+        results = measure(found, shape, options.repeats, card["bytes_a_second"])
         record["shapes"].append(shape._asdict() | {"results": results})
         for name, result in results.items():
             cells = [result.get("refused", ""), "", "", ""]
@@ -324,7 +327,7 @@ def main(options: Options) -> int:
                     )
                 ]
             table.add_row(*map(str, shape), name, *cells)
-        options.output.write_text(json.dumps(record, indent=1) + "\n")  # also if it is stopped
+        options.output.write_text(json.dumps(record, indent=1) + "\n")  # also if interrupted
     plot(record, options.output.with_suffix(".png"))
     console.print(table)
     console.print(f"written to {options.output}")

@@ -1,13 +1,13 @@
-"""Tokens per second in generation, by context length: constant state beside a key/value cache.
+"""Decoding speed by context length: constant state against key/value cache.
 
     python benchmarks/gpu_decoding.py [--output benchmarks/results/gpu_decoding.json]
 
 The same model, with random weights, with log-attention and with softmax attention. Log-attention
-reads the context once, in pieces, and every row of a batch starts from that state. Softmax
-attention starts from a key/value cache of as many zeros, as its time does not depend on the
-contents; caches that do not fit into memory are left out, and the record says so. `--tokens` greedy
-tokens are generated in one compiled loop. About 5 minutes on one GPU of the Hopper generation;
-other devices need a smaller `--config`. Writes a JSON record and, beside it, a plot.
+processes the context once, in chunks, and every row of a batch starts from that state. Softmax
+attention starts from a key/value cache of zeros, since its time does not depend on the contents;
+caches that do not fit in memory are skipped, as noted in the record. `--tokens` greedy tokens are
+generated in one compiled loop. Needs about 5 minutes on one GPU of the Hopper generation; other
+devices need a smaller `--config`. Writes a JSON record and a plot next to it.
 """
 
 import json
@@ -32,8 +32,8 @@ from heinsen_jax.environment import environment
 from heinsen_jax.generate import repeat_state
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 
-PIECE = 4096  # tokens of context that are read at once
-ROOM = 0.8  # the fraction of memory that states may use
+PIECE = 4096  # tokens of context per call
+ROOM = 0.8  # fraction of memory that states may use
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Options:
     """Measure generation.
 
     Attributes:
-      config: a model of log-attention.
-      output: the JSON record; the plot is written beside it.
-      batches: numbers of sequences.
-      contexts: tokens before those that are generated.
-      implementations: of log-attention.
-      tokens: generated in one turn.
+      config: configuration of a model with log-attention.
+      output: path of the JSON record; the plot is written next to it.
+      batches: batch sizes.
+      contexts: numbers of tokens before the generated ones.
+      implementations: implementations of log-attention.
+      tokens: number of generated tokens per measurement.
       memory: bytes that states may use; 80% of the device's memory when None.
-      turns: over which a median is taken.
+      repeats: number of measurements of which the median is reported.
     """
 
     config: Path = ROOT / "configs/heinsen_125m_pile.py"
@@ -58,7 +58,7 @@ class Options:
     implementations: tuple[str, ...] = ("scan",)
     tokens: int = 64
     memory: float | None = None
-    turns: int = 5
+    repeats: int = 5
 
     @property
     def room(self) -> float:
@@ -93,7 +93,7 @@ class Decoder:
         return lax.scan(step, (token, state), length=number)[0]
 
     def after(self, context: int) -> LanguageModelState:
-        """The state after reading so many tokens."""
+        """Return the state after this number of tokens."""
         state = self.model.init_state(())
         tokens = jax.random.randint(jax.random.key(0), (PIECE,), 0, self.model.config.vocab_size)
         for start in range(0, context, PIECE):
@@ -101,12 +101,12 @@ class Decoder:
         return state
 
     def full(self, context: int, batch: int, room: int) -> LanguageModelState:
-        """A state as after so many tokens, of zeros, with capacity for more."""
+        """Return a state of zeros as after this number of tokens, with capacity for more."""
         return at(self.model.init_state((batch,), capacity=context + room), context)
 
 
 def at(state: LanguageModelState, context: int) -> LanguageModelState:
-    """With caches as they are after so many tokens; other states as they are."""
+    """Set the length of caches; leave other states unchanged."""
 
     def fill(node: Any) -> Any:
         if not isinstance(node, Cache):
@@ -120,7 +120,7 @@ def at(state: LanguageModelState, context: int) -> LanguageModelState:
 def measure(
     decoder: Decoder, is_constant: bool, context: int, batch: int, options: Options
 ) -> float:
-    """Seconds per token of all rows."""
+    """Return seconds per token of the batch."""
     if is_constant:
         state = repeat_state(decoder.model, decoder.after(context), batch)
     else:
@@ -133,7 +133,7 @@ def measure(
         carry = decoder.decode(decoder.parameters, at(state, context), token, options.tokens)
         return carry[0]
 
-    return interleaved_medians({"": call}, options.turns, seconds=0.1)[""] / options.tokens
+    return interleaved_medians({"": call}, options.repeats, seconds=0.1)[""] / options.tokens
 
 
 def models(options: Options) -> dict[str, LanguageModelConfig]:

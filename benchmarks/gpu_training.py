@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_training.py [--output benchmarks/results/gpu_training.json]
 
-Every combination of batch size, residuals kept for the backward pass, and implementation of
-log-attention (the "gpu" kernels are experimental), on random tokens; then a profile of the fastest
-one. Model operations are those of `flops_per_token`, causal attention counted by half; the peak is
-the datasheet's for dense bfloat16. About 8 minutes on one GPU of the Hopper generation; other
+Measures all combinations of batch size, rematerialization policy and implementation of
+log-attention (the "gpu" kernels are experimental) on random tokens; then profiles the fastest one.
+Model FLOPs are those of `flops_per_token`, causal attention counted by half; the peak is that of
+dense bfloat16 in the datasheet. Needs about 8 minutes on one GPU of the Hopper generation; other
 devices need a smaller `--config`. Writes a JSON record.
 """
 
@@ -40,12 +40,12 @@ class Options:
     """Measure training steps.
 
     Attributes:
-      config: a model of log-attention.
-      output: the JSON record.
+      config: configuration of a model with log-attention.
+      output: path of the JSON record.
       rows: batch sizes.
-      kept: residuals of the forward pass.
-      implementations: of log-attention.
-      turns: over which a median is taken.
+      kept: residuals that are saved for the backward pass.
+      implementations: implementations of log-attention.
+      repeats: number of measurements of which the median is reported.
     """
 
     config: Path = ROOT / "configs/heinsen_125m_pile.py"
@@ -53,7 +53,7 @@ class Options:
     rows: tuple[int, ...] = (16, 32, 64)
     kept: tuple[str, ...] = tuple(KEPT)
     implementations: tuple[str, ...] = ("chunked", "gpu")
-    turns: int = 5
+    repeats: int = 5
 
 
 def with_choices(
@@ -64,11 +64,11 @@ def with_choices(
     return replace(config, model=model, data=replace(config.data, batch_size=rows))
 
 
-def measure(config: ExperimentConfig, turns: int) -> tuple[dict[str, Any], TrainingStep | None]:
-    """Of a configuration; without a step where there is no kernel for it, or no memory."""
+def measure(config: ExperimentConfig, repeats: int) -> tuple[dict[str, Any], TrainingStep | None]:
+    """Measure a configuration; without results if it has no kernel or exceeds the memory."""
     try:
         step = TrainingStep(config, config.model.vocab_size)
-        (seconds,) = interleaved_medians({"step": step}, turns).values()
+        (seconds,) = interleaved_medians({"step": step}, repeats).values()
     except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -105,15 +105,15 @@ def main(options: Options) -> int:
     ]
     best: tuple[float, Any] = 0.0, None
     for choice in choices:
-        result, step = measure(with_choices(base, *choice), options.turns)
+        result, step = measure(with_choices(base, *choice), options.repeats)
         record["steps"].append(
             dict(zip(("rows", "kept", "implementation"), choice, strict=True)) | result
         )
-        options.output.write_text(json.dumps(record, indent=1) + "\n")  # also if it is stopped
+        options.output.write_text(json.dumps(record, indent=1) + "\n")  # also if interrupted
         if step is None:
             table.add_row(*map(str, choice), result["refused"][:60])
             continue
-        del step  # its memory is the next one's
+        del step  # free its memory for the next one
         best = max(best, (result["tokens_per_second"], choice))
         table.add_row(
             *map(str, choice),

@@ -1,13 +1,13 @@
-"""Questions with several answers, in the lm-evaluation-harness: is it worth to read contexts once?
+"""Multiple-choice evaluation in the lm-evaluation-harness with shared contexts.
 
     pip install -e '.[harness]'
     python benchmarks/harness.py [--config configs/quickstart.py]
 
-A model of the configuration, of one update, judges four answers of eight tokens after each of many
-contexts of the same length: with contexts read once, whose states all answers continue, and with
-every answer read together with its context, in one pass, as harnesses do. First that both find the
-same, then the time, in interleaved turns. On 2 cores of an AMD EPYC, some 3 minutes. Writes a JSON
-record.
+A model of the configuration, after one update, scores four answers of eight tokens for each of many
+contexts of the same length: with contexts processed once, whose states all answers continue, and
+with every answer processed together with its context, as usual in harnesses. Results are compared
+first, then time, in interleaved runs. Needs about 3 minutes on 2 cores of an AMD EPYC. Writes a
+JSON record.
 """
 
 import json
@@ -31,7 +31,7 @@ from heinsen_jax.interop.harness import Harnessed
 from heinsen_jax.training.loop import train
 
 ANSWERS, TOKENS = 4, 8
-TOLERANCE = 1e-3  # nats of an answer
+TOLERANCE = 1e-3  # nats per answer
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Options:
     """Measure shared contexts.
 
     Attributes:
-      config: the model.
-      output: the JSON record.
-      contexts: how many.
-      lengths: tokens of each.
-      turns: how many a median is taken of.
+      config: configuration of the model.
+      output: path of the JSON record.
+      contexts: number of contexts.
+      lengths: tokens per context.
+      repeats: number of measurements of which the median is reported.
     """
 
     config: Path = ROOT / "configs/quickstart.py"
     output: Path = ROOT / "benchmarks/results/harness.json"
     contexts: int = 32
     lengths: tuple[int, ...] = (64, 256, 1024)
-    turns: int = 3
+    repeats: int = 3
 
 
 def made(config_file: Path, folder: Path) -> Path:
@@ -92,7 +92,7 @@ def main(options: Options) -> int:
             if not worst < TOLERANCE:
                 console.print(f"[red]results differ by {worst:.1e} nats, so nothing is timed")
                 return 1
-            seconds = interleaved_medians(calls, options.turns, seconds=0)
+            seconds = interleaved_medians(calls, options.repeats, seconds=0)
             rows.append({"length": length, "largest_difference": worst, "seconds": seconds})
     table = Table("tokens of a context", "shared", "apart", "times as fast")
     for row in rows:

@@ -1,11 +1,13 @@
-"""Speed and memory of L1 attention, beside all differences of queries and keys at once.
+"""Speed and memory of L1 attention, compared with materializing all differences of queries and
+keys.
 
     python benchmarks/l1.py [--output benchmarks/results/l1.json]
 
-Forward and backward, float32, one sequence, 4 heads of depth 32; nothing is timed before the
-results are right. The forms take turns, each time in a process of its own. The form with all
-differences, `[T, S, N, K]`, is compiled as one function and takes some 5 GB at 2048 tokens. Along
-edges, the time of each. On 2 cores of an AMD EPYC, some 4 minutes. Writes a JSON record.
+Forward and backward, float32, one sequence, 4 heads of dimension 32; results are checked before
+anything is timed. Runs are interleaved, each in a separate process. The form with all differences,
+`[T, S, N, K]`, is compiled as one function and needs about 5 GB at 2048 tokens. For sparse
+attention the time per edge is measured. Needs about 4 minutes on 2 cores of an AMD EPYC. Writes a
+JSON record.
 """
 
 import json
@@ -47,17 +49,17 @@ class Options:
     """Measure L1 attention.
 
     Attributes:
-      output: the JSON record.
-      turns: of edges, that a median is taken of.
+      output: path of the JSON record.
+      repeats: number of measurements of edges of which the median is reported.
     """
 
     output: Path = ROOT / "benchmarks/results/l1.json"
-    turns: int = 7
+    repeats: int = 7
 
 
 def naive(query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool) -> jax.Array:
     differences = query[:, :, None] - key[:, None]
-    # |x| whose derivative at 0 is 0; the one of jnp.abs is 1, and features do coincide.
+    # |x| with derivative 0 at 0; that of jnp.abs is 1, and equal features occur.
     distances = jnp.sum(differences * jax.lax.stop_gradient(jnp.sign(differences)), -1)
     scores = -distances / math.sqrt(query.shape[-1])
     if is_causal:
@@ -76,7 +78,7 @@ COMPARED = {"tiled": "naive", "tiled_causal": "naive_causal"}
 
 
 def inputs(length: int) -> list[jax.Array]:
-    """query, key, value and a cotangent."""
+    """Return query, key, value and a cotangent."""
     rng = np.random.default_rng(0)
     shape = 1, length, HEADS, DEPTH
     return [jnp.asarray(rng.standard_normal(shape, np.float32)) for _ in range(4)]
@@ -95,7 +97,8 @@ def along_edges(query, key, value, cotangent, edges):
 
 
 def worst_error(length: int = 300) -> float:
-    """Of tiled forms, relative to the largest entry of each array, against float64."""
+    """Return the errors of tiled forms, relative to the largest entry of each array, against
+    float64."""
     arrays = inputs(length)
     worst = 0.0
     for form, other in COMPARED.items():
@@ -110,7 +113,7 @@ def worst_error(length: int = 300) -> float:
 
 
 def measure(form: str) -> dict[str, float]:
-    """Bytes that a call adds to this process, and its seconds."""
+    """Return the bytes that a call adds to this process, and its seconds."""
     call = partial(forward_backward, *inputs(LENGTH), form)
     jax.block_until_ready(call())  # compiled
     peak = added_memory(call)
@@ -120,7 +123,7 @@ def measure(form: str) -> dict[str, float]:
 
 
 def measure_apart() -> dict[str, dict[str, float]]:
-    """The median of some rounds, in which the forms take turns."""
+    """Return the median of several rounds of interleaved runs."""
     rounds = []
     for _ in range(ROUNDS):
         rounds.append({})
@@ -149,7 +152,7 @@ def main(options: Options) -> int:
     error = worst_error()
     assert error < 1e-5, error
     forms = measure_apart()
-    of_edges = interleaved_medians(edge_calls(), options.turns)
+    of_edges = interleaved_medians(edge_calls(), options.repeats)
     for_each = {count: of_edges[count] / int(count) for count in of_edges}
     first, *_, last = for_each.values()
     record: dict[str, Any] = {

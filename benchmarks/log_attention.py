@@ -1,9 +1,9 @@
-"""Speed and memory of log-attention; nothing is timed before the results are right.
+"""Speed and memory of log-attention; results are checked before anything is timed.
 
     python benchmarks/log_attention.py [--output benchmarks/results/log_attention_cpu.json]
 
-Forward and backward, float32, one sequence, 8 heads of depth 32. On 2 cores of an AMD EPYC, some
-2 minutes. Writes a JSON record and, beside it, a plot.
+Forward and backward, float32, one sequence, 8 heads of dimension 32. Needs about 2 minutes on 2
+cores of an AMD EPYC. Writes a JSON record and a plot next to it.
 """
 
 import json
@@ -57,8 +57,8 @@ class Options:
     """Measure log-attention.
 
     Attributes:
-      output: the JSON record; the plot is written beside it.
-      repeats: turns that a median is taken of.
+      output: path of the JSON record; the plot is written next to it.
+      repeats: number of measurements of which the median is reported.
     """
 
     output: Path = ROOT / "benchmarks/results/log_attention_cpu.json"
@@ -73,7 +73,7 @@ def forward_backward(query, key, log_value, cotangent, implementation: Implement
 
 
 def worst_errors(length: int = 300) -> dict[str, float]:
-    """Largest error, relative to the largest entry of each array, against float64."""
+    """Return the largest error, relative to the largest entry of each array, against float64."""
     arrays = random_tokens(length)
     with jax.enable_x64(True):
         in_float64 = [jnp.asarray(np.asarray(x), jnp.float64) for x in arrays]
@@ -110,7 +110,7 @@ def time_per_length(repeats: int) -> dict[int, float]:
 
 
 def peak_memory(implementation: Implementation) -> dict[str, int]:
-    """Bytes that one call adds to this process, and those its compiled form asks for."""
+    """Return the bytes that one call adds to this process, and those that XLA allocates for it."""
     arrays = random_tokens(MEMORY_LENGTH)
     compiled = forward_backward.lower(*arrays, implementation).compile()
     analysis = compiled.memory_analysis()
@@ -120,7 +120,7 @@ def peak_memory(implementation: Implementation) -> dict[str, int]:
 
 
 def peak_memory_apart(implementation: str) -> dict[str, int]:
-    """`peak_memory` in a process of its own, whose peak nothing else has raised."""
+    """Run `peak_memory` in a separate process, whose peak nothing else has raised."""
     command = [sys.executable, __file__, MEASURE_MEMORY, implementation]
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(result.stdout)
@@ -146,7 +146,8 @@ def state_after(context: int, chunk: int = 1000) -> LogAttentionState:
 
 
 def time_decoding(repeats: int, steps: int = 200) -> dict[int, float]:
-    """Median seconds of one token, after a short and after a long context, in turns."""
+    """Return the median seconds of one token after a short and after a long context,
+    interleaved."""
     query, key, log_value, _ = random_tokens(1)
     states = {context: state_after(context) for context in CONTEXTS}
     seconds: dict[int, list[float]] = {context: [] for context in CONTEXTS}
@@ -176,7 +177,7 @@ def plot(record: dict[str, Any], file: Path) -> None:
     contexts = [f"{int(context):,}" for context in record["decoding_seconds"]]
     decoding.bar(contexts, [1e6 * s for s in record["decoding_seconds"].values()])
     decoding.set(
-        xlabel="tokens seen before", ylabel="microseconds", title="Generation: the next token"
+        xlabel="tokens of context", ylabel="microseconds", title="Generation: the next token"
     )
     figure.savefig(file, dpi=150)
 

@@ -1,16 +1,16 @@
-"""Every mechanism beside the others: time, memory and state against the length of a text.
+"""Time, memory and state size of all mechanisms by sequence length.
 
     python benchmarks/mechanisms.py [--names log softmax] [--lengths 256 1024] [--plot-only]
 
 One layer of each name with its defaults, width 128, 4 heads, one sequence, float32:
 
-- a training step's share, forward and backward: seconds, and memory beside the inputs, gradients
-  included, as the compiler lays it out;
-- writing: seconds for a token after a context, in a compiled loop, and bytes of state.
+- forward and backward passes: seconds, and memory besides the inputs, gradients included, as
+allocated by the compiler;
+- decoding: seconds per token after a context, in a compiled loop, and bytes of state or cache.
 
-All names take turns at each length. What is not in the record, the mechanism cannot do, or a call
-would take longer than `longest` seconds, if time grew as the square of the length. On 2 cores of an
-AMD EPYC, some 15 minutes. Writes a JSON record, and draws it.
+Runs of all mechanisms are interleaved at each length. Entries are missing from the record if a
+mechanism does not support them, or if a call would need more than `longest` seconds at quadratic
+cost. Needs about 15 minutes on 2 cores of an AMD EPYC. Writes a JSON record, and plots it.
 """
 
 import json
@@ -35,13 +35,13 @@ from heinsen_jax import attention
 from heinsen_jax.environment import environment
 
 MODEL_DIM, NUM_HEADS = 128, 4
-DECODED = 16  # tokens in a loop
+DECODED = 16  # tokens per loop
 CALLS = 3
 PANELS = {
     "forward_backward_seconds": ("forward and backward", "seconds", "tokens"),
     "peak_bytes": ("memory of forward and backward", "bytes", "tokens"),
-    "decode_seconds": ("writing a token", "seconds", "tokens of context"),
-    "state_bytes": ("state", "bytes", "tokens of context"),
+    "decode_seconds": ("decoding a token", "seconds", "tokens of context"),
+    "state_bytes": ("state or cache", "bytes", "tokens of context"),
 }
 Measured = dict[str, dict[int, float]]
 
@@ -51,11 +51,11 @@ class Options:
     """Compare mechanisms.
 
     Attributes:
-      names: of mechanisms; all by default.
-      lengths: of texts, and of contexts.
-      longest: seconds of a call beyond which longer texts are left out.
-      plot_only: draw what the record holds.
-      output: the JSON record; the picture lies beside it.
+      names: names of mechanisms; all by default.
+      lengths: lengths of sequences and contexts.
+      longest: maximum seconds per call; longer sequences are skipped.
+      plot_only: whether to only plot the existing record.
+      output: path of the JSON record; the plot is written next to it.
     """
 
     names: tuple[str, ...] = attention.names()
@@ -72,7 +72,7 @@ def build(name: str, length: int) -> attention.Attention:
 
 
 def forward_backward(name: str, length: int) -> tuple[Callable[[], Any], int]:
-    """A call, and the bytes it needs."""
+    """Return a call, and the bytes that it needs."""
     graph, parameters = nnx.split(build(name, length))
     x, cotangent = jax.random.normal(jax.random.key(0), (2, 1, length, MODEL_DIM))
 
@@ -88,7 +88,8 @@ def forward_backward(name: str, length: int) -> tuple[Callable[[], Any], int]:
 
 
 def decode(name: str, length: int) -> Callable[[], Any]:
-    """Some tokens after a context of `length`, one after the other; that context is read here."""
+    """Return a call that decodes several tokens after a context of `length`, which is processed
+    here."""
     layer = build(name, length)
     graph, parameters = nnx.split(layer)
     x = jax.random.normal(jax.random.key(0), (1, length + DECODED, MODEL_DIM))
@@ -116,23 +117,23 @@ def seconds_of(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median seconds; those that take long are called once only."""
+def interleaved(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Return median seconds; slow functions are called only once."""
     times = {name: [seconds_of(call)] for name, call in calls.items()}
     for _ in range(CALLS - 1):
         for name, call in calls.items():
             if times[name][0] < 2:
-                seconds_of(call)  # after the others, which have taken the caches
+                seconds_of(call)  # warm up: the others have occupied the caches
                 times[name].append(seconds_of(call))
     return {name: statistics.median(of_one) for name, of_one in times.items()}
 
 
 def measure(options: Options) -> Iterator[dict[str, Measured]]:
-    """What is known after each length."""
+    """Write the record after each length."""
     record: dict[str, Measured] = {name: {panel: {} for panel in PANELS} for name in options.names}
 
     def feasible(panel: str, length: int) -> list[str]:
-        """Names whose last call was short enough."""
+        """Return the names whose last call was short enough."""
         found = []
         for name in options.names:
             shorter, seconds = max(record[name][panel].items(), default=(length, 0.0))
@@ -144,7 +145,7 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
         calls = {}
         for name in feasible("forward_backward_seconds", length):
             calls[name], record[name]["peak_bytes"][length] = forward_backward(name, length)
-        for name, seconds in in_turns(calls).items():
+        for name, seconds in interleaved(calls).items():
             record[name]["forward_backward_seconds"][length] = seconds
         jax.clear_caches()
 
@@ -154,7 +155,7 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
                 calls[name] = decode(name, length)
                 seconds_of(calls[name])  # compiled
                 record[name]["state_bytes"][length] = build(name, length).state_size(length)
-        for name, seconds in in_turns(calls).items():
+        for name, seconds in interleaved(calls).items():
             record[name]["decode_seconds"][length] = seconds / DECODED
         jax.clear_caches()
         print(f"{length} tokens: done", flush=True)
@@ -162,7 +163,7 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """The measured lines, each with its name at its end; log-attention stands out."""
+    """Plot the measurements, labeled at the end of each line, with log-attention highlighted."""
     figure = matplotlib.figure.Figure(figsize=(13, 11), layout="constrained")
     for axes, (panel, (title, unit, across)) in zip(
         figure.subplots(2, 2).flat, PANELS.items(), strict=True
@@ -192,7 +193,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
 
 def label(axes: Any, ends: list[tuple[tuple[int, float], str, Any]]) -> None:
-    """Names at the right, in the order of the lines' ends and clear of one another."""
+    """Write labels at the right, in the order of the lines and without overlaps."""
     ends = sorted(ends, key=lambda end: end[0][1])
     for place, ((length, value), name, color) in enumerate(ends):
         axes.annotate(

@@ -1,11 +1,12 @@
-"""Memory of a training step of log-attention beside the original PyTorch form's, at 16,384 tokens.
+"""Memory of forward and backward passes of log-attention and of the original PyTorch form.
 
     pip install torch        # for this benchmark only
     python benchmarks/memory.py
 
-Forward and backward, float32, one sequence, 8 heads of depth 32: what a second call adds to the
-process, output and gradients included, at its peak. Each in a process of its own. The original
-holds the states of all tokens: some 10 GB of memory must be free. Writes a JSON record.
+Forward and backward, float32, one sequence, 8 heads of dimension 32, 16,384 tokens: peak memory
+that a second call adds to the process, output and gradients included, each in a separate process.
+The original stores the states of all tokens and needs about 10 GB of free memory. Writes a JSON
+record.
 """
 
 import json
@@ -33,14 +34,14 @@ class Options:
     """Measure memory.
 
     Attributes:
-      output: the JSON record.
+      output: path of the JSON record.
     """
 
     output: Path = ROOT / "benchmarks/results/memory.json"
 
 
 def peak_memory(name: str) -> int:
-    """Bytes that a call adds to this process."""
+    """Return the bytes that a call adds to this process."""
     call = functions_of("torch")[name](random_tokens(LENGTH))
     jax.block_until_ready(call())  # compiled
     return added_memory(call)

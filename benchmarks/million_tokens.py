@@ -1,12 +1,12 @@
-"""A million tokens of text through a trained model: is anything but flat?
+"""Streaming of a million tokens through a trained model: time, memory and precision.
 
     python train.py --config configs/shakespeare_char_cpu.py
     python benchmarks/million_tokens.py --workdir runs/shakespeare_char_cpu --text TEXT
 
-One stream, 1000 tokens a call, in float32 and, with the same weights, in float64. For every 10,000
-tokens: the largest difference of log-probabilities of the text between the two, the time per token
-(float32), that of one token alone, and the process's memory. On 2 cores of an AMD EPYC, some
-2 minutes. Writes a JSON record and, beside it, a plot.
+One stream, 1000 tokens per call, in float32 and, with the same weights, in float64. Reports for
+every 10,000 tokens: the largest difference of log-probabilities between the two, the time per token
+(float32), that of a single token, and the memory of the process. Needs about 2 minutes on 2 cores
+of an AMD EPYC. Writes a JSON record and a plot next to it.
 """
 
 import json
@@ -33,7 +33,7 @@ from heinsen_jax.training.checkpoint import load_run
 
 CHUNK = 1000
 REPORTED = 10_000
-SINGLE_TOKENS = 50  # timed one by one in each report
+SINGLE_TOKENS = 50  # timed individually for each report
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Options:
     """Stream a long text through a trained model.
 
     Attributes:
-      workdir: the folder of its run.
-      text: a text file with at least so many tokens.
-      tokens: how many.
-      output: the JSON record; the plot is written beside it.
+      workdir: folder of its run.
+      text: text file with at least `tokens` tokens.
+      tokens: number of tokens.
+      output: path of the JSON record; the plot is written next to it.
     """
 
     workdir: Path
@@ -54,7 +54,7 @@ class Options:
 
 
 class Stream:
-    """A model and its state in one precision."""
+    """Model and state in one precision."""
 
     def __init__(self, model: LanguageModel, dtype: str) -> None:
         self.double = dtype == "float64"
@@ -70,7 +70,7 @@ class Stream:
     @staticmethod
     def _step(graph: Any) -> Callable:
         def step(parameters, state, tokens):
-            """log p of each of the tokens but the first, and the state after all but the last."""
+            """Return log p of all tokens but the first, and the state after all but the last."""
             model = nnx.merge(graph, parameters)
             logits, state = model(tokens[:-1], state=state, return_state=True)
             log_p = jax.nn.log_softmax(logits)
@@ -79,13 +79,13 @@ class Stream:
         return step
 
     def read(self, tokens: np.ndarray) -> np.ndarray:
-        """log p of `tokens[1:]`, after which the state has seen `tokens[:-1]`."""
+        """Return log p of `tokens[1:]` and advance the state by `tokens[:-1]`."""
         with jax.enable_x64(self.double):
             log_p, self.state = self.step(self.parameters, self.state, jnp.asarray(tokens))
             return np.asarray(jax.block_until_ready(log_p))
 
     def seconds_of_one(self, tokens: np.ndarray) -> float:
-        """Median seconds of a token alone; the state stays as it was."""
+        """Return the median seconds of a single token; the state is unchanged."""
         seconds = []
         for index in range(len(tokens) - 1):
             start = time.perf_counter()
@@ -128,7 +128,7 @@ def plot(rows: list[dict[str, float]], file: Path) -> None:
     drift.plot(tokens, [row["largest_difference"] for row in rows])
     drift.set(title="float32 against float64", ylabel="largest difference of log p", yscale="log")
     drift.set_ylim(1e-7, 1e-1)
-    for name, label in {"seconds_per_token": "1000 at once", "seconds_of_one": "one alone"}.items():
+    for name, label in {"seconds_per_token": "1000 per call", "seconds_of_one": "single token"}.items():
         speed.plot(tokens, [1e6 * row[name] for row in rows], label=label)
     speed.set(title="Time", ylabel="microseconds per token", yscale="log")
     speed.legend()
@@ -136,12 +136,12 @@ def plot(rows: list[dict[str, float]], file: Path) -> None:
     memory.plot(tokens, megabytes)
     memory.set(title="Memory of the process", ylabel="MB", ylim=(0, 1.2 * max(megabytes)))
     for axes in (drift, speed, memory):
-        axes.set_xlabel("tokens seen")
+        axes.set_xlabel("tokens")
     figure.savefig(file, dpi=150)
 
 
 def late_over_early(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Each quantity in the last fifth of the stream over the second: 1 is flat."""
+    """Return the ratio of each quantity in the last fifth of the stream to the second fifth."""
     fifth = len(rows) // 5
     names = [name for name in rows[0] if name != "tokens"]
 
@@ -158,7 +158,10 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     model, tokenizer, step = load_run(options.workdir)
     if tokenizer is None:
-        raise UserError(f"{options.workdir} holds a run that learned a task, and no text")
+        raise UserError(
+            f"{options.workdir}: the model is trained on a synthetic task; choose one "
+            "trained on text"
+        )
     ids = tokenizer.encode_ordinary(options.text.read_text())
     if len(ids) <= options.tokens or options.tokens % REPORTED:
         raise UserError(

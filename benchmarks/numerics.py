@@ -1,13 +1,13 @@
-"""Worst errors of log-attention, by implementation and type, over families of extreme inputs.
+"""Worst errors of log-attention, by implementation and dtype, over families of extreme inputs.
 
     python benchmarks/numerics.py [--output benchmarks/results/numerics.json]
 
-Against the definition in float64 on the same inputs, rounded to the type beforehand. The families
-are those of the tests. On 2 cores of an AMD EPYC, some 2 minutes. Writes a JSON record.
+Compared with the definition in float64 on the same inputs, rounded to the dtype. The families are
+those of the tests. Needs about 2 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 
-- error of values: |difference| / (1 + |log Y| + std of the inputs), the worst one of all outputs;
-- error of gradients: norm of the difference / norm, those of query, key and log-values together,
-  in units of 1e-4 + 1e-6 max|input|: what rounding sums of the inputs costs is the second term.
+- error of values: |difference| / (1 + |log Y| + std of the inputs), maximum over all outputs;
+- error of gradients: norm of the difference / norm, those of query, key and log-values together, in
+  units of 1e-4 + 1e-6 max|input|; the second term is due to rounding sums of inputs.
 """
 
 import json
@@ -44,14 +44,14 @@ class Options:
     """Measure the worst errors of log-attention.
 
     Attributes:
-      output: the JSON record.
+      output: path of the JSON record.
     """
 
     output: Path = ROOT / "benchmarks/results/numerics.json"
 
 
 def rounded(inputs: Inputs, dtype: str) -> Inputs | None:
-    """Inputs of a type, or None where it does not hold them."""
+    """Return inputs of a dtype, or None if it cannot represent them."""
     arrays = [jnp.asarray(x, dtype) for x in inputs[:3]]
     state = inputs.state if dtype != "float64" else in_float64(inputs.state)
     if not all(np.isfinite(np.asarray(x, np.float64)).all() for x in arrays):
@@ -97,7 +97,7 @@ def measure(implementation: str, dtype: str) -> dict[str, Any]:
 
 
 def readme_table(record: dict[str, Any]) -> list[str]:
-    """The worst errors as lines of Markdown."""
+    """Format the worst errors as lines of Markdown."""
     lines = ["| | values | gradients |", "|---|---|---|"]
     for implementation, by_type in record["errors"].items():
         for dtype, result in by_type.items():

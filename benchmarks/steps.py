@@ -1,4 +1,4 @@
-"""A configuration's training step on random tokens, and where its time goes."""
+"""Training step of a configuration on random tokens, and its profile."""
 
 import collections
 import glob
@@ -19,15 +19,15 @@ from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
 from heinsen_jax.training.step import make_train_step
 
-CONTAINERS = ("while", "call", "cond")  # their time is that of what they run
+CONTAINERS = ("while", "call", "cond")  # their time includes the operations that they run
 PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer")
 
 
 class TrainingStep:
-    """A compiled step, which donates its state, as a call without arguments."""
+    """Return a compiled step, which donates its state, as a call without arguments."""
 
     def __init__(self, config: ExperimentConfig, vocabulary: int) -> None:
-        """Of tokens below `vocabulary`."""
+        """Return a random batch of tokens below `vocabulary`."""
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         init = initializer(config.model, optimizer, config.seed)
         abstract = abstract_state(init, make_mesh(MeshConfig()))
@@ -50,7 +50,7 @@ class TrainingStep:
 
 
 def profile(step: TrainingStep, steps: int = 30) -> dict[str, float]:
-    """The share of each part of the model in the time of all operations, by named scopes."""
+    """Return the share of each part of the model in the time of all operations, by named scopes."""
     step()
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -1,14 +1,14 @@
-"""The cost of exactness in log-attention: its tiers, the test that chooses, the matmul rate.
+"""Cost of exactness in log-attention: tiers, their selection, and the matmul rate.
 
     python benchmarks/tiers.py [--output benchmarks/results/tiers.json]
 
 Forward and backward, float32, one sequence, 8 heads of head dimension 32, each tier on inputs that
-need it, in interleaved turns. On 2 cores of an AMD EPYC, some 3 minutes. Writes a JSON record.
+need it, in interleaved runs. Needs about 3 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 
-- The tiers are run by the public functions: the test, and the choice among all tiers, are included.
-- The test's cost: the measurement of a block alone, beside a whole call.
-- The matmul rate: floating point operations of the forward pass's matrix products, masked ones
-  included, in a second, beside those of one large matrix product.
+- Tiers are run by the public functions, including the selection among all tiers.
+- Cost of the selection: the measurement of a block alone, relative to a whole call.
+- Matmul rate: floating-point operations per second of the forward pass's matrix products, masked
+ones included, relative to one large matrix product.
 """
 
 import json
@@ -32,8 +32,8 @@ from heinsen_jax.ops.log_attention.chunked import Chunked, measure
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 
 LENGTHS = (1024, 4096)
-CHUNK = 64  # tokens of a chunk where the matmul rate is measured
-LARGE = 2048  # rows and columns of the product that the matmul rate is measured by
+CHUNK = 64  # chunk size for the matmul rate
+LARGE = 2048  # rows and columns of the reference product
 REQUIRED = {"two": 2.5, "two, decay": 3.5, "three": 8.0}
 TEST_COSTS = 0.05
 
@@ -43,17 +43,18 @@ class Options:
     """Measure the tiers.
 
     Attributes:
-      output: the JSON record.
-      turns: how many a median is taken of.
+      output: path of the JSON record.
+      repeats: number of measurements of which the median is reported.
     """
 
     output: Path = ROOT / "benchmarks/results/tiers.json"
-    turns: int = 9
+    repeats: int = 9
 
 
 def inputs(length: int) -> dict[str, tuple[dict[str, jax.Array], jax.Array]]:
-    """Ordinary arguments ("one") and two kinds that need the exact tier, with a cotangent: keys
-    rise by 2 nats a token ("two"), or log-values have a standard deviation of 100 ("three")."""
+    """Return moderate arguments ("one") and two kinds that need the exact tier, with a cotangent:
+    keys that rise by 2 nats per token ("two"), or log-values with a standard deviation of 100
+    ("three")."""
     query, key, log_value, cotangent = random_tokens(length)
     decay = -jnp.abs(random_tokens(length, seed=1)[0]) / 2
     rises = 2.0 * jnp.arange(length, dtype=jnp.float32)[None, :, None, None]
@@ -83,7 +84,7 @@ forward_backward = jax.jit(differentiate, static_argnums=0)
 
 
 def check(arguments: dict[str, jax.Array], cotangent: jax.Array, name: str) -> None:
-    """Nothing is timed before it agrees with another implementation."""
+    """Check results against another implementation; nothing is timed before."""
     have, want = (
         forward_backward(partial(log_attention, implementation=i), arguments, cotangent)
         for i in ("chunked", "scan")
@@ -93,7 +94,7 @@ def check(arguments: dict[str, jax.Array], cotangent: jax.Array, name: str) -> N
         assert error < 2e-3, f"tier {name} differs from scan by {error:.1e}"
 
 
-def time_tiers(function: Callable, length: int, turns: int) -> dict[str, Any]:
+def time_tiers(function: Callable, length: int, repeats: int) -> dict[str, Any]:
     calls = {}
     attention = partial(function, implementation="chunked")
     for name, (arguments, cotangent) in inputs(length).items():
@@ -104,14 +105,14 @@ def time_tiers(function: Callable, length: int, turns: int) -> dict[str, Any]:
         elif length == LENGTHS[0]:
             check(arguments, cotangent, name)
         calls[name] = partial(forward_backward, attention, arguments, cotangent)
-    seconds = interleaved_medians(calls, turns)
+    seconds = interleaved_medians(calls, repeats)
     times_one = {name: s / seconds["one"] for name, s in seconds.items() if name != "one"}
     met = {name: times_one[name] <= limit for name, limit in REQUIRED.items() if name in times_one}
     return {"seconds": seconds, "times_tier_one": times_one, "requirements": met}
 
 
-def time_test(turns: int) -> dict[str, Any]:
-    """What measuring a block adds: `measure` alone, beside forward and backward."""
+def time_test(repeats: int) -> dict[str, Any]:
+    """Return the cost of `measure` relative to forward and backward passes."""
     arguments, cotangent = inputs(LENGTHS[0])["one"]
     block = Inputs(arguments["query"][..., None, :], arguments["key"], arguments["log_value"])
     empty = jnp.full((HEADS, DEPTH, DEPTH), -jnp.inf)
@@ -122,12 +123,12 @@ def time_test(turns: int) -> dict[str, Any]:
         "measure": partial(jax.jit(partial(measure, plan)), block, state),
         "whole": partial(forward_backward, attention, arguments, cotangent),
     }
-    seconds = interleaved_medians(calls, turns)
+    seconds = interleaved_medians(calls, repeats)
     cost = seconds["measure"] / seconds["whole"]
     return {"seconds": seconds, "cost": cost, "requirement": cost <= TEST_COSTS}
 
 
-def matmul_rate(turns: int) -> dict[str, Any]:
+def matmul_rate(repeats: int) -> dict[str, Any]:
     length, size = LENGTHS[0], CHUNK
     arguments, _ = inputs(length)["one"]
     forward = jax.jit(partial(log_attention, implementation=Chunked(CHUNK)))
@@ -136,8 +137,8 @@ def matmul_rate(turns: int) -> dict[str, Any]:
         "forward": lambda: forward(**arguments),
         "matmul": partial(jax.jit(jnp.matmul), square, square),
     }
-    seconds = interleaved_medians(calls, turns)
-    # a token: weights with and averages of `size` tokens, one read and one write of the state
+    seconds = interleaved_medians(calls, repeats)
+    # per token: weights and averages of `size` tokens, one query and one update of the state
     operations = 2 * length * HEADS * (2 * size * DEPTH + 2 * DEPTH * DEPTH)
     rates = {
         "forward": operations / seconds["forward"],
@@ -157,7 +158,7 @@ def show(record: dict[str, Any], console: Console) -> None:
                 limit = str(REQUIRED.get(tier, ""))
                 table.add_row(str(length), tier, f"{1e3 * seconds:.2f}", f"{ratio:.2f}", limit)
     console.print(table)
-    console.print(f"the test costs {100 * record['test']['cost']:.1f}%, at most 5% required")
+    console.print(f"the selection costs {100 * record['test']['cost']:.1f}%, at most 5% required")
     console.print(f"fraction of the matmul rate, forward: {record['matmul']['fraction']:.2f}")
 
 
@@ -168,11 +169,11 @@ def main(options: Options) -> int:
         "environment": environment(),
         "setting": SETTING,
         "tiers": {
-            name: {n: time_tiers(function, n, options.turns) for n in LENGTHS}
+            name: {n: time_tiers(function, n, options.repeats) for n in LENGTHS}
             for name, function in functions.items()
         },
-        "test": time_test(2 * options.turns),
-        "matmul": matmul_rate(options.turns),
+        "test": time_test(2 * options.repeats),
+        "matmul": matmul_rate(options.repeats),
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n")
     show(record, console)

@@ -1,9 +1,9 @@
-"""What a configuration reaches when it is trained from the start: losses, and how long it took.
+"""Losses and duration of training a configuration from scratch.
 
     python benchmarks/training.py --config configs/quickstart.py
     python benchmarks/training.py --config configs/shakespeare_char_cpu.py
 
-Trains in a folder of its own, removed afterwards; writes benchmarks/results/<name>.json.
+Trains in a temporary folder; writes benchmarks/results/<name>.json.
 """
 
 import json
@@ -29,9 +29,9 @@ class Options:
     """Train a configuration and record the result.
 
     Attributes:
-      config: the configuration's file.
-      corpus: in place of the configuration's, for example a copy of the same text on this machine.
-      output: the JSON record; benchmarks/results/<name of the config>.json when None.
+      config: file of the configuration.
+      corpus: replaces that of the configuration, for example by a local copy of the same text.
+      output: path of the JSON record; benchmarks/results/<name of the config>.json when None.
     """
 
     config: Path
@@ -40,7 +40,7 @@ class Options:
 
 
 def unigram_loss(dataset: data.TokenDataset) -> float:
-    """Nats per validation token of a model that knows only how often each token occurs."""
+    """Return the validation loss, in nats, of a unigram model."""
     counts = {}
     for name in ("train", "validation"):
         source = dataset.split(name)
@@ -55,7 +55,9 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     config = load_config(options.config)
     if not isinstance(config.data, data.DataConfig):
-        raise UserError(f"{options.config} is of a task; this benchmark is of texts")
+        raise UserError(
+            f"{options.config}: trains on a synthetic task; choose a configuration with text"
+        )
     corpus = config.data.corpus
     if options.corpus is not None:
         config = replace(config, data=replace(config.data, corpus=options.corpus))

@@ -1,13 +1,13 @@
-"""A training step of `shakespeare_char_cpu` beside one of a GPT-2 block model in PyTorch.
+"""Training step of `shakespeare_char_cpu`, compared with a GPT-2 block model in PyTorch.
 
     pip install torch        # for this benchmark only
     python benchmarks/training_step.py
 
-The peer has what nanoGPT trains on a CPU: 4 layers of 4 heads and width 128, no biases, no dropout,
-tied embeddings, `scaled_dot_product_attention`, 0.8M parameters; AdamW with clipping, eager mode.
-Both take batches of 12 x 64 random bytes, forward, backward and update, in interleaved turns. Also
-says in which part of our step time goes, from a trace of the profiler. On 2 cores of an AMD EPYC,
-some 2 minutes. Writes a JSON record.
+The peer is the model that nanoGPT trains on a CPU: 4 layers of 4 heads and width 128, no biases, no
+dropout, tied embeddings, `scaled_dot_product_attention`, 0.8M parameters; AdamW with clipping,
+eager mode. Both train on batches of 12 x 64 random bytes, forward, backward and update, in
+interleaved runs. Also reports the share of each part in the time of our step, from a trace of the
+profiler. Needs about 2 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 """
 
 import importlib
@@ -20,7 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads of one library slow others
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # waiting threads of one library slow down the others
 
 import tyro
 from common import ROOT, interleaved_medians
@@ -31,7 +33,7 @@ from steps import TrainingStep, profile
 from heinsen_jax.config import load_config
 from heinsen_jax.environment import environment
 
-PEER = {"layers": 4, "heads": 4, "width": 128, "vocabulary": 65}  # nanoGPT's for CPUs
+PEER = {"layers": 4, "heads": 4, "width": 128, "vocabulary": 65}  # nanoGPT's sizes for CPUs
 
 
 @dataclass(frozen=True)
@@ -39,18 +41,18 @@ class Options:
     """Compare training steps.
 
     Attributes:
-      config: our model.
-      output: the JSON record.
-      turns: how many a median is taken of.
+      config: configuration of our model.
+      output: path of the JSON record.
+      repeats: number of measurements of which the median is reported.
     """
 
     config: Path = ROOT / "configs/shakespeare_char_cpu.py"
     output: Path = ROOT / "benchmarks/results/training_step.json"
-    turns: int = 15
+    repeats: int = 15
 
 
 def peer(batch: int, length: int) -> tuple[Callable[[], Any], int]:
-    """A step of the model in PyTorch, and the number of its parameters."""
+    """Return a step of the model in PyTorch, and the number of its parameters."""
     torch = importlib.import_module("torch")
     nn, functional = torch.nn, torch.nn.functional
     torch.set_num_threads(os.cpu_count() or 1)
@@ -107,7 +109,7 @@ def main(options: Options) -> int:
     config = load_config(options.config)
     ours = TrainingStep(config, PEER["vocabulary"])
     theirs, parameters = peer(config.data.batch_size, config.data.sequence_length)
-    seconds = interleaved_medians({"ours": ours, "peer": theirs}, options.turns)
+    seconds = interleaved_medians({"ours": ours, "peer": theirs}, options.repeats)
     record = {
         "environment": environment() | {"torch": version("torch")},
         "config": options.config.stem,

@@ -1,14 +1,13 @@
-"""This checkout beside another commit: what compiles, runs and decodes in how long, in what memory.
+"""Compare this checkout with another commit: compilation, speed, decoding and memory.
 
     python benchmarks/versions.py --commit COMMIT [--output benchmarks/results/versions.json]
 
-Both packages are imported into one process and measured in turns: CPU-seconds of lowering and
-compiling value and gradient; seconds of these at 1024 tokens, on inputs that the fast tier serves
-and on others; a token of generation by the quickstart's model; temporary memory, as XLA allocates
-it, at 1024 and 16,384 tokens. The quickstart is trained by each in a process of its own, one after
-the other, on data that is prepared: seconds up to its first update and to its end. Its
-configuration is that of the commit. On 2 cores of an AMD EPYC, some 15 minutes. Writes a JSON
-record.
+Both packages are imported into one process and measured in interleaved runs: CPU-seconds of
+lowering and compiling value and gradient; their seconds at 1024 tokens, on inputs for the fast tier
+and for the exact tier; one decoding step of the quickstart's model; temporary memory, as allocated
+by XLA, at 1024 and 16,384 tokens. The quickstart is trained by each in a separate process, one
+after the other, on prepared data: seconds up to its first update and to its end. Each commit uses
+its own configuration. Needs about 15 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 """
 
 import importlib
@@ -42,7 +41,12 @@ from heinsen_jax.environment import environment
 
 LENGTH, LONG = 1024, 16_384
 GENERATED = 256  # tokens
-MODEL = {"vocab_size": 264, "model_dim": 128, "num_layers": 4, "num_heads": 4}  # the quickstart's
+MODEL = {
+    "vocab_size": 264,
+    "model_dim": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+}  # sizes of the quickstart
 Part = Literal["compile", "run", "decode", "memory", "quickstart"]
 
 
@@ -51,15 +55,15 @@ class Options:
     """Compare this checkout with another commit.
 
     Attributes:
-      commit: of this repository.
-      parts: what to measure.
-      turns: how many a median is taken of.
-      output: the JSON record.
+      commit: commit of this repository.
+      parts: parts to measure.
+      repeats: number of measurements of which the median is reported.
+      output: path of the JSON record.
     """
 
     commit: str
     parts: tuple[Part, ...] = ("compile", "run", "decode", "memory", "quickstart")
-    turns: int = 9
+    repeats: int = 9
     output: Path = ROOT / "benchmarks/results/versions.json"
 
 
@@ -72,7 +76,7 @@ def extract(commit: str, folder: Path) -> None:
 
 
 def load(folder: Path, *names: str) -> list[ModuleType]:
-    """Modules of the package as it is in a folder, imported beside what is imported already."""
+    """Import the package from a folder, in addition to modules that are already imported."""
     of_package = [name for name in sys.modules if name.split(".")[0] == "heinsen_jax"]
     kept = {name: sys.modules.pop(name) for name in of_package}
     sys.path.insert(0, str(folder))
@@ -87,7 +91,7 @@ def load(folder: Path, *names: str) -> list[ModuleType]:
     return modules
 
 
-def compilation(versions: dict[str, ModuleType], turns: int) -> dict[str, Any]:
+def compilation(versions: dict[str, ModuleType], repeats: int) -> dict[str, Any]:
     cases: dict[str, Callable[[ModuleType], Case]] = {
         "heinsen_attention": lambda ops: Case(ops.heinsen_attention, QKV),
         "log_attention": lambda ops: Case(ops.log_attention, QKV),
@@ -103,7 +107,7 @@ def compilation(versions: dict[str, ModuleType], turns: int) -> dict[str, Any]:
     for name, case in cases.items():
         seconds: dict[str, list[float]] = {version: [] for version in versions}
         size = {}
-        for _ in range(-(-turns // 3)):
+        for _ in range(-(-repeats // 3)):
             for version, ops in versions.items():
                 taken, size[version] = cpu_seconds(case(ops))
                 seconds[version].append(taken)
@@ -112,7 +116,7 @@ def compilation(versions: dict[str, ModuleType], turns: int) -> dict[str, Any]:
     return results
 
 
-def running(versions: dict[str, ModuleType], turns: int) -> dict[str, Any]:
+def running(versions: dict[str, ModuleType], repeats: int) -> dict[str, Any]:
     results = {}
     for op in ("log_attention", "heinsen_attention"):
         for name, (arguments, cotangent) in inputs(LENGTH).items():
@@ -126,13 +130,13 @@ def running(versions: dict[str, ModuleType], turns: int) -> dict[str, Any]:
                 )
                 for version, ops in versions.items()
             }
-            results[f"{op}, tier {name}"] = {"seconds": interleaved_medians(calls, turns)}
+            results[f"{op}, tier {name}"] = {"seconds": interleaved_medians(calls, repeats)}
     return results
 
 
 def memory(versions: dict[str, ModuleType]) -> dict[str, Any]:
     results = {}
-    for length in (LENGTH, LONG):  # the same for every tier: one program serves all
+    for length in (LENGTH, LONG):  # the same for every tier: one program contains all
         arguments, cotangent = inputs(length)["one"]
         added = {}
         for version, ops in versions.items():
@@ -145,19 +149,19 @@ def memory(versions: dict[str, ModuleType]) -> dict[str, Any]:
     return results
 
 
-def decoding(folders: dict[str, Path], turns: int) -> dict[str, Any]:
+def decoding(folders: dict[str, Path], repeats: int) -> dict[str, Any]:
     calls = {}
     for version, folder in folders.items():
         generate, models = load(folder, "generate", "models")
         model = models.LanguageModel(models.LanguageModelConfig(**MODEL), rngs=nnx.Rngs(0))
         tokens = jnp.asarray(np.random.default_rng(0).integers(0, 255, (1, 32)))
         calls[version] = partial(generate.generate, model, tokens, GENERATED, key=jax.random.key(0))
-    seconds = interleaved_medians(calls, turns)
+    seconds = interleaved_medians(calls, repeats)
     return {"seconds_per_token": {version: s / GENERATED for version, s in seconds.items()}}
 
 
 def quickstart(folders: dict[str, Path]) -> dict[str, Any]:
-    """Seconds from the start of a process. A first one prepares the data."""
+    """Return seconds from the start of a process. A first process prepares the data."""
     results: dict[str, Any] = {"first_update": {}, "seconds": {}, "validation_loss": {}}
     for version, folder in folders.items():
         one_update = ("--training.steps", "1", "--training.report-every", "1")
@@ -171,7 +175,7 @@ def quickstart(folders: dict[str, Path]) -> dict[str, Any]:
 
 
 def _train(folder: Path, *options: str) -> tuple[float, float, list[dict[str, float]]]:
-    """Seconds until the process ends, and until there is a row of metrics; and all rows."""
+    """Return seconds until the process ends and until the first row of metrics, and all rows."""
     with tempfile.TemporaryDirectory() as workdir, tempfile.TemporaryFile() as errors:
         command = [sys.executable, "train.py", "--config", "configs/quickstart.py"]
         command += ["--workdir", workdir, *options]
@@ -205,9 +209,9 @@ def main(options: Options) -> int:
         extract("HEAD", folders["now"])
         ops = {version: load(folder, "ops")[0] for version, folder in folders.items()}
         measures: dict[str, Callable[[], Any]] = {
-            "compile": lambda: compilation(ops, options.turns),
-            "run": lambda: running(ops, options.turns),
-            "decode": lambda: decoding(folders, options.turns),
+            "compile": lambda: compilation(ops, options.repeats),
+            "run": lambda: running(ops, options.repeats),
+            "decode": lambda: decoding(folders, options.repeats),
             "memory": lambda: memory(ops),
             "quickstart": lambda: quickstart(folders),
         }

@@ -1,8 +1,8 @@
-"""Copying a string of letters, as in Repeat After Me: learned at 5 to 20, tested at up to 60.
+"""Copying strings, as in Repeat After Me: trained on 5 to 20 letters, tested on up to 60.
 
 python train.py --config configs/copying.py [--model.attention softmax]
 
-On a CPU, some minutes, with the model of configs/recall.py: 800 updates of 64 texts.
+Needs some minutes on a CPU, with the model of configs/recall.py: 800 updates of 64 sequences.
 """
 
 from dataclasses import replace

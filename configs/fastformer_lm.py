@@ -1,12 +1,12 @@
-"""Fastformer made causal, as its authors' own language model, on WikiText-2.
+"""Causal Fastformer language model of its authors, on WikiText-2.
 
 python train.py --config configs/fastformer_lm.py
 
-Six layers of width 128 whose windows double from 4 to 64 tokens, the last of which sees all 2048:
-with a vocabulary of 32,100 these are the published model's 5,589,092 parameters. As published:
-blocks, ends, sizes, windows, batches of 2 x 2048 tokens, some 20 epochs, a rate of at most 5e-4.
-Not as published: GPT-2's tokens, no dropout, other first weights, and the rate falls by a cosine.
-Text and tokenizer are downloaded. Not yet trained to its end.
+Six layers of width 128, with windows that double from 4 to 64 tokens and no window in the last
+layer. With a vocabulary of 32,100 it has the published number of parameters, 5,589,092. As
+published: blocks, embedding style, sizes, windows, batches of 2 x 2048 tokens, about 20 epochs, a
+maximum learning rate of 5e-4. Different: GPT-2 tokens, no dropout, other initial weights, cosine
+decay of the learning rate. Text and tokenizer are downloaded. Never trained to the end.
 """
 
 from heinsen_jax.config import (

@@ -1,12 +1,12 @@
-"""The 125M model of Heinsen (2024) on The Pile: gpt2 tokens, length 1024, 300B tokens.
+"""The 125M model of Heinsen (2024) on The Pile: GPT-2 tokens, length 1024, 300B tokens.
 
 python -m heinsen_jax.data.prepare pile/train --tokenizer gpt2 --output data/pile-gpt2
 python train.py --config configs/heinsen_125m_pile.py
 
-where pile/train holds The Pile's *.jsonl.zst files, which you bring yourself. For weeks on a node
-of 8 GPUs; on fewer devices raise training.accumulation_steps. The paper reports a loss of 2.47. It
-gives the learning rates, the length and the number of tokens; batch size, warm-up and clipping it
-does not give and are nanoGPT's. Not yet trained to its end here.
+where pile/train contains The Pile's *.jsonl.zst files, which you must provide. Needs weeks on a
+node of 8 GPUs; on fewer devices increase training.accumulation_steps. The paper reports a loss of
+2.47. Learning rates, length and number of tokens are those of the paper; batch size, warm-up and
+clipping are not in the paper and are nanoGPT's. Never trained to the end by us.
 """
 
 from heinsen_jax.config import (

@@ -1,8 +1,8 @@
-"""Induction: what followed a special token when it came first. Tested at 16 times the length.
+"""Induction: recall the token after a special token. Tested at 16 times the training length.
 
 python train.py --config configs/induction.py [--model.attention softmax]
 
-On a CPU, some minutes, with the model of configs/recall.py: 800 updates of 64 texts.
+Needs some minutes on a CPU, with the model of configs/recall.py: 800 updates of 64 sequences.
 """
 
 from dataclasses import replace

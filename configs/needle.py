@@ -1,8 +1,8 @@
-"""Four words to be found in a heap of others, which grows to 16 times what was learned.
+"""Needle in a haystack: recall four words after a key. Tested at 16 times the training length.
 
 python train.py --config configs/needle.py [--model.attention softmax]
 
-On a CPU, some minutes, with the model of configs/recall.py: 800 updates of 64 texts.
+Needs some minutes on a CPU, with the model of configs/recall.py: 800 updates of 64 sequences.
 """
 
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""A small model of this machine's own Python library, to see everything work.
+"""A small language model of this machine's Python library.
 
 python train.py --config configs/quickstart.py
 
-On 2 CPU cores about a minute. Expected: a validation loss of about 1.7 nats a byte.
+Needs about a minute on 2 CPU cores. Expected: a validation loss of about 1.7 nats per byte.
 """
 
 from heinsen_jax.config import (
@@ -16,7 +16,7 @@ from heinsen_jax.config import (
 
 def get_config() -> ExperimentConfig:
     return ExperimentConfig(
-        # remat: on a CPU, recomputing is faster than allocating residuals at every update
+        # remat: on a CPU, recomputation is faster than allocating residuals at every update
         model=LanguageModelConfig(
             vocab_size=264, model_dim=128, num_layers=4, num_heads=4, remat=True
         ),

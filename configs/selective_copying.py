@@ -1,8 +1,8 @@
-"""Copying letters out of noise: which tokens to keep depends on what they are.
+"""Selective copying: repeat letters that are mixed with noise tokens.
 
 python train.py --config configs/selective_copying.py [--model.attention softmax]
 
-On a CPU, some minutes, with the model of configs/recall.py: 800 updates of 64 texts.
+Needs some minutes on a CPU, with the model of configs/recall.py: 800 updates of 64 sequences.
 """
 
 from dataclasses import replace

@@ -2,9 +2,9 @@
 
 python train.py --config configs/shakespeare_char.py
 
-The paper's block with 10.2M parameters, for one GPU of any recent kind. nanoGPT's model of this
-budget (10.7M parameters, dropout 0.2) has a best validation loss of 1.4697 (its README). Ours has
-not been trained to its end yet.
+The paper's block with 10.2M parameters, for one recent GPU. nanoGPT's model with this budget (10.7M
+parameters, dropout 0.2) has a best validation loss of 1.4697 (its README). Never trained to the end
+by us.
 """
 
 from heinsen_jax.config import (

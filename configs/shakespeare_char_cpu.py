@@ -2,9 +2,9 @@
 
 python train.py --config configs/shakespeare_char_cpu.py
 
-The paper's block with 0.76M parameters, so about those of nanoGPT's model of the same budget, whose
-validation loss is 1.88 (its README). What comes of it is in docs/results.md. Blocks are recomputed
-in backward (`remat`): on a CPU, this is faster than allocating memory at every step.
+The paper's block with 0.76M parameters, about as many as nanoGPT's model with the same budget,
+whose validation loss is 1.88 (its README). Results are in docs/results.md. Blocks are recomputed in
+the backward pass (`remat`): on a CPU, this is faster than allocating memory at every step.
 """
 
 from heinsen_jax.config import (

@@ -1,12 +1,12 @@
-"""Tiny Shakespeare, byte by byte, in nanoGPT's CPU budget: the best log-attention found so far.
+"""Tiny Shakespeare, byte by byte, with nanoGPT's CPU budget: our best log-attention model.
 
 python train.py --config configs/shakespeare_char_decay.py
 
 The decay block: a convolution of 4 tokens before each branch, and log-attention over values of any
 sign, with decay by head. 0.83M parameters, 2000 updates of 12 x 64 characters, as in
-shakespeare_char_cpu.py; also measured in windows of 256 and 1024 characters, which are longer than
-any it learned from. What comes of it, and what softmax attention reaches with the same help, is in
-the report of the study configs/studies/language_model.py.
+shakespeare_char_cpu.py; also evaluated on sequences of 256 and 1024 characters, longer than in
+training. Results, also of softmax attention in the same block, are in the report of the study
+configs/studies/language_model.py.
 """
 
 from dataclasses import replace

@@ -11,13 +11,13 @@
 # %% [markdown]
 # # 1. The mechanism by hand
 #
-# Softmax attention compares every token with every other. [Heinsen
-# (2024)](https://arxiv.org/abs/2404.05843) changes one thing, the score of a query and a key, and
-# all that attention needs of the past becomes a sum. A sum can be carried along: the millionth
-# token costs as much as the first.
+# Softmax attention compares every token with every other token. [Heinsen
+# (2024)](https://arxiv.org/abs/2404.05843) changes one thing, the score of a query and a key. All
+# that attention needs from the past then becomes a sum, which can be carried from token to token:
+# the millionth token costs as much as the first.
 #
-# Here that is done step by step, with ten tokens and a few lines of NumPy, and at the end with a
-# stream that never ends.
+# This notebook derives it step by step, with ten tokens and a few lines of NumPy, and ends with an
+# unlimited stream.
 
 # %%
 import itertools
@@ -38,12 +38,12 @@ value = np.exp(rng.standard_normal((tokens, value_depth)))  # positive, for now
 # %% [markdown]
 # ## The score
 #
-# A query $q$ and a key $k$ score $\log \sum_i e^{q_i} e^{k_i}$, the logarithm of the product of
-# their exponentials. The softmax of scores is what it always was (eq. 1):
+# The score of a query $q$ and a key $k$ is $\log \sum_i e^{q_i} e^{k_i}$, the logarithm of the dot
+# product of their exponentials. Attention is the softmax of scores, as usual (eq. 1):
 #
 # $$Y = \mathrm{Softmax}\left(\log \exp(Q) \exp(K)^T\right) V$$
 #
-# A causal token sees itself and those before it.
+# A causal token attends to itself and to earlier tokens.
 
 
 # %%
@@ -59,25 +59,26 @@ quadratic = weights @ value
 
 plt.figure(figsize=(4, 3.4))
 plt.imshow(weights, cmap="magma")
-plt.xlabel("token that is seen")
-plt.ylabel("token that sees")
+plt.xlabel("key position")
+plt.ylabel("query position")
 plt.title("attention weights: each row sums to 1")
 plt.colorbar()
 
 # %% [markdown]
-# This is a $T \times T$ matrix: twice the text, four times the work. So far nothing is gained.
+# This is a $T \times T$ matrix: a sequence of twice the length needs four times the work. So far
+# nothing is gained.
 #
 # ## The logarithm cancels the exponential
 #
-# $\mathrm{softmax}(\log x) = x / \sum x$. The exponential in softmax meets the logarithm in the
-# score, and what is left is a matrix product, whose brackets may be moved:
+# $\mathrm{softmax}(\log x) = x / \sum x$. The exponential in the softmax cancels the logarithm in
+# the score. A matrix product remains, which is associative:
 #
 # $$Y = \frac{\left(e^{Q} e^{K^T}\right) V}{\left(e^{Q} e^{K^T}\right) 1}
 #     = \frac{e^{Q} \left(e^{K^T} V\right)}{e^{Q} \left(e^{K^T} 1\right)}
 #     = \frac{e^{Q} S}{e^{Q} Z}$$
 #
-# $S$ has `key_depth x value_depth` numbers and $Z$ has `key_depth`, however many tokens there are.
-# For a causal token, they are sums over the tokens so far: running sums.
+# $S$ has `key_depth x value_depth` elements and $Z$ has `key_depth`, for any number of tokens. For
+# causal attention they are running sums over the tokens.
 
 # %%
 S = np.cumsum(np.exp(key)[:, :, None] * value[:, None, :], axis=0)
@@ -90,17 +91,17 @@ linear = numerator / denominator[:, None]
 print("largest difference from the quadratic form:", np.abs(linear - quadratic).max())
 
 # %% [markdown]
-# The same numbers, and no matrix of tokens by tokens.
+# The results are the same, without a matrix of tokens by tokens.
 #
 # ## In log space
 #
-# Exponentials overflow: a float32 ends at $e^{88}$. So everything is kept as its logarithm, and
-# sums become log-sums of exponentials, which do not (eq. 2 to 6):
+# Exponentials overflow: the largest float32 is $e^{88}$. Therefore everything is represented by its
+# logarithm, and sums become log-sums of exponentials, which do not overflow (eqs. 2 to 6):
 #
 # $$\log Y = \mathrm{LSE}_k(Q + H_S) - \mathrm{LSE}_k(Q + H_Z), \qquad
 #   H_S = \mathrm{LSE}_s(K_s + \log V_s), \quad H_Z = \mathrm{LSE}_s(K_s)$$
 #
-# Values go in as logarithms, and come out as such.
+# Values are given as logarithms, and outputs are logarithms as well.
 
 
 # %%
@@ -116,9 +117,9 @@ in_logs = log_sum_exp(query[:, :, None] + H_S, 1) - log_sum_exp(query + H_Z, 1)[
 print("largest difference:", np.abs(np.exp(in_logs) - quadratic).max())
 
 # %% [markdown]
-# That is all there is to it. `log_attention` is this formula, made fast by matrix products over
-# chunks and exact for any finite input. It takes `[..., tokens, heads, depth]`, as
-# `jax.nn.dot_product_attention` does; here there is one head.
+# This is the whole mechanism. `log_attention` computes this formula by matrix products over chunks,
+# exactly for any finite input. Its arguments are `[..., tokens, heads, depth]`, as in
+# `jax.nn.dot_product_attention`; here with one head.
 
 
 # %%
@@ -130,15 +131,15 @@ log_y = log_attention(one_head(query), one_head(key), one_head(log_value))
 print("largest difference:", np.abs(np.exp(log_y[:, 0]) - quadratic).max())
 
 # %% [markdown]
-# ## A stream that never ends
+# ## An unlimited stream
 #
-# What is carried along is $(H_S, H_Z)$. It begins as the state of no tokens, $\log 0 = -\infty$.
-# Here a generator yields a token at a time, for ever; we stop looking when we like. The state has
-# as many numbers after token 5000 as after token 1.
+# The state is $(H_S, H_Z)$. Initially it is the state of no tokens, $\log 0 = -\infty$. Here a
+# generator yields an unlimited number of tokens, one at a time. The state has the same size after
+# token 5000 as after token 1.
 
 
 # %%
-def endless(seed):
+def unlimited(seed):
     rng, sizes = np.random.default_rng(seed), (key_depth, key_depth, value_depth)
     while True:
         yield tuple(rng.standard_normal((1, 1, size), np.float32) for size in sizes)
@@ -150,24 +151,25 @@ def read_and_add(state, query, key, log_value):
 
 
 state = LogAttentionState.empty((), num_kv_heads=1, key_depth=key_depth, value_depth=value_depth)
-seen, outputs, sizes = [], [], []
-for token in itertools.islice(endless(seed=1), 5000):
+inputs, outputs, sizes = [], [], []
+for token in itertools.islice(unlimited(seed=1), 5000):
     log_y, state = read_and_add(state, *token)
-    seen.append(token)
+    inputs.append(token)
     outputs.append(log_y)
     sizes.append(sum(x.size for x in jax.tree.leaves(state)))
-print("numbers in the state after tokens 1, 100, 5000:", sizes[0], sizes[99], sizes[4999])
+print("elements of the state after tokens 1, 100, 5000:", sizes[0], sizes[99], sizes[4999])
 
-everything = [np.concatenate(parts) for parts in zip(*seen, strict=True)]
-at_once = log_attention(*everything)
-print("stream and whole text differ by at most", np.abs(np.concatenate(outputs) - at_once).max())
+everything = [np.concatenate(parts) for parts in zip(*inputs, strict=True)]
+single_call = log_attention(*everything)
+difference = np.abs(np.concatenate(outputs) - single_call).max()
+print("largest difference of the stream from a single call:", difference)
 
 # %% [markdown]
-# ## States add up
+# ## States are additive
 #
-# The state of two texts, one after the other, is the sum of their states, here of their
-# exponentials. So a text may be cut into pieces, each absorbed on its own, on another machine if
-# need be; a tree of merges makes them one.
+# The state of two consecutive sequences is the sum of their states (of their exponentials, in log
+# space). A sequence can therefore be split into chunks that are processed independently, even on
+# different machines, and merged in a tree.
 
 # %%
 _, keys, log_values = everything
@@ -178,12 +180,12 @@ merged = first.merge(rest)
 print("merged and streamed H_S differ by", jnp.abs(merged.log_s - state.log_s).max())
 
 # %% [markdown]
-# ## What it costs, and what it gives away
+# ## The price
 #
-# Nothing is free. A softmax over $q \cdot k$ can put nearly all weight on one token of thousands.
-# Here weights are $\sum_i e^{q_i + k_i}$, a sum of `key_depth` products: a key stands out only by a
-# large feature, which every query that weighs this feature then sees. How much that matters is the
-# subject of notebook 5; what it buys is the subject of the next.
+# A softmax over $q \cdot k$ can put nearly all weight on one token among thousands. Here weights
+# are $\sum_i e^{q_i + k_i}$, a sum of `key_depth` products: a key stands out only by a large
+# feature, which then affects all queries with a large value of this feature. Notebook 5 measures
+# how much this matters; notebook 2 shows what is gained.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True)

@@ -9,10 +9,10 @@
 # ---
 
 # %% [markdown]
-# # 2. What constant cost means
+# # 2. Constant cost per token
 #
-# The same question, put to softmax attention and to log-attention: what does it take to read a text
-# of $T$ tokens, what must be remembered of it, and what does one more token cost?
+# This notebook measures three costs of softmax attention and log-attention: processing a sequence
+# of $T$ tokens, the memory of its state or cache, and one further token.
 
 # %%
 import time
@@ -29,7 +29,7 @@ HEADS, DEPTH = 4, 32
 
 
 def seconds(function, *arguments, times=3):
-    """The least of a few calls, after one that compiles."""
+    """Return the minimum time of a few calls, after compilation."""
     jax.block_until_ready(function(*arguments))
     taken = []
     for _ in range(times):
@@ -45,10 +45,10 @@ def tokens(length):
 
 
 # %% [markdown]
-# ## Reading a text
+# ## Processing a sequence
 #
-# Softmax attention compares all pairs: twice the text, four times the work. Log-attention is
-# linear. Both are compiled by XLA, and run on whatever this notebook runs on.
+# Softmax attention compares all pairs of tokens: twice the length needs four times the work.
+# Log-attention is linear. Both are compiled by XLA.
 
 # %%
 softmax = jax.jit(lambda q, k, v: dot_product_attention(q, k, v, is_causal=True))
@@ -62,11 +62,11 @@ for length, a, b in zip(lengths, *times.values(), strict=True):
     print(f"{length:5} tokens: softmax {1e3 * a:7.1f} ms, log {1e3 * b:6.1f} ms")
 
 # %% [markdown]
-# ## What is remembered
+# ## State size
 #
-# A layer says how many bytes it keeps after so many tokens: `state_size`. Softmax attention keeps
-# every key and every value. Log-attention keeps $H_S$ and $H_Z$, for each head
-# `key_depth x (value_depth + 1)` numbers, whatever it has read.
+# `state_size` returns the bytes of a layer's state after a number of tokens. Softmax attention
+# caches all keys and values. Log-attention stores $H_S$ and $H_Z$, `key_depth x (value_depth + 1)`
+# elements per head, for any number of tokens.
 
 # %%
 layers = {
@@ -78,10 +78,11 @@ for name, layer in layers.items():
     print(f"{name:15} {layer.state_size(1_000_000):13,} bytes after a million tokens")
 
 # %% [markdown]
-# ## One more token
+# ## One further token
 #
-# Writing a text, a model reads its own state once for each token. That of softmax attention grows
-# with everything written so far. Here is the time for one more token, after so many.
+# In generation, a model reads its whole state for every token. The key/value cache of softmax
+# attention grows with each token. This cell measures the time of one token after contexts of
+# several lengths.
 
 
 # %%
@@ -109,22 +110,22 @@ decoding = {
 figure, axes = plt.subplots(1, 3, figsize=(13, 3.6), layout="constrained")
 for name, values in times.items():
     axes[0].loglog(lengths, values, "o-", label=name)
-axes[0].set(title="reading a text", xlabel="tokens", ylabel="seconds")
+axes[0].set(title="processing a sequence", xlabel="tokens", ylabel="seconds")
 for name, layer in layers.items():
     axes[1].loglog(contexts, [layer.state_size(n) for n in contexts], label=name)
-axes[1].set(title="what is remembered", xlabel="tokens read", ylabel="bytes")
+axes[1].set(title="state or cache", xlabel="tokens of context", ylabel="bytes")
 for name, values in decoding.items():
     axes[2].loglog(decoding_lengths, values, "o-", label=name)
-axes[2].set(title="one more token", xlabel="tokens read", ylabel="seconds")
+axes[2].set(title="one further token", xlabel="tokens of context", ylabel="seconds")
 for panel in axes:
     panel.grid(alpha=0.3)
     panel.legend()
 
 # %% [markdown]
-# ## Twice as far, in the same room
+# ## Any length in constant memory
 #
-# Since a state is all that is kept, a text of any length can be read in pieces, in the memory of
-# one. Here is one of a quarter of a million tokens, in pieces of 16,384.
+# Since only the state is carried, a sequence of any length can be processed in chunks, in the
+# memory of one chunk. Here are a quarter of a million tokens, in chunks of 16,384.
 
 
 # %%
@@ -142,7 +143,7 @@ for key in jax.random.split(jax.random.key(0), pieces):
 taken = time.perf_counter() - start
 size = sum(x.nbytes for x in jax.tree.leaves(state))
 print(f"{pieces * 16_384:,} tokens in {taken:.1f} s, {1e6 * taken / pieces / 16_384:.1f} us each")
-print(f"and what is left of them is {size:,} bytes")
+print(f"state: {size:,} bytes")
 
 # %% [markdown]
-# What is *in* those bytes, and what is not, is the price. Notebooks 4 and 5 look at it.
+# A state of constant size cannot contain everything. Notebooks 4 and 5 show what it does contain.

@@ -9,10 +9,10 @@
 # ---
 
 # %% [markdown]
-# # 3. Numbers at the edge
+# # 3. Numerical precision
 #
-# Attention with exponentials of keys has a bad name: NaN, overflow, or a result that is quietly
-# wrong. It need not be so. Here are the ways in which simple forms fail, and what is done instead.
+# Attention with exponentials of keys is known for NaN, overflow and silently wrong results. This
+# notebook shows how simple implementations fail, and how `log_attention` avoids it.
 
 # %%
 import jax
@@ -27,13 +27,13 @@ TOKENS, DEPTH = 256, 8
 
 
 def draw(std, rise=0.0):
-    """Query, key and log_value `[T, 1, DEPTH]`; keys rise by so many nats from token to token."""
+    """Return query, key and log_value `[T, 1, DEPTH]`; keys rise by `rise` nats per token."""
     query, key, log_value = std * rng.standard_normal((3, TOKENS, 1, DEPTH))
     return query, key + rise * np.arange(TOKENS)[:, None, None], log_value
 
 
 def truth(query, key, log_value):
-    """The definition, token by token, in float64 and log space."""
+    """Compute the definition token by token, in float64 and log space."""
     H_S = np.logaddexp.accumulate(key[:, 0, :, None] + log_value[:, 0, None, :])
     H_Z = np.logaddexp.accumulate(key[:, 0])
     log_S = np.logaddexp.reduce(query[:, 0, :, None] + H_S, 1)
@@ -52,7 +52,7 @@ def report(name, log_y, expected):
 
 
 # %% [markdown]
-# ## The simple form
+# ## The simple implementation
 #
 # $S = \sum e^{K} V$ and $Z = \sum e^{K}$ as running sums, as in notebook 1, in float32.
 
@@ -75,8 +75,8 @@ CASES = {
     "ordinary": {"std": 1.0},
     "large": {"std": 30.0},
     "huge": {"std": 1e4},
-    "rising by 1 nat a token": {"std": 1.0, "rise": 1.0},
-    "falling by 1 nat a token": {"std": 1.0, "rise": -1.0},
+    "rising by 1 nat per token": {"std": 1.0, "rise": 1.0},
+    "falling by 1 nat per token": {"std": 1.0, "rise": -1.0},
 }
 for name, options in CASES.items():
     inputs = draw(**options)
@@ -85,49 +85,47 @@ for name, options in CASES.items():
     report("  log_attention", ours(*inputs), truth(*inputs))
 
 # %% [markdown]
-# Keys of a trained model reach such sizes, if only for one head and one token, and then a NaN is in
-# every weight by the next update.
+# Keys of a trained model can become this large, if only for one head and one token. One NaN is then
+# in every parameter after the next update.
 #
 # ## "Subtract the maximum"
 #
-# is the usual answer, and for a softmax over all tokens the right one. But a causal token must not
-# see later ones, not even in a maximum. If keys rise, the largest key of a chunk belongs to its
-# last tokens; scaled by it, what the first ones see is smaller than any float32, and they see
-# nothing.
+# is the usual solution, and the right one for a softmax over all tokens. In causal attention,
+# however, the maximum may be that of a later token. If keys rise, the largest key of a chunk
+# belongs to its last tokens; relative to it, the weights of the first tokens underflow in float32.
 
 
 # %%
 def scaled_by_maximum(query, key, log_value):
     query, key, log_value = (jnp.asarray(x[:, 0], jnp.float32) for x in (query, key, log_value))
-    seen = jnp.tril(jnp.ones((TOKENS, TOKENS)))
-    weights = seen * (jnp.exp(query) @ jnp.exp(key - key.max(0)).T)  # one scale for all tokens
+    visible = jnp.tril(jnp.ones((TOKENS, TOKENS)))
+    weights = visible * (jnp.exp(query) @ jnp.exp(key - key.max(0)).T)  # one scale for all tokens
     return jnp.log((weights @ jnp.exp(log_value)) / weights.sum(1, keepdims=True))
 
 
 for rise in (0.1, 0.5, 1.0, 4.0):
     inputs = draw(1.0, rise)
-    print(f"rising by {rise} nats a token")
+    print(f"rising by {rise} nats per token")
     report("  one maximum for all", scaled_by_maximum(*inputs), truth(*inputs))
     report("  log_attention", ours(*inputs), truth(*inputs))
 
 # %% [markdown]
-# `log_attention` looks first. Where keys rise little within a chunk of 64 tokens, which is nearly
-# always, one matrix product with such a scale is exact and as fast as can be. Where they rise
-# further, chunks are halved, and halved again, so that each scale is of tokens all of which are
-# seen; and where even values lie too far apart, sums are taken in log space. The choice is made for
-# blocks of tokens, on the device, and costs 2% of the time.
+# `log_attention` measures the rise of keys first. If it is small within a chunk, as in nearly all
+# models, matrix products with one scale per chunk are exact and fast. Otherwise an exact tier
+# computes the scores in log space and one softmax per token. The tier is chosen for each block of
+# tokens, on the device.
 #
 # ## The state of no tokens
 #
-# The paper begins with a state of zeros (eq. 7). In log space that is a token: $\log 1$, not
-# $\log 0$. It is seen for ever.
+# The paper starts from a state of zeros (eq. 7). In log space this is $\log 1$, not $\log 0$: an
+# additional token that all later tokens attend to.
 
 # %%
 query, key, log_value = (jnp.asarray(x, jnp.float32) for x in draw(1.0))
 zeros = LogAttentionState(jnp.zeros((1, DEPTH, DEPTH)), jnp.zeros((1, DEPTH)))
-nothing = LogAttentionState.empty((), 1, DEPTH, DEPTH)
+empty_state = LogAttentionState.empty((), 1, DEPTH, DEPTH)
 expected = truth(*(np.asarray(x, np.float64) for x in (query, key, log_value)))
-for name, state in (("zeros", zeros), ("log 0", nothing)):
+for name, state in (("zeros", zeros), ("log 0", empty_state)):
     error = np.abs(log_attention(query, key, log_value, initial_state=state)[:, 0] - expected)
     print(
         f"from {name:6}: error after token 1: {error[0].max():.3f}, "
@@ -135,28 +133,29 @@ for name, state in (("zeros", zeros), ("log 0", nothing)):
     )
 
 # %% [markdown]
-# But $-\infty$ has traps of its own: $-\infty - (-\infty)$ is NaN, and a function that is right at
-# $-\infty$ may have a NaN for its gradient there. A token that sees nothing has log Y = $-\infty$
-# here, and gradients of 0.
+# But $-\infty$ needs care: $-\infty - (-\infty)$ is NaN, and a function with the right value at
+# $-\infty$ may have a NaN gradient there. In `log_attention` a token without visible tokens has log
+# Y = $-\infty$ and zero gradients.
 
 # %%
 seq_lengths = jnp.array([0, 100])  # padding after token 0: no valid token
 
 
 def of_padding(query):
-    y = log_attention(query[None], key[None], log_value[None], key_value_seq_lengths=seq_lengths[:1])
+    arrays = query[None], key[None], log_value[None]
+    y = log_attention(*arrays, key_value_seq_lengths=seq_lengths[:1])
     return jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0))
 
 
-print("gradient of seeing nothing:", jnp.abs(jax.grad(of_padding)(query)).max())
+print("gradient without visible tokens:", jnp.abs(jax.grad(of_padding)(query)).max())
 naive_gradient = jax.grad(lambda x: jax.nn.logsumexp(x))(jnp.full(3, -jnp.inf))
-print("that of jax.nn.logsumexp at log 0:", naive_gradient)
+print("gradient of jax.nn.logsumexp at log 0:", naive_gradient)
 
 # %% [markdown]
-# ## Sums that drift
+# ## Drift of sums
 #
-# A float32 holds 7 digits. A running sum over many tokens, rounded at each, drifts; summed in a
-# tree, it does not. The state after $T$ tokens, against float64:
+# A float32 has 7 digits. A running sum that is rounded at every token drifts; a tree of sums does
+# not. This cell compares the state after $T$ tokens with float64:
 
 # %%
 lengths = [2**i for i in range(8, 18)]
@@ -175,7 +174,7 @@ def state_after(n):
 
 steady = [np.abs(state_after(n) - exact[n - 1]).max() for n in lengths]
 plt.figure(figsize=(5, 3.2))
-plt.loglog(lengths, drift, "o-", label="one token after another")
+plt.loglog(lengths, drift, "o-", label="sequential sum")
 plt.loglog(lengths, steady, "o-", label="heinsen_jax")
 plt.xlabel("tokens")
 plt.ylabel("error of the state")
@@ -183,9 +182,10 @@ plt.legend()
 plt.grid(alpha=0.3)
 
 # %% [markdown]
-# ## How far it goes
+# ## Range of inputs
 #
-# Errors relative to $1 + |\log Y|$ and the inputs' own size, from tiny inputs to absurd ones.
+# Errors relative to $1 + |\log Y|$ plus the standard deviation of the inputs, over 33 orders of
+# magnitude.
 
 # %%
 sizes = [10.0**i for i in range(-3, 31, 3)]
@@ -196,4 +196,4 @@ for std in sizes:
     found = np.asarray(ours(*inputs), np.float64)
     assert np.all(np.isfinite(found))
     errors.append(np.max(np.abs(found - expected) / (1 + np.abs(expected) + std)))
-print("largest error:", f"{max(errors):.0e}", " of inputs from 0.001 to 1e30; nothing is NaN")
+print(f"largest error for inputs from 0.001 to 1e30: {max(errors):.0e}; all outputs are finite")

@@ -9,11 +9,11 @@
 # ---
 
 # %% [markdown]
-# # 4. Train one, and look inside
+# # 4. Train a model and inspect it
 #
-# A small model learns the source of Python's standard library, byte by byte, in less than a minute
-# on a laptop. Then we look at what it does: whom its tokens attend to, what its state holds, how
-# long it remembers; and let it write.
+# A small model trains on the source of Python's standard library, byte by byte, in less than a
+# minute on a laptop. Then this notebook shows its attention weights, the contents and time
+# constants of its state, and generated text.
 
 # %%
 import contextlib
@@ -36,9 +36,9 @@ from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
 
 # %% [markdown]
-# A configuration is a value: take one that there is, and change what you like. This is the
-# quickstart's, with 200 steps, in the standard block (attention, then an MLP), one layer of
-# log-attention with decay, and one of additive attention.
+# A configuration is a value, derived from another one by changing fields. This is the quickstart's,
+# with 200 steps, in the standard block (attention, then an MLP), with one layer of log-attention
+# with decay and one of additive attention.
 
 # %%
 ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
@@ -50,7 +50,7 @@ config = replace(
         num_layers=2,
         model_dim=64,
         attention=("log", "additive"),
-        # "scan" takes the least time to compile, and no more to run on texts this short
+        # "scan" compiles fastest, and is as fast on sequences this short
         attention_options=(("log.decay", "feature"), ("log.implementation", "scan")),
         block="standard",
         convolution_size=4,
@@ -62,7 +62,7 @@ workdir = Path(tempfile.mkdtemp()) / "run"
 workdir.mkdir()
 dataset = data.load(config.data)
 record(workdir, config, dataset)
-with contextlib.redirect_stdout(io.StringIO()):  # a progress bar, if this were a terminal
+with contextlib.redirect_stdout(io.StringIO()):  # hide the progress bar
     result = train(workdir, dataset, config)
 print({name: round(value, 3) for name, value in result.metrics.items()})
 
@@ -75,8 +75,8 @@ plt.ylabel("loss (nats per byte)")
 plt.grid(alpha=0.3)
 
 # %% [markdown]
-# The run's folder has all of it: configuration, metrics, checkpoints, tokenizer. `load_run` gives
-# the model back.
+# The run's folder contains configuration, metrics, checkpoints and tokenizer. `load_run` restores
+# the model.
 
 # %%
 model, tokenizer, step = load_run(workdir)
@@ -85,14 +85,14 @@ tokens = jnp.array(tokenizer.encode_ordinary(text))
 letters = [repr(c)[1:-1] for c in text]
 
 
-def layer(turn, number=0):
-    """A block of the model, out of the stack that it is kept in."""
-    graph, parameters = nnx.split(model.blocks[turn])
+def layer(index, number=0):
+    """Return a block of the model, taken from the stack of blocks."""
+    graph, parameters = nnx.split(model.blocks[index])
     return nnx.merge(graph, jax.tree.map(lambda x: x[number], parameters))
 
 
 def attention_input(tokens):
-    """What the first block's attention is given."""
+    """Return the first block's attention layer and its input."""
     x, _ = model.position(model.embed(tokens), state=model.position.init_state(()))
     block = layer(0)
     x, _ = block.convolutions[0](block.norm(x), state=None)
@@ -100,10 +100,10 @@ def attention_input(tokens):
 
 
 # %% [markdown]
-# ## Whom a token attends to
+# ## Attention weights
 #
-# Log-attention never forms attention weights, but they are well defined: what token $t$ takes from
-# token $s$ is in proportion to $\sum_i \exp(Q_{ti} + K_{si} + D_{ts,i})$, where $D$ is the decay of
+# Log-attention never computes attention weights, but they are well defined: token $t$ attends to
+# token $s$ in proportion to $\sum_i \exp(Q_{ti} + K_{si} + D_{ts,i})$, where $D$ is the decay of
 # feature $i$ between them. `importance` computes them.
 
 # %%
@@ -111,7 +111,7 @@ log_layer, x = attention_input(tokens)
 weights = log_layer.importance(x)
 _, _, log_value = log_layer.heads(x)
 by_hand = log_layer.out_proj(jnp.log(jnp.einsum("tsh,shv->thv", weights, jnp.exp(log_value))))
-print("these weights give the layer's own result, but for", jnp.abs(by_hand - log_layer(x)).max())
+print("largest difference from the output of the layer:", jnp.abs(by_hand - log_layer(x)).max())
 
 figure, axes = plt.subplots(1, 4, figsize=(16, 4.4), layout="constrained")
 for head, panel in enumerate(axes):
@@ -121,13 +121,12 @@ for head, panel in enumerate(axes):
     panel.set_yticks(range(len(letters)), letters, fontsize=5)
 
 # %% [markdown]
-# Rows that fade to the left show decay; vertical lines are tokens with large keys. A sharp
-# row, all of one token, is rare: that would take a very large key.
+# Rows that darken to the left show decay; vertical lines are tokens with large keys. Rows with
+# nearly all weight on one token are rare, since they need a very large key.
+# ## Additive attention
 #
-# ## Which tokens matter
-#
-# Additive attention (Fastformer) has no pairs at all. Each token has one weight a head, for its
-# query and for its key, and what is pooled under these weights is what all see.
+# Additive attention (Fastformer) has no pairwise weights. Each token has one weight per head for
+# its query and one for its key, and all tokens share the averages under these weights.
 
 # %%
 x_after, _ = model.position(model.embed(tokens), state=model.position.init_state(()))
@@ -138,16 +137,15 @@ of_queries, of_keys = block.attention.importance(normed)
 
 figure, axes = plt.subplots(2, 1, figsize=(14, 3.2), layout="constrained", sharex=True)
 for panel, weights, name in zip(axes, (of_queries, of_keys), ("queries", "keys"), strict=True):
-    panel.imshow(weights[-1].T, cmap="magma", aspect="auto")  # as the last token sees them
+    panel.imshow(weights[-1].T, cmap="magma", aspect="auto")  # weights at the last token
     panel.set_ylabel(f"head, {name}")
 axes[1].set_xticks(range(len(letters)), letters, fontsize=7)
 
 # %% [markdown]
-# ## What the state holds
+# ## Contents of the state
 #
-# After the text, each head of log-attention has $H_S$ and $H_Z$. Their difference is what each key
-# feature remembers: a log-average of the values, and by how much a feature outweighs the others
-# says how much has been written to it lately.
+# After the sequence, each head of log-attention has a state $(H_S, H_Z)$. The difference of the two
+# is the log of the average value under each key feature.
 
 # %%
 _, state = model(tokens, return_state=True)
@@ -161,27 +159,27 @@ for head, panel in enumerate(axes):
     figure.colorbar(image, ax=panel)
 
 # %% [markdown]
-# How long does a feature remember? The decay of each token says so: a feature that is multiplied by
-# $f$ at every token halves in $\log 2 / -\log f$ tokens.
+# Decay determines the time constant of a feature: one that is multiplied by $f$ at every token
+# halves in $\log 2 / -\log f$ tokens.
 
 # %%
-fade = jax.nn.log_sigmoid(log_layer.decay_proj(x))  # [tokens, heads x features]
-half_life = np.log(2) / -np.asarray(fade.mean(0))
+log_decay = jax.nn.log_sigmoid(log_layer.decay_proj(x))  # [tokens, heads x features]
+half_life = np.log(2) / -np.asarray(log_decay.mean(0))
 plt.figure(figsize=(5, 3))
 plt.hist(np.log10(half_life), 30)
-plt.xlabel("log10 of the tokens in which a feature halves")
-plt.ylabel("features of all heads")
+plt.xlabel("log10 of the half-life in tokens")
+plt.ylabel("number of features")
 print(f"from {half_life.min():.1f} to {half_life.max():.0f} tokens")
 
 # %% [markdown]
-# ## Let it write
+# ## Generation
 #
-# Each further byte costs the same, and what the model keeps stays as large as it is.
+# Every byte costs the same, and the size of the state is constant.
 
 # %%
 prompt = jnp.array(tokenizer.encode_ordinary("def "))
-written = generate(model, prompt, 300, temperature=0.8, top_k=40, key=jax.random.key(0))
-print("def " + tokenizer.decode(written.tolist(), errors="replace"))
+generated = generate(model, prompt, 300, temperature=0.8, top_k=40, key=jax.random.key(0))
+print("def " + tokenizer.decode(generated.tolist(), errors="replace"))
 print(
     "\nbytes of state after 304 tokens, and after a million:",
     model.state_size(304),

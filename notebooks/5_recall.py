@@ -9,15 +9,15 @@
 # ---
 
 # %% [markdown]
-# # 5. Who can remember?
+# # 5. Associative recall
 #
-# *Associative recall* shows what a state of fixed size gives up. A text is a list of pairs, a key
-# and its value; then keys come again, and the model is to say their values:
+# *Associative recall* shows the limits of a state of constant size. A sequence is a list of
+# key/value pairs, followed by some of the keys, for which the model has to predict the values:
 #
 #     k1 v1  k2 v2  k3 v3  ...   k2 [v2]   k1 [v1]   ...
 #
-# Softmax attention keeps every pair, and looks up the one that matches. A mechanism with a state of
-# constant size must have put all pairs into it. How many fit?
+# Softmax attention caches every pair and attends to the matching one. A mechanism with a state of
+# constant size must store all pairs in it. How many fit?
 
 # %%
 import contextlib
@@ -38,24 +38,24 @@ from heinsen_jax.training.metrics import read_metrics
 # %% [markdown]
 # ## The task
 #
-# `Recall` draws examples without end. Only answers count, in training and in measuring: everything
-# else is random, and not to be predicted.
+# `Recall` generates an unlimited number of examples. Only answers count in the loss and in the
+# accuracy: all other tokens are random.
 
 # %%
 task = Recall(
     vocab_size=64, num_pairs=4, sequence_length=32, batch_size=32, validation_examples=256
 )
 draw = data.TaskDataset(task).train_row(task, seed=0)
-tokens, asked = draw(0)
+tokens, is_answer = draw(0)
 print("tokens: ", tokens)
-print("answers:", np.where(asked, tokens[1:], 0))
+print("answers:", np.where(is_answer, tokens[1:], 0))
 
 # %% [markdown]
-# ## A race
+# ## Comparison of mechanisms
 #
-# The same small model with each mechanism, that of `configs/recall.py` made smaller: two layers of
-# width 32, a convolution of two tokens before each branch, so that a key and its value meet. A few
-# hundred steps each, some seconds on a CPU.
+# Each mechanism is trained in the same small model, derived from `configs/recall.py`: two layers of
+# width 32, with a convolution of two tokens before each branch, which combines a key with its
+# value. Each run has a few hundred steps and needs some seconds on a CPU.
 
 # %%
 ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
@@ -78,14 +78,14 @@ MECHANISMS = {
     "linear": {"attention": "linear"},
     "log": {
         "attention": "log",
-        # of values of any sign; by the form that takes the least time to compile
+        # values of any sign; the implementation that compiles fastest
         "attention_options": (("log.values", "linear"), ("log.implementation", "scan")),
     },
 }
 
 
 def accuracy_over_time(config):
-    """Accuracy on new examples, at each evaluation."""
+    """Return the accuracy on validation examples at each evaluation."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         train(Path(folder), data.load(config.data), config)
         rows = read_metrics(Path(folder))
@@ -108,13 +108,12 @@ plt.grid(alpha=0.3)
 plt.legend()
 
 # %% [markdown]
-# A window loses old tokens. A state of constant size holds a few pairs, and more with more
-# features: 32 bits for each pair of a key feature and a value feature.
+# A window loses old tokens. A state of constant size stores a few pairs, and more of them with more
+# features: 32 bits for each combination of a key feature and a value feature.
+# ## Capacity of the state
 #
-# ## What does a state hold?
-#
-# Log-attention again, with 2 and with 8 pairs, at the same length. Nothing changes but how much
-# is to be remembered.
+# Log-attention with 2 and with 8 pairs, at the same sequence length: only the number of pairs to
+# store changes.
 
 # %%
 held = {}
@@ -125,10 +124,10 @@ for pairs in (2, 8):
             base, data=replace(task, num_pairs=pairs), model=replace(base.model, **fields)
         )
         held[pairs, depth] = accuracy_over_time(config)[-1]
-        print(f"{pairs} pairs, {depth} key features a head: {held[pairs, depth]:.3f}")
+        print(f"{pairs} pairs, {depth} key features per head: {held[pairs, depth]:.3f}")
 
 # %% [markdown]
-# Small models and few steps: a study asks the same of every mechanism, with learning rates of its
-# own for each, and longer texts:
+# These are small models and few steps. A study compares all mechanisms on longer sequences, with
+# tuned learning rates:
 #
 #     python -m heinsen_jax.study configs/studies/recall.py --jobs 2

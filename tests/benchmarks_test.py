@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def run(name: str, output: Path, *arguments: str) -> dict:
     command = [sys.executable, str(ROOT / "benchmarks" / name), "--output", str(output)]
-    command += ["--config", str(ROOT / "configs/quickstart.py"), "--turns", "1", *arguments]
+    command += ["--config", str(ROOT / "configs/quickstart.py"), "--repeats", "1", *arguments]
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     return json.loads(output.read_text())
 

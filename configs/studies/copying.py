@@ -1,9 +1,9 @@
-"""Who copies a string, and a longer one than it ever saw?
+"""Copying strings, and longer strings than in training.
 
 python -m heinsen_jax.study configs/studies/copying.py --jobs 2
 
-Learned at 5 to 20 letters, tested at up to 60 (Jelassi et al., 2024). For two CPU cores
-and half an hour.
+Trained on 5 to 20 letters, tested on up to 60 (Jelassi et al., 2024). Needs half an hour on two
+CPU cores.
 """
 
 from dataclasses import replace
@@ -13,9 +13,9 @@ from heinsen_jax.config import load_config
 from heinsen_jax.study import Lengths, Study, sweeps
 
 ABOUT = """
-Strings of 5 to 20 of 26 letters are learned, and all lengths of the plot tested. A letter counts as
-right given those before it. Two layers of width 64, a convolution of 4 tokens before each branch,
-no other positions, 800 updates of 64 strings.
+Trained on strings of 5 to 20 of 26 letters, tested on all lengths in the plot. Each letter is
+predicted given the correct letters before it. Two layers of width 64, a convolution of 4 tokens
+before each branch, no position encoding, 800 updates of 64 strings.
 """
 TESTED = 10, 20, 30, 40, 60
 MECHANISMS = (
@@ -36,7 +36,7 @@ def get_study() -> Study:
     base = load_config(Path(__file__).parents[1] / "copying.py")
     known = sweeps.causal_mechanisms(length=64)
     return Study(
-        title="Copying strings, and longer ones than were learned",
+        title="Copying strings, and longer strings than in training",
         about=ABOUT,
         base=replace(
             base,

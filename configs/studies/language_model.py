@@ -1,9 +1,9 @@
-"""Is there a log-attention that beats softmax attention, given the same help?
+"""Log-attention and softmax attention as language models in the same block.
 
 python -m heinsen_jax.study configs/studies/language_model.py --jobs 2
 
-Tiny Shakespeare in nanoGPT's CPU budget, at most 0.85M parameters. For two CPU cores and an
-hour.
+Tiny Shakespeare with nanoGPT's CPU budget, at most 0.85M parameters. Needs an hour on two CPU
+cores.
 """
 
 from dataclasses import replace
@@ -14,10 +14,10 @@ from heinsen_jax.study import Ranking, Study, sweeps
 
 ABOUT = """
 2000 updates of 12 x 64 characters, the budget of nanoGPT's CPU recipe, for which its README reports
-1.88. Loss in nats per character, over the whole validation text: in windows of 64 characters, as in
-training, and in windows of 256 and 1024, which no model has learned from. All but the paper's model
-have four layers of width 128, with an MLP of 512 and a convolution of 4 tokens before each
-branch. Learned positions end at 64.
+1.88. Loss in nats per character, over the whole validation text: on sequences of 64 characters, as
+in training, and on longer sequences of 256 and 1024. All models but the paper's have four layers of
+width 128, with an MLP of 512 and a convolution of 4 tokens before each branch. Learned positions
+are limited to sequences of 64.
 """
 
 
@@ -34,7 +34,7 @@ def get_study() -> Study:
         "data.test_lengths": (),
     }
     return Study(
-        title="Log-attention beside softmax attention, with the same help",
+        title="Log-attention and softmax attention in the same block",
         about=ABOUT,
         base=replace(
             base,

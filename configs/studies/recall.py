@@ -1,9 +1,9 @@
-"""How much does a state hold? Recall against bytes of state, for every causal mechanism.
+"""Associative recall against state size, for every causal mechanism.
 
 python -m heinsen_jax.study configs/studies/recall.py --jobs 2
 
-Small, for two CPU cores and an hour: 8 pairs of a vocabulary of 128 at length 64, in 800
-updates of 32 texts. Zoology's own sizes are those of `recall_zoology.py`.
+Needs an hour on two CPU cores: 8 pairs with a vocabulary of 128 at length 64, 800 updates of 32
+sequences. Zoology's sizes are in `recall_zoology.py`.
 """
 
 from dataclasses import replace
@@ -13,10 +13,10 @@ from heinsen_jax.config import load_config
 from heinsen_jax.study import Points, Study, sweeps
 
 ABOUT = """
-Texts of 64 tokens name 8 keys and their values, and then ask for each value once; a guess among the
-8 is right once in 8. Two layers of each width, a convolution of 4 tokens before each branch, no
-other positions, 800 updates of 32 texts. Small, for two CPU cores: the full size is in
-`configs/studies/recall_zoology.py`. The state is that after 64 tokens, in float32, convolutions
+Sequences of 64 tokens contain 8 keys with their values, and then query each value once; guessing
+among the 8 values has accuracy 1/8. Two layers of each width, a convolution of 4 tokens before each
+branch, no position encoding, 800 updates of 32 sequences. Zoology's sizes are in
+`configs/studies/recall_zoology.py`. State size is that after 64 tokens, in float32, convolutions
 included.
 """
 

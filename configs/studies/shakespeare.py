@@ -1,8 +1,8 @@
-"""Tiny Shakespeare with every causal mechanism, in the same block and budget.
+"""Tiny Shakespeare with every causal mechanism, in the same block and with the same budget.
 
 python -m heinsen_jax.study configs/studies/shakespeare.py --jobs 2
 
-Half of nanoGPT's CPU budget, in a smaller model. For two CPU cores and 40 minutes.
+Half of nanoGPT's CPU budget, in a smaller model. Needs 40 minutes on two CPU cores.
 """
 
 from dataclasses import replace
@@ -12,7 +12,7 @@ from heinsen_jax.config import load_config
 from heinsen_jax.study import Points, Ranking, Study, sweeps
 
 ABOUT = """
-Three layers of width 96, a convolution of 4 tokens before each branch, no other positions; 1000
+Three layers of width 96, a convolution of 4 tokens before each branch, no position encoding; 1000
 updates of 12 x 64 characters. Loss in nats per character, over the whole validation text.
 """
 

@@ -227,14 +227,14 @@ class Harnessed(TemplateLM):
         """Generate text after contexts, greedily unless a task sets do_sample."""
         del disable_tqdm
         found = [""] * len(requests)
-        turns: collections.Counter[tuple[str, str]] = collections.Counter()
+        repetitions: collections.Counter[tuple[str, str]] = collections.Counter()
         alike: dict[tuple[str, int], list[int]] = {}
         for number, request in enumerate(requests):
             context, options = request.args[0], repr(sorted(request.args[1].items()))
-            alike.setdefault((options, turns[context, options]), []).append(number)
-            turns[context, options] += 1
-        for (_, turn), numbers in alike.items():
-            options = self._options(requests[numbers[0]].args[1], turn)
+            alike.setdefault((options, repetitions[context, options]), []).append(number)
+            repetitions[context, options] += 1
+        for (_, repetition), numbers in alike.items():
+            options = self._options(requests[numbers[0]].args[1], repetition)
             for part in _by(self.batch_size, numbers):
                 contexts = [requests[number].args[0] or [self.eot_token_id] for number in part]
                 texts = complete(self.model, self.encoding, contexts, **options)
@@ -243,7 +243,7 @@ class Harnessed(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _options(self, given: Mapping[str, Any], turn: int) -> Options:
+    def _options(self, given: Mapping[str, Any], repetition: int) -> Options:
         """Return the keyword arguments of `complete` for a task's settings; repeated requests draw
         different samples."""
         given = dict(given)
@@ -252,7 +252,7 @@ class Harnessed(TemplateLM):
         most = int(given.pop("max_gen_toks", self.max_gen_toks))
         temperature, top_k = given.pop("temperature", None), given.pop("top_k", None)
         is_random = given.pop("do_sample", temperature not in (None, 0, 0.0))
-        key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), turn)
+        key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), repetition)
         if given:
             raise UserError(
                 f"generation_kwargs.{min(given)}={given[min(given)]!r}: unknown argument; choose "

@@ -45,9 +45,9 @@ def rotary(
             f"positions must have shape {x.shape[-3:-2]} or {x.shape[:-2]}, got {positions.shape}"
         )
     depth, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
-    turns = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))
+    frequencies = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))
     positions = positions.astype(dtype)[..., None, None]
-    angle = positions * turns.reshape((1,) * (positions.ndim - 1) + turns.shape)
+    angle = positions * frequencies.reshape((1,) * (positions.ndim - 1) + frequencies.shape)
     angle = jnp.broadcast_to(angle, (*x.shape[:-1], depth // 2))
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = x[..., ::2].astype(dtype), x[..., 1::2].astype(dtype)

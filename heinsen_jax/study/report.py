@@ -117,10 +117,10 @@ class Ranking:
     def draw(self, axes: Axes, results: Sequence[Result]) -> None:
         ranked = [result for result in results if result.values(self.metric)]
         ranked.sort(key=lambda result: -result.mean(self.metric))
-        for place, result in enumerate(ranked):
+        for row, result in enumerate(ranked):
             values = result.values(self.metric)
-            axes.plot(values, [place] * len(values), "o", color="C0", markersize=4, alpha=0.6)
-            axes.plot(result.mean(self.metric), place, "|", color="black", markersize=12)
+            axes.plot(values, [row] * len(values), "o", color="C0", markersize=4, alpha=0.6)
+            axes.plot(result.mean(self.metric), row, "|", color="black", markersize=12)
         axes.set_yticks(range(len(ranked)), [" ".join(x.compared.values()) for x in ranked])
         axes.set_xlabel(self.metric.replace("_", " "))
 
@@ -144,7 +144,7 @@ def table(results: Sequence[Result], metric: str, extra_metrics: Sequence[str]) 
     """Table of the results: labels, costs, mean and spread of the metric, and each seed."""
     axes = [*results[0].compared, *results[0].tuned]
     costs = ["parameters", "state_bytes"]
-    head = [*axes, *costs, metric, "of each seed", *extra_metrics]
+    head = [*axes, *costs, metric, "by seed", *extra_metrics]
     lines = [[x.replace("_", " ") for x in head], ["---"] * len(head)]
     for result in results:
         found = [(_value(row, metric), row) for row in result.rows]

@@ -43,15 +43,15 @@ SMALL_SIZES = (
 )
 
 
-def configured(*turns: str, options: tuple = (), **fields: Any) -> LanguageModelConfig:
-    small = (pair for pair in SMALL_SIZES if pair[0].partition(".")[0] in turns)
+def configured(*pattern: str, options: tuple = (), **fields: Any) -> LanguageModelConfig:
+    small = (pair for pair in SMALL_SIZES if pair[0].partition(".")[0] in pattern)
     options += tuple(pair for pair in small if pair[0] not in dict(options))
-    sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2 * len(turns)}
-    return LanguageModelConfig(attention=turns, attention_options=options, **sizes | fields)
+    sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2 * len(pattern)}
+    return LanguageModelConfig(attention=pattern, attention_options=options, **sizes | fields)
 
 
-def build(*turns: str, **fields: Any) -> LanguageModel:
-    return random_model(configured(*turns, **fields))
+def build(*pattern: str, **fields: Any) -> LanguageModel:
+    return random_model(configured(*pattern, **fields))
 
 
 @few_or_nightly(["log", "gqa", "linformer", "l1", "colt5"], few=["gqa"])
@@ -115,8 +115,8 @@ def test_a_cache_grows(monkeypatch):
 )
 def test_mechanisms_take_turns(block, remat):
     """Layer by layer, as when each is applied by hand."""
-    turns = ("log", "softmax")
-    model = build(*turns, block=block, remat=remat)
+    pattern = ("log", "softmax")
+    model = build(*pattern, block=block, remat=remat)
     tokens = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
     first = jax.jit(lambda: model.position(model.embed(tokens), state=jnp.zeros((1, 12)))[0])
     last = jax.jit(lambda x: model.norm(x) @ model.embed.embedding[...].T)
@@ -131,7 +131,7 @@ def test_mechanisms_take_turns(block, remat):
         graph, parameters = nnx.split(model.blocks[layer % 2])
         parameters = jax.tree.map(lambda x, n=layer // 2: np.asarray(x)[n], parameters)
         block_ = nnx.merge(graph, parameters)
-        assert type(block_.attention) is attention.mechanism(turns[layer % 2])
+        assert type(block_.attention) is attention.mechanism(pattern[layer % 2])
         assert hasattr(block_.attention, "gate") == (block == "paper")
         x = apply_block(graph, parameters, x)
     expected = last(x)

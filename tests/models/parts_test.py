@@ -115,12 +115,12 @@ def test_the_state_of_a_convolution_is_its_last_inputs():
 
 
 def test_the_decay_block_is_a_standard_one_of_these_parts():
-    turns = {"attention": ("log", "sliding_window"), "num_layers": 2}
+    pattern = {"attention": ("log", "sliding_window"), "num_layers": 2}
     said = {"positions": "none", "convolution_size": 4, "block": "standard"}
     log = ("log.values", "linear"), ("log.decay", "head")
     window = ("sliding_window.window_size", 7), ("sliding_window.rotary", True)
-    ours = model(block="decay", attention_options=window[:1], **turns)
-    parts = model(attention_options=(*log, *window), **said, **turns)
+    ours = model(block="decay", attention_options=window[:1], **pattern)
+    parts = model(attention_options=(*log, *window), **said, **pattern)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
     np.testing.assert_array_equal(apply(ours, tokens), apply(parts, tokens))
     assert ours.blocks[0].attention.config.decay == "head"

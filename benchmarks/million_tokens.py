@@ -128,7 +128,8 @@ def plot(rows: list[dict[str, float]], file: Path) -> None:
     drift.plot(tokens, [row["largest_difference"] for row in rows])
     drift.set(title="float32 against float64", ylabel="largest difference of log p", yscale="log")
     drift.set_ylim(1e-7, 1e-1)
-    for name, label in {"seconds_per_token": "1000 per call", "seconds_of_one": "single token"}.items():
+    labels = {"seconds_per_token": "1000 per call", "seconds_of_one": "single token"}
+    for name, label in labels.items():
         speed.plot(tokens, [1e6 * row[name] for row in rows], label=label)
     speed.set(title="Time", ylabel="microseconds per token", yscale="log")
     speed.legend()

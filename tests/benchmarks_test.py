@@ -1,4 +1,4 @@
-"""The GPU suite's benchmarks run where there is no GPU, on a small model, and say so."""
+"""The benchmarks of the GPU suite, on a small model without a GPU."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_generation(tmp_path):
     assert "GB of states" in rows["softmax", 3000]["refused"]
 
 
-def test_the_suite_knows_its_parts():
+def test_unknown_parts_are_named():
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--parts", "nonsense"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2

@@ -1,4 +1,4 @@
-"""Configurations: every shipped one loads, and each mistake is named in one line."""
+"""Configurations: all shipped ones load, and errors are one line."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_shipped_configurations_load_and_say_how_to_run(path):
+def test_shipped_configurations_load_and_document_their_command(path):
     assert isinstance(load_config(path), ExperimentConfig)
     assert f"python train.py --config configs/{path.name}" in path.read_text()
 
@@ -30,7 +30,7 @@ def test_shipped_configurations_load_by_name(path, tmp_path, monkeypatch):
     assert load_config(path.stem) == load_config(path)
 
 
-def test_a_wrong_name_gets_all_names():
+def test_an_unknown_name_lists_all_names():
     names = ", ".join(path.stem for path in CONFIGS)
     with pytest.raises(UserError) as caught:
         load_config("quickstat")
@@ -79,7 +79,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_config(tmp_path / "nope.py")
 
 
-def test_a_misspelt_key_in_a_file_is_named(tmp_path):
+def test_a_misspelled_field_in_a_file_is_named(tmp_path):
     path = tmp_path / "wrong.py"
     path.write_text(
         "from heinsen_jax.config import *\n"
@@ -96,14 +96,14 @@ def test_a_file_without_get_config_is_named(tmp_path):
         load_config(path)
 
 
-def test_a_misspelt_key_in_a_recorded_configuration_is_named(tmp_path):
+def test_a_misspelled_field_in_a_recorded_configuration_is_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model": {"num_layer": 3}}))
     with pytest.raises(UserError, match=r"config\.json: model\.num_layer: there is no such field"):
         load_config(path)
 
 
-def test_another_architecture_is_refused_with_what_differs(tmp_path):
+def test_another_architecture_is_refused_with_its_differences(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(as_json(ExperimentConfig())))
     other = override(ExperimentConfig(), ["--model.num_layers", "3"])
     with pytest.raises(UserError, match=r"model\.num_layers is 3 here, 24 there"):

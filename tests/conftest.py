@@ -1,10 +1,11 @@
-"""What every test runs under: no implicit rank promotion; float64 and golden cases on request.
+"""Settings and fixtures of all tests: no implicit rank promotion; float64 and golden files on
+request.
 
-Nearly all the time of tests is compilation. So what is compiled is kept, also for further runs, in
-`.pytest_cache/jax` (`rm -r .pytest_cache` clears it), and it is compiled with few optimisations,
-but for modules that use `as_users_compile`. JAX 0.10 still has older emitters of fusions, which
-compile log-attention in a quarter of the time: there tests use them, elsewhere the newer ones.
-Garbage is collected seldom, for tracing makes many objects that live on.
+Tests spend most time on compilation. Compiled functions are therefore cached across runs in
+`.pytest_cache/jax` (`rm -r .pytest_cache` clears it), and compiled with few optimizations, except
+in modules that use `as_users_compile`. JAX 0.10 still has older fusion emitters, which compile
+log-attention in a quarter of the time: tests use them there, and the newer ones elsewhere. Garbage
+is collected rarely, since tracing creates many long-lived objects.
 """
 
 import gc
@@ -54,7 +55,7 @@ for setting, chosen in SETTINGS.items():
     jax.config.update(setting, chosen)
     os.environ[setting.upper()] = str(chosen)  # of processes that tests start
 
-if jax.__version_info__ < (0, 11):  # read when the first function is compiled
+if jax.__version_info__ < (0, 11):  # read at the first compilation
     flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
@@ -67,7 +68,7 @@ hypothesis.settings.load_profile("compiled")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Groups first: at the end one worker would be left alone with a long one."""
+    """Run groups first: otherwise one worker may run a long one alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
@@ -87,14 +88,14 @@ def forget_compiled_functions_of_a_module() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def as_users_compile() -> Iterator[None]:
-    """For modules about numbers, which optimisations may change."""
+    """Compile with all optimizations: for modules about numerics, which these may change."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
 
 
 def memory_maps() -> int:
-    """How many this process has; 0 where the system does not say."""
+    """Return the number of memory maps of this process; 0 if unknown."""
     try:
         return Path("/proc/self/maps").read_bytes().count(b"\n")
     except OSError:
@@ -103,8 +104,8 @@ def memory_maps() -> int:
 
 @pytest.fixture
 def unchecked() -> Iterator[None]:
-    """Runs a test as users run the package, without checks of annotations: for errors that the
-    package itself raises for values of wrong types."""
+    """Run a test without checks of annotations, as users do: for errors that the package itself
+    raises."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
@@ -112,14 +113,15 @@ def unchecked() -> Iterator[None]:
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """Runs a test with 64-bit types. Inside a test, `with jax.enable_x64(True)` does the same."""
+    """Run a test with 64-bit types, like `with jax.enable_x64(True)` inside a test."""
     with jax.enable_x64(True):
         yield
 
 
 @pytest.fixture(scope="session")
 def golden() -> Callable[[str], Mapping[str, np.ndarray]]:
-    """`golden(name)`: the arrays of one file of results of the original implementations."""
+    """Return `golden(name)`: the arrays of one file with results of the original
+    implementations."""
 
     def load(name: str) -> Mapping[str, np.ndarray]:
         with np.load(GOLDEN_FOLDER / f"{name}.npz") as arrays:

@@ -1,4 +1,4 @@
-"""The public surface says what it does: its examples run, and its arguments are those it has."""
+"""Public docstrings: examples run, and documented arguments exist."""
 
 import doctest
 import inspect
@@ -16,11 +16,11 @@ from heinsen_jax.interop import hub, torch
 
 PLACES = (attention, models, ops, generate, study, config, torch, hub)
 SEVERAL_DEVICES = {"over_context", "sharded_log_attention"}
-"""What these need; tests/multi_device has them."""
+"""Names used by the examples; tests/multi_device covers the others."""
 
 
 def public(place: Any) -> dict[str, Any]:
-    """The functions and classes of a package, or those that a module defines itself."""
+    """Yield the functions and classes of a package, or those defined in a module."""
     own = [name for name, x in vars(place).items() if module(x) == place.__name__]
     found = {name: getattr(place, name) for name in getattr(place, "__all__", own)}
     return {name: x for name, x in found.items() if callable(x)}
@@ -36,7 +36,7 @@ OBJECTS = {
 
 
 def examples(name: str) -> list[tuple[str, str]]:
-    """The docstrings of an object, and of its public methods, that have examples."""
+    """Yield the docstrings with examples of an object and of its public methods."""
     _, x = OBJECTS[name]
     whole = [(name, x)]
     if inspect.isclass(x):
@@ -47,8 +47,8 @@ def examples(name: str) -> list[tuple[str, str]]:
 
 
 def few_or_nightly() -> list:
-    """Names of all that has examples. Those of ops are nightly, but for the first: each op has an
-    oracle in tests/ops."""
+    """Return the names of all objects with examples. Those of ops run nightly except the first,
+    since each op has an oracle in tests/ops."""
     few = f"{ops.__name__}.log_attention", f"{ops.__name__}.softmax"
     shown = [name for name in OBJECTS if examples(name)]
     is_long = {n for n in shown if n.startswith(f"{ops.__name__}.") and not n.startswith(few)}
@@ -77,7 +77,7 @@ def test_every_op_has_an_example():
 
 
 @pytest.mark.parametrize("name", OBJECTS)
-def test_what_is_public_is_described_with_the_arguments_it_has(name):
+def test_public_docstrings_describe_all_arguments(name):
     _, x = OBJECTS[name]
     doc = inspect.getdoc(x)
     assert doc, "it has no docstring"

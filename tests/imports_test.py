@@ -1,4 +1,4 @@
-"""Who may lean on whom: a package imports only from those before it."""
+"""Import direction: a package imports only from those before it."""
 
 import ast
 from pathlib import Path
@@ -52,7 +52,7 @@ def imported_parts(file: Path) -> set[str]:
     return found
 
 
-def test_imports_point_one_way():
+def test_imports_follow_the_layers():
     for file in sorted(PACKAGE.rglob("*.py")):
         own = part(file)
         if file.name == "__init__.py" and own not in ALLOWED:

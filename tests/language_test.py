@@ -36,7 +36,7 @@ def written() -> list[Path]:
 
 
 @pytest.mark.parametrize("word", BANNED)
-def test_words_are_the_fields(word):
+def test_prose_uses_the_terms_of_the_field(word):
     found = [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path in written()

@@ -1,4 +1,4 @@
-"""Updates and generation can be lowered for accelerators, on a machine that has none."""
+"""Updates and generation can be lowered for accelerators on a machine without any."""
 
 import jax
 import jax.numpy as jnp

@@ -1,10 +1,10 @@
-"""Whether the tests catch faults: thirteen are put into copies of the package, one by one.
+"""Mutation testing: thirteen faults are inserted into copies of the package, one by one.
 
     python tests/mutations.py [NAME ...]
 
-Each fault is one replacement in one file. The tests of the parts named run until one fails; a fault
-that none finds is an error. Not a test itself, for it needs minutes: run it when tests are merged,
-shortened or deleted.
+Each fault is one replacement in one file. The tests of the named parts run until one fails; a fault
+that none detects is an error. This is not a test, since it needs minutes: run it when tests are
+merged, shortened or deleted.
 """
 
 import shutil
@@ -103,7 +103,7 @@ FAULTS = {
 
 
 def caught(fault: Fault, *, is_applied: bool = True) -> str | None:
-    """The first test that fails; None if all pass."""
+    """Return the first test that fails; None if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         ignored = shutil.ignore_patterns(".git", ".venv", ".pytest_cache", "__pycache__", "runs")

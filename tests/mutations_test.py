@@ -1,4 +1,4 @@
-"""The faults of `mutations.py` still fit the code; the program itself takes half an hour."""
+"""The faults of `mutations.py` match the code; the program itself needs half an hour."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.mutations import FAULTS, ROOT
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_a_fault_replaces_occurs_once(name):
+def test_faults_match_the_code_once(name):
     fault = FAULTS[name]
     assert (ROOT / fault.file).read_text().count(fault.right) == 1
     assert (ROOT / fault.tests).exists()

@@ -1,6 +1,6 @@
-"""Notebooks run, each is the same as its script, and none is committed with its outputs.
+"""Notebooks run, equal their scripts, and are committed without outputs.
 
-What they show is left in `build/notebooks`, as HTML.
+Executed notebooks are written to `build/notebooks` as HTML.
 """
 
 import ast
@@ -19,12 +19,12 @@ MOST_SECONDS = 300
 each = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 
 
-def test_there_are_five():
+def test_five_notebooks_exist():
     assert [script.stem[0] for script in SCRIPTS] == ["1", "2", "3", "4", "5"]
 
 
 @each
-def test_it_is_paired_and_stripped(script):
+def test_notebooks_are_paired_and_stripped(script):
     committed = nbformat.read(script.with_suffix(".ipynb"), as_version=4)
     ours = jupytext.read(script)
     assert [(x.cell_type, x.source) for x in committed.cells] == [
@@ -35,8 +35,8 @@ def test_it_is_paired_and_stripped(script):
 
 
 @each
-def test_what_it_imports_is_there(script):
-    """The rest of it runs nightly."""
+def test_imports_succeed(script):
+    """The whole notebook runs nightly."""
     tree = ast.parse(script.read_text())
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     assert imports
@@ -46,7 +46,7 @@ def test_what_it_imports_is_there(script):
 @each
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_it_runs(script):
+def test_notebooks_run(script):
     notebook = jupytext.read(script)
     folder = {"metadata": {"path": str(script.parent)}}
     env = {k: x for k, x in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"}

@@ -1,4 +1,4 @@
-"""What is shipped, and how: wheel, source archive, what is said of a version, workflows."""
+"""Packaging: wheel, source archive, changelog, workflows."""
 
 import os
 import re
@@ -22,7 +22,7 @@ CACHES = re.compile(
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with the wheel and the source archive."""
+    """Return a folder with the wheel and the source archive."""
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -37,7 +37,7 @@ def wheel(built) -> Path:
 
 
 @pytest.mark.xdist_group("packaging")
-def test_the_wheel_is_typed_and_has_the_configurations_and_nothing_else(wheel):
+def test_the_wheel_contains_types_and_configurations_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {str(x.relative_to(ROOT)) for x in (ROOT / "heinsen_jax").rglob("*.py")}
     configs = {f"heinsen_jax/{x.relative_to(ROOT)}" for x in (ROOT / "configs").rglob("*.py")}
@@ -47,7 +47,7 @@ def test_the_wheel_is_typed_and_has_the_configurations_and_nothing_else(wheel):
 
 
 def run_from(wheel, folder, *arguments: str) -> str:
-    """What the trainer of the wheel says, outside a checkout."""
+    """Run the installed trainer outside a checkout; return its output."""
     zipfile.ZipFile(wheel).extractall(folder / "site")
     done = subprocess.run(
         [sys.executable, "-m", "heinsen_jax.train", *arguments],
@@ -61,14 +61,14 @@ def run_from(wheel, folder, *arguments: str) -> str:
 
 
 @pytest.mark.xdist_group("packaging")
-def test_outside_a_checkout_the_wheel_finds_what_it_ships(wheel, tmp_path):
+def test_the_wheel_finds_its_configurations_outside_a_checkout(wheel, tmp_path):
     said = run_from(wheel, tmp_path, "--config", "quickstart", "--help")
     assert "--model.num_layers 4" in said
 
 
 @pytest.mark.nightly
 @pytest.mark.xdist_group("packaging")
-def test_outside_a_checkout_the_wheel_trains_what_it_ships(wheel, tmp_path):
+def test_the_wheel_trains_outside_a_checkout(wheel, tmp_path):
     (tmp_path / "words.txt").write_text("abc de f " * 1000)
     small = "--model.num_layers 1 --model.model_dim 16 --data.corpus words.txt"
     short = "--training.steps 2 --training.evaluate_every 2 --optimizer.warmup_steps 1"
@@ -100,7 +100,7 @@ def test_the_changelog_has_this_version():
     assert f"version: {heinsen_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
-def test_continuous_integration_runs_what_a_person_runs():
+def test_continuous_integration_runs_the_documented_commands():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
     jobs = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]

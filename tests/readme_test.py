@@ -1,4 +1,4 @@
-"""Examples of the README and of docs run; their figures are those of the committed results."""
+"""Examples of the README and docs run; their figures are those of the committed results."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def test_examples_run(name, capsys):
         assert float(capsys.readouterr().out) < 1e-4
 
 
-def test_links_lead_somewhere():
+def test_links_are_valid():
     for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
@@ -59,11 +59,11 @@ def test_the_table_of_mechanisms_names_all():
     assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(attention.names())
 
 
-def test_the_readme_is_one_screen_and_a_half():
+def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
 
 
-def test_there_are_examples():
+def test_examples_exist():
     needed = {"layer", "nnx", "linen", "data", "state", "keywords", "mechanism"}
     needed |= {"flax_nnx", "flax_linen"}
     assert needed <= set(EXAMPLES)
@@ -74,7 +74,7 @@ def test_losses_are_those_of_the_results(name):
     measured = result(name)
     assert f"{measured['final']['loss']:.2f} | {measured['unigram_loss']:.2f}" in PAGES
     now = as_json(load_config(ROOT / "configs" / f"{name}.py"))
-    for part in ("model", "data", "optimizer", "training"):  # fields that came later had no effect
+    for part in ("model", "data", "optimizer", "training"):  # newer fields have no effect
         fields = measured["config"][part]
         assert fields == {field: now[part][field] for field in fields}
 
@@ -166,7 +166,7 @@ def test_language_models_are_those_of_the_study():
     assert f"({losses['log']:.3f} against {min(others):.3f}\nnats per character)" in README
 
 
-def test_recall_is_as_the_page_says():
+def test_recall_figures_are_those_of_the_study():
     results = results_of_study("recall")
     accuracy = {tuple(x.compared.values()): x.mean("accuracy") for x in results}
     for width in ("32", "64"):
@@ -180,10 +180,10 @@ def test_recall_is_as_the_page_says():
         next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])
         for name in ("log", "linear")
     )
-    assert min(log) < max(linear)  # seeds differ as much as the two
+    assert min(log) < max(linear)  # differences between seeds are as large
 
 
-def test_parts_of_the_language_model_are_as_the_page_says():
+def test_ablation_figures_are_those_of_the_study():
     results = results_of_study("language_model_parts")
     of = {result.compared["change"]: result for result in results}
     whole = of.pop("none")
@@ -200,7 +200,7 @@ def test_parts_of_the_language_model_are_as_the_page_says():
     assert all(x.mean("loss") > whole.mean("loss") for x in of.values())
 
 
-def test_every_mechanism_on_shakespeare_is_as_the_page_says():
+def test_shakespeare_figures_are_those_of_the_study():
     results = results_of_study("shakespeare")
     losses = {result.compared["mechanism"]: result.mean("loss") for result in results}
     assert len(losses) == 19
@@ -213,7 +213,7 @@ def test_every_mechanism_on_shakespeare_is_as_the_page_says():
     assert f"within {np.ceil(1e3 * spread) / 1e3:.3f} nats" in text
 
 
-def test_copying_is_as_the_page_says():
+def test_copying_figures_are_those_of_the_study():
     results = results_of_study("copying")
     of = {result.compared["mechanism"]: result for result in results}
     table = STUDY_PAGE.partition("<!-- copying -->")[2].partition("\n\n")[0]
@@ -248,8 +248,8 @@ def test_training_steps_are_those_of_the_results():
     assert shares + f"{100 * profile['attention']:.0f}% into its layer's" in PAGES
 
 
-def test_what_is_said_to_happen_when_something_breaks_is_proved():
-    """Each row of the table names tests that exist."""
+def test_documented_failures_name_their_tests():
+    """Every row of the table names existing tests."""
     table = (ROOT / "docs" / "pods.md").read_text().split("when something breaks\n")[1]
     rows = [row for row in table.splitlines() if row.startswith("| ") and "**" not in row]
     assert len(rows) > 20

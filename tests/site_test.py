@@ -1,4 +1,4 @@
-"""The documentation site builds without warnings, and has the public functions."""
+"""The documentation site builds without warnings, and contains the public functions."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A synthetic task, from a configuration to a model that solves it, and the commands after that."""
+"""A synthetic task, from a configuration to a model that solves it, and further commands."""
 
 import sys
 from dataclasses import replace
@@ -40,7 +40,7 @@ def run(tmp_path_factory):
 
 def test_softmax_solves_recall_also_at_twice_the_length(run):
     metrics = run[1].metrics
-    assert metrics["accuracy"] > 0.95  # one of the two values there are is right half of the time
+    assert metrics["accuracy"] > 0.95  # guessing one of the two values is correct half of the time
     assert metrics["accuracy_24"] > 0.9
     assert metrics["loss"] < metrics["loss_24"] < 1
     assert "bits_per_byte" not in metrics
@@ -51,7 +51,7 @@ def said_by(main, monkeypatch, capsys, *arguments):
     return main(), capsys.readouterr()
 
 
-def test_evaluate_measures_it_anew(run, monkeypatch, capsys):
+def test_evaluate_measures_it_again(run, monkeypatch, capsys):
     workdir, result = run
     code, said = said_by(evaluate.main, monkeypatch, capsys, "--workdir", workdir)
     assert code == 0
@@ -67,13 +67,13 @@ def test_evaluate_measures_it_anew(run, monkeypatch, capsys):
         (evaluate.main, ("--sequence-length", "24"), "leave out --data and --sequence-length"),
     ],
 )
-def test_what_is_of_text_alone_is_refused(run, monkeypatch, capsys, main, arguments, message):
+def test_commands_for_text_are_refused(run, monkeypatch, capsys, main, arguments, message):
     code, said = said_by(main, monkeypatch, capsys, "--workdir", run[0], *arguments)
     assert code == 2
     assert message in said.err
 
 
-def test_a_folder_stays_with_its_task(run):
+def test_a_folder_cannot_change_its_task(run):
     config = replace(RECALL, data=Copying())
     with pytest.raises(UserError, match="holds a run that learned recall, not copying"):
         record(run[0], config, data.load(config.data))

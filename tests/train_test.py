@@ -1,4 +1,4 @@
-"""The command lines: train, kill, resume, generate, and every mistake."""
+"""Command lines: train, kill, resume, generate, and errors."""
 
 import base64
 import contextlib
@@ -21,7 +21,7 @@ from heinsen_jax.generate.__main__ import main as write
 from heinsen_jax.train import main
 from heinsen_jax.training.checkpoint import load_run
 
-pytestmark = pytest.mark.xdist_group("train")  # one worker makes what tests share
+pytestmark = pytest.mark.xdist_group("train")  # one worker creates shared fixtures
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = """
@@ -79,7 +79,7 @@ def train(*arguments: str) -> tuple[str, ...]:
     return (str(ROOT / "train.py"), "--config", "tiny.py", *arguments)
 
 
-def test_help_is_of_options_and_with_a_configuration_of_its_fields(place, monkeypatch, capsys):
+def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(sys, "argv", ["train.py", "--help"])
     assert main() == 0
@@ -107,7 +107,7 @@ def test_help_is_of_options_and_with_a_configuration_of_its_fields(place, monkey
 
 
 def train_here(place: Path, workdir: str) -> str:
-    """Output of the command, called in this process."""
+    """Run the command in this process; return its output."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(distributed, "initialize", lambda *_, **__: None)  # only at the start
         patch.chdir(place)
@@ -122,7 +122,7 @@ def trained(place) -> str:
 
 
 def final_parameters(workdir: Path) -> list[bytes]:
-    """Of a run that has ended."""
+    """Return the result of a finished run."""
     model, _, step = load_run(workdir, best=False)
     assert step == 200
     return [x.tobytes() for x in jax.tree.leaves(nnx.state(model))]
@@ -139,14 +139,14 @@ def validation_rows(workdir: Path) -> list[dict]:
     return [row for row in rows if "validation/loss" in row]
 
 
-def test_training_says_what_comes_next(trained):
+def test_training_prints_the_next_commands(trained):
     assert "compiling the update\ncompiled in " in trained
     assert "step 200/200  validation" in trained
     assert "a sample:" in trained
     assert "python -m heinsen_jax.generate --workdir whole" in trained
 
 
-def test_a_killed_run_continues_and_ends_bit_for_bit_the_same(place, trained):
+def test_a_killed_run_resumes_bit_for_bit(place, trained):
     workdir = place / "killed"
     process = command(place, *train("--workdir", "killed"))
     deadline = time.monotonic() + 200
@@ -180,7 +180,7 @@ def test_sigterm_saves_and_exits_with_143(place, trained):
 
 @pytest.mark.nightly
 def test_a_recorded_run_is_repeated_by_its_config(place, trained):
-    module = ("-m", "heinsen_jax.train")  # what train.py runs, and what there is without a clone
+    module = ("-m", "heinsen_jax.train")  # run by train.py, and available without a clone
     arguments = (*module, "--config", "whole/config.json", "--workdir", "again")
     code, _, err = finish(place, *arguments)
     assert code == 0, err
@@ -331,7 +331,7 @@ def test_a_run_of_a_recorded_configuration_is_named_after_that_run(
     shutil.rmtree(place / "runs")
 
 
-def test_a_mistake_in_a_process_of_its_own_is_no_traceback(place):
+def test_a_mistake_in_a_separate_process_prints_no_traceback(place):
     code, out, err = finish(place, *train("--model.num_layer", "2"))
     assert code == 2
     assert out == ""

@@ -1,4 +1,4 @@
-"""Types that are checked when the package runs under its tests, and pytrees that stay pytrees."""
+"""Runtime type checks in tests, and pytree classes."""
 
 from dataclasses import field, replace
 
@@ -33,7 +33,7 @@ def test_a_static_field_is_no_argument_of_jit():
     assert int(jax.jit(lambda x: x.first.sum() * x.size)(Pair(jnp.ones(3), jnp.ones(1)))) == 6
 
 
-def test_shapes_of_a_state_are_checked_where_it_is_made_but_not_where_jax_rebuilds_it():
+def test_shapes_of_a_state_are_checked_except_when_rebuilt_by_jax():
     keys, seen = jnp.zeros((1, 4, 2, 8)), jnp.zeros((), jnp.int32)
     state = WindowCache((keys, keys), seen)
     with pytest.raises(TypeCheckError):

@@ -1,4 +1,4 @@
-"""The Fastformer's layer against the published one, and its explanation."""
+"""The Fastformer layer against the published one, and its importance weights."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -30,7 +30,7 @@ class Published(nnx.Module):
         return x + self.attention(x)
 
     def named(self) -> Iterator[tuple[str, nnx.Param, bool]]:
-        """Published names, parameters, and whether these are the other way round."""
+        """Yield published names, parameters, and whether these are transposed."""
         layer = self.attention
         for name, norm in (("attn_norm", self.norm), ("mid_norm", layer.norm)):
             yield f"{name}.weight", norm.scale, False
@@ -65,7 +65,7 @@ def test_published_layer(golden, window):
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_importance_is_what_the_averages_are_made_with(window):
+def test_importance_gives_the_weights_of_averages(window):
     layer = attention.build(
         "additive",
         model_dim=12,
@@ -96,7 +96,7 @@ def test_importance_is_what_the_averages_are_made_with(window):
     np.testing.assert_allclose(layer(x), y, atol=1e-12)
 
 
-def test_importance_is_equal_at_first():
+def test_initial_importance_is_uniform():
     layer = attention.build("additive", model_dim=12, num_heads=3, rngs=nnx.Rngs(0))
     assert isinstance(layer, AdditiveAttention)
     first, second = layer.importance(jnp.ones((5, 12)))

@@ -1,4 +1,4 @@
-"""What every mechanism must do, by name: each capability it declares, and no other."""
+"""Conformance suite of mechanisms: every declared capability, and no other."""
 
 import itertools
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from heinsen_jax import attention
 
 MODEL_DIM, NUM_HEADS, BATCH = 24, 4, 2
 
-# Sizes at which something happens within few tokens. Log-attention as it is by default needs long
-# to compile: `oracle_test` has more of its variants, tests/ops each keyword.
+# Sizes small enough for few tokens. Default log-attention compiles slowly: `oracle_test` covers
+# more of its variants, tests/ops each keyword.
 NAMES = attention.names()
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in NAMES}
 VARIANTS |= {
@@ -44,18 +44,18 @@ VARIANTS |= {
 }
 
 
-# In the short suite: one variant of each kind of state in pieces, and of each kind of sum in half
-# precision; tests/ops has these of each op.
+# In the short suite: one variant per kind of state for streaming, and per kind of sum for half
+# precision; tests/ops covers every op.
 STREAMS = {"log", "softmax, rotary", "sliding_window, rotary", "mla", "longformer", "tglobal"}
 STREAMS |= {"memory_compressed", "rmt"}
 HALF = {"log", "softmax", "linear", "colt5", "additive"}
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
-LENGTH, PIECE = 60, 20  # blocks, segments and windows end at neither
+LENGTH, PIECE = 60, 20  # not a multiple of blocks, segments and windows
 
 
 @cache
 def shapes_of(variant: str, **options: Any) -> attention.Attention:
-    """The layer, with shapes in place of parameters."""
+    """Return the layer, with shapes in place of parameters."""
     name, config = VARIANTS[variant]
     sizes = {"model_dim": MODEL_DIM, "num_heads": NUM_HEADS}
     return nnx.eval_shape(
@@ -65,7 +65,7 @@ def shapes_of(variant: str, **options: Any) -> attention.Attention:
 
 @cache
 def build(variant: str, **options: Any) -> attention.Attention:
-    """The layer, with weights by NumPy, for their initialization compiles many functions."""
+    """Return the layer with weights from NumPy, since initialization compiles many functions."""
     graph, shapes = nnx.split(shapes_of(variant, **options))
     rng = np.random.default_rng(0)
 
@@ -77,9 +77,9 @@ def build(variant: str, **options: Any) -> attention.Attention:
 
 
 def able(*capabilities: str, among: Any = VARIANTS, short: Any = NAMES) -> Any:
-    """Runs a test for all variants that declare them all; one worker has all tests of a variant.
+    """Run a test for all variants with these capabilities; one worker runs all tests of a variant.
 
-    Those that are not in `short` run nightly.
+    Variants that are not in `short` run nightly.
     """
     params = []
     for variant in among:
@@ -107,7 +107,7 @@ class Result(NamedTuple):
 
 
 def jitted(layer: attention.Attention, **keywords: Any) -> Callable[..., Any]:
-    """The layer, compiled, as a function of x and of the arrays after it."""
+    """Compile the layer as a function of x and further arrays."""
     graph, parameters = nnx.split(layer)
 
     @partial(jax.jit, static_argnames="return_state")
@@ -119,7 +119,7 @@ def jitted(layer: attention.Attention, **keywords: Any) -> Callable[..., Any]:
 
 @cache
 def compiled(variant: str) -> Callable[..., Result]:
-    """Output and gradient, with segments where a layer has them: compiled once a variant."""
+    """Return output and gradient, with segments if supported; compiled once per variant."""
     graph, parameters = nnx.split(build(variant))
     can = build(variant).capabilities
 
@@ -145,21 +145,24 @@ def whole(variant: str) -> Result:
 
 @able("causal", among=LIGHT)
 def test_is_causal(variant):
-    """Neither a value nor a gradient depends on the future."""
+    """Values and gradients do not depend on later tokens."""
     for last in (0, 9, 40, 58):
         x, cotangent = X.copy(), COTANGENT.copy()
         x[:, last + 1 :] = draw(LENGTH, seed=2)[:, last + 1 :]
         cotangent[:, last + 1 :] = 0
         result = differentiate(variant, x, cotangent)
         np.testing.assert_array_equal(result.gradient[:, last + 1 :], 0)
-        assert last < 2 or np.any(result.gradient[:, : last + 1] != 0)  # groups of three, for one
+        assert last < 2 or np.any(
+            result.gradient[:, : last + 1] != 0
+        )  # for example groups of three
         expected = whole(variant).y[:, : last + 1]
         np.testing.assert_allclose(result.y[:, : last + 1], expected, atol=1e-5)
 
 
 @able("bidirectional", among=LIGHT)
 def test_is_bidirectional(variant):
-    """Early tokens depend on late ones; and tokens may attend to those of any other sequence."""
+    """Early tokens depend on later ones; and tokens may attend to another sequence of any
+    length."""
     call, few = jitted(build(variant), is_causal=False), X[:, :33]
     changed = few.copy()
     changed[:, 20:] = draw(LENGTH, seed=2)[:, 20:33]
@@ -175,7 +178,7 @@ def test_is_bidirectional(variant):
 
 
 def scan(layer: attention.Attention, x: jax.Array, size: int) -> tuple[jax.Array, Any]:
-    """Output and state of a sequence that a compiled loop feeds in pieces of a size."""
+    """Return output and state of a sequence that a compiled loop processes in chunks."""
 
     def step(state: Any, piece: jax.Array) -> tuple[Any, jax.Array]:
         y, state = layer(piece, state=state, return_state=True)
@@ -188,14 +191,14 @@ def scan(layer: attention.Attention, x: jax.Array, size: int) -> tuple[jax.Array
 
 def assert_same_state(have: Any, want: Any) -> None:
     for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
-        if jnp.iscomplexobj(b):  # a sum that nearly cancels has a logarithm far off
+        if jnp.iscomplexobj(b):  # logarithms of nearly canceling sums are inaccurate
             a, b = jnp.exp(a).real, jnp.exp(b).real
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=1e-4)
 
 
 @cache
 def in_pieces(variant: str) -> tuple[Result, Any]:
-    """And the state at the end."""
+    """Compares the final state, too."""
     graph, parameters = nnx.split(build(variant))
 
     @jax.jit
@@ -217,7 +220,7 @@ def by_token(variant: str) -> tuple[np.ndarray, Any]:
 
 @able("streaming", short=STREAMS)
 def test_streaming_equals_one_pass(variant):
-    """In value, in gradients that pass through the state, and in the state at the end."""
+    """Compares values, gradients through the state, and the final state."""
     (y, gradient), state = in_pieces(variant)
     np.testing.assert_allclose(y, whole(variant).y, atol=2e-5)
     np.testing.assert_allclose(gradient, whole(variant).gradient, atol=5e-5)
@@ -241,7 +244,7 @@ def test_a_state_without_a_capacity_grows(variant):
 
 @able("streaming")
 @pytest.mark.usefixtures("x64")
-def test_a_loop_carries_the_state_of_float32_through_tokens_of_float64(variant):
+def test_a_loop_carries_a_float32_state_through_float64_tokens(variant):
     layer = build(variant)
 
     def step(state: Any, x: jax.Array) -> Any:
@@ -255,7 +258,7 @@ def test_a_loop_carries_the_state_of_float32_through_tokens_of_float64(variant):
 
 
 @able("streaming", short={*NAMES, *STREAMS, "log, decay of heads"})
-def test_the_state_is_of_the_size_that_is_claimed(variant):
+def test_state_size_is_that_of_the_state(variant):
     layer = build(variant)
 
     def after(x: jax.Array) -> Any:
@@ -273,16 +276,18 @@ CONSTANT = {"log", "sliding_window", "dilated"}
 
 
 @pytest.mark.parametrize("name", sorted(CONSTANT & set(attention.names())))
-def test_states_that_are_constant_in_the_length(name):
+def test_states_of_constant_size(name):
     assert build(name).state_size(10) == build(name).state_size(10**6)
 
 
 @able("causal", "segments")
 def test_segments_are_independent(variant):
-    """Each is as if it came first, with anything after it."""
+    """Each segment equals one that comes first, with any tokens after it."""
     borders = [0, 21, 22, 43, LENGTH]
     segment_ids = np.searchsorted(borders, np.arange(LENGTH), side="right")
-    segment_ids = np.broadcast_to(10 - segment_ids, X.shape[:2]).astype(np.int32)  # any numbers do
+    segment_ids = np.broadcast_to(10 - segment_ids, X.shape[:2]).astype(
+        np.int32
+    )  # ids may be any integers
     packed = differentiate(variant, X, segment_ids=segment_ids)
     for start, stop in itertools.pairwise(borders):
         alone = differentiate(variant, np.roll(X, -start, 1))
@@ -298,8 +303,8 @@ def test_extreme_inputs_stay_finite(variant):
 
 
 @able(among=LIGHT, short=HALF)
-def test_half_precision_is_near(variant):
-    """Within 3% of the largest output: some six roundings to 8 bits, one after another."""
+def test_half_precision_is_close(variant):
+    """Within 3% of the largest output: about six successive roundings to 8 bits."""
     y = jitted(build(variant, dtype=jnp.bfloat16))(X.astype(jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     expected = whole(variant).y
@@ -308,7 +313,7 @@ def test_half_precision_is_near(variant):
 
 
 @able(short=VARIANTS)
-def test_what_is_not_declared_is_refused(variant):
+def test_undeclared_capabilities_raise(variant):
     layer, x = build(variant), jnp.asarray(draw(8))
     ids = jnp.zeros((BATCH, 8), int)
     calls = {
@@ -328,15 +333,15 @@ def test_what_is_not_declared_is_refused(variant):
 
 
 @pytest.mark.parametrize("name", attention.names())
-def test_a_misspelt_field_is_refused_by_its_name(name):
+def test_a_misspelled_field_is_named(name):
     with pytest.raises(ValueError, match="window_sise"):
         attention.build(name, model_dim=8, num_heads=2, rngs=nnx.Rngs(0), window_sise=3)
 
 
 @pytest.mark.parametrize("name", ["softmax", "tglobal"])
-def test_a_state_without_room_is_an_error_or_nan(name):
+def test_exceeding_the_capacity_raises_or_is_nan(name):
     layer = build(name)
-    state = layer.init_state((BATCH,), capacity=15)  # whole blocks of tglobal
+    state = layer.init_state((BATCH,), capacity=15)  # complete blocks of tglobal
     with pytest.raises(ValueError, match="its capacity of 15 tokens is less than 16"):
         layer(jnp.asarray(draw(16)), state=state)
     call = jitted(build(name))

@@ -70,7 +70,7 @@ FEW_COMBINATIONS += [("of each head", True, True), ("causal, padding", False, Fa
         for case in COMBINATIONS
     ],
 )
-def test_masks_are_honoured(name, is_traced, is_causal):
+def test_masks_are_applied(name, is_traced, is_causal):
     check(arrays(), MASKS[name], is_causal=is_causal, is_traced=is_traced)
 
 
@@ -94,7 +94,7 @@ def test_shared_key_value_heads(name):
     st.integers(0, 100),
     st.booleans(),
 )
-def test_any_mask_that_broadcasts_is_honoured(shape, density, seed, is_causal):
+def test_masks_broadcast(shape, density, seed, is_causal):
     mask = np.random.default_rng(seed).uniform(size=shape) < density
     check(arrays(seed=seed), mask, is_causal=is_causal)
 
@@ -123,7 +123,7 @@ def test_extreme_queries_and_keys(name, std):
 
 
 def test_a_score_far_below_the_rest_is_exact():
-    """What every product would lose: query and key features that are large in turns."""
+    """Query and key features that are alternately large, which underflow in any single product."""
     x = arrays()
     x.query[..., 0] += 300
     x.key[:, :-2, :, 1] += 300
@@ -152,7 +152,7 @@ def test_sizes_of_values(size):
 
 
 @pytest.mark.parametrize("name", ["padding", "padding of keys"])
-def test_nan_at_padding_changes_nothing(name):
+def test_nan_at_padding_has_no_effect(name):
     x, padding = arrays(), ~LENGTHS
     d_y = cotangent_of(x) * LENGTHS[..., None, None]
     clean = _traced(x, MASKS[name], d_y, is_causal=False)
@@ -164,7 +164,7 @@ def test_nan_at_padding_changes_nothing(name):
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
 
 
-def test_who_sees_nothing_has_zero_and_gradients_of_zero():
+def test_rows_without_visible_keys_are_zero():
     x, mask = arrays(), RANDOM.copy()
     mask[:, :, 4] = False
     mask[..., 7] = False
@@ -189,7 +189,7 @@ def refuse(*_):
 def test_masks_known_to_be_causal_cost_no_square(name, monkeypatch):
     monkeypatch.setattr(flax_fn, "masked_attention", refuse)
     x, mask = arrays(), MASKS[name]
-    y = jax.jit(lambda *x: log_attention_fn(*x, mask=mask))(*x)  # a NumPy array, so known in `jit`
+    y = jax.jit(lambda *x: log_attention_fn(*x, mask=mask))(*x)  # a NumPy array, so static in `jit`
     np.testing.assert_allclose(y, average(x, mask)[0], atol=1e-5)
     np.testing.assert_allclose(log_attention_fn(*x, mask=jnp.asarray(mask)), y, atol=1e-5)
     with pytest.raises(AssertionError, match="quadratic"):
@@ -214,7 +214,7 @@ def test_bfloat16(name):
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_what_cannot_be_honoured_is_refused():
+def test_unsupported_arguments_raise():
     x = arrays()
     for name, given in {
         "bias": {"bias": np.zeros(FULL)},
@@ -314,9 +314,9 @@ def test_is_causal_as_each_layer_is_told():
         pytest.param(2, False, marks=pytest.mark.nightly),
     ],
 )
-def test_nnx_decodes_as_all_at_once(num_kv_heads, is_causal):
+def test_nnx_decoding_equals_one_pass(num_kv_heads, is_causal):
     layer = nnx_layer(num_kv_heads=num_kv_heads)
-    layer.init_cache((BATCH, LENGTH + 3, WIDTH))  # some of it is never filled
+    layer.init_cache((BATCH, LENGTH + 3, WIDTH))  # its end is never filled
     step = nnx.jit(lambda layer, x: layer(x, decode=True, is_causal=is_causal))
     steps = [step(layer, X[:, t : t + 1]) for t in range(LENGTH)]
     expected = layer(X, is_causal=True)
@@ -324,7 +324,7 @@ def test_nnx_decodes_as_all_at_once(num_kv_heads, is_causal):
 
 
 @pytest.mark.parametrize("is_causal", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_linen_decodes_as_all_at_once(is_causal):
+def test_linen_decoding_equals_one_pass(is_causal):
     attention_fn = partial(log_attention_fn, is_causal=is_causal)
     layer = linen_layer(attention_fn=attention_fn, decode=True)
     cache = layer.init(jax.random.key(0), np.zeros((BATCH, LENGTH + 3, WIDTH)))["cache"]
@@ -338,8 +338,9 @@ def test_linen_decodes_as_all_at_once(is_causal):
     np.testing.assert_allclose(jnp.concatenate(steps, 1), expected, atol=1e-5)
 
 
-def test_a_mask_besides_the_cache_is_honoured():
-    """Padding on the left of a prompt, as when texts of several lengths are continued together."""
+def test_a_mask_is_combined_with_the_cache():
+    """Padding on the left of a prompt, as when prompts of several lengths are continued
+    together."""
     layer, valid = nnx_layer(), LENGTHS[:, None, None, ::-1]
     layer.init_cache(X.shape)
     step = nnx.jit(lambda layer, x: layer(x, mask=valid, decode=True))
@@ -347,7 +348,7 @@ def test_a_mask_besides_the_cache_is_honoured():
     np.testing.assert_allclose(steps, layer(X, mask=valid, is_causal=True), atol=1e-5)
 
 
-def test_layers_with_what_is_refused():
+def test_unsupported_layers_raise():
     dropout = {"dropout_rate": 0.1, "deterministic": False}
     with pytest.raises(NotImplementedError, match="dropout_rate"):
         nnx_layer(**dropout)(X)

@@ -13,7 +13,7 @@ def layer(**config) -> attention.LogAttention:
     return attention.build("log", model_dim=12, num_heads=3, rngs=nnx.Rngs(0), **config)
 
 
-def test_heads_lie_next_to_one_another_as_query_key_and_log_value():
+def test_projection_is_query_key_and_log_value_by_head():
     module = layer(key_depth=2, value_depth=5, implementation="scan")
     x = jax.random.normal(jax.random.key(0), (2, 7, 12))
     heads = module.project(x).reshape(2, 7, 3, 9)
@@ -24,14 +24,14 @@ def test_heads_lie_next_to_one_another_as_query_key_and_log_value():
     np.testing.assert_allclose(module(x), expected, atol=1e-5)
 
 
-def test_state_size_is_that_of_the_state_and_constant():
+def test_state_size_is_constant():
     module = layer(key_depth=2, value_depth=5)
     state = module.init_state(())
     assert module.state_size(10) == module.state_size(10**6)
     assert module.state_size(10) == sum(x.nbytes for x in jax.tree.leaves(state)) == 4 * 3 * 2 * 6
 
 
-def test_an_unknown_name_is_refused_with_those_there_are():
+def test_an_unknown_name_lists_the_known_ones():
     with pytest.raises(ValueError, match="no attention mechanism 'nope'; there are: log"):
         attention.build("nope", model_dim=12, num_heads=3, rngs=nnx.Rngs(0))
 
@@ -41,7 +41,7 @@ def test_heads_must_divide_the_width():
         attention.build("log", model_dim=12, num_heads=5, rngs=nnx.Rngs(0))
 
 
-def test_memories_at_first():
+def test_initial_time_constants():
     module = layer(decay="head", max_timescale=100.0)
     memories = np.array([100.0, 10.0, 1.0])
     after = jnp.exp(jax.nn.log_sigmoid(module.decay_proj.bias[...]) * memories)
@@ -60,7 +60,7 @@ def test_memories_at_first():
         ),
     ],
 )
-def test_importance_is_what_the_layer_weighs_tokens_by(config):
+def test_importance_gives_the_layers_weights(config):
     module = layer(gated=False, implementation="scan", **config)
     x = jax.random.normal(jax.random.key(0), (2, 9, 12))
     weights = module.importance(x)

@@ -17,10 +17,10 @@ from tests.attention.oracles import ORACLES
 pytestmark = [pytest.mark.usefixtures("x64")]
 
 MODEL_DIM, NUM_HEADS, BATCH, LENGTH = 24, 4, 2, 13
-STEP = 1e-6  # of differences: errors are near 1e-11, and few kinks, as of |x|, are stepped over
+STEP = 1e-6  # step of differences: errors are near 1e-11, and few kinks, as of |x|, are crossed
 
-# Sizes at which windows, blocks and segments end within the tokens. Log-attention as it is by
-# default needs long to compile.
+# Sizes at which windows, blocks and segments end within the tokens. Default log-attention compiles
+# slowly.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "log": ("log", {}),
     "log, window": ("log", {"window_size": 5, "implementation": "scan"}),
@@ -74,7 +74,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def shapes_of(variant: str, **options: Any) -> attention.Attention:
-    """The layer, with shapes in place of parameters."""
+    """Return the layer, with shapes in place of parameters."""
     name, config = VARIANTS[variant]
     sizes = {"model_dim": MODEL_DIM, "num_heads": NUM_HEADS}
     return nnx.eval_shape(
@@ -83,7 +83,7 @@ def shapes_of(variant: str, **options: Any) -> attention.Attention:
 
 
 def cases() -> list[tuple[str, bool]]:
-    """All variants, in the directions that they declare."""
+    """Yield all variants, in the directions that they declare."""
     can = {variant: shapes_of(variant).capabilities for variant in VARIANTS}
     causal = [(variant, True) for variant in VARIANTS if can[variant].causal]
     return causal + [(variant, False) for variant in VARIANTS if can[variant].bidirectional]
@@ -94,7 +94,7 @@ SHORT = {*FIRST.values(), "log, decay of features"}
 
 
 def is_short(variant: str, is_causal: bool) -> bool:
-    """One variant of a mechanism, in one direction."""
+    """Variant of a mechanism, in one direction."""
     return variant in SHORT and is_causal == shapes_of(variant).capabilities.causal
 
 
@@ -112,7 +112,7 @@ each = pytest.mark.parametrize(
 
 
 class Run(NamedTuple):
-    """What a layer has made of `inputs`, which are x and its parameters by path."""
+    """Return the output of the layer for `inputs`, x and its parameters by path."""
 
     layer: attention.Attention
     inputs: dict[str, np.ndarray]
@@ -152,7 +152,7 @@ def expected(
     layer: Any, variant: str, is_causal: bool, inputs: Mapping[str, np.ndarray]
 ) -> np.ndarray:
     name, _ = VARIANTS[variant]
-    if name == "performer":  # drawn, not computed
+    if name == "performer":  # drawn instead of computed
         seed = jax.random.key(layer.config.seed)
         features = orthogonal_features(seed, layer.num_features, layer.key_depth)
         inputs = {**inputs, "features": np.asarray(features, np.float64)}
@@ -165,7 +165,8 @@ def test_every_mechanism_has_an_oracle():
 
 @each
 def test_values_and_gradients(variant, is_causal):
-    """Gradients of x and of each parameter in one direction: against differences of the oracle."""
+    """Compares directional derivatives by x and by each parameter with differences of the
+    oracle."""
     have = run(variant, is_causal)
     oracle = partial(expected, have.layer, variant, is_causal)
     assert have.y.dtype == np.float64

@@ -1,8 +1,8 @@
-"""What every mechanism computes, a second time: as it is defined, one sequence and head at a time.
+"""Oracles of all mechanisms: their definitions, one sequence and head at a time.
 
-In NumPy's float64, with nothing from the package. An oracle is called with a layer, of which it
+In NumPy's float64, without code of the package. An oracle is called with a layer, from which it
 reads sizes and configuration, its parameters by path such as 'project.kernel', tokens `[T, D]`, and
-whether a token sees only itself and earlier ones.
+whether attention is causal.
 """
 
 import math
@@ -24,7 +24,7 @@ def within(parameters: Parameters, name: str) -> Parameters:
 
 
 def places(length: int, is_causal: bool) -> tuple[Array, Array]:
-    """How far behind a query each key lies, `[T, T]`, and which keys are not in its future."""
+    """Return the distance of each key behind a query, `[T, T]`, and the causal mask."""
     behind = np.arange(length)[:, None] - np.arange(length)[None]
     return behind, (behind >= 0) | (not is_causal)
 
@@ -32,10 +32,10 @@ def places(length: int, is_causal: bool) -> tuple[Array, Array]:
 def heads(
     layer: Layer, p: Parameters, x: Array, source: Array | None = None, name: str = "project"
 ) -> Iterator[tuple[Array, Array, Array]]:
-    """Of each query head, its queries, and keys and values of the key/value head that it reads.
+    """Yield for each query head its queries, and the keys and values of its key/value head.
 
-    The columns of a key/value head: queries of all heads that read it, its keys, its values.
-    Queries and keys are normalised, and turned, where the layer is configured so.
+    The columns of a key/value head: queries of its query heads, its keys, its values. Queries and
+      keys are normalized and rotated if the layer is configured so.
     """
     of_queries = x @ p[f"{name}.kernel"] + p[f"{name}.bias"]
     of_source = of_queries if source is None else source @ p[f"{name}.kernel"] + p[f"{name}.bias"]
@@ -64,7 +64,7 @@ def back(layer: Layer, p: Parameters, y: list[Array]) -> Array:
 
 
 def average(weights: Array, seen: Array, value: Array, more: float = 0.0) -> Array:
-    """sum_s weights_ts value_s / (more + sum_s weights_ts), over what t sees."""
+    """sum_s weights_ts value_s / (more + sum_s weights_ts), over the keys visible to t."""
     weights = np.where(seen, weights, 0.0)
     return weights @ value / (more + weights.sum(1, keepdims=True))
 
@@ -90,7 +90,7 @@ def rms_norm(p: Parameters, x: Array) -> Array:
     return x / np.sqrt((x**2).mean(1, keepdims=True) + 1e-6) * p["scale"]
 
 
-# Attention to a part of the keys.
+# Local and sparse attention.
 
 
 def sees_all(config: Any, behind: Array) -> Array:
@@ -138,7 +138,8 @@ def masked(
 
 
 def longformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
-    """A window and the first tokens; these see all, by queries, keys and values of their own."""
+    """A window and the first tokens; these attend to all, with separate queries, keys and
+    values."""
     behind, seen = places(len(x), is_causal)
     is_global = np.arange(len(x)) < layer.config.num_global_tokens
     near = seen & (sees_window(layer.config, behind) | is_global[None])
@@ -151,13 +152,13 @@ def longformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     return back(layer, p, y)
 
 
-# Attention to what tokens have been made into.
+# Attention to compressed keys and values.
 
 
 def latent(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
-    """MLA: keys [c W^K | rotated k_pe] and values c W^V, where c | k_pe = x Wc and c is normalised.
+    """MLA: keys [c W^K | rotated k_pe] and values c W^V, where c | k_pe = x Wc and c is normalized.
 
-    Queries are [q | rotated q_pe], and scores divided by the root of the depth of both parts.
+    Queries are [q | rotated q_pe], and scores are divided by the root of the depth of both parts.
     """
     _, seen = places(len(x), is_causal)
     low = x
@@ -177,7 +178,7 @@ def latent(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
 
 
 def rotated(x: Array) -> Array:
-    """Adjacent features as complex numbers, turned by position * 10000^(-2i / depth)."""
+    """Adjacent features as complex numbers, rotated by position * 10000^(-2i / depth)."""
     length, depth = x.shape
     speeds = 10000.0 ** (-2 * np.arange(depth // 2) / depth)
     angles = np.arange(length)[:, None] * speeds[None]
@@ -186,10 +187,10 @@ def rotated(x: Array) -> Array:
 
 
 def transient_global(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
-    """LongT5: one softmax over the nearest tokens and normalised sums of blocks, as more tokens.
+    """LongT5: one softmax over the nearest tokens and normalized sums of blocks.
 
-    Tokens after the last whole block belong to it; or, if causal, to none. A causal token sees the
-    blocks before its own.
+    Tokens after the last complete block belong to it; or, if causal, to none. A causal token
+    attends to the blocks before its own.
     """
     config, length = layer.config, len(x)
     behind, seen = places(length, is_causal)
@@ -224,9 +225,10 @@ def bucket(config: Any, position: Array, is_causal: bool) -> Array:
 
 
 def memory_compressed(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
-    """A group of tokens becomes one key and one value, by products; zeros fill up the last group.
+    """Groups of tokens are compressed to one key and one value; the last group is padded with
+    zeros.
 
-    All see a null key, before them; a causal token also the groups that end at or before it.
+    All attend to a null key; causal tokens also to the groups that end at or before them.
     """
     factor, length = layer.config.factor, len(x)
     ends = np.arange(factor - 1, length + factor - 1, factor)
@@ -289,10 +291,10 @@ def performer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
 
 def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """log Y = log(weights V) - log(sum of weights), where weights_ts = sum_a exp(q_ta + k_sa); or Y
-    itself, of values that are given themselves.
+    itself for linear values.
 
-    With decay, what t sees of s has been multiplied by exp(log_decay_ra) at every token r after s,
-    up to t; or, if not causal, up to the last.
+    With decay, the weight of s at t is multiplied by exp(log_decay_ra) for every token r after s,
+    up to t; or, if not causal, up to the last token.
     """
     config, length = layer.config, len(x)
     behind, seen = places(length, is_causal)

@@ -67,7 +67,7 @@ def test_failed_download_leaves_nothing_and_says_what_to_do(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_wrong_file_saved_by_hand_is_found(tmp_path: Path) -> None:
+def test_a_wrong_file_saved_by_hand_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "hamlet.txt"
     path.write_bytes(CONTENT[:-1])
     with pytest.raises(UserError, match=r"hamlet\.txt is not the published file: delete it"):
@@ -91,7 +91,7 @@ def test_planning_a_corpus_downloads_nothing(name: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_standard_library_is_there_without_its_tests(tmp_path: Path) -> None:
+def test_standard_library_excludes_its_tests(tmp_path: Path) -> None:
     sources = corpus_sources("python-stdlib", tmp_path)
     names = [source.name for source in sources]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"

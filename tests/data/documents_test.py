@@ -66,7 +66,7 @@ def test_text_in_another_encoding_is_named(tmp_path: Path) -> None:
     assert read(path, "python") == []
 
 
-def test_jsonl_gives_its_texts(tmp_path: Path) -> None:
+def test_jsonl_yields_its_documents(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows("one", "", "zwei ü\n") + b"\n")
     assert read(path, "jsonl") == [Document("one"), Document("zwei ü\n")]
 
@@ -121,7 +121,7 @@ def wikitext(path: Path, members: dict[str, str]) -> Path:
     return path
 
 
-def test_wikitext_is_cut_into_articles_and_keeps_its_split(tmp_path: Path) -> None:
+def test_wikitext_is_split_into_articles_and_keeps_its_split(tmp_path: Path) -> None:
     first = " \n = Valkyria = \n \n text = 3 . \n = = Plot = = \n more \n"
     second = " = Tower = \n \n text \n"
     path = wikitext(

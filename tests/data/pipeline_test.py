@@ -23,7 +23,7 @@ CONFIG = DataConfig(sequence_length=7, batch_size=6)
 
 
 def make_dataset(folder: Path, train: list[int], validation: list[int]) -> TokenDataset:
-    """A data set of shards with the given lengths, in which every token tells its position."""
+    """Return a data set of shards with these lengths, in which every token encodes its position."""
     folder.mkdir(parents=True, exist_ok=True)
     save_tokenizer(BYTES, folder)
     Manifest(
@@ -74,7 +74,7 @@ def test_windows_are_runs_of_one_shard(dataset: TokenDataset) -> None:
     assert set(shards.flatten()) == {0, 2, 3}  # shard 1 is too short for a window
 
 
-def test_every_token_is_met(dataset: TokenDataset) -> None:
+def test_every_token_is_visited(dataset: TokenDataset) -> None:
     expected = {*range(100), *range(2000, 2333), *range(3000, 3008)}
     assert set(take(200, dataset).flatten()) == expected
 
@@ -95,7 +95,7 @@ def test_epochs_differ_in_order_and_in_offsets(dataset: TokenDataset) -> None:
     windows = 99 // 7 + 332 // 7 + 1
     config = dataclasses.replace(CONFIG, batch_size=windows)
     first, second = take(2, dataset, config)[..., 0]
-    # A window that starts at 7 k moves by less than 7, so the order can be read off.
+    # A window that starts at 7 k moves by less than 7, so the order can be inferred.
     first_order, second_order = (first % 1000 // 7).tolist(), (second % 1000 // 7).tolist()
     assert first_order != sorted(first_order)
     assert first_order[:20] != second_order[:20]
@@ -196,7 +196,7 @@ def test_longer_windows_predict_the_same_tokens_from_more(dataset: TokenDataset)
 
 
 @pytest.mark.usefixtures("unchecked")  # which reads a row at random, perhaps the damaged one
-def test_token_outside_the_vocabulary_is_found(tmp_path: Path) -> None:
+def test_token_outside_the_vocabulary_is_detected(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [80], [80])
     for name in ("train", "validation"):
         shard = np.memmap(tmp_path / f"{name}-00000.bin", "<u4", "r+")
@@ -209,7 +209,7 @@ def test_token_outside_the_vocabulary_is_found(tmp_path: Path) -> None:
         list(validation_batches(dataset, CONFIG))
 
 
-def test_exchanged_tokenizer_is_found(tmp_path: Path) -> None:
+def test_exchanged_tokenizer_is_detected(tmp_path: Path) -> None:
     make_dataset(tmp_path, [80], [80])
     ranks = "".join(
         f"{base64.b64encode(bytes([byte])).decode()} {255 - byte}\n" for byte in range(256)
@@ -220,7 +220,7 @@ def test_exchanged_tokenizer_is_found(tmp_path: Path) -> None:
         TokenDataset(tmp_path)
 
 
-def test_load_prepares_once_and_gives_the_text_back(
+def test_load_prepares_once_and_returns_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play = "".join(f"line {i}: to be, or not to be\n" for i in range(100))
@@ -254,7 +254,7 @@ def test_train_and_validation_do_not_overlap(tmp_path: Path) -> None:
     assert dataset.tokenizer.decode(held_out) == text[2700:]
 
 
-def test_prepared_folder_is_used_as_it_is(tmp_path: Path) -> None:
+def test_prepared_folder_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("to be, or not to be\n" * 100)
     made = data.load(DataConfig(corpus=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache")))
     used = data.load(DataConfig(corpus=str(made.folder), cache=str(tmp_path / "none")))
@@ -276,7 +276,7 @@ def test_a_text_that_was_edited_is_prepared_again(tmp_path: Path) -> None:
     after = data.load(config)
     assert set(after.split("train").read(0, 0, 99).tolist()) == {ord("y")}
     assert after.manifest.inputs[0].fingerprint != before.manifest.inputs[0].fingerprint
-    assert set(before.split("train").read(0, 0, 99).tolist()) == {ord("x")}  # of who still reads it
+    assert set(before.split("train").read(0, 0, 99).tolist()) == {ord("x")}  # mapped by a reader
     other = data.load(DataConfig(**(dataclasses.asdict(config) | {"validation_fraction": 0.5})))
     assert other.manifest.splits["train"].tokens == 50
 
@@ -317,7 +317,7 @@ def test_an_output_of_a_text_that_was_edited_is_refused(tmp_path: Path) -> None:
         text.prepare([str(path)], "bytes", tmp_path / "out")
 
 
-def test_all_of_a_text_can_be_for_validation(tmp_path: Path) -> None:
+def test_a_whole_text_can_be_for_validation(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("to be")
     config = DataConfig(corpus=str(tmp_path / "a.txt"), cache=str(tmp_path / "cache"))
     dataset = text.load_text(config, split="validation")
@@ -353,7 +353,7 @@ def test_wrong_field_is_named(wrong: dict) -> None:
         DataConfig(**wrong)
 
 
-def test_package_exports_what_it_says() -> None:
+def test_package_exports_its_public_names() -> None:
     for name in data.__all__:
         assert getattr(data, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -69,7 +69,7 @@ def test_every_document_lands_once_in_one_split(tmp_path: Path) -> None:
         assert split.tokens == split.bytes + split.documents
 
 
-def test_manifest_says_what_it_holds(tmp_path: Path) -> None:
+def test_manifest_describes_the_data(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "in")
     out = tmp_path / "out"
     manifest = prepare([str(folder)], "bytes", out, validation_fraction=0.3)
@@ -82,7 +82,7 @@ def test_manifest_says_what_it_holds(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.text(max_size=4), max_size=30), st.floats(0.01, 0.99))
-def test_equal_documents_go_the_same_way(texts: list[str], fraction: float) -> None:
+def test_equal_documents_are_in_the_same_split(texts: list[str], fraction: float) -> None:
     rule = SplitRule("document", fraction)
     ways: dict[str, set[str]] = {}
     for text in texts:
@@ -99,7 +99,7 @@ def test_fraction_of_the_documents_is_for_validation() -> None:
 
 
 @pytest.mark.parametrize("fraction", [None, 0.25])
-def test_single_text_is_cut_at_its_tail(tmp_path: Path, fraction: float | None) -> None:
+def test_single_text_is_split_at_its_tail(tmp_path: Path, fraction: float | None) -> None:
     text = "".join(chr(200 + index % 90) for index in range(1001))
     (tmp_path / "a.txt").write_text(text)
     out = tmp_path / "out"
@@ -129,7 +129,7 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
     assert tokens(out, "train") == expected
 
 
-def test_all_kinds_of_inputs_go_together(tmp_path: Path) -> None:
+def test_all_kinds_of_inputs_can_be_combined(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "in", 5)
     row = json.dumps({"text": "a row"}).encode()
     (tmp_path / "a.jsonl").write_bytes(row)
@@ -223,7 +223,7 @@ def test_finished_data_set_is_not_prepared_again(
     folder = make_folder(tmp_path / "in")
     first = prepare([str(folder)], "bytes", tmp_path / "out", validation_fraction=0.2)
     monkeypatch.setattr(prepare_module, "process_unit", None)
-    monkeypatch.setattr(prepare_module, "save_tokenizer", None)  # nor is anything written
+    monkeypatch.setattr(prepare_module, "save_tokenizer", None)  # and nothing is written
     again = prepare([str(folder)], "bytes", tmp_path / "out", validation_fraction=0.2)
     assert again == first
 
@@ -269,9 +269,7 @@ def test_folder_with_another_data_set_is_refused(tmp_path: Path, change: str) ->
 
 
 @pytest.mark.parametrize(("fraction", "split"), [(1e-9, "validation"), (1 - 1e-9, "train")])
-def test_empty_split_says_which_and_can_be_mended(
-    tmp_path: Path, fraction: float, split: str
-) -> None:
+def test_empty_split_is_named_with_its_remedy(tmp_path: Path, fraction: float, split: str) -> None:
     folder = make_folder(tmp_path / "in")
     out = tmp_path / "out"
     with pytest.raises(UserError, match=f"no text is left for {split} .*make validation_fraction"):
@@ -287,7 +285,7 @@ def test_fraction_must_lie_between_0_and_1(tmp_path: Path, fraction: float) -> N
         prepare([str(folder)], "bytes", tmp_path / "out", validation_fraction=fraction)
 
 
-def test_inputs_that_cannot_be_prepared(tmp_path: Path) -> None:
+def test_invalid_inputs_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").write_text("")
     folder = str(make_folder(tmp_path / "in", 3))
@@ -324,7 +322,7 @@ def test_unwritable_output(tmp_path: Path) -> None:
         prepare([str(folder)], "bytes", tmp_path / "file" / "out")
 
 
-def test_broken_row_stops_the_preparation_and_leaves_no_half_shard(tmp_path: Path) -> None:
+def test_invalid_row_stops_the_preparation_and_leaves_no_partial_shard(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(UserError, match=r"a\.jsonl:2 is not JSON"):
         prepare([str(tmp_path / "a.jsonl")], "bytes", tmp_path / "out")
@@ -342,7 +340,7 @@ def test_broken_row_stops_the_preparation_and_leaves_no_half_shard(tmp_path: Pat
         (lambda out: os.truncate(out / "train-00000.bin", 10), "has 10 bytes instead of"),
     ],
 )
-def test_damaged_data_set_is_found(tmp_path: Path, damage, problem: str) -> None:
+def test_damaged_data_set_is_detected(tmp_path: Path, damage, problem: str) -> None:
     folder = make_folder(tmp_path / "in")
     prepare([str(folder)], "bytes", tmp_path / "out", validation_fraction=0.3)
     damage(tmp_path / "out")
@@ -351,7 +349,7 @@ def test_damaged_data_set_is_found(tmp_path: Path, damage, problem: str) -> None
 
 
 def test_of_two_processes_that_prepare_the_same_folder_one_waits(tmp_path: Path) -> None:
-    """As two trainers with the same data do."""
+    """Happens if two trainers use the same data."""
     folder, out = make_folder(tmp_path / "in", 400), tmp_path / "out"
     program = "import sys; from heinsen_jax.data.prepare import prepare"
     program += "; prepare([sys.argv[1]], 'bytes', sys.argv[2], wait=True)"
@@ -378,6 +376,6 @@ def test_command_line(tmp_path: Path) -> None:
     assert failed.stderr.count("\n") == 1
 
 
-def test_preparing_does_not_wait_for_jax() -> None:
+def test_preparation_does_not_import_jax() -> None:
     code = "import sys, heinsen_jax.data.prepare; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

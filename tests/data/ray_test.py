@@ -42,7 +42,7 @@ assert contents(there) == contents(here)
 count = len(list(there.glob("unit-*.json")))
 assert count > 5, count
 
-# What an interrupted preparation lacks is done, and nothing else; also with a node less.
+# A resumed preparation processes only missing units, also with one node less.
 cluster.remove_node(second)
 kept = there / "unit-00001.json"
 before = kept.stat().st_mtime_ns
@@ -53,7 +53,7 @@ prepare([str(inputs)], "bytes", there, executor="ray", **options)
 assert contents(there) == contents(here)
 assert kept.stat().st_mtime_ns == before
 
-# A mistake in the text is said as it is said without a cluster.
+# Errors in the text are reported as without a cluster.
 (inputs / "040.txt").write_bytes(b"\\xff\\xfe not text")
 said = []
 for executor in ("local", "ray"):
@@ -66,7 +66,7 @@ print("all is well")
 """
 
 
-def test_two_nodes_give_the_same_bytes_and_go_on_where_they_stopped(tmp_path):
+def test_two_nodes_give_the_same_bytes_and_resume(tmp_path):
     inputs = tmp_path / "in"
     inputs.mkdir()
     for index in range(40):

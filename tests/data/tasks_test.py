@@ -1,4 +1,4 @@
-"""Tasks can be solved from what stands before each answer, and only from that."""
+"""Tasks can be solved from the tokens before each answer, and only from these."""
 
 import itertools
 import json
@@ -34,7 +34,7 @@ NAMES = list(SMALL)
 
 
 def follower(before: list[int], token: int) -> int:
-    """What came after a token when it came first."""
+    """Return the token after the first occurrence of a token."""
     return before[before.index(token) + 1]
 
 
@@ -90,7 +90,7 @@ def test_every_answer_follows_from_the_tokens_before_it(name, seed):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_differ_from_example_to_example(name):
-    """So that none can be guessed: of the first answer, each possible one is as likely."""
+    """The first answer is uniformly distributed, so that it cannot be guessed."""
     task = SMALL[name]
     rows = map(TaskDataset(task).train_row(task, 0), range(600))
     firsts = [row.tokens[1:][row.mask][0] for row in rows]
@@ -119,7 +119,7 @@ def test_batches_are_functions_of_seed_and_step_and_shared_by_processes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_tests_are_of_their_lengths_and_always_the_same(name):
+def test_test_sets_have_their_lengths_and_are_deterministic(name):
     task = SMALL[name]
     rows = TaskDataset(task).validation_rows(task)
     assert list(rows) == ["", *map(str, task.test_lengths)]
@@ -144,7 +144,7 @@ def test_copied_strings_have_all_lengths():
     assert {int(tested[i].mask.sum()) for i in range(50)} == {16}
 
 
-def test_far_questions_are_rarer():
+def test_distant_queries_are_rarer():
     """A power law: with power 0.01, the n-th place in proportion to n^-0.99."""
     task = Recall(vocab_size=40, num_pairs=1, sequence_length=128, power=0.01)
     rows = map(TaskDataset(task).train_row(task, 0), range(4000))
@@ -156,14 +156,14 @@ def test_far_questions_are_rarer():
     assert np.all(np.abs(counts - expected) < 6 * np.sqrt(expected) + 3)
 
 
-def test_the_published_settings_fit():
+def test_published_settings_are_valid():
     for pairs, length in ((4, 64), (8, 128), (16, 256), (64, 512)):
         task = Recall(num_pairs=pairs, sequence_length=length)
         assert task.vocab_size == 8192
         tokens, mask = TaskDataset(task).train_row(task, 0)(0)
         assert mask.sum() == pairs
         assert len(set(tokens[: 2 * pairs])) == 2 * pairs
-        assert np.count_nonzero(tokens) == 4 * pairs  # nothing else is in the text
+        assert np.count_nonzero(tokens) == 4 * pairs  # no other tokens
 
 
 @pytest.mark.parametrize(
@@ -182,13 +182,13 @@ def test_the_published_settings_fit():
         (lambda: Recall(num_pair=3), "num_pair"),
     ],
 )
-def test_what_does_not_fit_is_named(make, message):
+def test_invalid_settings_are_named(make, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         make()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_configuration_is_saved_and_read_as_it_was(name, tmp_path):
+def test_a_configuration_survives_saving_and_loading(name, tmp_path):
     config = ExperimentConfig(data=SMALL[name])
     path = tmp_path / "config.json"
     path.write_text(json.dumps(as_json(config)))

@@ -46,7 +46,7 @@ def test_file_is_a_tokenizer_with_end_of_text_last(tmp_path: Path) -> None:
     assert tokenizers.end_of_text_id(encoding) == 257
 
 
-def test_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
     path = write_ranks(tmp_path / "mine.tiktoken", [*single_bytes(), b"ab"])
     before = get_tokenizer(str(path))
     write_ranks(path, [*single_bytes(), b"cd"])
@@ -99,7 +99,7 @@ def test_unknown_name_lists_the_names_and_the_closest() -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_failed_download_says_how_to_do_without(
+def test_failed_download_names_the_alternatives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
@@ -138,7 +138,7 @@ def test_missing_file(tmp_path: Path) -> None:
         get_tokenizer(str(tmp_path / "none.tiktoken"))
 
 
-def test_fingerprint_sees_everything_but_the_name() -> None:
+def test_fingerprint_covers_everything_but_the_name() -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
 
     def variant(name="a", pattern="(?s:.)", ranks=ranks, end=256) -> str:
@@ -153,7 +153,7 @@ def test_fingerprint_sees_everything_but_the_name() -> None:
     assert len(others | {variant()}) == 4
 
 
-def test_saved_tokenizer_comes_back(tmp_path: Path) -> None:
+def test_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     file = write_ranks(tmp_path / "mine.tiktoken", [*single_bytes(), b"ab", "é".encode()])
     encoding = get_tokenizer(str(file))
     folder = tmp_path / "run"
@@ -179,7 +179,7 @@ def test_saved_tokenizer_comes_back(tmp_path: Path) -> None:
         ("tokenizer.tiktoken", lambda content: content.replace(b" 65\n", b" 300\n")),
     ],
 )
-def test_changed_saved_tokenizer_is_found(tmp_path: Path, file: str, change) -> None:
+def test_changed_saved_tokenizer_is_detected(tmp_path: Path, file: str, change) -> None:
     tokenizers.save_tokenizer(BYTES, tmp_path)
     path = tmp_path / file
     path.write_bytes(change(path.read_bytes()))

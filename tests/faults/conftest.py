@@ -1,4 +1,4 @@
-"""A run small enough to be attacked again and again."""
+"""Fixtures of a small run that tests damage."""
 
 import random
 import shutil
@@ -31,7 +31,7 @@ ENDLESS = "--training.steps", "1000000", "--training.evaluate_every", "1000000"
 
 @pytest.fixture(scope="session")
 def place(tmp_path_factory) -> Path:
-    """A folder with a text, its prepared form, a configuration, and a finished run of it."""
+    """Return a folder with a text, its prepared form, a configuration, and a finished run of it."""
     folder = tmp_path_factory.mktemp("faults")
     draw = random.Random(0)
     words = " ".join(draw.choice(["abc", "de", "f"]) for _ in range(5000))
@@ -50,7 +50,7 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 @pytest.fixture
 def run(place, tmp_path) -> Path:
-    """A copy of the finished run, to damage."""
+    """Return a copy of the finished run, to be damaged."""
     return shutil.copytree(place / "finished", tmp_path / "run")
 
 
@@ -66,7 +66,7 @@ def has_checkpoint(workdir: Path) -> bool:
 
 
 def assert_one_line(err: str, *words: str) -> None:
-    """Nothing but an error in one line, with these words."""
+    """Assert that the only output is an error in one line, with these words."""
     assert err.startswith("error: "), err
     assert err.count("\n") == 1, err
     for word in words:

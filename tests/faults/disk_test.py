@@ -1,4 +1,4 @@
-"""Where nothing can be written any more, a run ends and says so."""
+"""Runs end with an error if they cannot write."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "JAX_PLATFORMS": "cpu",
     "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
-    "PYTHONDONTWRITEBYTECODE": "1",  # a file cut short would break later imports
+    "PYTHONDONTWRITEBYTECODE": "1",  # a truncated file would break later imports
 }
 
 
@@ -47,7 +47,7 @@ def limited(place: Path, size: int, *arguments: str) -> subprocess.CompletedProc
         pytest.param(60_000, marks=pytest.mark.nightly),  # checkpoints, too
     ],
 )
-def test_a_run_that_cannot_write_ends_at_once_and_says_so(place, tmp_path, size):
+def test_a_run_that_cannot_write_ends_immediately_with_an_error(place, tmp_path, size):
     few = "--training.checkpoint_every", "1000" if size == 20_000 else "5"
     ended = limited(place, size, "--workdir", str(tmp_path / "run"), *ENDLESS, *few)
     assert ended.returncode == 2, ended.stderr
@@ -60,7 +60,7 @@ def test_a_run_that_cannot_write_ends_at_once_and_says_so(place, tmp_path, size)
 
 @pytest.mark.nightly
 def test_on_a_full_file_system(place, tmp_path):
-    """A real one, where one may be mounted: 100 kB are left."""
+    """On a real file system with 100 kB left, if tests may mount one."""
     endless = " ".join(ENDLESS)
     script = f"""
     set -e

@@ -20,7 +20,7 @@ from tests.study.runner_test import SMALLER
 
 
 def test_a_second_trainer_is_refused_and_the_first_continues(place, tmp_path):
-    """And the lock of one that was killed bars nobody."""
+    """The lock of a killed process is released."""
     workdir = tmp_path / "run"
     (first,) = train(place, "--workdir", str(workdir), *ENDLESS)
     wait_until(lambda: has_checkpoint(workdir))
@@ -52,7 +52,7 @@ with locked(Path(sys.argv[1])):
 
 @pytest.fixture
 def held(tmp_path):
-    """A folder that another process has locked, and that process."""
+    """Yield a folder that another process has locked, and that process."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         stdin=subprocess.PIPE,

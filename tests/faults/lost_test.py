@@ -1,4 +1,4 @@
-"""Lost and damaged files are refused or named, never passed over."""
+"""Lost and damaged files are refused or named, never ignored."""
 
 import json
 import shutil
@@ -30,14 +30,14 @@ from tests.multi_device.apart import finish, train
 
 
 def flip(path, place=None, bit=1) -> None:
-    """Changes one bit of a file, in its middle if nothing else is said."""
+    """Flip one bit of a file, in the middle by default."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2 if place is None else place] ^= bit
     path.write_bytes(content)
 
 
 def said(main, monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
-    """Exit code and errors of a command line, called in this process."""
+    """Run a command in this process; return its exit code and errors."""
     monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)  # only at the start
     monkeypatch.setattr(sys, "argv", ["command", *arguments])
     with warnings.catch_warnings():
@@ -64,7 +64,7 @@ def empty_folder(run) -> None:
     ("way", "words"),
     [(damage_all, "is damaged: step"), (remove_folder, "is gone"), (empty_folder, "is gone")],
 )
-def test_a_run_without_its_checkpoints_is_not_begun_anew(
+def test_a_run_without_its_checkpoints_is_not_restarted(
     place, run, way, words, monkeypatch, capsys
 ):
     monkeypatch.chdir(place)
@@ -78,7 +78,7 @@ def test_a_run_without_its_checkpoints_is_not_begun_anew(
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_what_is_damaged_is_named(place, run, monkeypatch, capsys):
+def test_damage_is_named(place, run, monkeypatch, capsys):
     damage_all(run)
     with pytest.raises(UserError, match=r"step 40 \(default/manifest.ocdbt is not as") as refused:
         load_run(run)
@@ -101,8 +101,8 @@ def test_restart_sets_the_run_aside(place, run):
     assert load_run(run)[2] == 20
 
 
-def test_a_run_that_had_no_checkpoint_yet_begins_again(place, run, monkeypatch, capsys):
-    """Killed before its first one, with rows in metrics.jsonl."""
+def test_a_run_without_a_checkpoint_yet_starts_again(place, run, monkeypatch, capsys):
+    """The run was killed before its first checkpoint, with rows in metrics.jsonl."""
     remove_folder(run)
     (run / "last_checkpoint.json").unlink()
     monkeypatch.chdir(place)
@@ -110,7 +110,7 @@ def test_a_run_that_had_no_checkpoint_yet_begins_again(place, run, monkeypatch, 
     assert said(main, monkeypatch, capsys, "--config", "tiny.py", *few) == (0, "")
 
 
-def test_other_settings_than_before_are_named(place, run, monkeypatch, capsys):
+def test_changed_settings_are_named(place, run, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
     more = "--workdir", str(run), "--training.steps", "20", "--optimizer.learning_rate", "0.02"
@@ -141,7 +141,7 @@ def test_a_finished_run_has_the_metrics_of_its_last_evaluation(place, run, monke
     assert read_metrics(run)[-1] == pytest.approx(recorded, rel=1e-5)
 
 
-def test_a_run_that_resumes_names_text_that_changed(place, run, monkeypatch, capsys):
+def test_a_resumed_run_names_changed_text(place, run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
     words = (place / "words.txt").read_text()
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_was_saved_since_is_not_gone(run):
 
 
 def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):
-    """Retention removes old steps file by file, also while somebody reads."""
+    """Retention removes old steps file by file, even during reads."""
     going = run / "checkpoints/35"
     (going / "default/manifest.ocdbt").unlink()
     remover = threading.Timer(0.3, shutil.rmtree, (going,))
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):
         (KeyError("a fault of ours"), KeyError),
     ],
 )
-def test_only_storage_is_blamed_for_a_save_that_fails(run, monkeypatch, error, raised):
+def test_only_storage_errors_are_reported_as_such(run, monkeypatch, error, raised):
     def fail() -> None:
         raise error
 
@@ -219,7 +219,7 @@ def test_a_device_that_is_out_of_memory_is_one_line(capsys):
     assert_one_line(capsys.readouterr().err, "out of memory (RESOURCE_EXHAUSTED", "shorter")
 
 
-def test_readers_say_which_step_they_use_in_place_of_a_damaged_one(run, monkeypatch, capsys):
+def test_readers_name_the_step_that_replaces_a_damaged_one(run, monkeypatch, capsys):
     flip(run / "checkpoints/40/default/manifest.ocdbt")
     with pytest.warns(match=r"checkpoints/40 is damaged \(.*\): step \d+ is used"):
         assert load_run(run, best=False)[2] == 35
@@ -236,11 +236,11 @@ def test_readers_say_which_step_they_use_in_place_of_a_damaged_one(run, monkeypa
 
 
 def spread(size: int, number: int) -> list[int]:
-    """Places all over a file."""
+    """Return positions all over a file."""
     return np.linspace(0, size - 1, number).astype(int).tolist()
 
 
-def test_any_flipped_bit_of_saved_weights_is_found(run, tmp_path):
+def test_any_flipped_bit_of_saved_weights_is_detected(run, tmp_path):
     folder = save_pretrained(run, tmp_path / "model")
     path = folder / "model.safetensors"
     whole = path.read_bytes()
@@ -252,7 +252,7 @@ def test_any_flipped_bit_of_saved_weights_is_found(run, tmp_path):
     from_pretrained(folder)
 
 
-def test_any_flipped_bit_of_a_saved_state_is_found(run, tmp_path):
+def test_any_flipped_bit_of_a_saved_state_is_detected(run, tmp_path):
     model, _, _ = load_run(run)
     path = tmp_path / "state"
     save_state(path, model, model.init_state(()))
@@ -276,7 +276,7 @@ def test_shards_are_verified_when_asked(place, tmp_path):
         load(config)
 
 
-def test_what_was_written_wrongly_is_found_when_it_is_prepared(tmp_path, monkeypatch):
+def test_write_errors_are_detected_by_preparation(tmp_path, monkeypatch):
     class Losing(units._ShardWriter):
         def shard(self):
             self._file.seek(0)
@@ -313,14 +313,14 @@ def test_a_wrong_configuration_is_one_line(run, change, monkeypatch, capsys):
 
 
 def rewritten(path, change) -> None:
-    """A saved file with other metadata and their hash: not damaged, but made by mistake."""
+    """Rewrite a saved file with other metadata and a matching hash: invalid, but not damaged."""
     arrays, metadata = load_hashed(path, "")
     change(metadata)
     save_hashed(path, arrays, metadata)
 
 
 def shapes(change):
-    """Changes the shapes that a state's metadata give."""
+    """Change the shapes in a state's metadata."""
 
     def change_metadata(metadata):
         found = json.loads(metadata["shapes"])
@@ -361,7 +361,7 @@ def test_a_malformed_state_is_one_error(run, tmp_path, change):
         load_state(tmp_path / "state", model)
 
 
-def test_a_state_has_its_own_axes_but_for_a_caches_capacity(run, tmp_path):
+def test_a_state_has_fixed_axes_except_capacities(run, tmp_path):
     """The state of the linear run has no cache: none of its axes may differ."""
     model, _, _ = load_run(run)
     state = model.init_state(())
@@ -386,7 +386,7 @@ def test_a_state_has_its_own_axes_but_for_a_caches_capacity(run, tmp_path):
         load_state(tmp_path / "other", model)
 
 
-def test_a_state_that_cannot_be_written_leaves_the_one_before(run, tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_previous_state(run, tmp_path, monkeypatch):
     model, _, _ = load_run(run)
     path = tmp_path / "state"
     save_state(path, model, model.init_state(()))
@@ -405,7 +405,7 @@ def test_a_state_that_cannot_be_written_leaves_the_one_before(run, tmp_path, mon
     assert sorted(x.name for x in tmp_path.iterdir()) == ["plain", "run", "state"]
 
 
-def test_a_step_that_is_no_number_is_one_error(run, tmp_path):
+def test_an_invalid_step_is_one_error(run, tmp_path):
     folder = save_pretrained(run, tmp_path / "model")
     rewritten(folder / "model.safetensors", lambda metadata: metadata.update(step="last"))
     with pytest.raises(UserError, match="its step 'last' is not an integer"):
@@ -415,7 +415,7 @@ def test_a_step_that_is_no_number_is_one_error(run, tmp_path):
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json"])
 def test_a_file_that_cannot_be_written_is_one_line(place, run, name, monkeypatch, capsys):
     (run / name).unlink()
-    (run / name).mkdir()  # for root may write what is read-only
+    (run / name).mkdir()  # since root may write to read-only files
     monkeypatch.chdir(place)
     more = "--workdir", str(run), "--training.steps", "50"
     code, err = said(main, monkeypatch, capsys, "--config", "tiny.py", *more)

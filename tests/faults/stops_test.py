@@ -23,7 +23,7 @@ from tests.multi_device.apart import ROOT, finish, free_port, start, train
 
 
 def read_until(process: subprocess.Popen, words: str) -> None:
-    """Reads what a process prints, up to these words."""
+    """Read the output of a process up to these words."""
     assert process.stdout is not None
     too_late = threading.Timer(120, process.kill)
     too_late.start()
@@ -33,7 +33,7 @@ def read_until(process: subprocess.Popen, words: str) -> None:
         too_late.cancel()
 
 
-def test_sigterm_while_compiling_ends_at_once(place, tmp_path):
+def test_sigterm_during_compilation_ends_immediately(place, tmp_path):
     """The update of log-attention takes seconds to compile; nothing needs saving yet."""
     options = (
         "--model.attention",
@@ -47,7 +47,7 @@ def test_sigterm_while_compiling_ends_at_once(place, tmp_path):
     command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", str(tmp_path / "run")
     process = start(*command, *options, cwd=place, JAX_PLATFORMS="cpu", **uncached)
     read_until(process, "compiling the update")
-    time.sleep(0.5)  # into it: whenever the signal comes, the end must be the same
+    time.sleep(0.5)  # into it: the result must not depend on the time of the signal
     process.terminate()
     asked = time.monotonic()
     out, err = process.communicate(timeout=60)
@@ -70,7 +70,7 @@ def test_a_signal_saves_and_the_exit_code_names_it(place, tmp_path, number):
     assert load_run(workdir, best=False)[2] == step
 
 
-def test_output_that_nobody_reads_is_as_a_closed_terminal(place, tmp_path):
+def test_a_closed_pipe_acts_as_a_closed_terminal(place, tmp_path):
     workdir = tmp_path / "run"
     (process,) = train(place, "--workdir", str(workdir), *ENDLESS)
     assert process.stdout is not None
@@ -111,7 +111,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
 
 
 def test_a_closed_terminal_saves(place, tmp_path):
-    """Where also nothing can be printed any more."""
+    """The terminal can no longer be written to."""
     workdir = tmp_path / "run"
     command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", str(workdir), *ENDLESS
     ended = start("-c", TERMINAL, str(workdir), sys.executable, *command, cwd=place)
@@ -174,7 +174,7 @@ def test_a_terminal_that_is_open_still_shows_errors():
 
 @pytest.mark.parametrize("ignored", [True, False])
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_what_nohup_or_a_shell_ignores_stays_ignored(number, ignored):
+def test_signals_ignored_by_nohup_or_a_shell_stay_ignored(number, ignored):
     program = f"""
 import os, signal
 signal.signal({number:d}, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
@@ -184,12 +184,12 @@ with Signals(60) as signals:
     print(signals.first)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    kept = ignored and number != signal.SIGTERM  # which batch systems send for a run to save
+    kept = ignored and number != signal.SIGTERM  # sent by batch systems before they end a run
     assert done.stdout == f"{0 if kept else int(number)}\n"
 
 
-def test_a_deadline_holds_though_python_cannot_run():
-    """A main thread that is stuck, as in a collective operation, handles no signal itself."""
+def test_a_deadline_holds_while_python_is_blocked():
+    """A blocked main thread, as in a collective operation, cannot handle signals."""
     program = """
 import os, signal, threading, time
 from heinsen_jax.training.signals import Signals
@@ -239,7 +239,7 @@ def is_alive(process: int) -> bool:
 
 
 def children(parent: int) -> set[int]:
-    """Processes that a process has started, and theirs."""
+    """Return all descendants of a process."""
     found = set()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -278,7 +278,7 @@ def test_the_processes_of_a_study_end_with_it_and_it_resumes(tmp_path, number, c
 
 
 def test_a_folder_that_is_not_shared_is_refused(place, tmp_path):
-    """As each host has a folder of its own under one name."""
+    """Each host has a different folder under the same name."""
     for number in range(2):
         shutil.copytree(place, tmp_path / str(number), ignore=shutil.ignore_patterns("finished"))
     address = f"localhost:{free_port()}"
@@ -331,7 +331,7 @@ def test_processes_that_differ_are_refused(place, tmp_path, arguments, words):
         pytest.param("--model.widht 3", "Unrecognized options", marks=pytest.mark.nightly),
     ],
 )
-def test_a_process_whose_peer_failed_says_why(place, tmp_path, arguments, words):
+def test_a_process_reports_why_its_peer_failed(place, tmp_path, arguments, words):
     (code, _, err), (other, _, own) = pair(place, tmp_path, *arguments.split())
     assert code == other == 2
     assert_one_line(cleaned(err), f"process 1 ended with: {words}")
@@ -339,13 +339,13 @@ def test_a_process_whose_peer_failed_says_why(place, tmp_path, arguments, words)
 
 
 def pair(place: Path, folder: Path, *arguments: str) -> list[tuple[int, str, str]]:
-    """Two processes of one run, of which the second has more arguments."""
+    """Run two processes, of which the second one has further arguments."""
     command = "--workdir", str(folder / "run")
     return finish(train(place, *command, processes=2, only_last=arguments), timeout=120)
 
 
 def cleaned(err: str) -> str:
-    """Without what JAX's coordination service says of how it is."""
+    """Remove messages of JAX's coordination service."""
     return "".join(x for x in err.splitlines(keepends=True) if not x.startswith(("I", "W")))
 
 

@@ -1,4 +1,4 @@
-"""Prompts of different lengths in one batch are continued as they would be alone."""
+"""Prompts of different lengths in one batch equal single prompts."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ LENGTHS = np.array([PIECE + 5, 1, PIECE])
 
 def prompts(padding: str):
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 17, (len(LENGTHS), PIECE + 5))  # what pads is random, too
+    tokens = rng.integers(0, 17, (len(LENGTHS), PIECE + 5))  # padding is random, too
     rows = []
     for row, length in zip(tokens, LENGTHS, strict=True):
         rows.append(row[:length] if padding == "right" else row[-length:])
@@ -25,7 +25,7 @@ def prompts(padding: str):
 
 
 @few_or_nightly(CAUSAL, few=["log", "softmax", "rmt"])
-def test_as_alone(name):
+def test_rows_equal_single_prompts(name):
     model = build(name, **SIZES)
     for padding in ("right", "left"):
         tokens, rows = prompts(padding)
@@ -45,7 +45,7 @@ def test_greedily_after_a_state():
     assert_greedy(model, whole, np.concatenate([together, more], 1))
 
 
-def test_positions_that_are_learned():
+def test_learned_positions():
     fields = {"positions": "learned", "max_length": 60, "convolution_size": None}
     model = build("softmax", **SIZES | fields)
     tokens, rows = prompts("left")
@@ -53,8 +53,8 @@ def test_positions_that_are_learned():
 
 
 @few_or_nightly(CAUSAL, few=[])
-def test_samples_as_alone(name):
-    """In short: rows that do not depend on one another, below, and greedily, above."""
+def test_samples_equal_single_prompts(name):
+    """Nightly: the short suite covers independent rows below, and greedy decoding above."""
     model = build(name, **SIZES)
     tokens, rows = prompts("right")
     keys = jax.random.split(jax.random.key(1), len(LENGTHS))
@@ -63,7 +63,7 @@ def test_samples_as_alone(name):
         np.testing.assert_array_equal(generate(model, row, 6, key=key), new)
 
 
-def test_rows_with_keys_of_their_own_do_not_depend_on_one_another():
+def test_rows_with_their_own_keys_are_independent():
     model = build("log", **SIZES)
     keys, tokens = jax.random.split(jax.random.key(0), 3), jnp.array([[3, 1], [3, 1], [4, 2]])
     new = generate(model, tokens, 30, key=keys, lengths=[2, 2, 1])

@@ -1,4 +1,4 @@
-"""States as values: continued many times, and kept in files."""
+"""States as values: continued many times, and saved to files."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ PROMPT = jnp.array([3, 1, 4, 1, 5, 9, 2])
 
 
 @few_or_nightly(["log", "softmax", "sliding_window", "rmt", "additive"], few=["log"])
-def test_a_prompt_is_read_once_and_continued_often(name):
+def test_a_prompt_is_processed_once_and_continued_often(name):
     batch = () if name == "log" else (2,)
     model = build(name, **SIZES)
     prompt = jnp.broadcast_to(PROMPT, (*batch, 7))
@@ -39,7 +39,7 @@ SHORT = ("log", True), ("rmt", True), ("softmax", False)
     ("name", "has_room"),
     [pytest.param(*case, marks=[pytest.mark.nightly] * (case not in SHORT)) for case in SAVED],
 )
-def test_a_file_gives_back_a_state(name, has_room, tmp_path):
+def test_a_state_survives_saving_and_loading(name, has_room, tmp_path):
     model = build(name.partition(",")[0], options=OPTIONS.get(name, ()), **SIZES)
     state = model.init_state((2,), capacity=20 if has_room else None)
     _, state = apply(model, jnp.stack([PROMPT, PROMPT[::-1]]), state, return_state=True)
@@ -56,7 +56,7 @@ def test_a_file_gives_back_a_state(name, has_room, tmp_path):
 
 @pytest.mark.parametrize("name", ["memory_compressed", "tglobal", "softmax"])
 @pytest.mark.parametrize("capacity", [None, 7, 100])
-def test_a_state_of_any_capacity_is_given_back(name, capacity, tmp_path):
+def test_a_state_of_any_capacity_is_loaded(name, capacity, tmp_path):
     model = build(name, **SIZES)
     state = model.init_state((2, 1), capacity=capacity)
     save_state(tmp_path / "state", model, state)
@@ -65,7 +65,7 @@ def test_a_state_of_any_capacity_is_given_back(name, capacity, tmp_path):
         np.testing.assert_array_equal(have, want)
 
 
-def test_a_state_of_nothing(tmp_path):
+def test_an_empty_state(tmp_path):
     model = build("softmax", **SIZES)
     save_state(tmp_path / "state.safetensors", model, model.init_state(()))
     again = load_state(tmp_path / "state.safetensors", model)
@@ -75,7 +75,7 @@ def test_a_state_of_nothing(tmp_path):
     np.testing.assert_array_equal(have, want)
 
 
-def test_how_it_is_computed_does_not_matter(tmp_path):
+def test_the_implementation_does_not_matter(tmp_path):
     model = build("log", **SIZES)
     state = model.init_state(())
     save_state(tmp_path / "state", model, state)
@@ -83,7 +83,7 @@ def test_how_it_is_computed_does_not_matter(tmp_path):
     load_state(tmp_path / "state", build("log", **SIZES, **options))
 
 
-def test_where_it_cannot_be_written(tmp_path):
+def test_a_path_that_cannot_be_written_is_named(tmp_path):
     model = build("log", **SIZES)
     with pytest.raises(UserError, match="nowhere/state cannot be written"):
         save_state(tmp_path / "nowhere/state", model, model.init_state(()))

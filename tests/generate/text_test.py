@@ -1,4 +1,4 @@
-"""Texts continued: as they would be alone, as often as asked for, up to where they end."""
+"""Continuations of text: equal to those of single prompts, in any number, up to stop strings."""
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +25,8 @@ def model(request):
 
 
 def alone(model, **options) -> list[list[int]]:
-    """New tokens of each prompt, up to the end of text; tests/generate/prompts_test.py compares
-    such rows with each alone."""
+    """Return the new tokens of each prompt, up to the end of text; tests/generate/prompts_test.py
+    compares such rows with single prompts."""
     texts = [TOKENIZER.encode_ordinary(prompt) for prompt in PROMPTS]
     tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -37,7 +37,7 @@ def alone(model, **options) -> list[list[int]]:
     return [new[: new.index(end)] if end in new else new for new in rows]
 
 
-def test_greedy_texts_are_those_of_each_prompt_alone(model):
+def test_greedy_samples_equal_those_of_single_prompts(model):
     tokens = alone(model, top_k=1)
     for most in (0, 1, 2, 33, MOST):
         texts = complete(model, TOKENIZER, PROMPTS, most, top_k=1)
@@ -56,7 +56,7 @@ def test_samples_do_not_depend_on_other_prompts(model):
     assert all(len({*samples}) > 1 for samples in texts)
 
 
-def test_a_text_ends_before_the_first_string_that_stops_it(model):
+def test_a_sample_ends_before_the_first_stop_string(model):
     options = {"key": jax.random.key(0), "num_samples": SAMPLES}
     whole = complete(model, TOKENIZER, PROMPTS, MOST, **options)
     middle = len(whole[0][0]) // 2, len(whole[1][2]) // 3
@@ -71,7 +71,7 @@ def test_a_text_ends_before_the_first_string_that_stops_it(model):
 
 
 def test_prompts_after_a_state(model):
-    """The longest prompt stays the same, and with it the shape."""
+    """The longest prompt is unchanged, and so is the shape."""
     before = jnp.asarray(TOKENIZER.encode_ordinary("Before. "))
     _, state = apply(model, before, return_state=True)
     texts = complete(model, TOKENIZER, PROMPTS, 12, top_k=1, state=state)
@@ -81,8 +81,8 @@ def test_prompts_after_a_state(model):
     assert texts[0] != complete(model, TOKENIZER, PROMPTS, 12, top_k=1)[0]
 
 
-def test_ids_of_no_token_are_shown_as_such():
-    """Published encodings leave some out."""
+def test_invalid_ids_are_shown_as_such():
+    """Published encodings have gaps."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     special = {"<|endoftext|>": 263}
     gaps = tiktoken.Encoding(

@@ -1,4 +1,4 @@
-"""Sampling: against the original's own numbers, and its promises on fresh ones."""
+"""Sampling: against results of the original, and its properties on new inputs."""
 
 import jax
 import jax.numpy as jnp
@@ -56,8 +56,8 @@ def test_greedy_equals_recomputing_everything_also_after_a_state(model):
 
 
 @pytest.mark.usefixtures("as_users_compile")
-def test_a_loop_over_tokens_holds_the_weights_of_each_layer_apart(model):
-    """It would cut them out of a stack, which is to copy them, at every token."""
+def test_decoding_loops_hold_unstacked_weights(model):
+    """Slicing stacked weights would copy them at every token."""
     graph, parameters = nnx.split(model)
     stack = parameters["blocks"][0]["attention"]["project"]["kernel"][...].shape
     sampler = Sampler.of(model, 1.0, 1, None, None)
@@ -76,7 +76,7 @@ def test_deep_models_keep_their_weights_stacked(model, monkeypatch):
     assert language_model.unstacked(parameters)(1) is parameters
 
 
-def test_a_key_of_either_kind_decides_the_sample(model):
+def test_keys_of_both_kinds_determine_the_sample(model):
     first, again, old, other = (
         generate(model, PROMPT, 20, key=key).tolist()
         for key in (*map(jax.random.key, (1, 1)), jax.random.PRNGKey(1), jax.random.key(2))
@@ -92,8 +92,8 @@ def test_stream_gives_the_same_tokens(model):
 
 
 def test_samples_follow_the_models_probabilities(model):
-    """4000 first tokens against the softmax of the 12 likeliest: a chi-square statistic of 11
-    degrees of freedom."""
+    """Compares 4000 first tokens with the softmax of the 12 most probable ones: a chi-square
+    statistic with 11 degrees of freedom."""
     prompt = jnp.broadcast_to(PROMPT, (4000, 3))
     key = jax.random.key(0)
     drawn = np.asarray(generate(model, prompt, 1, key=key, temperature=2.0, top_k=12)[:, 0])
@@ -114,7 +114,7 @@ def test_padded_ids_are_never_drawn(model):
     assert int(drawn.max()) == 4
 
 
-def test_no_new_tokens_are_none(model):
+def test_zero_new_tokens(model):
     assert generate(model, jnp.array([[3, 1]]), 0, top_k=1).shape == (1, 0)
 
 
@@ -140,7 +140,7 @@ def test_bad_arguments_are_named(model, change, message):
         generate(model, tokens, count, **arguments)
 
 
-def test_text_streams_by_whole_characters():
+def test_text_is_streamed_by_complete_characters():
     tokenizer = get_tokenizer("bytes")
     text = "aé日🙂"
     pieces = list(decode_stream(tokenizer, iter(tokenizer.encode_ordinary(text))))

@@ -1,4 +1,4 @@
-"""Writing in turns: the state is that of all that was said, and can be kept."""
+"""Chat: the state covers the whole conversation and can be saved."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from heinsen_jax.training.checkpoint import load_run
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
 
-pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the run
+pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the shared run
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,8 @@ def new(run):
     return lambda: Chat(model, tokenizer, most=3, temperature=0.7, top_k=1, seed=1)
 
 
-def test_the_state_is_that_of_all_that_was_said_and_can_be_kept(new, tmp_path):
-    """Lines and turns are of few lengths, for each is compiled."""
+def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):
+    """Lines and turns have few lengths, since each is compiled."""
     one, other, said = new(), new(), ""
     for line in ("exact", "cost"):
         said += f"{line}\n" + "".join(one.answer(line))
@@ -39,7 +39,7 @@ def test_the_state_is_that_of_all_that_was_said_and_can_be_kept(new, tmp_path):
     assert "".join(one.answer("where")) == "".join(other.answer("where")) != ""
 
 
-def test_room_for_a_turn_is_made_once(tmp_path):
+def test_capacity_for_a_turn_is_allocated_once(tmp_path):
     model = build("softmax", vocab_size=264, num_layers=1)
     chat = Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)
     rooms = set()
@@ -52,7 +52,7 @@ def test_room_for_a_turn_is_made_once(tmp_path):
     np.testing.assert_array_equal(chat.state.blocks[0].attention.length, read + 1)
 
 
-def test_a_model_that_cannot_write_is_refused_before_it_is_asked():
+def test_a_model_that_cannot_generate_is_refused():
     model = build("softmax", vocab_size=264, num_layers=1, is_causal=False)
     with pytest.raises(UserError, match="fills in masked tokens, and cannot write"):
         Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)

@@ -25,7 +25,7 @@ def small(small_of_training) -> ExperimentConfig:
 
 @pytest.fixture(scope="session")
 def run(small, tmp_path_factory) -> Path:
-    """The folder of a run of bytes, which has learned some of its words."""
+    """Return the folder of a run on bytes, trained for a few updates."""
     folder = tmp_path_factory.mktemp("runs") / "words"
     folder.mkdir()
     dataset = data.load(small.data)

@@ -1,4 +1,4 @@
-"""Without an extra, what needs it names it: as a program in one line, else as ImportError."""
+"""Missing extras are named: in one line by programs, otherwise in an ImportError."""
 
 import re
 import runpy
@@ -14,8 +14,8 @@ import pytest
         ("heinsen_jax.interop.harness", "harness", "lm_eval.__main__"),
     ],
 )
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of runpy, where it was imported before
-def test_it_is_named(module, extra, needs, monkeypatch, capsys):
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # warning of runpy if it was imported before
+def test_a_missing_extra_is_named(module, extra, needs, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, needs, None)
     with pytest.raises(SystemExit, match=r"^2$"):
         runpy.run_module(module, run_name="__main__")

@@ -1,5 +1,5 @@
-"""The lm-evaluation-harness, on tasks of its own files and without network, beside what a plain
-computation of one text at a time finds."""
+"""The lm-evaluation-harness, on tasks from local files and without network, against a plain
+computation of one sequence at a time."""
 
 import dataclasses
 import json
@@ -24,8 +24,10 @@ from heinsen_jax.training.checkpoint import load_run
 from tests.models.small import random_model
 
 pytestmark = [
-    pytest.mark.xdist_group("interop"),  # one worker trains the run
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the harness and what it needs
+    pytest.mark.xdist_group("interop"),  # one worker trains the shared run
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning"
+    ),  # warnings of the harness and its dependencies
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 WORDS = ["attention", "constant", "cost", "exact", "value", "where", "overflow"]
@@ -43,7 +45,7 @@ ADAPTERS = "trained", "softmax", "learned positions"
     params=["trained", pytest.param("softmax", marks=pytest.mark.nightly), "learned positions"],
 )
 def adapter(request, run):
-    """Of the run's model; or of one with random weights that keeps tokens."""
+    """Adapter of the run's model, or of one with random weights and a cache."""
     found = Harnessed(str(run), batch_size=3)
     if request.param != "trained":
         fields = {"attention": "softmax", "attention_options": ()}
@@ -64,7 +66,7 @@ trained_or_nightly = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module", autouse=True)
 def own_tasks_only():
-    """The index of all tasks that the harness has needs long."""
+    """The index of all tasks of the harness needs long."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "TaskManager", partial(TaskManager, include_defaults=False))
         yield
@@ -76,7 +78,7 @@ def forward(graph, parameters, tokens):
 
 
 def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """By one pass over one text, padded after its end: few lengths to compile."""
+    """Process one sequence in one pass, padded at the end to few lengths."""
     tokens = np.array([*context, *continuation])[:-1]
     size = adapter.model.config.max_length or 64
     padded = np.pad(tokens, (0, -len(tokens) % size))
@@ -89,7 +91,7 @@ def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, 
     return float(values.sum()), bool(np.all(said == continuation))
 
 
-def test_continuations_are_those_of_one_pass_each(adapter):
+def test_continuations_equal_one_pass_each(adapter):
     rng = np.random.default_rng(0)
     pairs = []
     for length in (0, 1, 5, 40, 9):
@@ -109,7 +111,7 @@ def test_continuations_are_those_of_one_pass_each(adapter):
 
 
 @trained_or_nightly
-def test_what_greedy_decoding_says_is_found(adapter):
+def test_greedy_continuations_are_detected(adapter):
     context = "attention is"
     tokens = jnp.asarray(adapter.tok_encode(context))
     new = generate(adapter.model, tokens, 4, top_k=1, num_tokens=adapter.encoding.n_vocab)
@@ -118,7 +120,7 @@ def test_what_greedy_decoding_says_is_found(adapter):
     assert (said[0][1], other[0][1]) == (True, False)
 
 
-def test_every_context_is_read_once(run, monkeypatch):
+def test_every_context_is_processed_once(run, monkeypatch):
     read = []
     real = Harnessed._after
 
@@ -139,7 +141,7 @@ def test_every_context_is_read_once(run, monkeypatch):
         assert one[0] == pytest.approx(other[0], abs=1e-4)
 
 
-def test_documents_longer_than_learned_are_one_stream(run, monkeypatch):
+def test_long_documents_are_one_stream(run, monkeypatch):
     monkeypatch.setattr(harness, "PIECE", 64)
     rng = np.random.default_rng(1)
     texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 4)] + [""]
@@ -170,7 +172,7 @@ def test_with_learned_positions_every_token_is_counted_once(adapter):
 
 
 @trained_or_nightly
-def test_texts_up_to_what_ends_them(adapter):
+def test_samples_end_at_stop_strings(adapter):
     contexts = ["attention", "constant in cost", "w"]
     tokens = [adapter.tok_encode(context) for context in contexts]
     lengths = [*map(len, tokens)]
@@ -189,7 +191,7 @@ def test_texts_up_to_what_ends_them(adapter):
     requests = [request("generate_until", "where", sampled | {"seed": seed}) for seed in (1, 2)]
     assert len({*adapter.generate_until(requests)}) == 2
     again = request("generate_until", "where", sampled)
-    assert len({*adapter.generate_until([again] * 5)}) > 1  # as often as it is asked for
+    assert len({*adapter.generate_until([again] * 5)}) > 1  # as often as requested
     with pytest.raises(UserError, match=r"generation_kwargs\.top_p=0.9 is not known"):
         adapter.generate_until([request("generate_until", "a", {"top_p": 0.9})])
 
@@ -213,7 +215,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    """A folder of two tasks, whose examples lie beside them."""
+    """Return a folder of two tasks with their examples."""
     folder = tmp_path_factory.mktemp("tasks")
     rng = np.random.default_rng(2)
     documents = []
@@ -303,7 +305,7 @@ def test_unknown_tasks_are_named(run, arguments, message, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("place", ["nobody/nothing_of_mine", "json"])
-def test_data_that_are_not_to_be_had(run, place, tmp_path, monkeypatch):
+def test_unavailable_data_are_named(run, place, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     files = {"data_files": {"test": str(tmp_path / "nowhere.jsonl")}} if place == "json" else {}
     task = {"task": "away", "dataset_path": place, "dataset_kwargs": files, "test_split": "test"}
@@ -312,7 +314,7 @@ def test_data_that_are_not_to_be_had(run, place, tmp_path, monkeypatch):
         harness.run_tasks({"workdir": str(run)}, tasks=["away"], include_path=tmp_path)
 
 
-def test_without_the_harness_it_says_what_to_install(run, monkeypatch, capsys):
+def test_without_the_harness_the_extra_is_named(run, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     monkeypatch.delitem(sys.modules, "heinsen_jax.interop.harness")
@@ -321,7 +323,7 @@ def test_without_the_harness_it_says_what_to_install(run, monkeypatch, capsys):
     assert "pip install 'heinsen_jax[harness]'" in capsys.readouterr().err
 
 
-def test_the_model_of_a_run_is_taken(run):
+def test_the_model_of_a_run_is_loaded(run):
     adapter, (model, _, step) = Harnessed(str(run)), load_run(run)
     assert adapter.get_model_info()["model_step"] == step
     pairs = zip(jax.tree.leaves(adapter.model), jax.tree.leaves(model), strict=True)

@@ -1,4 +1,4 @@
-"""Models in the form of the hub: the same after saving and loading; damage is found and named."""
+"""Models in the format of the hub: equal after saving and loading; damage is detected."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.weights import save_weights
 from tests.models.small import apply
 
-pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the run
+pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the shared run
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 20))
 
 
@@ -35,7 +35,7 @@ def saved(run, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 20_000, 1])
-def test_the_same_model_comes_back(run, shard_bytes, tmp_path):
+def test_a_model_survives_saving_and_loading(run, shard_bytes, tmp_path):
     options = {} if shard_bytes is None else {"shard_bytes": shard_bytes}
     folder = save_pretrained(run, tmp_path / "model", **options)
     files = sorted(folder.glob("*.safetensors"))
@@ -53,16 +53,16 @@ def test_the_same_model_comes_back(run, shard_bytes, tmp_path):
     assert_same_logits(again, model)
 
 
-def test_a_run_is_taken_as_it_is(run):
+def test_a_run_is_exported(run):
     assert_same_logits(from_pretrained(run)[0], load_run(run)[0])
 
 
-def test_nothing_is_said_of_what_was_asked_for(run, caplog):
+def test_requested_overwrites_are_silent(run, caplog):
     load_run(run)
     assert not [record for record in caplog.records if "read" in record.getMessage()]
 
 
-def test_the_card_says_what_was_measured(run, saved, small):
+def test_the_card_reports_measurements(run, saved, small):
     text = (saved / "README.md").read_text()
     step = load_run(run)[2]
     (row,) = (x for x in read_metrics(run) if x["step"] == step and "validation/loss" in x)
@@ -101,7 +101,7 @@ def test_damage_is_named(run, what, tmp_path):
 
 
 class Hub:
-    """Takes what is uploaded into a folder."""
+    """Copy uploads to a folder."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -124,7 +124,7 @@ class Hub:
 
 
 @pytest.mark.parametrize("from_saved", [False, True])
-def test_pushed_and_fetched(run, saved, from_saved, tmp_path, monkeypatch):
+def test_push_and_download(run, saved, from_saved, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "HfApi", lambda: Hub(tmp_path))
     monkeypatch.setattr(hub, "snapshot_download", lambda name, **_: str(tmp_path / name))
     assert push(saved if from_saved else run, "me/words") == "https://hub/me/words"
@@ -133,7 +133,7 @@ def test_pushed_and_fetched(run, saved, from_saved, tmp_path, monkeypatch):
     assert_same_logits(model, load_run(run)[0])
 
 
-def test_what_was_there_before_is_not_fetched(run, tmp_path, monkeypatch):
+def test_older_files_are_not_downloaded(run, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "HfApi", lambda: Hub(tmp_path))
     push(run, "me/words", shard_bytes=20_000)
     push(run, "me/words")
@@ -156,7 +156,7 @@ def test_a_file_in_place_of_shards(run, tmp_path):
     assert_same_logits(again, model)
 
 
-def test_what_is_nowhere_is_named(monkeypatch):
+def test_a_missing_repository_is_named(monkeypatch):
     def nothing(*_, **__):
         raise LocalEntryNotFoundError("offline")
 
@@ -165,10 +165,10 @@ def test_what_is_nowhere_is_named(monkeypatch):
         from_pretrained("me/words")
 
 
-def test_what_the_hub_refuses_is_said(saved, monkeypatch):
+def test_errors_of_the_hub_are_reported(saved, monkeypatch):
     class Refusing(Hub):
         def create_repo(self, *_, **__):
-            raise RuntimeError("you are not logged in")  # of whatever HTTP client it has
+            raise RuntimeError("you are not logged in")  # of any HTTP client
 
     monkeypatch.setattr(hub, "HfApi", lambda: Refusing(saved))
     with pytest.raises(UserError, match=r"you are not logged in.*hf auth login"):

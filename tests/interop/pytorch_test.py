@@ -1,4 +1,4 @@
-"""Files of PyTorch itself, where it is installed; `torch_test` has files as they are described."""
+"""Files of PyTorch itself, if installed; `torch_test` uses files written by its specification."""
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ def test_tensors(protocol, tmp_path):
         np.testing.assert_array_equal(have.astype(float), want.detach().double(), err_msg=name)
 
 
-def test_a_state_dict_in_and_out(tmp_path):
+def test_a_state_dict_survives_conversion(tmp_path):
     tensors = {name: torch.from_numpy(x) for name, x in arrays().items()}
     torch.save(tensors, tmp_path / "model.pt")
     model = from_file(tmp_path / "model.pt", num_heads=2)
@@ -70,7 +70,7 @@ def test_tensors_are_arrays():
     ],
     ids=["sparse", "complex", "negated", "module"],
 )
-def test_others_are_refused(tensor, name, tmp_path):
+def test_other_objects_are_refused(tensor, name, tmp_path):
     torch.save({"x": tensor}, tmp_path / "other.pt")
     with pytest.raises(UserError, match=rf"other\.pt holds .*{name}.*, which is not read: save"):
         read_pickled(tmp_path / "other.pt")

@@ -1,4 +1,4 @@
-"""Weights by PyTorch names, in and out, and in files. That outputs are right, models/ tests."""
+"""Import and export of weights by PyTorch names, and in files; tests/models checks outputs."""
 
 import collections
 import dataclasses
@@ -63,12 +63,12 @@ def test_an_unknown_entry_is_named():
         from_state_dict(arrays(**{"head.weight": np.ones(3)}), num_heads=2)
 
 
-def test_a_misshapen_entry_is_named_with_its_shape():
+def test_an_entry_of_wrong_shape_is_named():
     with pytest.raises(ValueError, match=r"'embed_pos\.dense\.weight' has shape \(15, 8\)"):
         from_state_dict(arrays(**{"embed_pos.dense.weight": np.ones((15, 8))}), num_heads=2)
 
 
-def test_a_misshapen_entry_of_a_layer_is_named():
+def test_an_entry_of_wrong_shape_in_a_layer_is_named():
     given = arrays()
     more = {name.replace(".0.", ".1.", 1): x for name, x in given.items() if ".0." in name}
     given |= more | {"layers.1.feedforward2.2.weight": np.ones((8, 7))}
@@ -84,7 +84,7 @@ def test_heads_are_at_least_one(num_heads):
         from_state_dict(arrays(), num_heads=num_heads)
 
 
-def test_a_number_of_heads_that_does_not_fit_is_refused():
+def test_an_invalid_number_of_heads_is_refused():
     with pytest.raises(ValueError, match="num_heads=3 does not fit"):
         from_state_dict(arrays(), num_heads=3)
 
@@ -97,13 +97,13 @@ def assert_same(have, want):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_out_and_in_again(dtype):
+def test_export_and_import(dtype):
     with jax.enable_x64(dtype == "float64"):
         given = {name: x.astype(dtype) for name, x in arrays().items()}
         assert_same(to_state_dict(from_state_dict(given, num_heads=2)), given)
 
 
-def test_in_and_out_again():
+def test_import_and_export():
     model = random_model(SMALL)
     again = from_state_dict(to_state_dict(model), num_heads=2)
     assert dataclasses.replace(again.config, key_depth=None) == SMALL
@@ -120,13 +120,13 @@ def test_in_and_out_again():
         ({"convolution_size": 3}, r"model\.convolution_size=3"),
     ],
 )
-def test_another_model_has_no_names_there(fields, message):
+def test_other_models_cannot_be_exported(fields, message):
     model = random_model(dataclasses.replace(SMALL, **fields))
     with pytest.raises(ValueError, match=message):
         to_state_dict(model)
 
 
-def test_what_is_no_part_of_a_model_does_not_matter():
+def test_other_entries_are_ignored():
     options = {"attention_options": (("log.implementation", "scan"),), "remat": True}
     to_state_dict(random_model(dataclasses.replace(SMALL, **options)))
 
@@ -141,14 +141,14 @@ def test_safetensors(tmp_path):
 
 
 class Storage:
-    """Stands for PyTorch's, in `save_as_torch`."""
+    """Stand-in for PyTorch's class in `save_as_torch`."""
 
     def __init__(self, kind, array):
         self.kind, self.array = kind, array
 
 
 def save_as_torch(path, tree, monkeypatch, byteorder="little"):
-    """Writes arrays as `torch.save` does, from its description: a pickle of views of storages."""
+    """Write arrays like `torch.save`, from its specification: a pickle of views of storages."""
     torch, utils = types.ModuleType("torch"), types.ModuleType("torch._utils")
     torch._utils, kinds, storages = utils, {}, {}
     for kind, name in {"f": "FloatStorage", "d": "DoubleStorage", "E": "BFloat16Storage"}.items():
@@ -200,7 +200,7 @@ def save_as_torch(path, tree, monkeypatch, byteorder="little"):
 def test_files_of_torch(dtype, byteorder, tmp_path, monkeypatch):
     dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
     given = collections.OrderedDict((name, x.astype(dtype)) for name, x in arrays().items())
-    given._metadata = {"": {"version": 1}}  # as modules have it
+    given._metadata = {"": {"version": 1}}  # as in modules
     save_as_torch(tmp_path / "model.pt", given, monkeypatch, byteorder)
     with jax.enable_x64(dtype == np.float64):
         model = from_file(tmp_path / "model.pt", num_heads=2)
@@ -208,7 +208,7 @@ def test_files_of_torch(dtype, byteorder, tmp_path, monkeypatch):
         assert_same(to_state_dict(model), wanted)
 
 
-def test_a_file_with_more_than_a_state_dict_says_what_is_in_it(tmp_path, monkeypatch):
+def test_a_file_with_more_than_a_state_dict_is_described(tmp_path, monkeypatch):
     save_as_torch(tmp_path / "run.pt", {"model": arrays(), "step": 7}, monkeypatch)
     with pytest.raises(
         UserError, match=r"run\.pt holds no state dict.*'model', 'step'.*state_dict"
@@ -237,7 +237,7 @@ def test_a_file_that_cannot_be_read_is_named(name, content, tmp_path):
         from_file(tmp_path / name, num_heads=2)
 
 
-def test_a_damaged_storage_is_found(tmp_path, monkeypatch):
+def test_a_damaged_storage_is_detected(tmp_path, monkeypatch):
     save_as_torch(tmp_path / "model.pt", arrays(), monkeypatch)
     with (
         zipfile.ZipFile(tmp_path / "model.pt") as whole,

@@ -1,4 +1,4 @@
-"""The Fastformer's language model against the published one."""
+"""The Fastformer language model against the published one."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def config(*windows: int, **changes) -> LanguageModelConfig:
 
 
 def named(model: LanguageModel) -> Iterator[tuple[str, nnx.Param, int | None, bool]]:
-    """Published names; parameters, the layer in them, and whether they are the other way round."""
+    """Yield published names, parameters, their layer, and whether they are transposed."""
     yield "word_embedding.weight", model.embed.embedding, None, False
     yield "proj_logits.bias", model.bias, None, False
     yield "fastformer_model.position_embeddings.weight", model.position.embedding, None, False
@@ -98,7 +98,7 @@ def test_published_model(golden, name, windows):
         have, want = np.asarray(gradient[...]), case[f"grad/{published}"]
         have = have if layer is None else have[layer]
         have = have.T if is_turned else have
-        if published == "word_embedding.weight":  # there, token 0 is padding and is not looked up
+        if published == "word_embedding.weight":  # the published code treats token 0 as padding
             have, want = have[1:], want[1:]
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-10)
 
@@ -112,7 +112,7 @@ def test_the_shipped_model_is_of_the_published_size():
     assert count - (50304 - 32100) * (128 + 1) == 5_589_092
 
 
-def test_pieces_equal_the_whole_up_to_the_last_position():
+def test_chunks_equal_one_pass_up_to_the_last_position():
     windows = {"attention": ("additive",) * 2, "num_layers": 2}
     model = random_model(config(4, **windows))
     tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, 37)
@@ -132,7 +132,7 @@ def test_pieces_equal_the_whole_up_to_the_last_position():
     assert np.all(np.isnan(after))
 
 
-def test_writing_ends_with_the_positions():
+def test_generation_ends_with_the_positions():
     model = random_model(config())
     prompt = jnp.arange(1)
     new, state = generate(model, prompt, 32, top_k=1, return_state=True)
@@ -152,6 +152,6 @@ def test_writing_ends_with_the_positions():
         ({"embedding_style": "paper"}, "max_length=32"),
     ],
 )
-def test_a_length_belongs_to_learned_positions(changes, message):
+def test_max_length_requires_learned_positions(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)

@@ -1,4 +1,4 @@
-"""The published model: against the original's own numbers, and its promises on fresh ones."""
+"""The published model: against results of the original, and its properties on new inputs."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ from heinsen_jax.interop.torch import _NAMES, from_state_dict
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
 from tests.models.small import apply, random_model
 
-SCAN = (("log.implementation", "scan"),)  # compiled in less time
+SCAN = (("log.implementation", "scan"),)  # compiles faster
 SIZES = {"vocab_size": 17, "model_dim": 12, "num_layers": 3, "num_heads": 2}
 SMALL = LanguageModelConfig(**SIZES, attention_options=SCAN)
 
@@ -36,7 +36,7 @@ def parameter_count(config: LanguageModelConfig) -> dict[str, int]:
     return {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves}
 
 
-def test_operations_are_those_of_matrix_products_states_and_half_the_pairs():
+def test_flops_count_matrix_products_states_and_half_the_pairs():
     sizes = {"model_dim": 64, "num_layers": 4, "num_heads": 4}
     config = LanguageModelConfig(**sizes)
     assert flops_per_token(config, 1000, 512) == 6 * 1000 + 4 * 4 * 12 * 16 * 16
@@ -57,7 +57,7 @@ def test_gpt2_vocabulary_gives_the_papers_count():
     assert sum(parameter_count(config).values()) == 124_843_776
 
 
-def test_embedding_is_one_leaf_for_both_ends():
+def test_input_and_output_embeddings_share_one_leaf():
     names = parameter_count(SMALL)
     assert [name for name in names if "embedding" in name] == ["['embed']['embedding'].value"]
 
@@ -111,7 +111,7 @@ def test_streamed_logits_and_states_equal_the_originals(original, case, size):
 
 
 class Given:
-    """In place of the embedding: vectors to differentiate by, and the same output matrix."""
+    """Replacement of the embedding: vectors to differentiate by, and the same output matrix."""
 
     def __init__(self, vectors, embedding):
         self.vectors, self.embedding = vectors, embedding

@@ -22,13 +22,13 @@ CAUSAL = [name for name, can in CAPABILITIES.items() if can.causal]
 
 
 def few_or_nightly(names: Sequence[str], few: Sequence[str]) -> Any:
-    """Runs a test for some mechanisms, and nightly for all."""
+    """Run a test for some mechanisms, and nightly for all."""
     params = [pytest.param(name, marks=[pytest.mark.nightly] * (name not in few)) for name in names]
     return pytest.mark.parametrize("name", params)
 
 
 SMALL_SIZES = (
-    ("log.implementation", "scan"),  # compiled in less time
+    ("log.implementation", "scan"),  # compiles faster
     ("sliding_window.window_size", 5),
     ("dilated.window_size", 3),
     ("longformer.window_size", 5),
@@ -55,9 +55,9 @@ def build(*pattern: str, **fields: Any) -> LanguageModel:
 
 
 @few_or_nightly(["log", "gqa", "linformer", "l1", "colt5"], few=["gqa"])
-def test_it_learns_to_fill_in_what_is_masked(name):
-    """What repeats with a period of 6: 60 updates bring the loss, log 18 at first, below 1.7. The
-    tokens' frequencies alone give 1.56."""
+def test_it_learns_to_predict_masked_tokens(name):
+    """Sequences with period 6: 60 updates reduce the loss from log 18 to below 1.7. A unigram model
+    has 1.56."""
     config = configured(name, block="standard", is_causal=False, vocab_size=18, num_layers=1)
     initial = jax.jit(lambda: nnx.state(LanguageModel(config, rngs=nnx.Rngs(0))))
     graph, parameters = nnx.graphdef(random_model(config)), initial()
@@ -93,7 +93,7 @@ def test_greedy_equals_recomputing_everything(name):
 
 
 def test_a_cache_grows(monkeypatch):
-    """In a stream, after `generate`, and after a state without capacity for further tokens."""
+    """In a stream, after `generate`, and after a state without spare capacity."""
     monkeypatch.setattr("heinsen_jax.generate.tokens.MORE_TOKENS", 3)
     model = build("softmax")
     prompt = jnp.array([3, 1, 4])
@@ -113,8 +113,8 @@ def test_a_cache_grows(monkeypatch):
     ("block", "remat"),
     [("paper", False), pytest.param("standard", True, marks=pytest.mark.nightly)],
 )
-def test_mechanisms_take_turns(block, remat):
-    """Layer by layer, as when each is applied by hand."""
+def test_layers_follow_the_pattern(block, remat):
+    """Compares with layers applied by hand."""
     pattern = ("log", "softmax")
     model = build(*pattern, block=block, remat=remat)
     tokens = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])
@@ -174,6 +174,6 @@ def test_options_by_mechanism_and_by_index():
         ({"attention_options": (("log.window_size", 0),)}, "window_size"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, message):
+def test_invalid_arguments_raise(fields, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         LanguageModelConfig(**{"num_layers": 2} | fields)

@@ -1,4 +1,4 @@
-"""What stands around attention: convolutions, positions, and their states."""
+"""Parts of blocks around attention: convolutions, positions, and their states."""
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def variants(*nightly: str):
 
 
 @variants("no positions", "convolution, standard block", "as in the paper")
-def test_any_pieces_give_the_logits_of_one_pass(fields):
+def test_any_chunks_give_the_logits_of_one_pass(fields):
     ours = model(**fields)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
     start = ours.init_state((2,), capacity=30)
@@ -86,15 +86,16 @@ def test_any_pieces_give_the_logits_of_one_pass(fields):
 
 @pytest.mark.nightly
 @variants()
-def test_greedy_writing_equals_recomputing_everything(fields):
-    """In short: tests/generate/prompts_test.py."""
+def test_greedy_decoding_equals_recomputing_everything(fields):
+    """Nightly: the short suite has tests/generate/prompts_test.py."""
     ours = model(**fields)
     tokens = jnp.array([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
     assert_greedy(ours, tokens, generate(ours, tokens, 9, top_k=1))
 
 
-def test_a_mechanism_without_positions_cannot_tell_order_but_a_convolution_can():
-    """One layer of softmax sees a set; three taps before it show which tokens were neighbours."""
+def test_convolutions_distinguish_the_order_of_tokens():
+    """A layer of softmax attention is permutation invariant; a convolution of three tokens before
+    it is not."""
     tokens = jnp.array([[3, 1, 4, 1, 5, 9]])
     other = tokens[:, jnp.array([2, 0, 1, 4, 3, 5])]
     fields = {"attention": "softmax", "positions": "none", "num_layers": 1}
@@ -114,7 +115,7 @@ def test_the_state_of_a_convolution_is_its_last_inputs():
     assert ours.state_size(10) == ours.state_size(10**6)
 
 
-def test_the_decay_block_is_a_standard_one_of_these_parts():
+def test_the_decay_block_is_a_standard_block_of_these_parts():
     pattern = {"attention": ("log", "sliding_window"), "num_layers": 2}
     said = {"positions": "none", "convolution_size": 4, "block": "standard"}
     log = ("log.values", "linear"), ("log.decay", "head")
@@ -143,7 +144,7 @@ def test_the_decay_block_is_a_standard_one_of_these_parts():
         ({"block": "decay", "is_causal": False}, "block='decay' with is_causal=False"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, message):
+def test_invalid_arguments_raise(fields, message):
     with pytest.raises(pydantic.ValidationError, match=message):
         LanguageModelConfig(**fields)
 

@@ -1,4 +1,4 @@
-"""Small models whose weights need no compilation, and one compiled pass as their oracle."""
+"""Small models with weights from NumPy, and a compiled forward pass as their oracle."""
 
 from collections.abc import Sequence
 from functools import cache, partial
@@ -13,8 +13,8 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 
 @cache
 def random_model(config: LanguageModelConfig) -> LanguageModel:
-    """Weights are uniform in -1/2 .. 1/2, scales of norms around 1: NumPy draws them, for the
-    initialization compiles some eighty functions."""
+    """Return the model with weights uniform in -1/2 .. 1/2 and scales of norms around 1, drawn by
+    NumPy, since initialization compiles about eighty functions."""
     shapes = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     graph, shapes = nnx.split(shapes)
     rng = np.random.default_rng(0)
@@ -32,14 +32,15 @@ def _apply(graph, parameters, tokens, state, return_state):
 
 
 def apply(model: LanguageModel, tokens, state=None, return_state=False):
-    """The model, compiled once for each shape."""
+    """Return the model, compiled once per shape."""
     return _apply(*nnx.split(model), jnp.asarray(tokens), state, return_state)
 
 
 def assert_greedy(model: LanguageModel, prompts: Sequence, new) -> None:
-    """Each row of new tokens `[B, N]` is what one pass over the whole sequence finds likeliest.
+    """Assert that new tokens `[B, N]` are the most probable ones in one pass over the whole
+    sequence.
 
-    Sequences are padded on the right, for one length to compile.
+    Sequences are padded on the right to compile a single length.
     """
     rows = [
         [*np.asarray(row).tolist(), *more.tolist()]

@@ -1,4 +1,4 @@
-"""Runs programs in processes of their own, which have as many virtual devices as they ask for."""
+"""Run programs in separate processes with any number of virtual devices."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 STARTED: list[subprocess.Popen] = []
-"""Processes that have not been waited for, perhaps."""
+"""Processes that may still run."""
 OBEYING = """
 import os, signal, sys
 for number in (signal.SIGHUP, signal.SIGINT):  # ignored where tests run under nohup
@@ -22,7 +22,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 def run_apart(program: str, *arguments: str, cwd: Path | None = None) -> dict:
-    """The JSON object that a program of this folder prints last."""
+    """Run a program of this folder; return the JSON object that it prints last."""
     process = start(str(HERE / program), *arguments, cwd=cwd)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err
@@ -30,7 +30,7 @@ def run_apart(program: str, *arguments: str, cwd: Path | None = None) -> dict:
 
 
 def start(*arguments: str, cwd: Path | None = None, **environment: Any) -> subprocess.Popen:
-    """A Python process that can import this project; keywords are variables of its environment."""
+    """Start a Python process that can import this project; keywords are environment variables."""
     names = {name: str(value) for name, value in environment.items()}
     process = subprocess.Popen(
         [sys.executable, "-c", OBEYING, *arguments],
@@ -45,7 +45,7 @@ def start(*arguments: str, cwd: Path | None = None, **environment: Any) -> subpr
 
 
 def kill_all() -> None:
-    """Ends what a test has started and not waited for, for it failed before."""
+    """Kill processes that a failed test has left."""
     while STARTED:
         process = STARTED.pop()
         if process.poll() is None:
@@ -60,8 +60,8 @@ def train(
     processes: int = 1,
     only_last: Sequence[str] = (),
 ) -> list:
-    """Processes that train together, on so many virtual devices each; the last one with further
-    arguments."""
+    """Start processes that train together, on several virtual devices each; the last one with
+    further arguments."""
     command = str(ROOT / "train.py"), "--config", "tiny.py", *arguments
     if processes > 1:
         address = f"localhost:{free_port()}"
@@ -80,7 +80,7 @@ def train(
 
 
 def finish(processes: list, timeout: float = 300) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each."""
+    """Return exit code, output and errors of each process."""
     ends = [process.communicate(timeout=timeout) for process in processes]
     return [(process.returncode, *end) for process, end in zip(processes, ends, strict=True)]
 

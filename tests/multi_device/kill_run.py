@@ -1,4 +1,4 @@
-"""Trains in children that are killed again and again, then to the end. Prints how, as JSON.
+"""Train in children that are killed repeatedly, then to the end; print a JSON summary.
 
 python kill_run.py SEED KILLS train.py's arguments ... --workdir WORKDIR
 """
@@ -11,11 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-import train  # imported once, before JAX starts anything: children begin at once
+import train  # imported once, before JAX starts threads: children start immediately
 
 
 def child(arguments: list[str]) -> int:
-    """The number of a new process that trains."""
+    """Start a process that trains; return its id."""
     sys.stdout.flush()
     number = os.fork()
     if number:
@@ -26,7 +26,7 @@ def child(arguments: list[str]) -> int:
 
 
 def saving(checkpoints: Path) -> set[str]:
-    """The folders of steps that are being written."""
+    """Return the folders of steps that are being written."""
     return {path.name for path in checkpoints.glob("*tmp*")}
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     in_saves = 0
     for _ in range(int(kills)):
         before, number = saving(checkpoints), child(arguments)
-        if draw.random() < 0.5:  # within a save
+        if draw.random() < 0.5:  # during a save
             while not saving(checkpoints) - before:
                 time.sleep(0.001)
             time.sleep(draw.uniform(0, 0.05))

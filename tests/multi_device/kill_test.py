@@ -1,4 +1,4 @@
-"""A run that is killed again and again, at any moment, ends as if it had not been."""
+"""A run that is killed repeatedly, at any moment, gives the same result."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def run(place: Path, seed: int, kills: int, workdir: str) -> dict:
 
 
 def last_state(workdir: Path) -> dict[str, np.ndarray]:
-    """Parameters, optimizer state and all else of the last checkpoint, by name."""
+    """Return all arrays of the last checkpoint by name."""
     folder = workdir.resolve() / "checkpoints" / str(STEPS) / "default"
     with ocp.PyTreeCheckpointer() as checkpointer:
         names = checkpointer.metadata(folder).item_metadata.tree

@@ -1,7 +1,8 @@
-"""Runs in a process of its own with 8 virtual devices: layers on a mesh of rows and tokens.
+"""Program with 8 virtual devices: layers on a mesh of rows and tokens.
 
-Prints how far outputs, states and gradients are from those without a mesh, for packed documents and
-for a sequence that continues from a state; and what a layer says whose states do not merge.
+Prints the differences of outputs, states and gradients from those without a mesh, for packed
+documents and for a sequence that continues from a state; and the error of a layer whose states do
+not merge.
 """
 
 import json
@@ -31,7 +32,7 @@ def layer(name: str) -> Attention:
 
 
 def on_and_off(function: Callable, *arguments: Any) -> float:
-    """The largest relative difference of what a function gives on the mesh and without one."""
+    """Return the largest relative difference between results on the mesh and without one."""
     expected = jax.jit(function)(*arguments)
     with jax.set_mesh(make_mesh(MeshConfig(data=2, context=4))):
         actual = jax.jit(function)(*arguments)

@@ -1,4 +1,4 @@
-"""Runs in a process of its own with 8 virtual devices: prints errors of sharded log-attention."""
+"""Program with 8 virtual devices: prints errors of sharded log-attention."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ def inputs(rng: np.random.Generator, *, decay: bool, segments: bool, state: bool
     arrays: dict[str, Any] = {"query": normal(), "key": normal(), "log_value": normal()}
     if decay:
         arrays["log_decay"] = -np.abs(0.1 * normal())
-    if segments:  # of 1 token to more than two devices hold, some of them end where a device ends
+    if segments:  # from 1 token to more than two devices, some ending at a device boundary
         lengths = rng.choice([1, 7, 24, 48, 60], (BATCH, LENGTH))
         ends = np.cumsum(lengths, 1)
         arrays["segment_ids"] = (
@@ -51,7 +51,7 @@ def inputs(rng: np.random.Generator, *, decay: bool, segments: bool, state: bool
 
 
 def errors(one: Callable, other: Callable, arrays: dict[str, Any]) -> list[float]:
-    """How far outputs and gradients of two functions are apart, relative to their largest."""
+    """Return the largest relative differences of outputs and gradients of two functions."""
     floats = {name: x for name, x in arrays.items() if name != "segment_ids"}
     others = {name: x for name, x in arrays.items() if name == "segment_ids"}
 
@@ -85,7 +85,7 @@ def sharded(
 
 
 def without_total(op: Callable, **options: Any) -> Callable:
-    """Without the total of decay in a state, which is not asked for."""
+    """Remove the total decay of a state, which is not compared."""
 
     def function(**arrays: Any) -> Any:
         result = op(**arrays, **options)
@@ -120,7 +120,7 @@ def main() -> None:
     for name in [name for name in names if name in cases]:
         case = cases[name]
         options = {"is_causal": case.pop("is_causal", True), "return_state": case["state"]}
-        options["implementation"] = "chunked" if case["state"] else "scan"  # compiled in less time
+        options["implementation"] = "chunked" if case["state"] else "scan"  # compiles faster
         arrays = inputs(rng, **case)
         returns = (BY_TOKENS, WHOLE) if case["state"] else BY_TOKENS
         part = without_total(sharded_log_attention, axis_name="devices", **options)

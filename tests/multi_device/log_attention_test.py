@@ -15,8 +15,8 @@ from tests.multi_device.apart import run_apart
     ],
     ids=", ".join,
 )
-def test_split_over_devices_it_is_that_of_one(names):
-    """Outputs, states and gradients, with keys and decay that devices share, segments, states."""
+def test_sharded_results_equal_those_of_one_device(names):
+    """Compares outputs, states and gradients, with and without segments and states."""
     seed = random.randrange(1 << 30)
     errors = run_apart("log_attention_run.py", str(seed), *names)["errors"]
     assert list(errors) == names

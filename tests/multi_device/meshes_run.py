@@ -1,7 +1,7 @@
-"""Runs in a process of its own with 8 virtual devices: a model on one mesh after another.
+"""Program with 8 virtual devices: a model on several meshes.
 
-Prints how far loss and gradients are from those of one device, the collective operations of the
-compiled gradient and, if wanted, of the compiled loss, and what a device holds at first.
+Prints the differences of loss and gradients from those of one device, the collective operations of
+the compiled gradient and, optionally, of the compiled loss, and the initial memory of a device.
 """
 
 import collections
@@ -39,7 +39,7 @@ def mesh_of(sizes: dict[str, int]) -> Mesh:
 
 
 def part_of_moment(config: LanguageModelConfig, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of what a device holds of the optimizer's state for one parameter."""
+    """Return the shape of a device's part of the optimizer state of one parameter."""
     init = initializer(config, make_optimizer(OptimizerConfig(warmup_steps=1), 10), 0)
     moments = abstract_state(init, mesh).optimizer[1][0].mu
     (kernel,) = jax.tree.leaves(moments["blocks"][0]["attention"]["project"]["kernel"])
@@ -49,8 +49,8 @@ def part_of_moment(config: LanguageModelConfig, mesh: Mesh) -> tuple[int, ...]:
 def run(
     config: LanguageModelConfig, mesh: Mesh, wants_loss: bool
 ) -> tuple[list[np.ndarray], dict, int]:
-    """Loss and gradients as arrays of the whole; collective operations by function and name; bytes
-    that a device needs to make its parameters."""
+    """Return loss and gradients as global arrays; collective operations by function and name; bytes
+    that a device needs to initialize its parameters."""
     graph = graph_of(config)
 
     def init() -> Any:

@@ -1,4 +1,4 @@
-"""Every mesh of eight virtual devices computes what one does, and sends no more than it must."""
+"""Meshes of eight virtual devices: results of one device, with minimal communication."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from tests.multi_device.apart import run_apart
 
 LINEAR = {"attention": "linear"}
-# Compiled in less time than others, and split in the same way.
+# Compiles faster than others, and is split in the same way.
 SCAN = {"attention": "log", "options": {"log.implementation": "scan"}}
 AXES = "data", "fsdp", "tensor", "context"
 PRODUCTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}]
@@ -19,7 +19,7 @@ def run(model: dict, wants_loss: bool, *meshes: dict[str, int]) -> list[dict]:
 
 
 def check(model: dict, meshes: list[dict[str, int]]) -> None:
-    """Each computes what one device does, and a device holds its part only."""
+    """Results equal those of one device, and each device stores only its part."""
     for sizes, found in zip(meshes, run(model, False, *meshes), strict=True):
         assert found["error"] < 1e-5, (sizes, found)
         parts = [2, 16 // sizes.get("fsdp", 1), 48 // sizes.get("tensor", 1)]
@@ -39,8 +39,8 @@ def test_every_axis_and_products_of_them():
 
 
 @pytest.mark.nightly
-def test_devices_exchange_as_little_as_can_be():
-    """Layers are one loop, in whose body a collective operation stands once."""
+def test_devices_exchange_a_minimum():
+    """Layers are one loop, with each collective operation once in its body."""
     data, context = run({"attention": "log"}, True, {"data": 4}, {"context": 4})
     assert data["collectives"]["loss"] == {"all-reduce": 1}, "of the mean"
     assert data["collectives"]["gradient"] == {"all-reduce": 2}, "of layers, of the rest"
@@ -55,7 +55,7 @@ def test_devices_exchange_as_little_as_can_be():
     "names",
     [["linear"], pytest.param(["log", "performer", "additive"], marks=pytest.mark.nightly)],
 )
-def test_layers_pack_and_stream_over_devices_and_others_refuse(names):
+def test_layers_pack_and_stream_over_devices_or_raise(names):
     found = run_apart("layers_run.py", json.dumps(names))
     for name, errors in found["errors"].items():
         assert errors["packed"] < 1e-5, (name, errors)

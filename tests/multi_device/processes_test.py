@@ -16,7 +16,7 @@ from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.metrics import read_metrics
 from tests.multi_device.apart import ROOT, finish, free_port, start, train
 
-pytestmark = pytest.mark.xdist_group("processes")  # one worker makes what tests share
+pytestmark = pytest.mark.xdist_group("processes")  # one worker creates shared fixtures
 
 STEPS = 30
 CONFIG = f"""
@@ -46,7 +46,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def run(place: Path, workdir: str, *arguments: str, **sizes: int) -> list[str]:
-    """What each of the processes printed."""
+    """Return the output of each process."""
     ends = finish(train(place, "--workdir", workdir, *arguments, **sizes))
     for code, _, err in ends:
         assert code == 0, err
@@ -81,7 +81,7 @@ SHORT = "--mesh.tensor 4"
         for case in REFUSED.items()
     ],
 )
-def test_what_does_not_fit_is_refused_at_once(place, arguments, words):
+def test_invalid_arguments_are_refused_immediately(place, arguments, words):
     processes = train(place, "--workdir", "refused", *arguments.split(), devices=4)
     ((code, _, err),) = finish(processes)
     assert code == 2
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_refused_at_once(place, arguments, words):
         (("here:1", 2, 2), "--process-id 2 must be in 0 .. 1"),
     ],
 )
-def test_processes_that_cannot_find_one_another_are_refused(arguments, message):
+def test_processes_that_cannot_connect_end(arguments, message):
     with pytest.raises(UserError, match=message):
         distributed.initialize(*arguments)
 
@@ -121,8 +121,8 @@ def test_two_processes_of_two_devices_equal_one_of_four(place, alone):
 
 
 @pytest.mark.nightly
-def test_processes_find_one_another_under_slurm(place):
-    """By the variables that Slurm sets, which say all that is needed."""
+def test_processes_connect_under_slurm(place):
+    """Uses the environment variables of Slurm."""
     command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", "slurm", "--dry-run"
     job = {
         "SLURM_JOB_ID": 1,
@@ -142,7 +142,7 @@ def test_processes_find_one_another_under_slurm(place):
 
 
 @pytest.mark.nightly
-def test_texts_may_lie_on_two_processes(place, alone):
+def test_sequences_may_be_split_over_two_processes(place, alone):
     run(place, "split", "--mesh.data", "1", "--mesh.context", "2", devices=1, processes=2)
     np.testing.assert_allclose(losses(place / "split"), losses(alone), rtol=1e-4)
 
@@ -164,7 +164,7 @@ def test_sigterm_to_one_of_two_stops_both_at_the_same_saved_step(place):
 
 
 def as_of(place: Path, workdir: str, step: int) -> str:
-    """The name of a copy of a run's folder, as it was after a step."""
+    """Return the name of a copy of a run's folder as of a step."""
     copy = place / f"{workdir} at {step}"
     shutil.copytree(place / workdir, copy)
     for path in (copy / "checkpoints").iterdir():
@@ -175,7 +175,8 @@ def as_of(place: Path, workdir: str, step: int) -> str:
 
 @pytest.mark.nightly
 def test_a_run_resumes_on_other_devices_and_processes(place, alone):
-    """From 8 devices to 2 processes of 2, to one: same batches, and losses within rounding."""
+    """From 8 devices to 2 processes of 2, then to one: same batches, and losses equal up to
+    rounding."""
     eight = "--mesh.data", "2", "--mesh.fsdp", "2", "--mesh.context", "2"
     run(place, "eight", *eight, devices=8)
     four = as_of(place, "eight", 10)

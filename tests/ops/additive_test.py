@@ -30,7 +30,7 @@ def visible(length, *, is_causal=True, window=None, segment_ids=None, present=No
 
 
 def oracle(x, logits, seen):
-    """In float64, one average after the other: x [B, T, N, D], seen [B, T, S]."""
+    """Averages in float64, one after the other: x [B, T, N, D], visible [B, T, S]."""
     x, logits = np.asarray(x, np.float64), np.asarray(logits, np.float64)
     g = np.zeros_like(x)
     for b, t, n in np.ndindex(logits.shape):
@@ -43,7 +43,7 @@ def oracle(x, logits, seen):
 
 @jax.jit
 def definition_gradients(x, logits, seen, cotangent):
-    """Of the averages as one softmax, by automatic differentiation."""
+    """Return gradients of the averages as one softmax, by automatic differentiation."""
 
     def averages(x, logits):
         scores = jnp.where(seen[..., None], logits[:, None], -INF)
@@ -66,7 +66,7 @@ def value_and_pullback(function, cotangent, *arguments):
 
 
 def draw(length, batch=(2,), num_heads=2, depth=3, std=1.0, seed=0, dtype=np.float64):
-    """x, logits and a cotangent."""
+    """Return x, logits and a cotangent."""
     rng = np.random.default_rng(seed)
     shape = *batch, length, num_heads
     x, cotangent = rng.standard_normal((2, *shape, depth)).astype(dtype)
@@ -74,7 +74,7 @@ def draw(length, batch=(2,), num_heads=2, depth=3, std=1.0, seed=0, dtype=np.flo
 
 
 def assert_as_defined(arrays, seen, atol=1e-12, **options):
-    """Values and gradients: x [B, T, N, D], seen [B, T, S]."""
+    """Compare values and gradients: x [B, T, N, D], visible [B, T, S]."""
     g, d_x, d_logits = differentiate(*arrays, **options)
     np.testing.assert_allclose(g, oracle(*arrays[:2], seen), atol=atol, rtol=0)
     with jax.enable_x64(True):
@@ -96,7 +96,7 @@ def assert_as_defined(arrays, seen, atol=1e-12, **options):
         pytest.param(100, 1000, marks=pytest.mark.nightly),
     ],
 )
-def test_definition(length, window):
+def test_values_and_gradients_by_definition(length, window):
     seen = np.stack(2 * [visible(length, window=window)])
     assert_as_defined(draw(length), seen, local_window_size=window)
 
@@ -109,7 +109,7 @@ def test_chunks_of_chunks_of_chunks():
 
 
 @pytest.mark.usefixtures("x64")
-def test_definition_if_not_causal():
+def test_bidirectional_values_and_gradients_by_definition():
     assert_as_defined(draw(37), np.ones((2, 37, 37), bool), is_causal=False)
 
 
@@ -132,7 +132,7 @@ def test_segments(is_causal, window):
 @pytest.mark.usefixtures("x64")
 @settings(max_examples=10)
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from([1.0, 30.0, 1000.0]))
-def test_any_segments_and_unseen_tokens(seed, part, std):
+def test_any_segments_and_masked_tokens(seed, part, std):
     rng = np.random.default_rng(seed)
     with jax.enable_x64(True):
         x, logits, cotangent = draw(70, std=std, seed=seed)
@@ -153,7 +153,7 @@ def test_float32_is_as_exact_as_its_exponents(std, window):
 @pytest.mark.parametrize("window", [None, 8, 50])
 @pytest.mark.parametrize("offset", [-3e4, 3e4])
 def test_weights_do_not_depend_on_the_size_of_logits(offset, window):
-    """Chosen so that adding the offset rounds nothing; the rest is the error of one exponent."""
+    """Chosen so that adding the offset is exact; the remaining error is that of one exponent."""
     x, logits, cotangent = draw(300, dtype=np.float32)
     logits = np.round(logits * 64) / 64
     here, valid = (
@@ -181,7 +181,7 @@ def test_equal_logits_give_running_means(window, value):
     "options",
     [{}, {"local_window_size": 8}, {"local_window_size": 50}, {"is_causal": False}],
 )
-def test_finite_at_the_ends_of_the_range(options):
+def test_finite_at_the_limits_of_the_range(options):
     x, logits, cotangent = draw(300, dtype=np.float32)
     x, logits = np.float32(3e38) * np.sign(x), np.float32(3e38) * np.sign(logits)
     g, *gradients = differentiate(x, logits, 1e-3 * cotangent, **options)
@@ -190,7 +190,7 @@ def test_finite_at_the_ends_of_the_range(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"local_window_size": 8}, {"is_causal": False}])
-def test_what_sees_nothing_is_zero(options):
+def test_rows_without_visible_tokens_are_zero(options):
     x, logits, cotangent = draw(300, dtype=np.float32)
     nothing = differentiate(x, np.full_like(logits, -INF), cotangent, **options)
     for array in nothing:
@@ -248,7 +248,7 @@ def test_second_derivatives():
         pytest.param(41, [1, 2, 96, 1], marks=pytest.mark.nightly),
     ],
 )
-def test_in_pieces_with_their_states(window, sizes):
+def test_chunks_with_states_equal_one_pass(window, sizes):
     x, logits, cotangent = draw(100)
     weights = jax.tree.map(
         lambda s: np.asarray(draw(s.size, (), 1)[1]).reshape(s.shape),
@@ -305,7 +305,7 @@ def test_token_by_token_in_a_scan(window, dtype):
 
 
 @pytest.mark.usefixtures("x64")
-def test_a_state_for_averages_of_all():
+def test_a_state_of_bidirectional_averages():
     x, logits, _ = draw(30)
     _, state = pooling(x[:, :20], logits[:, :20], return_state=True)
     options = {"is_causal": False, "initial_state": state, "return_state": True}
@@ -326,7 +326,7 @@ def test_padding_on_both_sides_beside_segments():
     x, logits, cotangent = draw(60)
     bounds = np.asarray([[0, 41], [13, 60]])
     present = (np.arange(60) >= bounds[:, :1]) & (np.arange(60) < bounds[:, 1:])
-    ids = np.where(present, np.arange(60) // 30, 99)  # padding belongs to no segment of its own
+    ids = np.where(present, np.arange(60) // 30, 99)  # padding is not a separate segment
     filled = np.stack([np.where(present[0], ids[0], 1), np.where(present[1], ids[1], 0)])
     seen = [
         visible(60, window=20, segment_ids=i, present=p)
@@ -354,7 +354,7 @@ def test_costs_are_linear_in_length_and_the_same_for_any_window():
     "options",
     [{}, {"local_window_size": 5}, {"is_causal": False}, {"segment_ids": IDS[:, 20:70]}],
 )
-def test_weights_are_what_averages_are_made_of(options):
+def test_weights_give_the_averages(options):
     x, logits, _ = draw(50)
     logits[:, :3] = -INF
     lengths = np.asarray([50, 41])
@@ -430,7 +430,7 @@ def test_large_logits(golden, size, name, window):
 
 @pytest.mark.usefixtures("x64")
 def test_published_layer_with_padding(golden):
-    """Without padding, as a module: tests/attention/additive_test.py."""
+    """tests/attention/additive_test.py tests the layer without padding."""
     name, window = "w64/rightpad", 64
     case = golden("additive_attention_layer")
     mask = case[f"{name}/mask"]
@@ -489,20 +489,20 @@ X, LOGITS = jnp.zeros((2, 6, 3, 4)), jnp.zeros((2, 6, 3))
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_refuses_what_does_not_fit(changes, message):
+def test_invalid_arguments_raise(changes, message):
     with pytest.raises(ValueError, match=message):
         additive_pooling(**({"x": X, "logits": LOGITS} | changes))
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_refuses_a_state_of_other_logits():
+def test_a_state_of_other_logits_raises():
     state = AdditiveState(X[:, :1], LOGITS[:, :1, :2])
     message = r"initial_state\.logits must have shape \(2, 1, 3\), has \(2, 1, 2\)"
     with pytest.raises(ValueError, match=message):
         additive_pooling(X, LOGITS, initial_state=state)
 
 
-def test_refuses_a_window_that_is_not_causal():
+def test_a_bidirectional_window_raises():
     with pytest.raises(NotImplementedError, match="local_window_size with is_causal=False"):
         additive_pooling(X, LOGITS, is_causal=False, local_window_size=3)
     with pytest.raises(NotImplementedError, match="local_window_size with is_causal=False"):

@@ -1,4 +1,5 @@
-"""Every op that maps tokens to tokens, with the capabilities that `conformance_test.py` checks."""
+"""Catalogue of ops that map tokens to tokens, with the capabilities checked by
+`conformance_test.py`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ QUERY_KEY_VALUE = (4, 3), (2, 3), (2, 2)
 
 @dataclass(frozen=True)
 class Op:
-    """A function of arrays `[BATCH, LENGTH, *features]`, then of constants without these axes."""
+    """Function of arrays `[BATCH, LENGTH, *features]`, then of constants without these axes."""
 
     function: Callable[..., Any]
     features: tuple[tuple[int, ...], ...] = QUERY_KEY_VALUE
@@ -55,13 +56,15 @@ class Op:
     finite_constants: bool = True
     """Whether the gradients of constants are finite, too, with NaN at padding."""
     empty_row: str = "zero"
-    """The output of a query that attends to nothing: "zero", or "other"."""
+    """Output of a query without visible keys: "zero" or "other"."""
     state: Callable[..., Any] | None = None
-    """`state(batch shape, dtype, *constants)`, before the first token, of an op that streams."""
+    """Constructor `state(batch shape, dtype, *constants)` of the empty state, for an op that
+    streams."""
     largest: float = 1000.0
-    """The standard deviation of inputs for which outputs and gradients must be finite."""
+    """Standard deviation of inputs for which outputs and gradients must be finite."""
     half_error: float = 0.0
-    """Of outputs in bfloat16, relative to the largest; 0 where all is computed in float32."""
+    """Tolerance of outputs in bfloat16, relative to the largest; 0 if all is computed in
+    float32."""
 
     def __call__(self, arrays: Any, constants: Any, **options: Any) -> Any:
         return self.function(*arrays, *constants, **self.options, **options)
@@ -221,7 +224,7 @@ OPS: dict[str, Op] = {
         compressed,
         constants=COMPRESSIONS,
         options={"is_causal": True, "pad": "right"},
-        empty_row="other",  # the null token's value
+        empty_row="other",  # the value of the null token
         state=compressed_state,
     ),
     "memory_compressed, bidirectional": Op(

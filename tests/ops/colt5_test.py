@@ -110,7 +110,7 @@ def test_weights_of_the_published_code(golden, name, k, options):
 
 @FEW
 @given(st.integers(0, 2**32 - 1), st.floats(1, 10))
-def test_weights_sum_to_k_and_rise_with_scores(seed, k):
+def test_weights_sum_to_k_and_increase_with_scores(seed, k):
     scores = normal(seed, 40).astype(np.float32)
     weights = np.asarray(weigh(scores, k, num_iterations=200))
     assert weights.min() >= 0
@@ -121,7 +121,7 @@ def test_weights_sum_to_k_and_rise_with_scores(seed, k):
 
 @pytest.mark.usefixtures("x64")
 @few_settings
-def test_padding_changes_nothing_and_weighs_nothing(options):
+def test_padding_has_no_effect_and_no_weight(options):
     scores = normal(3, 2, 8)
     mask = np.arange(8)[None] < np.array([[5], [0]])
     scores[0, 5:] = np.nan
@@ -165,7 +165,7 @@ def test_extreme_scores_have_finite_weights_and_gradients(scores, options):
     assert np.isfinite(gradient).all()
 
 
-def test_more_to_choose_than_there_are_and_no_tokens():
+def test_fewer_tokens_than_k_and_no_tokens():
     np.testing.assert_array_equal(weigh(jnp.asarray(normal(0, 4)), 9.0), 1)
     assert soft_top_k(jnp.zeros((2, 0)), 3).shape == (2, 0)
 
@@ -191,7 +191,7 @@ def test_vmap_checkpoint_and_half_precision():
 # route
 
 
-def test_routing_takes_the_largest_weights_and_of_ties_the_earliest():
+def test_routing_selects_the_largest_weights_and_the_earliest_of_ties():
     weights = jnp.asarray([[0.2, 1.0, 0.5, 1.0, 1.0], [0.0, 0.0, 0.0, 0.1, 0.0]])
     indices, taken, mask = route(weights, 3)
     np.testing.assert_array_equal(indices, [[1, 3, 4], [3, 0, 1]])
@@ -210,7 +210,7 @@ def test_routing_agrees_with_sorting(seed):
     np.testing.assert_allclose(taken, np.take_along_axis(weights, expected, -1), rtol=1e-6)
 
 
-def test_routing_never_takes_padding():
+def test_routing_never_selects_padding():
     weights = jnp.asarray([[0.9, 0.0, 0.4, 0.3], [0.9, 0.8, 0.7, 0.6]])
     mask = jnp.asarray([[False, True, True, False], [False, False, False, False]])
     indices, taken, is_token = route(weights, 3, mask=mask)
@@ -221,12 +221,12 @@ def test_routing_never_takes_padding():
     np.testing.assert_array_equal(gradient, mask)
 
 
-def test_routing_takes_all_where_there_are_fewer():
+def test_routing_selects_all_tokens_if_fewer():
     routing = route(jnp.asarray([[0.1, 0.3]]), 5)
     np.testing.assert_array_equal(routing.indices, [[1, 0]])
 
 
-# The conditional layers, with linear maps and a fixed mixing of tokens for branches.
+# The conditional layers, with linear maps and a fixed mixing of tokens as branches.
 
 WIDTH = 4
 LIGHT, HEAVY = normal(6, 2, WIDTH, WIDTH)
@@ -272,7 +272,7 @@ def attention_by_definition(is_query, is_source, x, query_weights, source_weight
 
 
 def assert_same_values_and_gradients(actual, definitions, *arguments):
-    """`actual` on a batch, and the definition for each of its rows."""
+    """Compare `actual` on a batch with the definition on each of its rows."""
     cotangent = normal(7, *arguments[0].shape)
     y, pullback = jax.vjp(jax.jit(actual), *arguments)
     gradients = pullback(cotangent)
@@ -290,7 +290,8 @@ LENGTHS = pytest.mark.parametrize(
 
 
 def padded_batch(length):
-    """x, two sets of weights, and a mask: one sequence whole, one of which a third is there."""
+    """Return x, two sets of weights, and a mask: one sequence complete, one with a third of valid
+    tokens."""
     x, weights = normal(8, 2, length, WIDTH), np.random.default_rng(9).uniform(size=(2, 2, length))
     mask = np.stack([np.ones(length, bool), np.arange(length) <= length // 3])
     return jnp.asarray(x), jnp.asarray(weights), mask
@@ -336,7 +337,8 @@ def published_branch(case, name, x):
     "is_straight_through", [True, pytest.param(False, marks=pytest.mark.nightly)]
 )
 def test_feed_forward_of_the_published_code(golden, is_straight_through):
-    """Which adds no residual, and can pass weights of 1 on, with the gradient of the true ones."""
+    """The published layer has no residual, and can use weights of 1 with a straight-through
+    gradient."""
     case = golden("colt5_ff")
     prefix = f"st{int(is_straight_through)}"
 
@@ -366,7 +368,7 @@ def test_feed_forward_of_the_published_code(golden, is_straight_through):
         np.testing.assert_allclose(have, want, rtol=0, atol=1e-10)
 
 
-def test_the_heavy_branch_sees_routed_tokens_only():
+def test_the_heavy_branch_gets_routed_tokens_only():
     x = jnp.asarray(normal(10, 2, 3, 50, WIDTH), jnp.float32)
     weights = jnp.asarray(np.random.default_rng(11).uniform(size=(2, 2, 3, 50)), jnp.float32)
     shapes = []
@@ -384,7 +386,7 @@ def test_the_heavy_branch_sees_routed_tokens_only():
     np.testing.assert_array_equal(np.take_along_axis(changed, np.asarray(queries.indices), -1), 1)
 
 
-def test_padding_of_nan_reaches_no_token_nor_gradient():
+def test_nan_at_padding_has_no_effect_on_layers():
     x = normal(12, 6, WIDTH).astype(np.float32)
     mask = np.arange(6) < 3
     x[~mask] = np.nan
@@ -409,8 +411,8 @@ def test_padding_of_nan_reaches_no_token_nor_gradient():
         assert np.isfinite(gradient).all()
 
 
-def test_routes_beyond_the_tokens_add_nothing_whatever_their_weight():
-    """A straight-through estimator gives them 1, and attention without sources may return NaN."""
+def test_routes_beyond_the_tokens_have_no_effect():
+    """Straight-through weights are 1, and attention without sources may return NaN."""
     x = jnp.asarray(normal(15, 2, 6, WIDTH), jnp.float32)
     mask = jnp.asarray([[True] * 3 + [False] * 3, [False] * 6])
     routing = route(jnp.full((2, 6), 0.5), 5, mask=mask)
@@ -468,7 +470,7 @@ ROUTING = Routing(jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2)), jnp.ones((3, 2
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(call, message):
+def test_invalid_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

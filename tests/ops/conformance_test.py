@@ -1,8 +1,8 @@
-"""Properties that every op of the catalogue has, by what it declares; formulas: each op's test.
+"""Conformance suite of ops: properties by declared capability; formulas are tested per op.
 
-Each op is compiled six times at most: on whole sequences with segments and padding as arrays, in
+Each op is compiled at most six times: on whole sequences with segments and padding as arrays, in
 float64 and in float32; on a shorter sequence, mapped over the batch and recomputed in the backward
-pass; in pieces; without options, in bfloat16; and on no tokens.
+pass; in chunks; without options, in bfloat16; and on no tokens.
 """
 
 from collections.abc import Callable, Collection
@@ -18,23 +18,23 @@ import pytest
 from heinsen_jax.ops import HeinsenAttentionState, l1
 from tests.ops.catalogue import BATCH, LENGTH, OPS, Op
 
-FIRST, SHORTER = 23, 67  # of a sequence with padding on both sides, and its length
+FIRST, SHORTER = 23, 67  # bounds of a sequence with padding on both sides, and its length
 BORDERS = 0, 40, 41, 90, LENGTH
 WHOLE = np.array([[0, LENGTH]] * BATCH)
 ONE_SEGMENT = np.zeros((BATCH, LENGTH), np.int32)
 
 
-# Their twins are in the short suite: the other direction, or an op that shares their code.
+# The short suite has the other direction, or an op that shares their code.
 TWINS = {"l1, bidirectional", "softmax, xla, bidirectional", "mla, expanded, bidirectional"}
 TWINS |= {"additive", "additive, bidirectional", "performer, relu"}
 SHORT = OPS.keys() - TWINS
-# The others differ from one of these by a mask, or their own test has inputs as extreme.
+# The others differ from one of these by a mask, or their tests have inputs as extreme.
 SINGLE = {"linear", "l1", "softmax, xla", "softmax, tiled", "sliding_window", "tglobal", "rmt"}
 SINGLE |= {"additive, window", "mla, absorbed", "memory_compressed", "linformer"}
 
 
 def ops_with(condition: Callable[[Op], Any], short: Collection[str] = SHORT) -> Any:
-    """Runs a test for each of these ops; one worker has all tests of an op, and compiles it.
+    """Run a test for each of these ops; one worker compiles an op and runs all its tests.
 
     Ops that are not in `short` run nightly.
     """
@@ -91,7 +91,7 @@ def differentiate(function: Callable[..., Any], inputs: Inputs, *arguments: Any)
 
 @cache
 def compiled(name: str) -> Callable[..., Result]:
-    """Of whole sequences, with all that the op can take."""
+    """Compile the op on whole sequences, with all arguments that it supports."""
     op = OPS[name]
 
     @jax.jit
@@ -121,7 +121,7 @@ def whole(name: str) -> Result:
 
 @cache
 def shorter(name: str, start: int) -> Result:
-    """Of `SHORTER` tokens: without a batch axis, under `vmap`, recomputed in the backward pass."""
+    """Compile the op on `SHORTER` tokens: without a batch axis, under `vmap`, rematerialized."""
     op, inputs = OPS[name], draw(name)
     tokens = slice(start, start + SHORTER)
 
@@ -137,7 +137,7 @@ def shorter(name: str, start: int) -> Result:
 
 
 def of_tokens(state: Any) -> Any:
-    """A state without the total decay, which not every call returns."""
+    """Remove the total decay of a state, which not every call returns."""
     is_decayed = isinstance(state, HeinsenAttentionState)
     return (state.mean, state.log_z) if is_decayed else state
 
@@ -150,7 +150,7 @@ def assert_close(have: Any, want: Any, atol: float = 1e-10) -> None:
 @ops_with(lambda op: op.is_causal)
 @pytest.mark.usefixtures("x64")
 def test_is_causal(name):
-    """Neither a value nor a gradient depends on the future."""
+    """Values and gradients do not depend on later tokens."""
     inputs = draw(name)
     for last in (0, 47, 66, 129):
         cotangent = inputs.cotangent.copy()
@@ -166,7 +166,7 @@ def test_is_causal(name):
 @ops_with(lambda op: not op.is_causal)
 @pytest.mark.usefixtures("x64")
 def test_is_bidirectional(name):
-    """The first output depends on the last token of the sequence."""
+    """The first output depends on the last token."""
     inputs = draw(name)
     cotangent = inputs.cotangent.copy()
     cotangent[:, 1:] = 0
@@ -177,7 +177,8 @@ def test_is_bidirectional(name):
 @ops_with(lambda op: op.has_segments)
 @pytest.mark.usefixtures("x64")
 def test_segments_are_independent(name):
-    """In value and gradient each is as if it were the only one, the rest being padding."""
+    """Values and gradients of each segment equal those of the segment alone, the rest being
+    padding."""
     segment_ids = np.searchsorted(BORDERS, np.arange(LENGTH), side="right")
     segment_ids = np.stack([segment_ids * 70_000, 9 - segment_ids]).astype(np.int32)
     inputs = draw(name)
@@ -197,8 +198,8 @@ def test_segments_are_independent(name):
 
 @ops_with(lambda op: op.padding)
 @pytest.mark.usefixtures("x64")
-def test_padding_changes_nothing(name):
-    """NaN there: outputs, gradients and state are those of the tokens alone, or of none."""
+def test_padding_has_no_effect(name):
+    """With NaN at padding, outputs, gradients and state equal those of the tokens alone."""
     op, inputs = OPS[name], draw(name)
     start = FIRST if op.padding == "both" else 0
     part = np.s_[0, start : start + SHORTER]
@@ -227,17 +228,17 @@ def test_padding_changes_nothing(name):
 
 @ops_with(lambda op: not op.padding)
 @pytest.mark.usefixtures("x64")
-def test_a_sequence_alone_is_as_in_a_batch(name):
-    """Under `vmap` and `checkpoint`, which `test_padding_changes_nothing` has of the others."""
+def test_a_batch_equals_single_sequences(name):
+    """Under `vmap` and `checkpoint`, which `test_padding_has_no_effect` has of the others."""
     assert_close(shorter(name, 0).y, whole(name).y[:, :SHORTER])
 
 
 @ops_with(lambda op: op.state)
 @pytest.mark.usefixtures("x64")
 def test_streaming_equals_one_pass(name):
-    """In value, in gradients that pass through the state, and in the state at the end.
+    """Compares values, gradients through the state, and the final state.
 
-    A state continues the first segment of what follows, and is returned for the last.
+    A state continues the first segment of the next chunk, and is returned for the last.
     """
     op, inputs = OPS[name], draw(name)
 
@@ -274,7 +275,7 @@ def test_extreme_inputs_are_finite(name):
 
 @ops_with(lambda op: True, short=SINGLE)
 def test_half_precision(name):
-    """Inputs and outputs are in bfloat16, and all else in float32."""
+    """Inputs and outputs are bfloat16; states are float32."""
     op, inputs = OPS[name], draw(name, np.float32)
     half = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), inputs)
     forward = jax.jit(lambda inputs: op([x[None] for x in inputs.arrays], inputs.constants)[0])
@@ -305,7 +306,7 @@ def test_no_tokens(name):
 )
 @pytest.mark.usefixtures("x64")
 def test_a_state_keeps_its_dtype(name, of_arrays, of_state):
-    """So that a loop can carry it, whatever the arrays are."""
+    """Required for loops that carry states."""
     op, inputs = OPS[name], draw(name)
     arrays = [x[:, :7].astype(of_arrays) for x in inputs.arrays]
     constants = [x.astype(of_state) for x in inputs.constants]

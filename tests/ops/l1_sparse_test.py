@@ -21,7 +21,7 @@ each_graph = pytest.mark.parametrize("graph", ["graph", "full", "causal", "dup"]
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    """Of 64 edges at most, the last of them not full."""
+    """Blocks of at most 64 edges, the last one incomplete."""
     monkeypatch.setattr(l1_sparse, "NUMBERS", 1)
 
 
@@ -41,14 +41,14 @@ def draw(batch=(), length=9, sources=11, heads=2, groups=2, depth=3, value_depth
 
 
 def random_edges(count: int, length: int = 9, sources: int = 11, seed: int = 0) -> np.ndarray:
-    """With duplicates; no edge to destination 3."""
+    """Return edges with duplicates; none to destination 3."""
     rng = np.random.default_rng(seed)
     destination = rng.integers(0, length - 1, count)
     return np.stack([destination + (destination >= 3), rng.integers(0, sources, count)], 1)
 
 
 def oracle(query, key, value, edges, *, denominator_bias=0.0, normalize=True, value_back=None):
-    """The definition, an edge after the other."""
+    """Definition, edge by edge."""
     *batch, length, heads, depth = query.shape
     repeats = heads // key.shape[-2]
     key, value = np.repeat(key, repeats, -2), np.repeat(value, repeats, -2)
@@ -69,7 +69,7 @@ def oracle(query, key, value, edges, *, denominator_bias=0.0, normalize=True, va
 
 
 def simple(query, key, value, edges, *, denominator_bias=0.0, normalize=True, value_back=None):
-    """By a matrix `[..., T, S, N]` of how often each edge is listed, for gradients."""
+    """Dense form, by the multiplicity `[..., T, S, N]` of each edge, for gradients."""
     repeats = query.shape[-2] // key.shape[-2]
     key, value = jnp.repeat(key, repeats, -2), jnp.repeat(value, repeats, -2)
     listed = np.zeros((query.shape[-3], key.shape[-3], 1))
@@ -141,7 +141,7 @@ def test_values_and_gradients_of_the_published_code(golden, graph, mode):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("graph", [pytest.param("graph", marks=pytest.mark.nightly), "causal"])
 def test_both_directions_of_the_published_code(golden, graph):
-    """It returns the sum of both."""
+    """The published code returns the sum of both."""
     case = golden("l1_sparse")
     arrays = [case[name] for name in ("q", "k", "v", "vb")]
     attention = both_ways(case[f"{graph}/co"], denominator_bias=1.0)
@@ -231,7 +231,7 @@ def test_both_directions_of_the_definition(mode):
 @pytest.mark.parametrize(
     ("is_causal", "bias"), [(True, 0.0), pytest.param(False, 1.0, marks=pytest.mark.nightly)]
 )
-def test_all_edges_are_as_dense(bias, is_causal):
+def test_all_edges_equal_dense_attention(bias, is_causal):
     (query, key, value), _ = draw(length=9, sources=9)
     arrays = [jnp.asarray(x) for x in (query, key, value)]
     edges = np.argwhere(np.tri(9) > 0 if is_causal else np.ones((9, 9)))
@@ -248,7 +248,7 @@ def attention_and_gradients(arrays, edges, cotangent):
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
-def test_the_order_of_edges_changes_nothing(seed):
+def test_the_order_of_edges_has_no_effect(seed):
     arrays, cotangent = draw(seed=seed)
     arrays, cotangent = [x.astype(np.float32) for x in arrays], cotangent.astype(np.float32)
     edges = random_edges(40, seed=seed)
@@ -261,7 +261,7 @@ def test_the_order_of_edges_changes_nothing(seed):
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 1e-3, 1000.0, 1e30]))
 @settings(max_examples=10)
 def test_extreme_inputs(seed, std):
-    """Averages, with finite gradients."""
+    """Outputs are averages, with finite gradients."""
     arrays, cotangent = draw(seed=seed)
     arrays, cotangent = [(std * x).astype(np.float32) for x in arrays], cotangent.astype(np.float32)
     y, *gradients = attention_and_gradients(arrays, random_edges(40, seed=seed), cotangent)
@@ -281,7 +281,7 @@ def test_a_destination_far_from_all_its_sources_still_averages():
     np.testing.assert_array_equal(biased, 0)
 
 
-def test_equal_queries_and_keys_do_not_move_one_another():
+def test_equal_queries_and_keys_have_no_gradient():
     same, value = np.ones((5, 1, 3), np.float32), np.arange(5, dtype=np.float32)[:, None, None]
     edges = random_edges(20, 5, 5)
     _, d_query, d_key, _ = differentiate(along(edges), [same, same, value], np.ones_like(value))
@@ -289,7 +289,7 @@ def test_equal_queries_and_keys_do_not_move_one_another():
     np.testing.assert_array_equal(d_key, 0)
 
 
-def test_what_no_edge_names_has_gradients_of_zero():
+def test_tokens_without_edges_have_zero_gradients():
     arrays, cotangent = draw()
     edges = np.array([[0, 1], [4, 1], [4, 7]])
     _, d_query, d_key, d_value = differentiate(along(edges), arrays, cotangent)
@@ -311,7 +311,7 @@ def test_without_edges():
     assert l1_sparse_attention(empty, empty, empty, nothing).shape == (0, 2, 3)
 
 
-def test_traced_vmapped_and_checkpointed_edges_are_as_concrete_ones():
+def test_traced_vmapped_and_checkpointed_edges_equal_concrete_ones():
     arrays, cotangent = draw(batch=(3,))
     arrays, cotangent = [x.astype(np.float32) for x in arrays], cotangent.astype(np.float32)
     edges = random_edges(30)
@@ -346,7 +346,7 @@ def test_an_edge_out_of_range(wrong):
 
 
 def test_memory_is_linear_in_the_edges():
-    """Scores and weights only: far from a feature each."""
+    """Per edge only scores and weights are stored, far less than a feature vector."""
 
     def needed(count: int) -> int:
         x = jax.ShapeDtypeStruct((256, 2, 64), jnp.float32)
@@ -382,13 +382,13 @@ x, E = jnp.ones((2, 5, 4, 3)), np.array([[0, 1], [4, 2]])
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arguments, options, error, message):
+def test_invalid_arguments_raise(arguments, options, error, message):
     with pytest.raises(error, match=message):
         l1_sparse_attention(*arguments, **options)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_edge_counts_refuses_what_are_no_edges():
+def test_edge_counts_of_invalid_edges_raises():
     with pytest.raises(ValueError, match="edges must have shape"):
         edge_counts(np.zeros((3, 4), int))
     with pytest.raises(ValueError, match="edges must be of a kind of integer"):

@@ -16,7 +16,7 @@ from heinsen_jax.ops.l1 import l1_attention
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Of some 48 queries and keys, so that short inputs have many."""
+    """Use tiles of about 48 queries and keys, so that short inputs have several."""
     monkeypatch.setattr(l1, "SCORES", 1)
 
 
@@ -68,7 +68,7 @@ def sight(case: Case) -> np.ndarray:
 
 
 def oracle(query, key, value, visible, bias) -> np.ndarray:
-    """The definition, a query after the other. `visible` is `[T, S]` or `[*B, T, S]`."""
+    """Definition, query by query. `visible` is `[T, S]` or `[*B, T, S]`."""
     *batch, length, heads, depth = query.shape
     repeats = heads // key.shape[-2]
     visible = np.broadcast_to(visible, (*batch, length, key.shape[-3]))
@@ -97,7 +97,7 @@ def scores_of(query, key):
 
 
 def simple(query, key, value, visible, bias):
-    """All scores at once, in which every query sees something, or has a bias."""
+    """Compute all scores; every query has visible keys or a bias."""
     repeats = query.shape[-2] // key.shape[-2]
     key, value = jnp.repeat(key, repeats, -2), jnp.repeat(value, repeats, -2)
     seen = jnp.moveaxis(jnp.asarray(visible), -1, -2)[..., None]
@@ -158,7 +158,7 @@ def test_values_and_gradients_of_the_definition(case):
 
 @pytest.mark.usefixtures("x64")
 def test_scores_are_those_of_the_published_code(golden):
-    """Checks what the other tests compare with."""
+    """Checks the oracle of the other tests."""
     case = golden("l1_dense")
     scores, pullback = jax.vjp(scores_of, jnp.asarray(case["q"]), jnp.asarray(case["k"]))
     np.testing.assert_allclose(scores, case["attn_bsdh"], rtol=0, atol=1e-12)
@@ -188,12 +188,12 @@ def test_worked_example_of_the_published_code(golden):
 
 
 @pytest.mark.usefixtures("x64", "small_tiles")
-def test_in_pieces_and_step_by_step_it_is_as_in_parallel():
-    """With a cache of keys and values, what comes later in it being anything finite."""
+def test_streaming_equals_one_pass():
+    """With a cache of keys and values, whose later entries are arbitrary finite numbers."""
     (query, key, value), _ = draw(Case(100, num_heads=2, num_kv_heads=2))
     whole = l1_attention(*map(jnp.asarray, (query, key, value)), is_causal=True)
     piece = jax.jit(partial(l1_attention, is_causal=True))
-    for size in (1, 25):  # few lengths: each is compiled
+    for size in (1, 25):  # few lengths, since each is compiled
         for start in range(0, 100, size):
             tokens = slice(start, start + size)
             later = np.arange(100)[:, None, None] >= start + size
@@ -205,7 +205,7 @@ def test_in_pieces_and_step_by_step_it_is_as_in_parallel():
 @pytest.mark.usefixtures("x64", "small_tiles")
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_segments_and_padding(is_causal):
-    """Queries 0-2 of the first entry attend to nothing if causal; equal numbers are one segment."""
+    """Queries 0-2 of the first entry have no visible keys if causal; equal ids are one segment."""
     case = Case(70, batch=(2,), num_heads=2, num_kv_heads=1, is_causal=is_causal)
     arrays, cotangent = draw(case)
     segment_ids = np.repeat(np.array([[7, 0, 7], [1, 2, 3]], np.uint8), [30, 20, 20], 1)
@@ -227,7 +227,7 @@ def test_segments_and_padding(is_causal):
         assert np.isfinite(have).all()
 
 
-def test_with_a_bias_what_attends_to_nothing_is_zero():
+def test_rows_without_visible_keys_are_zero_with_a_bias():
     arrays, cotangent = draw(Case(5))
     function = partial(l1_attention, key_value_seq_lengths=jnp.asarray(0), denominator_bias=1.0)
     for x in differentiate(function, arrays, cotangent):
@@ -259,7 +259,7 @@ def value_and_gradients(arrays, cotangent):
 @given(st.integers(0, 2**32 - 1), st.sampled_from([0.0, 1e-3, 1.0, 1000.0, 1e30]))
 @settings(max_examples=15)
 def test_extreme_inputs(seed, std):
-    """Averages, with finite gradients; a token alone is copied."""
+    """Outputs are averages, with finite gradients; a single token is copied."""
     arrays, cotangent = draw(RANDOM, seed, max(std, 1e-30))
     arrays = [(x * (std > 0)).astype(np.float32) for x in arrays]
     y, *gradients = value_and_gradients(arrays, np.asarray(cotangent > 0, np.float32))
@@ -281,14 +281,14 @@ def test_std_1000_against_the_definition():
     np.testing.assert_allclose(y, expected, rtol=1e-3, atol=1e-2)
 
 
-def test_far_from_all_keys_a_bias_leaves_nothing():
+def test_a_bias_gives_zero_far_from_all_keys():
     query, key, value = np.full((3, 1, 2), 1e4), np.zeros((4, 1, 2)), np.ones((4, 1, 2))
     arrays = [jnp.asarray(x, jnp.float32) for x in (query, key, value)]
     np.testing.assert_array_equal(l1_attention(*arrays, denominator_bias=1.0), 0)
     np.testing.assert_allclose(l1_attention(*arrays), 1, rtol=1e-6)
 
 
-def test_equal_queries_and_keys_do_not_move_one_another():
+def test_equal_queries_and_keys_have_no_gradient():
     same = np.ones((6, 2, 3), np.float32)
     value = np.random.default_rng(0).standard_normal((6, 2, 3)).astype(np.float32)
     y, d_query, d_key, _ = differentiate(l1_attention, [same, same, value], np.ones_like(value))
@@ -332,7 +332,7 @@ def test_memory_is_linear_in_the_length():
 
     short, long = needed(4096), needed(16_384)
     assert long < 5 * short
-    assert long < 16_384**2  # a byte for every pair of tokens
+    assert long < 16_384**2  # one byte per pair of tokens
 
 
 x = jnp.ones((2, 5, 4, 3))
@@ -357,6 +357,6 @@ x = jnp.ones((2, 5, 4, 3))
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arguments, options, message):
+def test_invalid_arguments_raise(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         l1_attention(*arguments, **options)

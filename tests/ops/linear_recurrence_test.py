@@ -21,7 +21,7 @@ log_linear = jax.jit(log_linear_recurrence, static_argnames="axis")
 
 
 def step_by_step(log_a, log_b, initial=None):
-    """h_t = logaddexp(log a_t + h_{t-1}, log b_t), one token after the other."""
+    """h_t = logaddexp(log a_t + h_{t-1}, log b_t), token by token."""
     h = np.full(log_b.shape[-1], -INF) if initial is None else initial.astype(np.float64)
     states = []
     for a, b in zip(log_a.astype(np.float64), log_b.astype(np.float64), strict=True):
@@ -135,7 +135,7 @@ def test_log_zero_coefficients_and_inputs(seed, part, with_initial):
         np.testing.assert_array_equal(np.asarray(gradient)[np.isneginf(x)], 0)
 
 
-def test_a_coefficient_of_log_zero_forgets():
+def test_a_coefficient_of_log_zero_resets():
     log_a = np.zeros((6, 1), np.float32)
     log_a[3] = -INF
     log_b = np.arange(6, dtype=np.float32)[:, None]

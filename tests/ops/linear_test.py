@@ -28,7 +28,7 @@ class Case:
     groups: int = 1
     depth: int = 3
     value_depth: int = 2
-    sources: int | None = None  # as many as queries, and causal, when None
+    sources: int | None = None  # None: as many as queries, and causal
     feature_map: str = "elu1"
     has_segments: bool = False
     has_padding: bool = False
@@ -50,7 +50,7 @@ class Case:
         options: dict[str, Any] = {"is_causal": self.is_causal, "feature_map": self.feature_map}
         if self.has_segments:
             steps = rng.uniform(size=(*self.batch, sources)) < 0.1
-            options["segment_ids"] = np.cumsum(steps, -1) % 3  # a number may come again
+            options["segment_ids"] = np.cumsum(steps, -1) % 3  # an id may be repeated
         if self.has_padding:
             first = rng.integers(0, sources // 3, self.batch)
             last = rng.integers(sources // 2, sources + 1, self.batch)
@@ -77,7 +77,7 @@ each_case = pytest.mark.parametrize(
 
 
 def visible(case: Case, options: dict[str, Any], entry: tuple[int, ...]) -> np.ndarray:
-    """`[T, S]`: which keys a query sees."""
+    """Return the mask of visible keys `[T, S]`."""
     sources = case.sources or case.length
     first, end = 0, sources
     if case.has_padding:
@@ -96,7 +96,7 @@ def visible(case: Case, options: dict[str, Any], entry: tuple[int, ...]) -> np.n
 
 
 def oracle(case: Case, arrays: list[np.ndarray], options: dict[str, Any], epsilon: float):
-    """Y by the definition, a query after the other."""
+    """Y by definition, query by query."""
     query, key, value = (x.astype(np.float64) for x in arrays)
     phi, share = PHI[case.feature_map], case.heads // case.groups
     y = np.zeros((*query.shape[:-1], case.value_depth))
@@ -180,7 +180,7 @@ def test_feature_maps(feature_map):
     np.testing.assert_allclose(actual, expected, atol=1e-6)
 
 
-def test_elu1_keeps_what_is_small():
+def test_elu1_keeps_small_values():
     x = np.array([-80.0, -20, -1, 0, 3], np.float32)
     np.testing.assert_allclose(elu1(x), PHI["elu1"](x.astype(np.float64)), rtol=1e-6)
     gradient = jax.vmap(jax.grad(elu1))(x)
@@ -226,7 +226,7 @@ def test_small_queries_do_not_underflow():
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_without_epsilon_what_attends_to_nothing_is_zero(is_causal):
+def test_rows_without_visible_keys_are_zero_without_epsilon(is_causal):
     arrays = [x.astype(np.float32) for x in Case(5, batch=(2,)).arrays()]
     options = {"is_causal": is_causal, "epsilon": 0, "key_value_seq_lengths": np.array([0, 5])}
     for x in differentiate(partial(linear_attention, **options), arrays, np.ones((2, 5, 1, 2))):
@@ -235,7 +235,7 @@ def test_without_epsilon_what_attends_to_nothing_is_zero(is_causal):
         assert np.any(x[1] != 0)
 
 
-def test_features_of_zero_are_nothing():
+def test_features_of_zero_have_no_effect():
     arrays = [x.astype(np.float32) for x in Case(6).arrays()]
     arrays[0] = -np.abs(arrays[0])
     options = {"feature_map": "relu", "epsilon": 0}
@@ -271,7 +271,7 @@ X = np.ones((2, 6, 2, 3), np.float32)
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arrays, options, message):
+def test_invalid_arguments_raise(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         linear_attention(*arrays, **options)
 

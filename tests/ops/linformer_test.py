@@ -25,7 +25,7 @@ def single(arrays):
 
 
 def oracle(query, key, value, key_projection, value_projection):
-    """Of one batch entry, a query after the other."""
+    """Definition for one batch entry, query by query."""
     y = np.zeros((*query.shape[:-1], value.shape[-1]))
     sources, groups = key.shape[:2]
     for t, n in np.ndindex(*query.shape[:-1]):
@@ -96,17 +96,17 @@ def test_gradients_are_finite_differences():
         ]
         expected = (total(moved[0]) - total(moved[1])) / 2
         np.testing.assert_allclose(np.sum(gradient * step), expected, rtol=1e-6, atol=1e-13)
-    for gradient in gradients[3:]:  # rows of positions that are not there
+    for gradient in gradients[3:]:  # rows of missing positions
         np.testing.assert_array_equal(gradient[5:], 0)
 
 
 @pytest.mark.parametrize(("sources", "bounds"), [(7, (2, 6)), (9, (0, 4)), (9, (0, 0))])
-def test_padding_is_as_a_shorter_input(sources, bounds):
+def test_padding_equals_a_shorter_input(sources, bounds):
     query, key, value, e, f = single(draw(7, sources, batch=(3,), longest=11))
     whole = jitted(query, key, value, e, f)
     first, end = bounds
     valid = np.s_[1:2, first:end]
-    queries = valid if sources == 7 else np.s_[1:2]  # padded as well where there are as many
+    queries = valid if sources == 7 else np.s_[1:2]  # padded like keys if their number is equal
     expected = jitted(query[queries], key[valid], value[valid], e[first:], f[first:])
     for x in (query, key, value) if sources == 7 else (key, value):
         x[1, :first], x[1, end:] = np.nan, np.nan
@@ -148,6 +148,6 @@ X, E = np.ones((6, 2, 3), np.float32), np.ones((8, 4), np.float32)
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arrays, message):
+def test_invalid_arguments_raise(arrays, message):
     with pytest.raises(ValueError, match=message):
         linformer_attention(*arrays)

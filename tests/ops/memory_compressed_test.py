@@ -18,7 +18,7 @@ PADS = ("left", "right")
 
 
 def draw(length, sources, *, batch=(), heads=2, groups=1, factor=3):
-    """query, key, value, and their compressions, from and to other depths"""
+    """Return query, key, value, and compressions that change head dimensions."""
     rng = np.random.default_rng(length)
     shapes = (length, heads, 4), (sources, groups, 3), (sources, groups, 5)
     arrays = [rng.standard_normal((*batch, *shape)) for shape in shapes]
@@ -35,7 +35,7 @@ def cast(arrays, dtype=np.float32):
 
 
 def grouped(x, compression, pad):
-    """Of one head and batch entry: the groups' last tokens, and what they are compressed to."""
+    """Return for one head and batch entry the last tokens of groups, and their compressions."""
     kernel, bias, null = compression
     factor, length = kernel.shape[0], len(x)
     first = -(-length % factor) if pad == "left" else 0
@@ -48,7 +48,7 @@ def grouped(x, compression, pad):
 
 
 def oracle(query, key, value, of_keys, of_values, *, is_causal, pad):
-    """Of one batch entry, a query after the other."""
+    """Definition for one batch entry, query by query."""
     y = np.zeros((*query.shape[:2], of_values.null.shape[-1]))
     for n in range(query.shape[1]):
         g = n // (query.shape[1] // key.shape[1])
@@ -130,14 +130,14 @@ def test_gradients_are_finite_differences(implementation):
     ("pad", "implementation"),
     [("left", "xla"), pytest.param("right", "tiled", marks=pytest.mark.nightly)],
 )
-def test_nothing_comes_from_the_future(pad, implementation):
+def test_is_causal(pad, implementation):
     query, key, value, *compressions = cast(draw(8, 8))
     options = {"is_causal": True, "pad": pad, "implementation": implementation}
 
     def outputs(key, value):
         return jnp.sum(jnp.sin(jitted(query, key, value, *compressions, **options)), (1, 2))
 
-    # Which tokens the groups seen by each query are made of: groups of 3, or the first is of 2.
+    # Tokens of the groups visible to each query: groups of 3, or a first one of 2.
     ends = [0, 0, 3, 3, 3, 6, 6, 6] if pad == "right" else [0, 2, 2, 2, 5, 5, 5, 8]
     for jacobian in jax.jit(jax.jacrev(outputs, (0, 1)))(key, value):
         for token, end in enumerate(ends):
@@ -153,7 +153,7 @@ def test_nothing_comes_from_the_future(pad, implementation):
         pytest.param(3, (1,) * 11, marks=pytest.mark.nightly),
     ],
 )
-def test_in_pieces_as_at_once(sizes, factor):
+def test_chunks_equal_one_pass(sizes, factor):
     query, key, value, *compressions = cast(draw(11, 11, batch=(2,), factor=factor))
     options = {"is_causal": True, "pad": "right"}
     whole = jitted(query, key, value, *compressions, **options)
@@ -169,7 +169,7 @@ def test_in_pieces_as_at_once(sizes, factor):
     np.testing.assert_allclose(state.key, groups, atol=1e-6)
 
 
-def test_more_tokens_than_the_state_has_room_for():
+def test_more_tokens_than_the_capacity():
     query, key, value, *compressions = cast(draw(6, 6))
     options = {"is_causal": True, "pad": "right"}
     state = CompressedCache.empty((), *compressions, capacity=4)
@@ -183,7 +183,7 @@ def test_more_tokens_than_the_state_has_room_for():
 @pytest.mark.parametrize(
     ("pad", "sources"), [("left", 11), pytest.param("right", 11, marks=pytest.mark.nightly)]
 )
-def test_padding_is_as_a_shorter_text(pad, sources):
+def test_padding_equals_a_shorter_sequence(pad, sources):
     query, key, value, *compressions = draw(11, sources, batch=(5,))
     bounds = np.array([[0, sources], [2, 7], [0, 4], [3, 6], [5, 5]])
     for row, (first, end) in enumerate(bounds):
@@ -210,7 +210,7 @@ def test_padding_is_as_a_shorter_text(pad, sources):
 
 @pytest.mark.parametrize(("length", "sources"), [(0, 0), (3, 0), (0, 4)])
 def test_no_tokens(length, sources):
-    """There is always the null one."""
+    """The null key is always visible."""
     arrays = cast(draw(length, sources))
     y = jitted(*arrays)
     assert y.shape == (length, 2, 6)
@@ -243,14 +243,14 @@ C = Compression(np.ones((2, 3, 3, 3), np.float32), *np.ones((2, 2, 3), np.float3
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arrays, options, message):
+def test_invalid_arguments_raise(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         memory_compressed_attention(*arrays, **options)
 
 
 @pytest.mark.parametrize("options", [{"pad": "right"}, {"is_causal": True, "pad": "left"}])
 @pytest.mark.usefixtures("unchecked")
-def test_states_are_refused_where_groups_depend_on_what_follows(options):
+def test_states_with_left_padding_raise(options):
     state = CompressedCache.empty((), C, C, capacity=6)
     with pytest.raises(NotImplementedError, match="states need"):
         memory_compressed_attention(X, X, X, C, C, initial_state=state, **options)

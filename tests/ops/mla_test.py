@@ -30,7 +30,7 @@ def single(arrays):
 
 
 def oracle(query, query_pe, latent, key_pe, key_up, value_up, *, is_causal):
-    """Of one batch entry, a query after the other."""
+    """Definition for one batch entry, query by query."""
     y = np.zeros((*query.shape[:2], value_up.shape[-1]))
     for t, n in np.ndindex(*query.shape[:2]):
         scores, values = [], []
@@ -51,7 +51,7 @@ def normalised(x, weight):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", FORMS)
 def test_published_values(golden, form):
-    """The published rotation is in float32."""
+    """The published rotation uses float32."""
     case = golden("mla")
     _, heads, _, rank, depth, pe_depth, _ = (int(x) for x in case["config"])
     parameters = {k.removeprefix("param/"): x for k, x in case.items() if k.startswith("param/")}
@@ -143,7 +143,7 @@ def test_decoding_from_a_cache_of_latents(form):
 
 
 @pytest.mark.usefixtures("x64")
-def test_latents_read_by_hand():
+def test_attention_to_latents_by_hand():
     query, query_pe, latent, key_pe, key_up, value_up = draw(5, 8)
     folded = np.einsum("tnk,nrk->tnr", query, key_up)
     read = latent_attention(folded, query_pe, latent, key_pe, scale=7**-0.5)
@@ -181,6 +181,6 @@ ZEROS = np.zeros((4, 2, 6, 7), np.float32)
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arrays, options, message):
+def test_invalid_arguments_raise(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         mla_attention(*arrays, **options)

@@ -32,7 +32,7 @@ log_add_exp_and_its_gradients = jax.jit(jax.value_and_grad(numerics.log_add_exp,
 
 
 @given(npst.arrays(np.float32, (3, 5), elements=LOGS), st.sampled_from([0, 1, -1, -2]))
-def test_log_sum_exp_and_its_gradient_are_right_everywhere(x, axis):
+def test_log_sum_exp_and_its_gradient_are_exact(x, axis):
     total, gradient = log_sum_exp_and_its_gradient(x, axis)
     expected = log_sum_exp_in_float64(x, axis)
     np.testing.assert_allclose(total, expected, rtol=3e-7, atol=3e-7)
@@ -63,15 +63,15 @@ def test_log_add_exp_agrees_with_log_sum_exp(x, y):
     ],
     ids=["log_sum_exp", "log_add_exp", "share"],
 )
-def test_nothing_has_no_gradient(function):
+def test_empty_sums_have_zero_gradients(function):
     nothing = jnp.full(3, -jnp.inf)
     output, pullback = jax.vjp(function, nothing)
     assert np.all(np.isneginf(output) | (np.asarray(output) == 0))
     np.testing.assert_array_equal(pullback(jnp.ones_like(output))[0], 0)
 
 
-def test_the_library_functions_would_give_nan_there():
-    """Why this module exists: when this fails, parts of it can go."""
+def test_library_functions_return_nan_there():
+    """Reason for this module: if this fails, parts of it are no longer needed."""
     gradient = jax.grad(lambda x: jax.nn.logsumexp(x, 0))(jnp.full(3, -jnp.inf))
     assert np.isnan(gradient).all()
 
@@ -98,7 +98,7 @@ def test_where_empty_replaces_only_log_zero():
     np.testing.assert_array_equal(numerics.where_empty(x, 7.0), [7.0, 1.0, INF])
 
 
-def test_log_difference_of_nothing_over_nothing_is_log_zero():
+def test_log_quotient_of_empty_sums_is_log_zero():
     np.testing.assert_array_equal(
         numerics.log_difference(jnp.asarray([-INF, 5.0]), jnp.asarray([-INF, 2.0])), [-INF, 3.0]
     )
@@ -116,8 +116,8 @@ def log_scores_and_its_gradient(x, y):
 
 @pytest.mark.parametrize("size", [2, 8], ids=["few terms", "many"])
 @given(data=st.data(), largest=st.sampled_from([3, 60, 1e4]))
-def test_log_scores_and_its_gradient_are_right_everywhere(size, data, largest):
-    """Small sizes are formed term by term, others by a product where that is exact."""
+def test_log_scores_and_its_gradient_are_exact(size, data, largest):
+    """Small sizes are computed term by term, others by a product if exact."""
     logs = st.one_of(st.just(-INF), st.floats(-largest, largest, width=32))
     x, y = (data.draw(npst.arrays(np.float32, (2, size, 4), elements=logs)) for _ in range(2))
     total, gradients = log_scores_and_its_gradient(x, y)
@@ -131,9 +131,9 @@ def test_log_scores_and_its_gradient_are_right_everywhere(size, data, largest):
     np.testing.assert_allclose(gradients[1], shares.sum(-3), rtol=0, atol=2e-6 * scale)
 
 
-def test_log_scores_where_no_scale_serves_all_terms():
-    """Rows and columns have their largest entries at different k, by more than exp can span: the
-    product is 0 where the sum is not."""
+def test_log_scores_without_a_common_scale():
+    """Rows and columns have their largest entries at different k, by more than the range of exp:
+    the product underflows to 0 although the sum is not 0."""
     x = jnp.tile(jnp.asarray([0.0, 200.0]), (8, 1))
     y = jnp.tile(jnp.asarray([0.0, -500.0]), (8, 1))
     assert jnp.max(jnp.exp(x - 200) @ jnp.exp(y).T) == 0
@@ -144,10 +144,10 @@ def test_log_scores_where_no_scale_serves_all_terms():
 
 
 @pytest.mark.parametrize(("number", "held"), [(6, 2), (5, 1), (2, 2)])
-def test_terms_of_a_large_batch_are_formed_in_parts(monkeypatch, number, held):
+def test_terms_of_a_large_batch_are_computed_in_parts(monkeypatch, number, held):
     x, y = np.random.default_rng(0).normal(0, 200, (2, number, 8, 4)).astype(np.float32)
     rows, columns = (np.exp(a - a.max(-1, keepdims=True)) for a in (x, y))
-    assert np.min(rows @ columns.swapaxes(1, 2)) == 0  # so that sums are formed term by term
+    assert np.min(rows @ columns.swapaxes(1, 2)) == 0  # so that sums are computed term by term
     total, gradients = log_scores_and_its_gradient(x, y)
     monkeypatch.setattr(numerics, "TERMS", 2 * 8 * 8 * 4)
     monkeypatch.setattr(numerics, "TERMS_ELSEWHERE", numerics.TERMS)

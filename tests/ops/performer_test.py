@@ -27,7 +27,7 @@ def single(arrays):
 
 
 def log_phi(x, projection, epsilon):
-    """By the definition, a vector after the other."""
+    """Definition, vector by vector."""
     result = np.zeros((*x.shape[:-1], len(projection)))
     for index in np.ndindex(*x.shape[:-1]):
         x_prime = x[index] / x.shape[-1] ** 0.25
@@ -136,11 +136,11 @@ def test_gradients_are_those_of_the_quadratic_form(kernel, is_causal, epsilon):
     ("std", "is_causal"), [(1000.0, True), pytest.param(1000.0, False, marks=pytest.mark.nightly)]
 )
 def test_extreme_inputs(std, is_causal):
-    """Features that linear space cannot hold: one key outweighs all others by thousands of nats."""
+    """Features that exceed linear space: one key outweighs all others by thousands of nats."""
     arrays = single(draw(63, std=std))
     arrays[2] = arrays[2] / std
     y, pullback = jax.vjp(partial(jitted, is_causal=is_causal), *arrays)
-    # Exponents of 1e6 have an error of 0.1 in float32, weights as much relatively.
+    # Exponents of 1e6 have an error of 0.1 in float32, which is the relative error of weights.
     expected = oracle(*arrays, is_causal=is_causal)
     np.testing.assert_allclose(y, expected, atol=1e-5 + 1e-7 * std**2)
     for gradient in pullback(jnp.ones_like(y)):
@@ -180,7 +180,7 @@ def test_features_are_orthogonal_in_blocks(num_features, depth):
 
 
 def test_features_are_those_of_normal_vectors_and_weights_unbiased():
-    """Over 20000 draws: means within 5 standard errors, of what they average to exactly."""
+    """Over 20000 draws: means are within 5 standard errors of the exact expectations."""
     draws = 20000
     keys = jax.random.split(jax.random.key(2), draws)
     w = np.float64(jax.jit(jax.vmap(lambda key: orthogonal_features(key, 6, 4)))(keys))
@@ -200,7 +200,7 @@ def test_features_are_those_of_normal_vectors_and_weights_unbiased():
 
 def test_error_against_softmax_attention_falls_with_the_number_of_features():
     query, key, value, _ = single(draw(40, heads=1, depth=8))
-    query, key = query / 2, key / 2  # of larger ones few draws are no estimate
+    query, key = query / 2, key / 2  # the variance of larger ones is too high for few draws
     scores = np.exp(query[:, 0] @ key[:, 0].T / 8**0.5)
     exact = scores @ value[:, 0] / scores.sum(-1, keepdims=True)
 
@@ -244,13 +244,13 @@ X, W = np.ones((2, 6, 2, K), np.float32), np.ones((M, K), np.float32)
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arrays, options, error, message):
+def test_invalid_arguments_raise(arrays, options, error, message):
     with pytest.raises(error, match=message):
         performer_attention(*arrays, **options)
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_features_that_cannot_be_are_refused():
+def test_invalid_features_raise():
     with pytest.raises(ValueError, match="num_features and depth must be >= 1"):
         orthogonal_features(jax.random.key(0), 0, 3)
     with pytest.raises(ValueError, match="scaling must be 0 or 1"):

@@ -18,7 +18,7 @@ WEIGHTS = draw(0, 3, WIDTH, WIDTH)
 
 
 def causal_attention(x, weights=WEIGHTS, xp=jnp):
-    """Softmax attention that knows positions, of NumPy's arrays or JAX's."""
+    """Softmax attention with positions, for NumPy or JAX arrays."""
     *_, length, width = x.shape
     position = np.sin(np.arange(length)[:, None] * (1 + np.arange(width))[None]).astype(x.dtype)
     h = x + xp.broadcast_to(position, x.shape)
@@ -31,7 +31,7 @@ def causal_attention(x, weights=WEIGHTS, xp=jnp):
 
 
 def by_definition(x, memory, segment_length=SEGMENT, xp=np, layer=None):
-    """Outputs, the memory after the last complete segment and that after all tokens."""
+    """Return outputs, the memory after the last complete segment, and that after all tokens."""
     layer = layer or partial(causal_attention, xp=xp)
     size, outputs, complete = memory.shape[-2], [], memory
     for start in range(0, x.shape[-2], segment_length):
@@ -69,7 +69,7 @@ CASES = pytest.mark.parametrize(
         pytest.param((2, 1), 7, 2, 100, marks=pytest.mark.nightly),
         pytest.param((2,), 6, 1, 1, marks=pytest.mark.nightly),
         pytest.param((), 100, 2, 7, marks=pytest.mark.nightly),
-        ((2,), 11, 0, 4),  # without memory, segments on their own
+        ((2,), 11, 0, 4),  # without memory: independent segments
     ],
 )
 
@@ -196,8 +196,8 @@ def test_logits_of_the_published_code_token_by_token(case):
 # Streaming
 
 
-def test_whole_segments_in_pieces_run_the_layer_once_each():
-    """A piece that may reach into one segment more skips it where it does not."""
+def test_complete_segments_run_the_layer_once_each():
+    """A chunk that may extend into a further segment skips it if it does not."""
     calls = []
 
     def layer(x):
@@ -218,15 +218,15 @@ def test_whole_segments_in_pieces_run_the_layer_once_each():
     assert calls == 3 * [(SIZE + SEGMENT + SIZE, WIDTH)]
 
 
-def test_closing_where_a_segment_ends_changes_nothing():
+def test_closing_at_the_end_of_a_segment_has_no_effect():
     state = start(draw(8, SIZE, WIDTH).astype(np.float32))
     _, state = run_on(jnp.ones((2 * SEGMENT, WIDTH)), state)
     closed = state.close(causal_attention)
     jax.tree.map(np.testing.assert_array_equal, state, closed)
 
 
-def test_a_layer_meets_no_vector_of_zeros_of_padding():
-    """Normalising zeros would be 0 / 0."""
+def test_padding_is_never_a_vector_of_zeros():
+    """Normalizing zeros would yield 0 / 0."""
 
     def layer(x):
         return causal_attention(x / jnp.linalg.norm(x, axis=-1, keepdims=True))
@@ -257,8 +257,8 @@ def test_extreme_inputs():
         assert all(np.isfinite(g).all() for g in gradients)
 
 
-def test_memory_in_use_grows_with_one_segment_only():
-    """What is kept for gradients: inputs and memories, not what the layer computes."""
+def test_memory_is_that_of_one_segment():
+    """Saved for gradients: inputs and memories, but no activations of the layer."""
 
     def bytes_for(length):
         x, memory = jnp.zeros((length, WIDTH)), jnp.zeros((1, WIDTH))
@@ -272,7 +272,7 @@ def test_memory_in_use_grows_with_one_segment_only():
     assert (bytes_for(1024) - bytes_for(512)) / (512 * WIDTH * 4) < 16
 
 
-def test_sequences_of_a_batch_may_be_elsewhere_in_their_segments():
+def test_sequences_of_a_batch_may_have_different_counts():
     x, memory = draw(15, 3, 13, WIDTH).astype(np.float32), draw(16, SIZE, WIDTH).astype(np.float32)
     memories = jnp.broadcast_to(memory, (3, SIZE, WIDTH))
     states = SegmentState(memories, jnp.asarray(x[:, 8:]), jnp.asarray([2, 0, 1]))
@@ -309,7 +309,7 @@ X, MEMORY = jnp.zeros((2, 7, WIDTH)), jnp.zeros((2, SIZE, WIDTH))
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arguments, message):
+def test_invalid_arguments_raise(arguments, message):
     call = {"layer": causal_attention, "x": X, "memory": MEMORY, "segment_length": SEGMENT}
     with pytest.raises(ValueError, match=message):
         segment_recurrence(**(call | arguments))

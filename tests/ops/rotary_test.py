@@ -1,4 +1,4 @@
-"""Angles that grow with the position: by definition and as published."""
+"""Rotary embedding: by definition and as published."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +51,6 @@ def test_products_depend_on_the_distance_only():
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(x, positions, message):
+def test_invalid_arguments_raise(x, positions, message):
     with pytest.raises(ValueError, match=message):
         rotary(x, positions)

@@ -54,7 +54,7 @@ LENGTH = 150
 SEGMENTS = np.stack([np.arange(LENGTH) // 40, np.arange(LENGTH) // 97])
 BOUNDS = np.array([[3, 131], [0, LENGTH]])
 AT = np.arange(LENGTH)
-BEHIND = AT[:, None] - AT[None]  # how far a key lies behind a query
+BEHIND = AT[:, None] - AT[None]  # distance of a key behind a query
 CAUSAL = BEHIND >= 0
 SAME = (SEGMENTS[:, :, None] == SEGMENTS[:, None])[:, None]
 THERE = ((BOUNDS[:, :1] <= AT) & (BOUNDS[:, 1:] > AT))[:, None, None]
@@ -113,7 +113,7 @@ VARIANTS: dict[str, tuple[Any, dict[str, Any], np.ndarray]] = {
 }
 
 
-TWINS = {"causal", "rule", "longformer, causal", "local blocks"}  # of another rule
+TWINS = {"causal", "rule", "longformer, causal", "local blocks"}  # a different rule
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_odd_lengths(length, sources, implementation):
 
 @each_implementation
 @pytest.mark.parametrize(("length", "sources"), [(0, 0), (0, 4), (5, 0)])
-def test_nothing_to_see(length, sources, implementation):
+def test_no_visible_keys(length, sources, implementation):
     query, key, value = draw(5)
     query, key, value = query[:, :length], key[:, :sources], value[:, :sources]
     y = dot_product_attention(query, key, value, implementation=implementation)
@@ -170,7 +170,7 @@ def test_nothing_to_see(length, sources, implementation):
 
 @each_implementation
 def test_large_scores_are_exact(implementation):
-    """One key wins by far: the output is its value, and nothing overflows."""
+    """One key dominates: the output is its value, and nothing overflows."""
     query, key, value = draw(140, std=1000.0)
     attention = partial(dot_product_attention, is_causal=True, implementation=implementation)
     y = jax.jit(attention)(query, key, value)
@@ -198,7 +198,7 @@ def test_queries_at_an_offset_among_the_keys(implementation):
     np.testing.assert_allclose(y, expected[:, 7:], atol=2e-6)
 
 
-def test_global_tokens_may_have_projections_of_their_own():
+def test_global_tokens_may_have_separate_projections():
     arrays, own = draw(60), draw(60, seed=1)
     keywords = {"local_window_size": 5, "global_positions": (0, 30)}
     y = local.longformer_attention(*arrays, global_heads=tuple(own), **keywords)
@@ -343,6 +343,6 @@ def test_published_sparse_patterns(golden, name, pattern, summaries):
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_is_refused(function, keywords, error, message):
+def test_unsupported_calls_raise(function, keywords, error, message):
     with pytest.raises(error, match=message):
         function(*[jnp.zeros((2, 4, 1, 3))] * 3, **keywords)

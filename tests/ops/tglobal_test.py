@@ -33,7 +33,7 @@ def single(arrays):
 
 
 def bucket_of(offset, num_buckets, max_distance, is_causal):
-    """With integers only: the greatest b whose border is at most the distance."""
+    """Compute with integers only: the largest b whose boundary is at most the distance."""
     if is_causal:
         side, base, distance = num_buckets, 0, max(-offset, 0)
     else:
@@ -82,7 +82,7 @@ def oracle(arrays, *, radius, block_size, is_causal=False, real=None, max_distan
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", ["padded", "whole"])
 def test_published_values(golden, kind):
-    """The published normalisation is in float32."""
+    """The published normalization uses float32."""
     case = golden("longt5_tglobal")
     _, depth, heads, radius, block_size, _, max_distance = (int(x) for x in case["config"])
     x, mask = case["x"], case["mask"]
@@ -178,7 +178,7 @@ def gradient_of(x, token):
 
 
 @pytest.mark.parametrize("token", [0, 2, 3, 9, 10])
-def test_nothing_comes_from_the_future(token):
+def test_is_causal(token):
     x = np.random.default_rng(0).standard_normal((11, 4)).astype(np.float32)
     gradient = gradient_of(x, token)
     np.testing.assert_array_equal(gradient[token + 1 :], 0)
@@ -187,7 +187,7 @@ def test_nothing_comes_from_the_future(token):
     assert set(np.flatnonzero(np.any(gradient != 0, -1))) == seen
 
 
-def test_sums_of_blocks_and_where_tokens_are():
+def test_sums_of_blocks_and_block_indices():
     x = np.arange(14, dtype=np.float32).reshape(2, 7, 1)
     sums, ids = summed(x, 3)
     np.testing.assert_array_equal(sums[..., 0], [[3, 18], [24, 67 - 7 - 8 - 9 + 3]])
@@ -202,7 +202,7 @@ def test_sums_of_blocks_and_where_tokens_are():
     assert summed(x, 8)[0].shape == (2, 0, 1)
 
 
-def test_the_biases_of_padded_texts():
+def test_biases_of_padded_sequences():
     arrays = draw(13, 3, batch=(2,), heads=2)
     options = {"radius": 2, "block_size": 3, "max_distance": 20}
     lengths = np.array([13, 7])
@@ -217,7 +217,7 @@ def test_the_biases_of_padded_texts():
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 20), (16, 100)])
 @pytest.mark.parametrize("is_bidirectional", [True, False])
 def test_buckets(num_buckets, max_distance, is_bidirectional):
-    """At whole borders float32 rounds down or up; it must not fall short of the one below."""
+    """At integer boundaries float32 may round down or up, by at most one bucket."""
     offsets = np.arange(-2 * max_distance, 2 * max_distance + 1)
     options = {"num_buckets": num_buckets, "max_distance": max_distance}
     actual = relative_position_bucket(offsets, is_bidirectional=is_bidirectional, **options)
@@ -227,7 +227,7 @@ def test_buckets(num_buckets, max_distance, is_bidirectional):
 
 
 def test_t5s_buckets():
-    """Some of T5's own: 32 buckets up to a distance of 128."""
+    """Values of T5: 32 buckets up to a distance of 128."""
     offsets = [0, -1, -7, -8, -11, -12, -127, -128, -1000, 1, 8, 128]
     expected = [0, 1, 7, 8, 8, 9, 15, 15, 15, 17, 24, 31]
     np.testing.assert_array_equal(relative_position_bucket(np.array(offsets)), expected)
@@ -244,7 +244,7 @@ def test_scale_and_no_bias():
 
 
 def test_no_array_is_as_large_as_all_pairs():
-    """Scores are those of a token with three pieces of 16, and with 16 blocks."""
+    """Scores are those of a token with three chunks of 16, and with 16 blocks."""
     arrays = single(draw(1024, 64))
     jaxpr = jax.make_jaxpr(lambda *x: call(tglobal_attention, x, radius=15, block_size=64))(*arrays)
     sizes = [math.prod(v.aval.shape) for eqn in jaxpr.eqns for v in eqn.outvars]
@@ -269,7 +269,7 @@ G = np.ones((2, 2, 3), np.float32)
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_fit_is_refused(arrays, options, message):
+def test_invalid_arguments_raise(arrays, options, message):
     with pytest.raises(ValueError, match=message):
         tglobal_attention(*arrays, **{"radius": 2, "block_size": 3} | options)
 

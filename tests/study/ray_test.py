@@ -1,4 +1,4 @@
-"""A study on Ray: the same results as by processes of this machine."""
+"""A study on Ray: the same results as with local processes."""
 
 import json
 import os
@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytestmark = pytest.mark.nightly
 
 ROOT = Path(__file__).parents[2]
-OF_RAY = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}  # a cluster of its own
+OF_RAY = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}  # a separate cluster
 FILE = """
 from tests.study.runner_test import SMALLER
 

@@ -1,4 +1,4 @@
-"""Studies: which runs there are, that none is done twice, and what is reported."""
+"""Studies: the grid of runs, resumption, and reports."""
 
 import json
 import math
@@ -55,7 +55,7 @@ STUDY = Study(
     extra_metrics=("accuracy_16",),
     plots=(Points("accuracy"), Lengths((4, 8, 16)), Ranking("accuracy")),
 )
-PLAIN = replace(STUDY, plots=())  # drawing needs longer than the rest
+PLAIN = replace(STUDY, plots=())  # plotting is slower than the rest
 SMALLER = replace(
     STUDY,
     axes={"mechanism": STUDY.axes["mechanism"], "seed": {"0": {"seed": 0}}},
@@ -64,7 +64,7 @@ GOOD = {"8": "0.01", "16": "0.1"}  # the best learning rate of each width
 
 
 class Fake:
-    """Does runs at once: the best learning rate of a width is right most often."""
+    """Simulated runs: accuracy depends on width and learning rate."""
 
     def __init__(self, fail_after: int = 10**9, failed: str | None = None):
         self.done, self.fail_after, self.failed = [], fail_after, failed
@@ -90,7 +90,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / RESULTS_FILE).read_text().splitlines()]
 
 
-def test_every_choice_is_run_once_and_the_best_with_all_seeds(tmp_path):
+def test_every_value_is_run_once_and_the_best_with_all_seeds(tmp_path):
     executor = Fake()
     run_study(STUDY, tmp_path, executor)
     first = [labels for labels in executor.done if labels["seed"] == "0"]
@@ -113,7 +113,7 @@ def test_a_study_that_was_stopped_continues(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_study(PLAIN, tmp_path, Fake(fail_after=7))
     path = tmp_path / RESULTS_FILE
-    path.write_text(path.read_text() + '{"labels": {"mechan')  # killed as it wrote
+    path.write_text(path.read_text() + '{"labels": {"mechan')  # killed during a write
     executor = Fake()
     run_study(PLAIN, tmp_path, executor)
     assert len(executor.done) == 13
@@ -148,13 +148,13 @@ def test_a_fingerprint_is_of_what_is_not_a_default():
 
 def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
     run_study(PLAIN, tmp_path, Fake(failed="softmax"))
-    assert len(lines(tmp_path)) == 10 + 6  # no further seeds of what always fails
+    assert len(lines(tmp_path)) == 10 + 6  # no further seeds of a failed run
     report = (tmp_path / REPORT_FILE).read_text()
     assert "| softmax | 8 | 0.001 | 100 | 80 |  | NaN! |  |" in report
     assert "| linear | 8 | 0.01 | 100 | 80 | 0.7600 ± 0.0100 |" in report
 
 
-def test_a_report_of_what_is_done_so_far(tmp_path):
+def test_a_report_of_finished_runs(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_study(PLAIN, tmp_path, Fake(fail_after=4))
     run_study(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
@@ -163,7 +163,7 @@ def test_a_report_of_what_is_done_so_far(tmp_path):
         run_study(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)
 
 
-def test_what_is_not_a_number_is_never_the_best(tmp_path):
+def test_nan_is_never_the_best(tmp_path):
     class NotANumber(Fake):
         def __call__(self, runs, folder):
             for run, row in super().__call__(runs, folder):
@@ -215,7 +215,7 @@ def test_fields_that_fit_only_together_are_set_together():
     assert run.config.model.attention_options == (("l1.denominator_bias", 1.0),)
 
 
-def test_errors_of_runs_say_which_they_are_of():
+def test_errors_name_their_run():
     run = replace(STUDY, axes=SMALLER.axes).first()[0]
     with pytest.raises(UserError, match="mechanism linear, seed 0: no room"), runs._named(run):
         raise UserError("no room")
@@ -265,7 +265,7 @@ def test_only_a_run_that_diverged_is_recorded_as_failed(tmp_path, monkeypatch, f
         ({}, r"mechanism wrong.* is the same as mechanism linear"),
     ],
 )
-def test_what_does_not_fit_is_named_before_any_run(tmp_path, choice, message):
+def test_invalid_settings_are_named_before_any_run(tmp_path, choice, message):
     axes = {**STUDY.axes, "mechanism": {"linear": {}, "wrong": choice}}
     executor = Fake()
     with pytest.raises(UserError, match=message):
@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_named_before_any_run(tmp_path, choice, message):
     assert not executor.done
 
 
-def test_runs_in_processes_train_and_cost_what_they_say_and_are_done_once(tmp_path, monkeypatch):
+def test_runs_in_processes_record_their_costs_and_run_once(tmp_path, monkeypatch):
     run_study(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 2))
     rows = {row["labels"]["mechanism"]: row for row in lines(tmp_path)}
     assert set(rows) == {"linear", "softmax"}
@@ -316,7 +316,7 @@ def get_study():
         (("empty.py",), "empty.py defines no get_study()"),
     ],
 )
-def test_the_command_refuses_what_is_wrong(tmp_path, arguments, message, monkeypatch, capsys):
+def test_invalid_options_are_refused(tmp_path, arguments, message, monkeypatch, capsys):
     (tmp_path / "study.py").write_text(FILE)
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "none.py").write_text("def get_study():\n    pass\n")
@@ -346,7 +346,7 @@ def test_committed_studies_load_and_all_their_runs_are_different(path):
         for path in STUDIES
     ],
 )
-def test_models_of_committed_studies_can_be_made(path):
+def test_models_of_committed_studies_can_be_built(path):
     first = load_study(path).first()
     models = [run.config.model for run in first]
     names = [(model.attention, model.attention_options) for model in models]

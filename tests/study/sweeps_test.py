@@ -1,4 +1,4 @@
-"""What studies choose from."""
+"""Sweeps of studies."""
 
 import pytest
 
@@ -8,8 +8,8 @@ from heinsen_jax.study import sweeps
 
 
 @pytest.mark.parametrize("length", [16, 64, 512])
-def test_every_causal_mechanism_sees_less_than_everything(length):
-    """Where it has a window, segments or blocks."""
+def test_every_sweep_limits_windows_and_blocks(length):
+    """If it has a window, segments or blocks."""
     chosen = sweeps.causal_mechanisms(length)
     found = {}
     for label, fields in chosen.items():
@@ -24,12 +24,12 @@ def test_every_causal_mechanism_sees_less_than_everything(length):
     assert len(set(map(str, found.values()))) == len(chosen)
 
 
-def test_a_short_text_is_refused():
+def test_a_short_length_is_refused():
     with pytest.raises(ValueError, match="length=15 must be at least 16"):
         sweeps.causal_mechanisms(15)
 
 
-def test_learning_rates_fall_to_their_tenth():
+def test_learning_rates_decay_to_a_tenth():
     fields = sweeps.learning_rates(3e-3)["0.003"]
     assert fields["optimizer.learning_rate"] == 3e-3
     assert fields["optimizer.end_learning_rate"] == pytest.approx(3e-4)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is kept, what comes back, and what a damaged one says."""
+"""Checkpoints: retention, restoration, and damage."""
 
 import shutil
 import subprocess
@@ -27,7 +27,7 @@ def saved(tmp_path, *steps: tuple[int, float | None]):
     return checkpoints.folder
 
 
-def test_what_is_saved_comes_back_bit_for_bit(tmp_path):
+def test_checkpoints_are_restored_bit_for_bit(tmp_path):
     parameters = {"w": jnp.array([1.1, jnp.nan, -0.0, 1e-45, jnp.inf])}
     before = TrainState(jnp.array(7), parameters, (jnp.ones(5),), Guard.first())
     with Checkpoints(tmp_path) as checkpoints:
@@ -74,7 +74,7 @@ with Checkpoints(Path(sys.argv[1]), keep=1) as checkpoints:
 """
 
 
-def test_where_a_file_cannot_be_written_the_step_before_stays(tmp_path):
+def test_a_failed_write_keeps_the_previous_step(tmp_path):
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     assert f"{tmp_path / 'checkpoints'}: a checkpoint cannot be written" in said
@@ -85,7 +85,7 @@ def test_where_a_file_cannot_be_written_the_step_before_stays(tmp_path):
     np.testing.assert_array_equal(restored["w"], np.arange(100_000.0))
 
 
-def test_a_step_half_written_is_not_the_latest(tmp_path):
+def test_a_partially_written_step_is_not_the_latest(tmp_path):
     (saved(tmp_path, (1, None)) / "2.orbax-checkpoint-tmp").mkdir()
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 1
@@ -118,7 +118,7 @@ WAYS = {
         "flipped",
     ],
 )
-def test_damage_to_any_file_is_found_and_the_step_before_is_used(tmp_path, way):
+def test_damage_to_any_file_is_detected_and_the_previous_step_is_used(tmp_path, way):
     folder = saved(tmp_path / "original", (1, None), (2, None))
     names = [path.relative_to(folder) for path in files(folder / "2")]
     assert len(names) > 8
@@ -140,7 +140,7 @@ def test_damage_to_any_file_is_found_and_the_step_before_is_used(tmp_path, way):
             assert checkpoints.latest_step() == 2
 
 
-def test_what_is_wrong_is_said(tmp_path):
+def test_errors_are_named(tmp_path):
     folder = saved(tmp_path, (1, None), (2, None), (3, None))
     flip(folder / "2/default/manifest.ocdbt")
     (folder / "3/more").touch()
@@ -151,7 +151,7 @@ def test_what_is_wrong_is_said(tmp_path):
         }
 
 
-def test_a_step_is_whole_though_the_process_was_killed_before_it_added_the_last_files(tmp_path):
+def test_a_step_is_valid_if_killed_before_its_last_files(tmp_path):
     folder = saved(tmp_path, (1, None)) / "1"
     for name in WRITTEN_LAST:
         (folder / name).rename(tmp_path / name)
@@ -174,7 +174,7 @@ def test_arrays_that_were_not_saved_are_refused(tmp_path):
         checkpoints.restore(1, {"parameters": {"other": jnp.zeros(3)}})
 
 
-def test_a_folder_without_a_run_says_how_to_make_one(tmp_path):
+def test_a_folder_without_a_run_names_the_command(tmp_path):
     with pytest.raises(UserError, match=r"holds no run .* train one with"):
         load_run(tmp_path)
 
@@ -193,7 +193,7 @@ def test_a_writer_removes_what_a_killed_one_left_and_a_reader_cannot_write(tmp_p
     assert not unfinished.is_dir()
 
 
-def test_the_newest_is_the_best_where_none_was_evaluated(tmp_path):
+def test_the_newest_is_the_best_if_none_was_evaluated(tmp_path):
     saved(tmp_path, (1, None), (2, None))
     with Checkpoints(tmp_path, read_only=True) as checkpoints:
         assert checkpoints.best_step() == 2

@@ -1,4 +1,4 @@
-"""A small text, and a run small enough to train in a second."""
+"""A small text, and a run that trains in a second."""
 
 import random
 from pathlib import Path
@@ -31,7 +31,7 @@ WORDS = [
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Words in random order: their letters can be learned, their order cannot."""
+    """Write words in random order: their letters are predictable, their order is not."""
     path = tmp_path_factory.mktemp("corpus") / "words.txt"
     draw = random.Random(0)
     path.write_text(" ".join(draw.choice(WORDS) for _ in range(6000)))
@@ -46,7 +46,7 @@ def small(corpus, tmp_path_factory) -> ExperimentConfig:
             model_dim=32,
             num_layers=1,
             num_heads=2,
-            attention="linear",  # compiled in less time
+            attention="linear",  # compiles faster
         ),
         data=DataConfig(
             corpus=str(corpus),

@@ -1,4 +1,4 @@
-"""Losses of some tokens at a time are those of all at once, and so are their gradients."""
+"""Cross-entropy in chunks of tokens equals that of all tokens, with its gradients."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def draw(rows, length, seed, bias=False):
 
 
 def at_once(readout, features, targets, loss_mask):
-    """The definition, with all logits in memory."""
+    """Definition, with all logits in memory."""
     logits = features @ readout.embedding.T
     logits = (logits if readout.bias is None else logits + readout.bias[None, None]) * readout.scale
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -36,7 +36,7 @@ def at_once(readout, features, targets, loss_mask):
 
 @partial(jax.jit, static_argnames=("function", "logits_at_once"))
 def measure(function, readout, features, targets, loss_mask, **options):
-    """The loss, the number of correct predictions, and the loss's gradients."""
+    """Return the loss, the number of correct predictions, and the gradients of the loss."""
 
     def loss(readout, features):
         total, correct = function(readout, features, targets, loss_mask, **options)
@@ -75,8 +75,8 @@ def test_chunks_of_any_size(rows, length, logits_at_once, bias, seed):
 
 
 @pytest.mark.usefixtures("unchecked")  # for shapes in place of arrays
-def test_the_logits_of_a_batch_are_never_there():
-    """Of 64 x 1024 tokens and GPT-2's vocabulary they would take 13 GB."""
+def test_logits_of_a_batch_are_never_stored():
+    """For 64 x 1024 tokens and GPT-2's vocabulary they would need 13 GB."""
     sizes = LanguageModelConfig()
     readout = Readout(jax.ShapeDtypeStruct((sizes.vocab_size, sizes.model_dim), jnp.float32))
     rows, length = 64, 1024

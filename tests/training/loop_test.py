@@ -1,4 +1,4 @@
-"""Whole runs: that they learn, and that one interrupted ends as one that was not."""
+"""Whole runs: the loss decreases, and interrupted runs resume exactly."""
 
 import math
 import os
@@ -19,7 +19,7 @@ from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, initializer
 
-pytestmark = pytest.mark.xdist_group("loop")  # one worker makes what tests share
+pytestmark = pytest.mark.xdist_group("loop")  # one worker creates shared fixtures
 
 
 def run(workdir, config, **options) -> Result:
@@ -28,7 +28,7 @@ def run(workdir, config, **options) -> Result:
 
 
 def final_bytes(workdir, config) -> list[bytes]:
-    """The last checkpoint: step, parameters and optimizer state."""
+    """Return the last checkpoint: step, parameters and optimizer state."""
     init = initializer(
         config.model, make_optimizer(config.optimizer, config.training.steps), config.seed
     )
@@ -56,7 +56,7 @@ def test_the_loss_falls_from_chance_to_below_two_nats(uninterrupted):
     )
 
 
-def test_a_run_leaves_what_people_look_for(uninterrupted):
+def test_a_run_writes_its_files(uninterrupted):
     workdir, _ = uninterrupted
     assert {"checkpoints", "loss.png", "metrics.jsonl", "samples", "tensorboard"} <= {
         path.name for path in workdir.iterdir()
@@ -66,7 +66,7 @@ def test_a_run_leaves_what_people_look_for(uninterrupted):
     assert steps == [30, 60]
 
 
-def test_a_dry_run_says_what_a_run_takes_and_leaves_nothing(small, tmp_path, capsys):
+def test_a_dry_run_reports_costs_and_writes_nothing(small, tmp_path, capsys):
     assert run(tmp_path / "run", small, dry_run=True).step == 0
     said = capsys.readouterr().out
     assert "1 cpu device(s) in 1 process(es): data 1 x fsdp 1 x tensor 1 x context 1" in said
@@ -83,7 +83,7 @@ def test_a_profile_is_a_trace_of_a_few_steps(small, tmp_path):
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
 
 
-def test_a_run_whose_updates_are_all_skipped_ends_and_says_why(small, tmp_path, capsys):
+def test_a_run_whose_updates_are_all_skipped_ends_with_an_error(small, tmp_path, capsys):
     words = "--optimizer.learning_rate 1e38 --optimizer.clip_norm 1e38"
     words += " --training.max_consecutive_skips 8"
     with pytest.raises(UserError, match=r"\d+ updates in a row were skipped.*learning_rate"):
@@ -96,10 +96,8 @@ def test_a_run_whose_updates_are_all_skipped_ends_and_says_why(small, tmp_path, 
 @pytest.mark.parametrize(
     "stop", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)]
 )
-def test_a_stopped_run_continues_and_ends_bit_for_bit_the_same(
-    stop, small, uninterrupted, tmp_path, monkeypatch
-):
-    """Stopped by a real signal within step 7, which is then saved and gone on from."""
+def test_a_stopped_run_resumes_bit_for_bit(stop, small, uninterrupted, tmp_path, monkeypatch):
+    """Stopped by a real signal during step 7, which is saved and resumed from."""
     real, calls = data.train_batches, []
 
     def batches(*args, **kwargs):
@@ -119,12 +117,12 @@ def test_a_stopped_run_continues_and_ends_bit_for_bit_the_same(
     assert second.metrics == uninterrupted[1].metrics
 
 
-def test_a_finished_run_is_left_as_it_is(small, uninterrupted, capsys):
+def test_a_finished_run_is_unchanged(small, uninterrupted, capsys):
     workdir, _ = uninterrupted
     before = final_bytes(workdir, small)
     again = run(workdir, small)
     command = f"python -m heinsen_jax.generate --workdir '{workdir}' --prompt"
-    assert command in capsys.readouterr().out  # as a shell wants it
+    assert command in capsys.readouterr().out  # as in shells
     assert again.step == 60
     assert again.metrics == uninterrupted[1].metrics
     assert final_bytes(workdir, small) == before
@@ -139,7 +137,7 @@ def test_a_finished_run_is_left_as_it_is(small, uninterrupted, capsys):
         (("--training.sample_prompt", ""), r"training\.sample_prompt is empty"),
     ],
 )
-def test_settings_that_do_not_fit_are_named_before_training(small, tmp_path, argument, message):
+def test_invalid_settings_are_named_before_training(small, tmp_path, argument, message):
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", override(small, argument))
     assert not list((tmp_path / "run").iterdir())

@@ -1,4 +1,4 @@
-"""What a run writes for people."""
+"""Metrics and messages of runs."""
 
 import errno
 import io
@@ -23,7 +23,7 @@ def console() -> Console:
     return Console(file=io.StringIO(), width=100)
 
 
-def test_rows_are_written_as_they_come_and_lines_are_plain(tmp_path):
+def test_rows_are_written_immediately_and_lines_are_plain(tmp_path):
     screen = console()
     with Reporter(tmp_path, start_step=0, steps=10, console=screen) as reporter:
         reporter.training(5, {"loss": 2.5, "tokens_per_second": 12345.6})
@@ -39,7 +39,7 @@ def test_rows_are_written_as_they_come_and_lines_are_plain(tmp_path):
     assert list((tmp_path / "tensorboard").glob("events*"))
 
 
-def test_rows_after_the_step_resumed_from_are_removed(tmp_path):
+def test_rows_after_the_resumed_step_are_removed(tmp_path):
     rows = [json.dumps({"step": step, "train/loss": 1.0}) for step in (5, 10, 15)]
     (tmp_path / METRICS_FILE).write_text("\n".join(rows) + '\n{"step": 20, "tra')
     with Reporter(tmp_path, start_step=10, steps=30, console=console()) as reporter:
@@ -70,7 +70,7 @@ def test_a_damaged_row_is_named_and_no_other_is_lost(tmp_path, damage):
     assert "line(s) 2 cannot be read: left out" in " ".join(screen.file.getvalue().split())
 
 
-def test_rows_are_not_lost_where_the_file_cannot_be_written_anew(tmp_path, monkeypatch):
+def test_rows_are_kept_if_the_file_cannot_be_rewritten(tmp_path, monkeypatch):
     path = tmp_path / METRICS_FILE
     text = "".join(json.dumps({"step": step, "train/loss": 1.0}) + "\n" for step in (5, 10, 15))
     path.write_text(text)
@@ -86,7 +86,7 @@ def test_rows_are_not_lost_where_the_file_cannot_be_written_anew(tmp_path, monke
     assert path.read_text() == text
 
 
-def test_the_time_left_does_not_count_what_came_before_the_first_step(tmp_path, monkeypatch):
+def test_the_time_left_excludes_compilation(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = clock.time = lambda: clock.now
     monkeypatch.setattr("heinsen_jax.training.metrics.time", clock)
@@ -118,10 +118,10 @@ def test_a_plot_is_drawn(tmp_path):
     assert plot_losses(tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
-def test_utilization_is_not_claimed_where_the_peak_is_not_known():
+def test_utilization_needs_a_known_peak():
     assert model_flops_utilization(1e6, 1e9) is None
 
 
-def test_utilization_is_a_part_of_the_peak(monkeypatch):
+def test_utilization_is_a_fraction_of_the_peak(monkeypatch):
     monkeypatch.setattr("heinsen_jax.training.metrics.PEAK_FLOPS", {"cpu": 1e15})
     assert model_flops_utilization(1e6, 2e8) == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""What is masked, and which tokens' losses are learned from."""
+"""Objectives: masks, and the tokens that count in the loss."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ OBJECTIVE = MaskedTokens(fraction=0.15, num_tokens=50)
 
 
 class Echo:
-    """A model that says what it was given: logits are high for that token."""
+    """Model that predicts its input: logits are high for that token."""
 
     readout = jax.tree_util.Partial(jnp.multiply, 5.0)
 
@@ -24,16 +24,16 @@ def text(rows=400, length=101):
     return jax.random.randint(jax.random.key(1), (rows, length), 0, 50)
 
 
-def test_as_many_tokens_of_each_row_are_masked():
+def test_each_row_has_the_same_number_of_masked_tokens():
     tokens = text()
     given, drawn = OBJECTIVE.mask(tokens, jax.random.key(0))
     np.testing.assert_array_equal(drawn.sum(1), 15)
     np.testing.assert_array_equal(given[~drawn], tokens[~drawn])
-    rates = drawn.mean(0)  # of each position: 15 / 101 within 5 standard deviations
+    rates = drawn.mean(0)  # at each position: 15 / 101 within 5 standard deviations
     assert np.all(np.abs(rates - 15 / 101) < 5 * np.sqrt(0.15 * 0.85 / 400))
 
 
-def test_of_those_most_are_replaced_by_the_mask():
+def test_most_drawn_tokens_are_replaced_by_the_mask():
     tokens = text()
     given, drawn = (np.asarray(x) for x in OBJECTIVE.mask(tokens, jax.random.key(0)))
     chosen, truth = given[drawn], np.asarray(tokens)[drawn]
@@ -49,14 +49,14 @@ def test_at_least_one_is_masked(length, count):
     np.testing.assert_array_equal(drawn.sum(1), count)
 
 
-def test_another_key_masks_others():
+def test_masks_depend_on_the_key():
     one, same, other = (OBJECTIVE.mask(text(), jax.random.key(seed))[1] for seed in (0, 0, 1))
     np.testing.assert_array_equal(one, same)
     assert np.any(one != other)
 
 
 @pytest.mark.usefixtures("unchecked")  # for a stand-in of a model
-def test_only_masked_tokens_that_are_there_count():
+def test_only_valid_masked_tokens_count():
     tokens, model = text(4, 33), Echo()
     valid = np.broadcast_to(np.arange(32) < 20, (4, 32))
     said = OBJECTIVE(model, tokens, valid, jax.random.key(0))

@@ -1,4 +1,4 @@
-"""The schedule's shape, and which parameters decay."""
+"""Learning-rate schedule, and weight decay by parameter."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def test_decay_groups_equal_the_originals_by_name(golden):
     assert len(per_layer) * num_layers + len(names - per_layer) == len(case["decay_names"])
 
 
-def test_learning_rate_rises_linearly_and_falls_along_a_cosine():
+def test_learning_rate_warms_up_linearly_and_decays_along_a_cosine():
     config = OptimizerConfig(learning_rate=6e-4, end_learning_rate=6e-5, warmup_steps=10)
     rate = learning_rate(config, 110)
     np.testing.assert_allclose(

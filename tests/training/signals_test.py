@@ -1,4 +1,4 @@
-"""A run that is asked to stop has a while for it, and no more."""
+"""Signals: a stopped run has limited time to save."""
 
 import os
 import signal
@@ -27,19 +27,19 @@ def run(deadline: float, busy: float) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_a_process_that_hangs_is_ended_and_says_so():
+def test_a_process_that_hangs_is_ended_with_an_error():
     ended = run(0.3, 60)
     assert ended.returncode == TOO_LATE
     assert "stopped by SIGTERM, and nothing could be saved in the 0.3 s" in ended.stderr
 
 
-def test_one_that_is_in_time_is_left_alone():
+def test_a_process_in_time_is_not_ended():
     assert run(0.4, 0.1).returncode == 0
 
 
 @pytest.fixture
 def _obeys_interrupts() -> Iterator[None]:
-    """Also where tests run in the background of a shell, which then ignores SIGINT."""
+    """Reset SIGINT, which shells ignore in background processes."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -47,7 +47,7 @@ def _obeys_interrupts() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_obeys_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_first_signal_is_kept_and_a_second_interrupt_interrupts(number):
+def test_the_first_signal_is_recorded_and_a_second_interrupt_interrupts(number):
     before = signal.getsignal(number)
     with Signals(deadline=60) as signals:
         assert signals.first == 0

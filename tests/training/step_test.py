@@ -1,4 +1,4 @@
-"""One update: what it computes, and that parts add up to the whole."""
+"""Training step: loss, gradient accumulation, skipped updates."""
 
 import functools
 
@@ -22,7 +22,7 @@ FACTORS = np.array([1.0, jnp.nan, jnp.inf, 1e6], np.float32)
 
 
 def random_tokens(seed):
-    """None of which stands for a harmful factor."""
+    """No token stands for a harmful factor."""
     return jax.random.randint(jax.random.key(seed), (ROWS, LENGTH + 1), len(FACTORS), 256)
 
 
@@ -39,7 +39,7 @@ def next_token_or_harm(model, tokens, valid, key):
 
 
 class Parts:
-    """A model, its first state, and updates that are compiled once."""
+    """Return a model, its initial state, and updates that are compiled once."""
 
     def __init__(self, model):
         self.optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
@@ -51,7 +51,7 @@ class Parts:
         self.update = functools.cache(self._update)
 
     def _update(self, accumulation_steps, **options):
-        """Leaves its argument as it is, though the step gives up its memory."""
+        """Update without donating the argument."""
         step = make_train_step(
             self.graph,
             self.optimizer,
@@ -68,7 +68,7 @@ def parts(small):
 
 
 def test_accumulated_parts_equal_the_whole_batch(parts):
-    """Also where of each row another number of tokens counts."""
+    """Also if rows have different numbers of valid tokens."""
     batch = Batch(random_tokens(0), jnp.arange(LENGTH)[None] < jnp.arange(1, 17, 2)[:, None])
     whole, metrics = parts.update(1)(parts.first, batch)
     summed, same_metrics = parts.update(4)(parts.first, batch)

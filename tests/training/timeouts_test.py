@@ -1,4 +1,4 @@
-"""Slow data are named, dead data end a run, and what is wrong with them is passed on."""
+"""Timeouts of data: slow sources are reported, dead ones end the run, errors are raised."""
 
 import itertools
 import time
@@ -50,7 +50,7 @@ def test_an_error_is_passed_on():
         next(taken)
 
 
-def test_nothing_is_taken_ahead_of_need():
+def test_batches_are_not_read_ahead_of_need():
     counted = itertools.count()
     taken = with_timeout((np.full(1, i) for i in counted), SOURCE, timeout=10, warn=print)
     next(taken)

@@ -1,4 +1,4 @@
-"""Every implementation against the definition in float64, and what the public functions promise."""
+"""All implementations against the definition in float64, and properties of the public functions."""
 
 from functools import partial
 from typing import Any
@@ -84,8 +84,8 @@ def call(inputs: Inputs, implementation=None, function=log_attention, **keywords
 
 
 @each_implementation
-def test_the_definition_written_once_more(implementation):
-    """The oracle itself, against eq. (1) word for word: exp, product, log, softmax, product."""
+def test_agrees_with_a_second_definition(implementation):
+    """Checks the oracle against eq. (1) step by step: exp, product, log, softmax, product."""
     query, key, log_value, _ = inputs = random_inputs(Case(6, num_heads=2), 0)
     scores = np.log(np.exp(query.swapaxes(0, 1)) @ np.exp(key[:, 0].T))
     weights = np.exp(scores) * np.tri(6)
@@ -161,7 +161,7 @@ def test_any_split_streams_to_the_same_result(function, implementation):
 
 
 @pytest.mark.parametrize("borders", [[64], [100, 131]], ids=str)
-def test_splits_inside_and_at_chunk_borders(borders):
+def test_splits_inside_and_at_chunk_boundaries(borders):
     inputs = random_inputs(Case(200), 0)
     expected, expected_state = call(inputs, "scan", return_state=True)
     step = partial(call, implementation="chunked", return_state=True)
@@ -180,7 +180,7 @@ def test_jit_equals_eager(implementation):
 
 @but_scan
 @pytest.mark.parametrize("function", [log_attention, heinsen_attention])
-def test_half_precision_in_and_out(function, implementation):
+def test_half_precision_inputs_and_outputs(function, implementation):
     inputs = random_inputs(CASE, 0)
     half = Inputs(*(jnp.asarray(x, jnp.bfloat16) for x in inputs[:3]))
     output, state = call(half, implementation, function, return_state=True)
@@ -235,7 +235,7 @@ RISES = st.sampled_from([0.0, 1.0, 4.0, 4.8, 5.2, 20.0, 500.0])  # nats per toke
 @pytest.mark.nightly
 @each_implementation
 def test_vmap_adds_a_batch_axis(implementation):
-    """Also where it turns the choice of a path into a selection between both, one of them wrong."""
+    """Even where `vmap` converts the choice of a tier into a selection between both results."""
 
     @settings(max_examples=30)
     @given(SEEDS, STDS, RISES, RISES)
@@ -256,7 +256,7 @@ def test_vmap_adds_a_batch_axis(implementation):
 
 @pytest.mark.nightly
 @each_implementation
-def test_checkpoint_changes_nothing(implementation):
+def test_checkpoint_has_no_effect(implementation):
     inputs = random_inputs(CASE, 0)
 
     def loss(*arrays):

@@ -1,4 +1,4 @@
-"""What calls are refused, with which message; and that others are compiled once."""
+"""Errors of invalid calls; equal calls are compiled once."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +49,7 @@ STATES = {log_attention: LogAttentionState, heinsen_attention: HeinsenAttentionS
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_arguments_that_do_not_fit(function, shapes, keywords, message):
+def test_invalid_arguments_raise(function, shapes, keywords, message):
     if "initial_state" in keywords:
         keywords = {"initial_state": STATES[function].empty(*keywords["initial_state"])}
     with pytest.raises(ValueError, match=message):
@@ -93,7 +93,7 @@ def test_real_log_values_refuse_a_complex_state():
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_what_does_not_go_together(function, keywords, message):
+def test_unsupported_combinations_raise(function, keywords, message):
     with pytest.raises(NotImplementedError, match=message):
         function(*arrays(), **keywords)
 
@@ -123,13 +123,13 @@ def test_segments_of_other_queries(function):
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_keywords_that_do_not_fit(function, keywords, message):
+def test_invalid_keywords_raise(function, keywords, message):
     with pytest.raises(ValueError, match=message):
         function(*arrays(), **keywords)
 
 
-def test_calls_alike_are_compiled_once():
-    """Outside `jit`, where everything else about a call takes a thousandth of its compilation."""
+def test_equal_calls_are_compiled_once():
+    """Outside `jit`, where the rest of a call needs a thousandth of its compilation time."""
     query, key, log_value = np.random.default_rng(0).standard_normal((3, 1, 11, 2, 3), np.float32)
     log_attention(query, key, log_value)
     compiled = call.attend._cache_size()

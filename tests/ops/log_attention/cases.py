@@ -1,4 +1,4 @@
-"""Shapes, inputs, gradients and error bounds that the tests of log-attention share."""
+"""Shapes, inputs, gradients and error bounds shared by the tests of log-attention."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ SCAN_NIGHTLY = ("reference", pytest.param("scan", marks=pytest.mark.nightly), "c
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of shapes; `sources` differs from `length` only where not causal."""
+    """Combination of shapes; `sources` differs from `length` only if not causal."""
 
     length: int
     batch: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class Result(NamedTuple):
 
 
 def random_inputs(case: Case, seed: int, std: float = 1.0) -> Inputs:
-    """Normal float32 inputs; the state, if any, is that of three earlier tokens."""
+    """Return normal float32 inputs; the state, if any, is that of three earlier tokens."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape: int) -> np.ndarray:
@@ -185,7 +185,7 @@ def mean_oracle(inputs: Inputs, *, is_causal: bool = True) -> tuple[np.ndarray, 
 
 
 def assert_within(actual: Any, expected: Any, bound: Any, name: str = "") -> None:
-    """|actual - expected| <= bound, elementwise, where -inf equals -inf and nothing is NaN."""
+    """Assert |actual - expected| <= bound elementwise, with -inf equal to -inf and no NaN."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, f"{name}: {actual.shape} != {expected.shape}"
     assert not np.isnan(actual).any(), f"{name}: {np.isnan(actual).sum()} of {actual.size} NaN"
@@ -197,9 +197,9 @@ def assert_within(actual: Any, expected: Any, bound: Any, name: str = "") -> Non
 
 
 def assert_as_exact(actual: Result, expected: Result, std: float, unit: float = 5e-6) -> None:
-    """Errors of float32 size: `unit` times the magnitudes that were added and subtracted.
+    """Return error bounds of float32: `unit` times the magnitudes that were added and subtracted.
 
-    A share exp(term - total) is as accurate, relatively, as its exponent is absolutely: gradients
+    The relative error of a share exp(term - total) is the absolute error of its exponent: gradients
     are compared in units of the largest one times the size of the exponents.
     """
 

@@ -1,4 +1,4 @@
-"""The choice between tiers, and what each of them can serve alone."""
+"""Selection of tiers, and the inputs on which each of them is exact."""
 
 import math
 from functools import partial
@@ -91,7 +91,7 @@ def test_values_in_linear_space_never_need_log_space():
     assert chosen_tier(query, key + 10 * TOKENS, value / 1e30, is_log=False) == 1
 
 
-def test_decay_and_documents_count_for_the_choice():
+def test_decay_and_segments_affect_the_choice():
     arrays = inputs()
     gentle, strong = (np.full((2, 128, 2, 1), x, np.float32) for x in (-0.5, -5.0))
     assert chosen_tier(*arrays, log_decay=gentle) == 0
@@ -106,7 +106,7 @@ def test_decay_and_documents_count_for_the_choice():
     assert chosen_tier(query, key + high, log_value, starts=starts) == 1
 
 
-def test_log_zero_spans_nothing():
+def test_log_zero_has_no_span():
     query, key, log_value = inputs()
     log_value[:, ::2] = -np.inf
     assert chosen_tier(query, key, log_value) == 0
@@ -115,8 +115,8 @@ def test_log_zero_spans_nothing():
 
 
 @pytest.mark.parametrize("name", ["keys rise inside a chunk", "log-values span too much"])
-def test_products_alone_fail_there(name):
-    """If this no longer holds the other tiers can go."""
+def test_products_alone_fail_on_these_inputs(name):
+    """If this fails, the exact tier is no longer needed."""
     arrays = inputs(**CHOICES[name][0])
     log_y = value(*arrays, ALWAYS_FIRST)
     expected, _ = in_float64(arrays)
@@ -124,7 +124,7 @@ def test_products_alone_fail_there(name):
 
 
 @pytest.mark.parametrize("options", [ALWAYS_FIRST, ALWAYS_LAST], ids=["first", "last"])
-def test_every_tier_serves_ordinary_inputs(options):
+def test_every_tier_is_exact_on_moderate_inputs(options):
     arrays = inputs()
     log_y, gradients = value_and_gradients(*arrays, options)
     expected, expected_gradients = in_float64(arrays)
@@ -134,8 +134,8 @@ def test_every_tier_serves_ordinary_inputs(options):
 
 
 @pytest.mark.parametrize("slope", [0.3, 0.6, 0.7, 0.8])
-def test_products_serve_all_that_they_are_chosen_for(slope):
-    """Right up to the limit, the gradient included: exponent_budget leaves enough margin."""
+def test_products_are_exact_where_they_are_chosen(slope):
+    """Exact up to the limit, including gradients: exponent_budget leaves enough margin."""
     arrays = inputs(key_slope=slope)
     assert chosen_tier(*arrays) == 0
     log_y, gradients = value_and_gradients(*arrays, DEFAULT)
@@ -146,7 +146,7 @@ def test_products_serve_all_that_they_are_chosen_for(slope):
 
 
 def test_one_unsafe_block_leaves_the_others_to_products():
-    """The choice is made block by block, so one outlier does not slow a whole sequence."""
+    """Tiers are chosen block by block, so that one outlier does not slow down a whole sequence."""
     query, key, log_value = inputs()
     key = key.copy()
     key[:, 100:] += 1e4
@@ -167,7 +167,7 @@ def test_one_unsafe_block_leaves_the_others_to_products():
         ((64, 0), "block_size must be a multiple of chunk_size=64, is 0"),
     ],
 )
-def test_sizes_that_do_not_fit(sizes, message):
+def test_invalid_sizes_raise(sizes, message):
     with pytest.raises(ValueError, match=message):
         Chunked(*sizes)
 
@@ -185,8 +185,8 @@ def with_decay(query, key, log_value, log_decay, implementation):
 
 
 @pytest.mark.parametrize("rate", [0.1, 3.0], ids=["mild", "strong"])
-def test_the_exact_tier_serves_decay_by_feature(rate):
-    """Mild decay is split between the factors of a product; strong decay is added term by term."""
+def test_the_exact_tier_supports_decay_by_feature(rate):
+    """Weak decay is split between the factors of a product; strong decay is added term by term."""
     query, key, log_value = inputs()
     decay = -rate * np.random.default_rng(1).exponential(size=key.shape).astype(np.float32)
     arrays = query, key, log_value, decay
@@ -210,8 +210,8 @@ def test_float32_with_segments_stays_float32_beside_float64():
     assert {x.dtype for x in (log_y, state.log_s, state.log_z)} == {np.dtype(np.float32)}
 
 
-def test_states_formed_in_a_tree_are_those_of_a_loop():
-    """As accelerators form them; `forms_test.py` has more."""
+def test_parallel_scans_equal_sequential_ones():
+    """As on accelerators; `forms_test.py` has further tests."""
     arrays = inputs()
     log_y, gradients = value_and_gradients(*arrays, Chunked(16, 64, parallel_scan=True))
     expected, expected_gradients = value_and_gradients(*arrays, DEFAULT)

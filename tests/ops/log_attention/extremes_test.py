@@ -1,4 +1,4 @@
-"""Every family of extreme inputs, by every implementation, against the definition in float64."""
+"""All families of extreme inputs, with all implementations, against the definition in float64."""
 
 import jax
 import numpy as np
@@ -43,7 +43,7 @@ def test_log_zero(name, implementation):
 @each_fast
 @pytest.mark.parametrize("name", [*VALUES])
 def test_values_of_any_sign_and_size(name, implementation):
-    """Errors are relative to the same average of |values|: one output is as exact as its terms."""
+    """Errors are relative to the same average of |values|, the size of the terms."""
     inputs = VALUES[name]()._replace(state=None)
     output, gradients = differentiate_mean(inputs, implementation)
     expected, expected_gradients = mean_oracle(inputs)

@@ -1,4 +1,4 @@
-"""Inputs on which kernels of exponentials overflow, underflow or divide nothing by nothing."""
+"""Inputs on which exponentials overflow, underflow or yield 0 / 0."""
 
 from collections.abc import Callable
 

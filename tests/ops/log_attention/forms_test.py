@@ -1,4 +1,4 @@
-"""Forms that one tier may have: sizes, what is kept, states side by side, half precision."""
+"""Options of the fast tier: sizes, rematerialization, parallel scans, half precision."""
 
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.nightly
     ],
     ids=str,
 )
-def test_sizes_and_what_is_kept_do_not_change_the_result(options):
+def test_sizes_and_rematerialization_have_no_effect(options):
     arrays = inputs()
     log_y, gradients = value_and_gradients(*arrays, options)
     expected, expected_gradients = value_and_gradients(*arrays, DEFAULT)
@@ -56,7 +56,7 @@ def test_sizes_and_what_is_kept_do_not_change_the_result(options):
 @given(length=st.integers(1, 70), std=st.sampled_from([0.1, 1.0, 5.0]), seed=st.integers(0, 1000))
 @settings(max_examples=12, deadline=None)
 def test_a_parallel_scan_gives_the_states_of_a_sequential_one(function, name, length, std, seed):
-    """Padded to one length, so that examples share what is compiled."""
+    """Padded to one length, so that examples share compiled functions."""
     keys = jax.random.split(jax.random.key(seed), 6)
     query, key, value = std * jax.random.normal(keys[0], (3, 1, 70, 2, 3))
     options: Any = {"key_value_seq_lengths": jnp.full((1,), length)}
@@ -78,7 +78,7 @@ def test_a_parallel_scan_gives_the_states_of_a_sequential_one(function, name, le
 
 @partial(jax.jit, static_argnums=(0, 1))
 def with_pullback(function, implementation, query, key, value, state, options):
-    """Output, state, and the gradient of something of both."""
+    """Return output, state, and the gradient of a function of both."""
 
     def loss(query, key, value, state, options):
         y, after = function(
@@ -106,7 +106,7 @@ def with_pullback(function, implementation, query, key, value, state, options):
 
 @pytest.mark.parametrize("keywords", [(), ("log_decay", "segment_ids")])
 def test_an_accelerator_gets_few_large_operations(keywords, monkeypatch):
-    """Nothing is done chunk by chunk but by the tiers for extreme inputs."""
+    """Only the exact tier loops over chunks."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     arrays = [jax.ShapeDtypeStruct((1, 65_536, 24, 32), jnp.float32)] * 3
     places: Any = {"log_decay": ((1, 65_536, 24), jnp.float32), "segment_ids": ((1, 65_536), int)}
@@ -127,7 +127,7 @@ def test_an_accelerator_gets_few_large_operations(keywords, monkeypatch):
 
 
 def operations_of_first_tier(program: Any) -> set[str]:
-    """Names of all primitives, but of the first branch of conditions only."""
+    """Yield the names of all primitives, for conditionals only of the first branch."""
     found = set()
     for equation in program.eqns:
         found.add(equation.primitive.name)
@@ -142,7 +142,8 @@ def operations_of_first_tier(program: Any) -> set[str]:
 @pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 @pytest.mark.parametrize("parallel_scan", [False, True])
 def test_half_precision_rounds_factors_alone(function, parallel_scan):
-    """By bfloat16's 0.4%, some more in gradients, which are differences; states stay float32."""
+    """Within 0.4%, the precision of bfloat16, and more in gradients, which are differences; states
+    are float32."""
     arrays = [jnp.asarray(x, jnp.bfloat16) for x in inputs()]
     implementation = Chunked(32, parallel_scan=parallel_scan)
 

@@ -159,7 +159,7 @@ def test_backpropagation_truncated_at_the_state(case, implementation):
 
 @pytest.mark.usefixtures("x64")
 @each_scale
-def test_tokens_added_one_by_one_and_all_queries_read_again(case):
+def test_tokens_added_one_by_one_with_all_queries(case):
     inputs = inputs_of(case, "Q_nc")
     by_call = LogAttentionState.empty((2,), 2, 4, 5, jnp.float64)
     state = by_call
@@ -187,7 +187,7 @@ def toy_inputs(toy, key: str = "K") -> Inputs:
 
 @pytest.mark.usefixtures("x64")
 @each_implementation
-def test_toy(toy, implementation):
+def test_small_example(toy, implementation):
     log_y, _ = step(toy_inputs(toy), implementation)
     assert_within(log_y[:, 0], toy["log_Y"], 1e-10)
     np.testing.assert_allclose(jnp.exp(log_y[:, 0]), toy["Y_quadratic"], rtol=1e-10)
@@ -199,8 +199,8 @@ def test_toy(toy, implementation):
 
 @pytest.mark.usefixtures("x64")
 @each_implementation
-def test_toy_with_masked_keys(toy, implementation):
-    """Queries 0 and 1 see nothing: NaN in the original, log 0 with zero gradients here."""
+def test_small_example_with_masked_keys(toy, implementation):
+    """Queries 0 and 1 have no visible keys: NaN in the original, log 0 with zero gradients here."""
     expected = toy["masked/log_Y"]
     assert np.isnan(expected[:2]).all()
     result = differentiate(toy_inputs(toy, "masked/K"), implementation)

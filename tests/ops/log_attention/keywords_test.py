@@ -1,4 +1,4 @@
-"""Segments, padding, windows, decay and complex values: alone, together, and not together."""
+"""Segments, padding, windows, decay and complex values, and their combinations."""
 
 import itertools
 from functools import partial
@@ -52,7 +52,7 @@ def draw_arrays(seed: int, std: float = 1.0) -> dict[str, Any]:
 
 
 def draw_keywords(names: tuple[str, ...], seed: int) -> dict[str, Any]:
-    """Random arguments; a name is a keyword of `log_attention` or a variant of one."""
+    """Return random arguments; a name is a keyword of `log_attention` or a variant of one."""
     rng = np.random.default_rng(seed)
     keywords: dict[str, Any] = {}
     for name in names:
@@ -73,7 +73,7 @@ def draw_keywords(names: tuple[str, ...], seed: int) -> dict[str, Any]:
 
 @partial(jax.jit, static_argnames=("function", "implementation", "is_causal", "local_window_size"))
 def differentiate(arrays, keywords, function, implementation, is_causal, local_window_size=None):
-    """Output, end state, and the gradients of a weighted sum of all that is finite in them."""
+    """Return output, final state, and the gradients of a weighted sum of their finite elements."""
     windowed = local_window_size is not None
 
     def loss(arrays, decay):
@@ -174,7 +174,7 @@ def test_bidirectional(names, function, implementation, seed):
     ],
 )
 def test_window(window, function, implementation):
-    """Sizes on both sides of those that halves of a chunk have, of a chunk and of the length."""
+    """Sizes around half a chunk, a chunk and the whole length."""
     static = {"function": function, "is_causal": True, "local_window_size": window}
     for seed in range(3):
         assert_agrees(draw_arrays(seed), {}, 1.0, implementation=implementation, **static)
@@ -185,7 +185,7 @@ def test_window(window, function, implementation):
 @pytest.mark.parametrize("window", [20])
 @settings(max_examples=6)
 @given(seed=SEEDS)
-def test_window_with_all_else(window, implementation, seed):
+def test_window_with_all_other_keywords(window, implementation, seed):
     names = ("segment_ids", "padding on both sides", "decay per feature")
     static = {"function": log_attention, "is_causal": True, "local_window_size": window}
     keywords = draw_keywords(names, seed)
@@ -220,15 +220,15 @@ call = jax.jit(
 @each_function
 def test_packed_documents_equal_separate_ones(function, implementation):
     arrays = draw_arrays(0)
-    borders = [0, 1, 2, 36, LENGTH]  # each length twice: fewer compilations
+    borders = [0, 1, 2, 36, LENGTH]  # each length twice, for fewer compilations
     segment_ids = np.searchsorted(borders, np.arange(LENGTH), side="right")
-    segment_ids = np.broadcast_to(10 - segment_ids, (BATCH, LENGTH))  # any numbers do
+    segment_ids = np.broadcast_to(10 - segment_ids, (BATCH, LENGTH))  # ids may be any integers
     packed, packed_state = call(arrays, {"segment_ids": segment_ids}, function, implementation)
     for start, stop in itertools.pairwise(borders):
         document = {name: arrays[name][:, start:stop] for name in ("query", "key", "value")}
         output, state = call(document, {}, function, implementation)
         assert_within(packed[:, start:stop], output, 5e-6)
-    assert_within(packed_state.log_z, state.log_z, 5e-6)  # of the last document alone
+    assert_within(packed_state.log_z, state.log_z, 5e-6)  # state of the last document
     have, want = (x.to_averages().mean for x in (packed_state, state))
     assert_within(have, want, 5e-6)
     assert np.isneginf(packed_state.log_decay).all()
@@ -242,7 +242,7 @@ def test_packed_documents_equal_separate_ones(function, implementation):
         pytest.param(heinsen_attention, "scan", marks=pytest.mark.nightly),
     ],
 )
-def test_padding_equals_absence_whatever_lies_there(function, implementation):
+def test_padding_of_any_value_equals_absence(function, implementation):
     start, stop = 13, 50
     arrays = draw_arrays(0)
     decay = -np.abs(arrays["key"])
@@ -323,7 +323,7 @@ def test_complex_log_values_are_values_of_either_sign(implementation, is_causal)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @each_implementation
 def test_half_precision_inputs_have_float32_states(dtype, implementation):
-    """And are computed in float32 throughout; the chunked form, if it is told to."""
+    """Half-precision inputs are computed in float32; in the chunked form, if configured."""
     implementation = (
         Chunked(matmul_dtype="float32") if implementation == "chunked" else implementation
     )
@@ -347,7 +347,7 @@ NOTHING = jnp.zeros((2, 0, 1, 3))
 @each_function
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("name", ["segment_ids", "log_decay"])
-def test_the_state_goes_through_no_tokens_as_it_was(function, implementation, is_causal, name):
+def test_no_tokens_leave_the_state_unchanged(function, implementation, is_causal, name):
     keyword = jnp.zeros((2, 0), int) if name == "segment_ids" else jnp.zeros((2, 0, 1))
     kind = LogAttentionState if function is log_attention else HeinsenAttentionState
     output, after = function(
@@ -382,7 +382,7 @@ def test_no_sequences(function, implementation):
 
 
 def test_padding_extends_no_range_of_log_values(monkeypatch):
-    """Which would cost the fast tier, where log-values are far from 0."""
+    """Otherwise the fast tier could not be used if log-values are far from 0."""
     ranges, measure = [], chunked.log_value_range
 
     def measured(*arrays):
@@ -391,7 +391,7 @@ def test_padding_extends_no_range_of_log_values(monkeypatch):
         return span, scale
 
     monkeypatch.setattr(chunked, "log_value_range", measured)
-    x = jnp.zeros((37, 1, 3))  # a shape that nothing else compiles
+    x = jnp.zeros((37, 1, 3))  # a shape that no other test compiles
     log_attention(x, x, x - 300, key_value_seq_lengths=jnp.int32(5), implementation="chunked")
     jax.effects_barrier()
     (span, scale) = ranges[0]

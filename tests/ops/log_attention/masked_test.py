@@ -1,4 +1,4 @@
-"""Attention under a mask in pieces; the tests of `log_attention_fn` are of the rest."""
+"""Masked attention in chunks of queries; see also the tests of `log_attention_fn`."""
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 @pytest.mark.parametrize("std", [1.0, 1000.0])
 @pytest.mark.parametrize("of_heads", [1, HEADS])
-def test_pieces_of_queries(of_heads, std):
-    """At a length that is no multiple of theirs."""
+def test_chunks_of_queries(of_heads, std):
+    """At a length that is not a multiple of the chunks."""
     length = 331
     assert BATCH * HEADS * DEPTH * length**2 > SMALL
     x = arrays(std, groups=2, length=length)
@@ -45,7 +45,7 @@ def test_float64(x64):
     np.testing.assert_allclose(masked_attention(*x, mask), average(x, mask)[0], atol=1e-12)
 
 
-def test_terms_of_scores_are_never_held():
+def test_terms_of_scores_are_never_stored():
     length, depth = 512, 32
     x = jax.ShapeDtypeStruct((1, length, 4, depth), jnp.float32)
     mask = jax.ShapeDtypeStruct((1, 1, length, length), jnp.bool_)

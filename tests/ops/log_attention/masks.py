@@ -31,7 +31,7 @@ def cotangent_of(x: Arrays) -> np.ndarray:
 
 
 def average(x: Arrays, mask: np.ndarray, d_y: np.ndarray | None = None):
-    """Eq. (1) over what is seen, and its gradients, term by term in float64."""
+    """Eq. (1) over visible tokens, and its gradients, term by term in float64."""
     query, key, value = (a.astype(np.float64) for a in x)
     d_y = np.zeros((*query.shape[:-1], value.shape[-1])) if d_y is None else d_y
     mask = np.broadcast_to(mask, (BATCH, HEADS, query.shape[1], key.shape[1])).astype(bool)
@@ -42,7 +42,7 @@ def average(x: Arrays, mask: np.ndarray, d_y: np.ndarray | None = None):
         largest = terms.max(initial=-INF)
         if largest == -INF:
             continue
-        shares = np.exp(terms - largest) / np.exp(terms - largest).sum()  # of each term in them all
+        shares = np.exp(terms - largest) / np.exp(terms - largest).sum()  # share of each term
         weights = shares.sum(1)
         y[b, t, n] = weights @ value[b, seen, g]
         difference = (value[b, seen, g] - y[b, t, n]) @ d_y[b, t, n]

@@ -1,4 +1,4 @@
-"""The GPU kernels: run on a GPU if there is one, else interpreted; lowered everywhere."""
+"""GPU kernels: run on a GPU if available, otherwise interpreted; lowered everywhere."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ Tree = Any  # of arrays of NumPy or JAX
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and options of one call: segments, decay per head, or decay per feature."""
+    """Shapes and options of a call: segments, decay by head, or decay by feature."""
 
     length: int
     batch: int = 1
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Nothing:
-    """An implementation whose results are NaN."""
+    """Implementation that returns NaN."""
 
     def causal(self, inputs: Inputs, state: Averages, *, is_log: bool) -> Tree:
         shapes = jax.eval_shape(partial(Scan().causal, is_log=is_log), inputs, state)
@@ -59,7 +59,7 @@ KERNELS = Fused(otherwise=Nothing())
 
 @pytest.fixture
 def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A GPU that the kernels are written for, or JAX's interpreter."""
+    """Use a supported GPU, or JAX's interpreter."""
     if mosaic.is_available():
         yield
         return
@@ -72,7 +72,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def draw(case: Case, seed: int, std: float = 1.0) -> tuple[Inputs, Averages]:
-    """Normal float32 arrays, in log or in linear space; the state is that of earlier tokens."""
+    """Return normal float32 arrays, in log or linear space; the state is that of earlier tokens."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape: int) -> np.ndarray:
@@ -99,7 +99,7 @@ def draw(case: Case, seed: int, std: float = 1.0) -> tuple[Inputs, Averages]:
 
 
 def differentiate(function: Callable, inputs: Inputs, state: Averages, seed: int) -> Tree:
-    """Outputs of function(inputs, state), and cotangents of inputs and of the state."""
+    """Return outputs of function(inputs, state), and cotangents of inputs and of the state."""
 
     @jax.jit
     def outputs_and_cotangents(inputs: Inputs, state: Averages, d_outputs: Tree) -> Tree:
@@ -145,7 +145,7 @@ def oracle(inputs: Inputs, state: Averages, *, is_log: bool, seed: int = 0) -> T
 
 
 def assert_exact(actual: Tree, expected: Tree, size: float) -> None:
-    """Errors of float32, for inputs of that size."""
+    """Return float32 error bounds for inputs of this size."""
     for have, want in zip(*map(jax.tree.leaves, (actual[0], expected[0])), strict=True):
         finite = np.where(np.isneginf(want), 0, want)
         assert_within(have, want, 5e-6 * (1 + np.abs(finite) + size), "value")
@@ -252,7 +252,7 @@ def test_bfloat16_is_as_exact_as_its_products(seed):
 @each_function
 @each_seed
 @pytest.mark.usefixtures("a_gpu")
-def test_token_by_token_is_one_pass(function, seed):
+def test_token_by_token_equals_one_pass(function, seed):
     query, key, value = jax.random.normal(jax.random.key(seed), (3, 2, 3, 2, 32))
     decay = -jnp.abs(key[..., 0])
     whole, end = function(query, key, value, log_decay=decay, return_state=True)

@@ -29,7 +29,7 @@ def test_calls_down_to_a_product(op, block_size, monkeypatch):
         return jnp.einsum(pattern, *factors)
 
     monkeypatch.setattr(single_level, "einsum", einsum)
-    x = jnp.zeros((48, 1, 3))  # a shape that nothing else compiles
+    x = jnp.zeros((48, 1, 3))  # a shape that no other test compiles
     op(x, x, x, implementation=Chunked(chunk_size=16, block_size=block_size))
     assert paths
     longest = max(paths, key=len)

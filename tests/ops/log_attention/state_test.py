@@ -92,7 +92,7 @@ def test_complex_states_merge_like_those_of_their_values(seed):
 
 
 @given(SEEDS, st.integers(0, 6))
-def test_a_linear_state_absorbs_and_reads_what_heinsen_attention_does(seed, split):
+def test_a_linear_state_equals_heinsen_attention(seed, split):
     query, key, value, _ = random_inputs(CASE, seed)
     first, second = (NO_AVERAGES.absorb(key[:, x], value[:, x]) for x in np.s_[:split, split:])
     assert_same_means(first.merge(second), linear_state(seed))
@@ -126,7 +126,7 @@ def test_absorbing_more_tokens_than_a_block():
 
 
 @pytest.mark.parametrize("length", [1, 6, 150])
-def test_attend_reads_what_log_attention_returns(length):
+def test_attend_equals_log_attention(length):
     query = random_inputs(Case(length, batch=(2,), num_heads=4, value_depth=5), 1).query
     _, key, log_value, _ = random_inputs(CASE, 0)
     read = partial(log_attention, is_causal=False, implementation="reference")
@@ -135,7 +135,7 @@ def test_attend_reads_what_log_attention_returns(length):
     assert_within(log_y, expected, 5e-6)
 
 
-def test_attend_to_nothing_is_log_zero_with_zero_gradients():
+def test_attending_to_an_empty_state_is_log_zero():
     query = jnp.ones((2, 6, 4, 3))
     log_y, pullback = jax.vjp(lambda query, state: state.attend(query), query, EMPTY)
     np.testing.assert_array_equal(log_y, np.full((2, 6, 4, 5), -np.inf))
@@ -143,7 +143,7 @@ def test_attend_to_nothing_is_log_zero_with_zero_gradients():
         np.testing.assert_array_equal(gradient, 0)
 
 
-def test_merge_of_nothing_has_zero_gradients():
+def test_merging_empty_states_has_zero_gradients():
     merged, pullback = jax.vjp(lambda a, b: a.merge(b), EMPTY, EMPTY)
     np.testing.assert_array_equal(merged.log_s, -np.inf)
     for gradient in jax.tree.leaves(pullback(jax.tree.map(jnp.ones_like, merged))):
@@ -190,13 +190,13 @@ def test_log_s_of_signed_values_is_the_complex_logarithm():
     ],
 )
 @pytest.mark.usefixtures("unchecked")
-def test_arrays_that_do_not_fit_are_refused(method, shapes, message):
+def test_arrays_of_wrong_shapes_raise(method, shapes, message):
     with pytest.raises(ValueError, match=message):
         getattr(EMPTY, method)(*(jnp.zeros(shape) for shape in shapes))
 
 
 def decayed_tokens(seed: int, std: float = 1.0):
-    """key, log_value and a decay of each token and key feature, up to a complete one."""
+    """Return key, log_value and decays by key feature, up to complete decay."""
     _, key, log_value, _ = random_inputs(CASE, seed, std)
     rng = np.random.default_rng(seed)
     log_decay = -rng.exponential(rng.choice([0.1, 10]), key.shape).astype(np.float32)
@@ -209,7 +209,8 @@ merge = jax.jit(LogAttentionState.merge)
 
 
 def assert_same(a: LogAttentionState, b: LogAttentionState, bound: float, std: float = 1) -> None:
-    """Within the rounding of what was summed: sums of large numbers may be small."""
+    """Assert equality up to the rounding of the summands, since sums of large numbers may be
+    small."""
     for have, want in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert_within(have, want, bound * (std + np.abs(np.where(np.isneginf(want), 0, want))))
 
@@ -227,7 +228,7 @@ def test_with_decay_merge_is_associative_and_keeps_the_order(seed, std):
 
 @given(SEEDS, STDS, st.booleans(), st.permutations(range(6)), st.data())
 def test_every_tree_of_merges_gives_the_same_state(seed, std, decays, order, data):
-    """And in every order of the pieces, where they do not decay."""
+    """Without decay, the order of the chunks does not matter either."""
     tokens = decayed_tokens(seed, std)[: 3 if decays else 2]
     whole = absorb(EMPTY, *tokens)
     order = range(6) if decays else order
@@ -276,8 +277,8 @@ def test_log_attention_returns_the_state_of_absorb(implementation, per_feature):
     assert_same(state, absorb(EMPTY, key, log_value, log_decay), 5e-6)
 
 
-def test_a_prefix_serves_many_continuations():
-    """The state of a shared prompt is computed once; what follows it starts there."""
+def test_a_prefix_has_many_continuations():
+    """The state of a shared prompt is computed once, and continued several times."""
     inputs = random_inputs(Case(40, batch=(3,), num_heads=2, value_depth=5), 0)
     query, key, log_value = inputs[:3]
     prompt = [x[:1, :30] for x in (query, key, log_value)]
@@ -290,8 +291,8 @@ def test_a_prefix_serves_many_continuations():
         assert_within(log_y[i : i + 1], log_attention(*whole)[:, 30:], 5e-6)
 
 
-def test_pieces_of_a_prompt_are_absorbed_apart_and_merged():
-    """Map and reduce: pieces of a prompt in parallel, then a tree of merges."""
+def test_chunks_of_a_prompt_are_absorbed_independently_and_merged():
+    """Map and reduce: chunks of a prompt in parallel, then a tree of merges."""
     _, key, log_value, _ = random_inputs(Case(96, batch=(2,), num_heads=2, value_depth=5), 0)
     empty = LogAttentionState.empty((2,), 1, 3, 5)
     pieces = [x.reshape(2, 8, 12, *x.shape[2:]).swapaxes(0, 1) for x in (key, log_value)]
@@ -303,7 +304,7 @@ def test_pieces_of_a_prompt_are_absorbed_apart_and_merged():
         assert_same(prefix, absorb(empty, key[:, :stop], log_value[:, :stop]), 5e-6)
 
 
-def test_states_serialise(tmp_path):
+def test_states_serialize(tmp_path):
     state = absorb(EMPTY, *decayed_tokens(0))
     assert_same(pickle.loads(pickle.dumps(state)), state, 1e-30)
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
@@ -319,7 +320,7 @@ def test_states_serialise(tmp_path):
     [(jnp.bfloat16, jnp.bfloat16), (jnp.float64, jnp.float32), (jnp.float32, jnp.float64)],
 )
 def test_a_state_keeps_its_dtype(function, of_inputs, of_state):
-    """So that it can be carried by a loop. Sums are formed in the wider type, float32 at least."""
+    """Required for loops. Sums are computed in the wider dtype, at least float32."""
     inputs = [x.astype(of_inputs) for x in random_inputs(CASE, 0)[:3]]
     kind = LogAttentionState if function is log_attention else HeinsenAttentionState
     state = kind.empty(*SHAPE, of_state)

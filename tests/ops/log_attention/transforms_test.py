@@ -1,4 +1,4 @@
-"""What `jax.vmap` makes of the choice between tiers."""
+"""Selection of tiers under `jax.vmap`."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ each_function = pytest.mark.parametrize("function", [log_attention, heinsen_atte
 
 
 def primitives(jaxpr: Any) -> set[str]:
-    """Names of all primitives on the way, those in branches of `cond` left out."""
+    """Yield the names of all primitives outside of branches of `cond`."""
     names = set()
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)
@@ -28,7 +28,7 @@ def primitives(jaxpr: Any) -> set[str]:
 @each_function
 @pytest.mark.parametrize("length", [20, 1100], ids=["one block", "two blocks"])
 def test_a_mapped_choice_stays_a_choice(function, length):
-    """Not a selection between the results of all tiers, each of them computed."""
+    """`vmap` must not compute all tiers and select between their results."""
 
     def gradients(*arrays):
         return jax.vjp(function, *arrays)[1](jnp.ones_like(arrays[0]))
@@ -57,7 +57,7 @@ def test_nested_maps_equal_single_calls(function):
 @each_function
 @pytest.mark.parametrize("keywords", [{}, {"is_causal": False}], ids=str)
 def test_products_keep_their_type_on_accelerators(function, keywords):
-    """Which would else multiply float32 with the precision of TF32 or bfloat16."""
+    """Otherwise float32 would be multiplied with the precision of TF32 or bfloat16."""
 
     def gradients(*arrays):
         attention = partial(function, **keywords)

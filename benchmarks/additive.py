@@ -72,8 +72,8 @@ def check(arrays: tuple[jax.Array, ...]) -> None:
     index = jnp.arange(x.shape[1])
     age = index[:, None] - index[None]
     for window in WINDOWS:
-        seen = (age >= 0) & (age < (window or len(index)))
-        weights = jnp.where(seen[None, :, :, None], logits[:, None], -jnp.inf)
+        visible = (age >= 0) & (age < (window or len(index)))
+        weights = jnp.where(visible[None, :, :, None], logits[:, None], -jnp.inf)
         expected = jnp.einsum("btsn,bsnd->btnd", jax.nn.softmax(weights, 2), x)
         have = additive_pooling(x, logits, local_window_size=window)
         error = float(jnp.max(jnp.abs(have - expected)))

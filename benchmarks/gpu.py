@@ -58,7 +58,7 @@ class Options:
 
 def main(options: Options) -> int:
     if unknown := {*options.parts} - {*PARTS}:
-        print(f"--parts {' '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
+        print(f"--parts {' '.join(sorted(unknown))}: unknown; choose from {', '.join(PARTS)}")
         return 2
     failed = []
     for part in options.parts:

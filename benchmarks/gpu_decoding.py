@@ -61,7 +61,7 @@ class Options:
     repeats: int = 5
 
     @property
-    def room(self) -> float:
+    def memory_limit(self) -> float:
         if self.memory is not None:
             return self.memory
         found = jax.devices()[0].memory_stats() or {}
@@ -100,9 +100,9 @@ class Decoder:
             state = self.read(self.parameters, state, tokens[: context - start])
         return state
 
-    def full(self, context: int, batch: int, room: int) -> LanguageModelState:
+    def filled(self, context: int, batch: int, memory_limit: int) -> LanguageModelState:
         """Return a state of zeros as after this number of tokens, with capacity for more."""
-        return at(self.model.init_state((batch,), capacity=context + room), context)
+        return at(self.model.init_state((batch,), capacity=context + memory_limit), context)
 
 
 def at(state: LanguageModelState, context: int) -> LanguageModelState:
@@ -124,7 +124,7 @@ def measure(
     if is_constant:
         state = repeat_state(decoder.model, decoder.after(context), batch)
     else:
-        state = decoder.full(context, batch, options.tokens)
+        state = decoder.filled(context, batch, options.tokens)
     carry = jnp.zeros((batch,), jnp.int32), state
 
     def call() -> Any:
@@ -155,7 +155,7 @@ def main(options: Options) -> int:
         "environment": environment(),
         "config": options.config.stem,
         "tokens": options.tokens,
-        "memory": options.room,
+        "memory": options.memory_limit,
         "rows": [],
     }
     table = Table("model", "batch", "context", "ms a token", "tokens/s", "bytes of a state")
@@ -167,7 +167,7 @@ def main(options: Options) -> int:
             for batch in options.batches:
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context}
                 row |= {"bytes": size}
-                if batch * size > options.room:
+                if batch * size > options.memory_limit:
                     row["refused"] = f"{batch * size / 1e9:.0f} GB of states"
                 else:
                     try:

@@ -66,9 +66,9 @@ class Options:
 
 
 def build(name: str, length: int) -> attention.Attention:
-    room: dict[str, Any] = {"max_length": length} if name == "linformer" else {}
+    options: dict[str, Any] = {"max_length": length} if name == "linformer" else {}
     rngs = nnx.Rngs(0)
-    return attention.build(name, model_dim=MODEL_DIM, num_heads=NUM_HEADS, rngs=rngs, **room)
+    return attention.build(name, model_dim=MODEL_DIM, num_heads=NUM_HEADS, rngs=rngs, **options)
 
 
 def forward_backward(name: str, length: int) -> tuple[Callable[[], Any], int]:

@@ -71,7 +71,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
       path: path of the file, or name of a shipped configuration.
 
     Raises:
-      UserError: there is no such file, or a field is misspelled or has an invalid value.
+      UserError: the file does not exist, or a field is misspelled or has an invalid value.
 
     Examples:
       >>> load_config("quickstart").model.num_layers
@@ -91,7 +91,7 @@ def find_file(path: str | Path, shipped: Path) -> Path:
     """The file of that path, or of that name in a shipped folder.
 
     Raises:
-      UserError: there is neither; the message lists the shipped names.
+      UserError: neither exists; the message lists the shipped names.
     """
     by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
     found = by_name.get(str(path), Path(path))

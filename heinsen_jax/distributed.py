@@ -157,7 +157,7 @@ def _raise_first(failures: Sequence[str]) -> None:
 
 
 class DelayedMax:
-    """Maximum over the processes of a value, delayed by one call so that nobody waits: it is a
+    """Maximum over the processes of a value, delayed by one call so that no process waits: it is a
     reduction on the devices between the steps of training.
     """
 

@@ -31,7 +31,7 @@ def explain(error: Exception, within: str = "") -> str:
         field = ".".join(filter(None, [within, *map(str, problem["loc"])]))
         message = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "unexpected_keyword_argument":
-            message = "there is no such field"
+            message = "no such field"
         problems.append(f"{field}: {message}" if field else message)
     return "; ".join(problems)
 

@@ -38,7 +38,9 @@ def main() -> None:
     def run(
         workdir: Path,
         data: Annotated[str | None, tyro.conf.arg(help=DATA_HELP)] = None,
-        sequence_length: Annotated[int | None, tyro.conf.arg(help="tokens seen at once")] = None,
+        sequence_length: Annotated[
+            int | None, tyro.conf.arg(help="sequence length, in tokens")
+        ] = None,
         max_batches: Annotated[int | None, tyro.conf.arg(help="all if not given")] = None,
         latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
         tasks: Annotated[
@@ -165,7 +167,7 @@ def _run_tasks(
     include_path: Path | None,
     output: Path | None,
 ) -> None:
-    try:  # imported when it is asked for: it is an extra
+    try:  # imported on request, since it is an extra
         harness = importlib.import_module("heinsen_jax.interop.harness")
     except ImportError as error:
         raise UserError(f"--tasks: {error}") from error

@@ -40,7 +40,7 @@ def print_help(config: ExperimentConfig, section: str) -> None:
       section: a section (model, data, ...), or "all"; "" for the fields people change first.
 
     Raises:
-      UserError: there is no such section.
+      UserError: unknown section.
     """
     if section in (*SECTIONS, "all"):
         _print_section(config, SECTIONS if section == "all" else (section,))

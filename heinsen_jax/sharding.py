@@ -75,8 +75,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh that `jax.set_mesh` has set, if arrays may still be split over it: None if there is
-    none, or one device, or inside `jax.shard_map`."""
+    """Return the mesh of `jax.set_mesh`, if arrays may still be split over it: None without a mesh,
+    with one device, or inside `jax.shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     is_free = mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
     return mesh if is_free else None
@@ -85,8 +85,8 @@ def current_mesh() -> AbstractMesh | None:
 def spec(
     mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> PartitionSpec:
-    """How an activation with these logical axes is split, by `RULES`. Those which devices do not
-    divide stay whole, as do mesh axes that there are not."""
+    """Return the sharding of an activation with these logical axes, by `RULES`. Axes that devices
+    do not divide are not split, and missing mesh axes are ignored."""
 
     def names(size: int, axis: str | None) -> tuple[str, ...] | None:
         found = tuple(x for x in RULES.get(axis or "", ()) if mesh.shape.get(x, 1) > 1)
@@ -96,7 +96,7 @@ def spec(
 
 
 def splits_tokens(length: int) -> bool:
-    """Whether the mesh that is set splits texts of this length."""
+    """Return whether the current mesh splits sequences of this length."""
     mesh = current_mesh()
     return mesh is not None and spec(mesh, (length,), ("tokens",))[0] is not None
 
@@ -136,11 +136,12 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree[NamedSharding]:
 
 
 def share_of_process(mesh: Mesh) -> tuple[int, int]:
-    """Which of equal parts of every batch this process's devices work on, and how many there are.
-    Processes that share texts, split over a tensor or context axis, have the same part.
+    """Return the index of this process's part of every batch, and the number of equal parts.
+
+    Processes that share sequences, split over a tensor or context axis, have the same part.
 
     Raises:
-      UserError: this process's devices hold rows that are not next to one another.
+      UserError: the rows on this process's devices are not adjacent.
     """
     count = math.prod(mesh.shape[name] for name in RULES["batch"])
     indices = batch_sharding(mesh).addressable_devices_indices_map((count,)).values()

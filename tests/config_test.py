@@ -34,7 +34,7 @@ def test_an_unknown_name_lists_all_names():
     names = ", ".join(path.stem for path in CONFIGS)
     with pytest.raises(UserError) as caught:
         load_config("quickstat")
-    assert str(caught.value) == f"quickstat: there is no such file; by name there are {names}"
+    assert str(caught.value) == f"quickstat: no such file; give an existing file or one of the names {names}"
 
 
 def test_the_papers_recipe_is_300_billion_tokens_of_its_model():
@@ -75,7 +75,7 @@ def test_a_wrong_override_names_its_field(arguments, words, capsys):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"nope\.py: there is no such file"):
+    with pytest.raises(UserError, match=r"nope\.py: no such file"):
         load_config(tmp_path / "nope.py")
 
 
@@ -85,7 +85,7 @@ def test_a_misspelled_field_in_a_file_is_named(tmp_path):
         "from heinsen_jax.config import *\n"
         "def get_config():\n    return ExperimentConfig(model=LanguageModelConfig(num_layer=3))\n"
     )
-    with pytest.raises(UserError, match=r"wrong\.py: num_layer: there is no such field"):
+    with pytest.raises(UserError, match=r"wrong\.py: num_layer: no such field"):
         load_config(path)
 
 
@@ -99,7 +99,7 @@ def test_a_file_without_get_config_is_named(tmp_path):
 def test_a_misspelled_field_in_a_recorded_configuration_is_named(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model": {"num_layer": 3}}))
-    with pytest.raises(UserError, match=r"config\.json: model\.num_layer: there is no such field"):
+    with pytest.raises(UserError, match=r"config\.json: model\.num_layer: no such field"):
         load_config(path)
 
 

@@ -63,7 +63,7 @@ def test_evaluate_measures_it_again(run, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("main", "arguments", "message"),
     [
-        (generate.main, ("--prompt", "a"), "holds a run that learned a task: there is no text"),
+        (generate.main, ("--prompt", "a"), "the model is trained on a synthetic task"),
         (evaluate.main, ("--sequence-length", "24"), "leave out --data and --sequence-length"),
     ],
 )

@@ -293,7 +293,7 @@ TINY = "--config", "tiny.py"
             ["words.txt/run", "cannot be written"],
         ),
         (main, ("--config", "none.py"), ["none.py", "no such file"]),
-        (main, ("--config", "quick"), ["quick: there is no", "quickstart"]),
+        (main, ("--config", "quick"), ["quick: no such file", "quickstart"]),
         (write, generate("--prompt", ""), ["--prompt is empty"]),
         (write, generate("--prompt", "a", "--temperature", "0"), ["temperature=0"]),
         (write, generate("--prompt", "a", "--top-k", "300"), ["top_k=300"]),

@@ -40,7 +40,7 @@ def test_shapes_of_a_state_are_checked_except_when_rebuilt_by_jax():
         WindowCache((keys[0, 0, 0], keys[0, 0, 0]), seen)
     with pytest.raises(TypeCheckError):
         WindowCache((keys, keys), jnp.zeros(3, jnp.int32))
-    assert jax.tree.map(jnp.ndim, state).seen == 0
+    assert jax.tree.map(jnp.ndim, state).num_tokens == 0
 
 
 def test_shapes_of_a_layer_are_checked():

@@ -177,7 +177,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
           x: `[..., T, D]`.
           source: `[..., S, D]`, tokens to attend to instead of x (cross-attention).
           is_causal: whether tokens attend only to themselves and earlier tokens. When None, True
-            if the mechanism is causal and there is no source.
+            if the mechanism is causal and no source is given.
           segment_ids: `[..., T]`; tokens attend only to their own segment, a run of equal ids.
           state: state after the tokens before x; the empty state when None.
           return_state: whether to return the state after x, too.

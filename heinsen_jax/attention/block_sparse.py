@@ -44,7 +44,7 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        if self.config.pattern != "fixed":  # whose blocks begin with the text, not a document
+        if self.config.pattern != "fixed":  # its blocks start at the sequence, not at a document
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
     def rule(self) -> Mask:

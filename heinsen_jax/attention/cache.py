@@ -74,7 +74,7 @@ class TokenCache:
         return self.arrays[0].shape[AXIS]
 
     @property
-    def seen(self) -> int | Array:
+    def num_tokens(self) -> int | Array:
         """Number of tokens so far."""
         return self.capacity if self.length is None else self.length
 
@@ -114,7 +114,7 @@ class WindowCache:
     """
 
     arrays: tuple[Float[Array, "*B size G _"], ...]
-    seen: Integer[Array, ""]
+    num_tokens: Integer[Array, ""]
 
     @classmethod
     def empty(
@@ -134,7 +134,7 @@ class WindowCache:
     @property
     def first(self) -> Array:
         """Index of the first slot that holds a token."""
-        return jnp.maximum(self.size - self.seen, 0)
+        return jnp.maximum(self.size - self.num_tokens, 0)
 
     def bounds(self, count: int, batch_shape: Sequence[int]) -> Array:
         """`[*B, 2]`: range of the valid positions among all slots and `count` new tokens."""
@@ -151,4 +151,4 @@ class WindowCache:
         kept = tuple(
             lax.slice_in_dim(x, length, length + self.size, axis=x.ndim + AXIS) for x in together
         )
-        return together, WindowCache(kept, self.seen + length)
+        return together, WindowCache(kept, self.num_tokens + length)

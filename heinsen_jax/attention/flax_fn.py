@@ -106,8 +106,8 @@ def log_attention_fn(
     if mask is not None:
         mask, is_causal = _simplest(_checked(mask, query, key), is_causal, query, key)
     if mask is None or (mask.shape[-2] == 1 and mask.shape[-3] in (1, key.shape[-2])):
-        seen = (key, value) if mask is None else _without_unseen(key, value, mask)
-        y = heinsen_attention(query, *seen, is_causal=is_causal, implementation=implementation)
+        visible = (key, value) if mask is None else _mask_keys(key, value, mask)
+        y = heinsen_attention(query, *visible, is_causal=is_causal, implementation=implementation)
     elif implementation is None:
         y = _under_mask(query, key, value, mask, is_causal)
     else:
@@ -150,7 +150,7 @@ def _simplest(
         check_same_length(query, key, "is_causal=True", "for others pass a mask alone")
     if not isinstance(mask, np.ndarray) or mask.size == 0:
         return mask, is_causal
-    of_keys = mask[..., -1:, :]  # if there is nothing else but order, the last query sees all
+    of_keys = mask[..., -1:, :]  # in a causal mask of keys, the last query attends to all of them
     if (mask == of_keys).all():
         mask = of_keys
     elif length == sources and (mask == (of_keys & np.tri(length, dtype=bool))).all():
@@ -158,11 +158,11 @@ def _simplest(
     return None if mask.all() else mask, is_causal
 
 
-def _without_unseen(key: Array, value: Array, mask: AnyArray) -> tuple[Array, Array]:
+def _mask_keys(key: Array, value: Array, mask: AnyArray) -> tuple[Array, Array]:
     """Set keys to -inf and values to 0 where a mask `[*B, num_kv_heads, 1, S]` is False."""
-    seen = jnp.swapaxes(jnp.asarray(mask), -1, -3)  # [*B, S, 1, num_kv_heads]
-    seen = jnp.swapaxes(seen, -1, -2)
-    return jnp.where(seen, key, -jnp.inf), jnp.where(seen, value, 0)
+    visible = jnp.swapaxes(jnp.asarray(mask), -1, -3)  # [*B, S, 1, num_kv_heads]
+    visible = jnp.swapaxes(visible, -1, -2)
+    return jnp.where(visible, key, -jnp.inf), jnp.where(visible, value, 0)
 
 
 def _under_mask(query: Array, key: Array, value: Array, mask: AnyArray, is_causal: bool) -> Array:

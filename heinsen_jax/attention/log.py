@@ -81,19 +81,19 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         return {None: 0, "head": 1, "feature": self.key_depth}[self.config.decay]
 
     def apply(self, x: Array, call: CallArguments) -> tuple[Array, Any]:
-        query, *seen = self.heads(x, call.source)
+        query, *arrays = self.heads(x, call.source)
         if self.config.decay is not None:
-            seen.append(self._log_decay(x if call.source is None else call.source))
+            arrays.append(self._log_decay(x if call.source is None else call.source))
         with jax.named_scope("log_attention"):
             if isinstance(call.state, WindowCache):
-                mixed, state = self._over_window(query, seen, call)
+                mixed, state = self._over_window(query, arrays, call)
             elif self.config.window_size is not None or call.source is not None:
-                mixed, state = call.recur(self._attend, query, *seen, **call.keywords)
+                mixed, state = call.recur(self._attend, query, *arrays, **call.keywords)
             else:
                 self._check_order(call, x.shape[-2])
                 empty = self.init_state(x.shape[:-2])
                 assert not isinstance(empty, WindowCache)
-                mixed, state = devices.recur(call, self._attend, query, *seen, empty=empty)
+                mixed, state = devices.recur(call, self._attend, query, *arrays, empty=empty)
         return self.out_proj(mixed), state
 
     def importance(self, x: Array) -> Array:
@@ -116,8 +116,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         if self.config.decay is not None:
             decay = jnp.repeat(jnp.cumsum(self._log_decay(x), -3), shared, -2)
             scores = scores + decay[..., :, None, :, :] - decay[..., None, :, :, :]
-        seen = (behind >= 0) & (behind < (self.config.window_size or x.shape[-2]))
-        scores = jnp.where(seen[..., None], jax.nn.logsumexp(scores, -1), -jnp.inf)
+        visible = (behind >= 0) & (behind < (self.config.window_size or x.shape[-2]))
+        scores = jnp.where(visible[..., None], jax.nn.logsumexp(scores, -1), -jnp.inf)
         return jax.nn.softmax(scores, -2)
 
     def _log_decay(self, x: Array) -> Array:

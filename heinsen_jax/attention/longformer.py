@@ -53,7 +53,7 @@ class LongformerState:
 
 
 class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
-    """Sliding windows, and a few global tokens with query, key and value projections of their own.
+    """Sliding windows, and a few global tokens with separate query, key and value projections.
 
     References:
       Beltagy, Peters, Cohan, 2020, Longformer, arXiv:2004.05150.
@@ -93,15 +93,15 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         query, key, value = heads
         own_query, own_key, own_value = own
         length, count = query.shape[-3], self.config.num_global_tokens
-        seen = state.window.seen
+        num_tokens = state.window.num_tokens
         new = key, value, own_key, own_value
-        first = tuple(_kept(old, x, seen) for old, x in zip(state.first, new, strict=True))
+        first = tuple(_kept(old, x, num_tokens) for old, x in zip(state.first, new, strict=True))
         (keys, values), window = state.window.append(key, value)
         keys, values = (
             jnp.concatenate(pair, -3) for pair in ((first[0], keys), (first[1], values))
         )
-        at = seen + jnp.arange(length)
-        slot = seen - state.window.size + jnp.arange(state.window.size + length)
+        at = num_tokens + jnp.arange(length)
+        slot = num_tokens - state.window.size + jnp.arange(state.window.size + length)
         near = (slot >= count)[None] & (at[:, None] - slot[None] < self.config.window_size)
         near = near & (slot[None] <= at[:, None])  # a global token is not also part of the window
         earlier = jnp.arange(count)[None] <= at[:, None]
@@ -124,11 +124,11 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         return LongformerState(window, (*first, *first))
 
 
-def _kept(old: Array, new: Array, seen: Array) -> Array:
+def _kept(old: Array, new: Array, num_tokens: Array) -> Array:
     """The first tokens `[*B, count, G, F]`, of which `new` may hold some more."""
     if new.shape[-3] == 0:
         return old
-    place = jnp.arange(old.shape[-3]) - seen
+    place = jnp.arange(old.shape[-3]) - num_tokens
     found = jnp.take(new, jnp.clip(place, 0, new.shape[-3] - 1), -3)
     is_new = (place >= 0) & (place < new.shape[-3])
     return jnp.where(is_new[:, None, None], found.astype(old.dtype), old)

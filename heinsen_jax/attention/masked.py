@@ -66,7 +66,7 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
     ) -> tuple[Mixed, TokenStates | None]:
         state = call.state
-        query, key = self.placed(query, key, 0 if state is None else state.seen)
+        query, key = self.placed(query, key, 0 if state is None else state.num_tokens)
         if state is None:
             return self.over_all(query, key, value, call), None
         if call.segment_ids is not None:

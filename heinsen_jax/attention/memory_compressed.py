@@ -73,6 +73,8 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> CompressedCache:
         dtype = jnp.dtype(self.dtype or self.param_dtype)
-        room: int = self.config.capacity if capacity is None else capacity
+        num_tokens: int = self.config.capacity if capacity is None else capacity
         of_keys, of_values = self._compressions(dtype)
-        return CompressedCache.empty(batch_shape, of_keys, of_values, capacity=room, dtype=dtype)
+        return CompressedCache.empty(
+            batch_shape, of_keys, of_values, capacity=num_tokens, dtype=dtype
+        )

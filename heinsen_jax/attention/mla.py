@@ -77,7 +77,7 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         query, query_pe = query[..., : self.key_depth], query[..., self.key_depth :]
         latent, key_pe = jnp.split(self.down(x), [self.rank], -1)
         latent = self.norm(latent)
-        start: int | Array = 0 if state is None else state.seen
+        start: int | Array = 0 if state is None else state.num_tokens
         positions = start + jnp.arange(x.shape[-2])
         query_pe = rotary(query_pe, positions)
         key_pe = rotary(key_pe[..., None, :], positions)

@@ -66,7 +66,7 @@ def mechanism(name: str) -> type[Attention]:
     """The class of a mechanism.
 
     Raises:
-      ValueError: there is no mechanism of this name.
+      ValueError: unknown mechanism.
 
     Examples:
       >>> mechanism("log").capabilities.streaming
@@ -83,7 +83,7 @@ def configure(name: str, **config: FieldValue) -> AttentionConfig:
     """A mechanism's configuration.
 
     Raises:
-      ValueError: there is no mechanism of this name, or no such field, or a value is out of its
+      ValueError: unknown mechanism or field, or a value is out of its
         range (a `pydantic.ValidationError`, which names the field).
 
     Examples:
@@ -106,7 +106,7 @@ def build(
     """A mechanism by name, with fields of its configuration as further keywords.
 
     Raises:
-      ValueError: as `configure`, or the sizes do not fit one another.
+      ValueError: as `configure`, or the sizes are inconsistent.
 
     Examples:
       >>> layer = build("linear", model_dim=16, num_heads=2, rngs=nnx.Rngs(0))

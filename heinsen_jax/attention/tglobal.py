@@ -62,7 +62,7 @@ class TransientGlobalState:
 
     @property
     def length(self) -> Array:
-        return self.window.seen
+        return self.window.num_tokens
 
     def with_capacity(self, capacity: int) -> TransientGlobalState:
         """A copy with at least this capacity."""
@@ -105,14 +105,14 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     def _stream(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
         """Attention in chunks as long as the window, with memory linear in their number."""
         size = self.config.radius + self.config.block_size
-        pieces = x.shape[-2] // size
-        if pieces < 2:
+        chunks = x.shape[-2] // size
+        if chunks < 2:
             return self._piece(x, state)
-        whole, rest = jnp.split(x, [pieces * size], -2)
-        whole = whole.reshape(*x.shape[:-2], pieces, size, x.shape[-1])
+        complete, rest = jnp.split(x, [chunks * size], -2)
+        complete = complete.reshape(*x.shape[:-2], chunks, size, x.shape[-1])
         step = jax.checkpoint(lambda state, x: self._piece(x, state)[::-1])
-        state, y = lax.scan(step, state, jnp.moveaxis(whole, -3, 0))
-        y = jnp.moveaxis(y, 0, -3).reshape(*x.shape[:-2], pieces * size, x.shape[-1])
+        state, y = lax.scan(step, state, jnp.moveaxis(complete, -3, 0))
+        y = jnp.moveaxis(y, 0, -3).reshape(*x.shape[:-2], chunks * size, x.shape[-1])
         last, state = self._piece(rest, state)
         return jnp.concatenate([y, last], -2), state
 
@@ -125,14 +125,14 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         block = jnp.arange(far[0].shape[-3])
 
         near_offset = slot[None] - at[:, None]
-        near_seen = (near_offset <= 0) & (near_offset >= -self.config.radius) & (slot >= 0)[None]
+        near_visible = (near_offset <= 0) & (near_offset >= -self.config.radius) & (slot >= 0)[None]
         far_offset = block[None] - (at // self.config.block_size)[:, None]
         bias = self._bias(self.local_bias, near_offset), self._bias(self.global_bias, far_offset)
         y = dot_product_attention(
             query,
             *(jnp.concatenate(pair, -3) for pair in zip(near, far, strict=True)),
             bias=jnp.concatenate(bias, -1),
-            mask=jnp.concatenate([near_seen, far_offset < 0], -1),
+            mask=jnp.concatenate([near_visible, far_offset < 0], -1),
             scale=self.key_depth**-0.5,
         )
         return self.out_proj(y), replace(
@@ -188,9 +188,9 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     ) -> TransientGlobalState:
         dtype, size = jnp.dtype(self.dtype or self.param_dtype), self.config.block_size
         shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
-        room: int = self.config.capacity if capacity is None else capacity
+        size_limit: int = self.config.capacity if capacity is None else capacity
         key, value = (
-            jnp.zeros((*batch_shape, -(-room // size), *shape), dtype) for shape in shapes
+            jnp.zeros((*batch_shape, -(-size_limit // size), *shape), dtype) for shape in shapes
         )
         begun = jnp.zeros((*batch_shape, self.model_dim), jnp.promote_types(dtype, jnp.float32))
         window = WindowCache.empty(batch_shape, shapes, dtype, self.config.radius)

@@ -33,7 +33,7 @@ class Document(NamedTuple):
 
     text: str
     split: SplitName | None = None
-    """The published split of the document; `None` if there is none."""
+    """The published split of the document, if any."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class DataConfig:
 
     @property
     def longest(self) -> int:
-        """Tokens that a model sees at once, at most."""
+        """Maximum sequence length."""
         return max((self.sequence_length, *self.test_lengths))
 
 

@@ -13,7 +13,7 @@ from heinsen_jax.generate.states import Read, where_rows
 from heinsen_jax.models import LanguageModelState
 from heinsen_jax.typing import Array, ArrayLike, Bool, Float, Integer
 
-PIECE = 32  # tokens that are processed in one call
+CHUNK = 32  # tokens that are processed in one call
 
 Padding = Literal["right", "left"]
 Lengths: TypeAlias = ArrayLike | Sequence[int]
@@ -54,7 +54,7 @@ def read(
 ) -> tuple[Float[Array, "B 1 D"], LanguageModelState]:
     """Features `[B, 1, D]` of the last token of each row, and the states after it.
 
-    All rows are processed together, PIECE tokens at a time and then one by one; the states of rows
+    All rows are processed together, CHUNK tokens at a time and then one by one; the states of rows
     that have ended do not change.
     """
     length = tokens.shape[1]
@@ -65,18 +65,18 @@ def read(
         features = jnp.where(is_read[:, None, None], new[:, -1:], features)
         return features, where_rows(is_read, after, state)
 
-    def piece(carry: Carry, index: Integer[Array, ""]) -> tuple[Carry, None]:
-        here = lax.dynamic_slice_in_dim(tokens, index * PIECE, PIECE, 1)
-        return step(carry, here, (index + 1) * PIECE <= lengths), None
+    def chunk(carry: Carry, index: Integer[Array, ""]) -> tuple[Carry, None]:
+        here = lax.dynamic_slice_in_dim(tokens, index * CHUNK, CHUNK, 1)
+        return step(carry, here, (index + 1) * CHUNK <= lengths), None
 
     def one(carry: Carry, index: Integer[Array, ""]) -> tuple[Carry, None]:
-        place = lengths // PIECE * PIECE + index
+        place = lengths // CHUNK * CHUNK + index
         here = jnp.take_along_axis(tokens, place[:, None], 1, mode="clip")
         return step(carry, here, place < lengths), None
 
     features, _ = jax.eval_shape(advance, tokens[:, :1], state)
     carry = jnp.zeros(features.shape, features.dtype), state
-    if length >= PIECE:
-        carry, _ = lax.scan(piece, carry, jnp.arange(length // PIECE))
-    carry, _ = lax.scan(one, carry, jnp.arange(min(PIECE, length)))
+    if length >= CHUNK:
+        carry, _ = lax.scan(chunk, carry, jnp.arange(length // CHUNK))
+    carry, _ = lax.scan(one, carry, jnp.arange(min(CHUNK, length)))
     return carry

@@ -63,14 +63,14 @@ def rows_are_independent(model: LanguageModel, state: LanguageModelState) -> boo
 
 
 def init_rows(
-    model: LanguageModel, number: int, room: int, state: LanguageModelState | None = None
+    model: LanguageModel, number: int, capacity: int, state: LanguageModelState | None = None
 ) -> tuple[LanguageModelState, bool]:
     """The state of one sequence, or the empty one, for `number` sequences with at most `room`
     further tokens; and whether rows are independent, for `make_advance`."""
     if state is None:
         state = model.init_state(())
     check_one(model, state)
-    state = repeat_state(model, model.ensure_capacity(state, room), number)
+    state = repeat_state(model, model.ensure_capacity(state, capacity), number)
     are_apart = rows_are_independent(model, state)
     return (state if are_apart else to_rows(model, state, number)), are_apart
 

@@ -90,8 +90,8 @@ def complete(
 
     first = model.init_state(()) if state is None else state
     check_capacity(model, first, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
-    room = tokens.shape[1] + max_new_tokens + AT_ONCE
-    state, are_apart = init_rows(model, len(texts), room, state)
+    capacity = tokens.shape[1] + max_new_tokens + AT_ONCE
+    state, are_apart = init_rows(model, len(texts), capacity, state)
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
     of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
     writer = _Writer(model, tokenizer, stop, of_rows, are_apart)

@@ -180,13 +180,13 @@ def _stream(
     model: LanguageModel, fed: Integer[Array, "T"], sampler: Sampler
 ) -> Generator[int, None, None]:
     graph, parameters = nnx.split(model)
-    state, room = model.init_state(()), 0
+    state, free = model.init_state(()), 0
     left = model.remaining(state)
     for position in range(sys.maxsize):
-        if (needed := fed.shape[-1]) > room:  # seldom: every other shape is compiled again
-            room = needed + MORE_TOKENS + position
-            state = model.ensure_capacity(state, room)
-        room -= needed
+        if (needed := fed.shape[-1]) > free:  # rarely, since every new shape is compiled
+            free = needed + MORE_TOKENS + position
+            state = model.ensure_capacity(state, free)
+        free -= needed
         if (left := left - needed) < 0:
             raise UserError("the sequence has reached model.max_length: generation ends here")
         token, state = _next_token(graph, parameters, fed, state, sampler, position)

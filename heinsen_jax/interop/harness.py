@@ -40,7 +40,7 @@ try:
 except ImportError as missing:
     raise without_extra(missing, "harness", __name__) from missing
 
-PIECE = 512  # tokens of a document per forward pass
+CHUNK = 512  # tokens of a document per forward pass
 GIVEN, WANTED = slice(None, -1), slice(1, None)
 SMALLEST = 16  # padded lengths are multiples of it, so that few shapes are compiled
 
@@ -139,7 +139,7 @@ class Harnessed(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: JSON
     ) -> list[int]:
-        del add_special_tokens  # there are none
+        del add_special_tokens  # none exist
         return self.encoding.encode_ordinary(string)
 
     def _loglikelihood_tokens(
@@ -198,14 +198,14 @@ class Harnessed(TemplateLM):
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
         for part in _by(self.batch_size, order):
             longest = len(texts[part[0]])
-            piece = min(PIECE, _rounded(longest))
-            state, _ = init_rows(self.model, self.batch_size, -(-longest // piece) * piece)
-            for start in range(0, longest, piece):
-                here = slice(start, start + piece)
+            chunk = min(CHUNK, _rounded(longest))
+            state, _ = init_rows(self.model, self.batch_size, -(-longest // chunk) * chunk)
+            for start in range(0, longest, chunk):
+                here = slice(start, start + chunk)
                 given = [([self.eot_token_id, *texts[number]])[here] for number in part]
                 wanted = [texts[number][here] for number in part]
                 given = [row[: len(other)] for row, other in zip(given, wanted, strict=True)]
-                log_p, _, state = self._predict(given, wanted, state, piece)
+                log_p, _, state = self._predict(given, wanted, state, chunk)
                 for row, number in enumerate(part):
                     found[number] += np.sum(log_p[row, : len(wanted[row])], dtype=np.float64)
         return found.tolist()
@@ -269,8 +269,8 @@ class Harnessed(TemplateLM):
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
         tokens = _padded(contexts, self.batch_size)
         lengths = _padded_row([len(context) for context in contexts], self.batch_size)
-        room = tokens.shape[1] + _rounded(more)
-        state, are_apart = init_rows(self.model, self.batch_size, room)
+        capacity = tokens.shape[1] + _rounded(more)
+        state, are_apart = init_rows(self.model, self.batch_size, capacity)
         return _read(self.graph, self.parameters, are_apart, tokens, lengths, state)
 
     def _predict(

@@ -54,7 +54,7 @@ def save_pretrained(
     card shows how to load it from `repo_id`.
 
     Raises:
-      UserError: there is no such run; the folder exists and is not empty; or it cannot be written.
+      UserError: the run does not exist; the folder exists and is not empty; or it cannot be written.
     """
     workdir, place = Path(workdir), Path(output)
     output = place.resolve()
@@ -93,7 +93,7 @@ def from_pretrained(
       revision: branch, tag or commit of the repository.
 
     Raises:
-      UserError: there is neither such a folder nor such a repository.
+      UserError: neither a folder nor a repository of this name exists.
     """
     if Path(name).is_dir():
         return load_run(name)[:2]
@@ -120,7 +120,7 @@ def push(
     created if needed; return its URL.
 
     Raises:
-      UserError: there is no such run; or the upload fails, for example without `hf auth login`.
+      UserError: the run does not exist; or the upload fails, for example without `hf auth login`.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(workdir)

@@ -59,7 +59,7 @@ class LanguageModelConfig:
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
     branch instead of position embeddings, values of any sign, decay by head, and rotary queries and
     keys for mechanisms with an option `rotary`. fastformer: as standard, without biases in the MLP;
-    the residual stream continues from the normalised input of the attention."""
+    the residual stream continues from the normalized input of the attention."""
     mlp_ratio: pydantic.PositiveInt = 4
     """Width of the MLP divided by model_dim; the paper's block has no MLP."""
     embedding_style: Literal["paper", "fastformer"] = "paper"

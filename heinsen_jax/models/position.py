@@ -115,7 +115,7 @@ class LearnedPositions(nnx.Module):
         return (x if self.norm is None else self.norm(x)), after
 
     def init_state(self, batch_shape: Sequence[int]) -> Integer[Array, ""]:
-        del batch_shape  # all texts are equally long
+        del batch_shape  # all sequences have the same length
         return jnp.zeros((), jnp.int32)
 
     def remaining(self, state: PositionState) -> float:

@@ -169,8 +169,8 @@ def additive_pooling(
 
     pooled, after = tokens, before
     if length > 0:
-        seen = None if initial_state is None else before
-        pooled = _pooled(tokens, seen, segments, local_window_size, is_causal)
+        initial = None if initial_state is None else before
+        pooled = _pooled(tokens, initial, segments, local_window_size, is_causal)
         if local_window_size is None:
             after = jax.tree.map(lambda x: x[:, -1:], pooled)
         elif return_state:
@@ -304,8 +304,8 @@ def _last_tokens(
     slots = before.x.shape[1]
     if segments is not None:
         last = segments[:, -1:]
-        before = _seen(before, segments[:, :1] == last)
-        tokens = _seen(tokens, segments == last)
+        before = _keep_where(before, segments[:, :1] == last)
+        tokens = _keep_where(tokens, segments == last)
     both = _joined(before, tokens)
     if end is None:
         return _part(both, both.x.shape[1] - slots)
@@ -321,7 +321,7 @@ def _part(tokens: WeightedTokens, start: int, stop: int | None = None) -> Weight
     return jax.tree.map(lambda x: x[:, start:stop], tokens)
 
 
-def _seen(tokens: WeightedTokens, where: Array) -> WeightedTokens:
+def _keep_where(tokens: WeightedTokens, where: Array) -> WeightedTokens:
     return tokens._replace(logits=jnp.where(where, tokens.logits, -jnp.inf))
 
 
@@ -347,10 +347,10 @@ def _pooled(
     else:
         pooled = jax.tree.map(partial(jnp.repeat, repeats=length, axis=1), average(tokens))
     if before is not None and early < before.x.shape[1]:
-        all_see = average(_part(before, early))
+        shared = average(_part(before, early))
         if segments is not None:
-            all_see = _seen(all_see, segments == segments[:, :1])
-        pooled = merged(pooled, all_see)
+            shared = _keep_where(shared, segments == segments[:, :1])
+        pooled = merged(pooled, shared)
     if not is_causal and segments is not None:
         pooled = _at_ends(pooled, segments)
     return pooled

@@ -39,7 +39,7 @@ def check_same_length(
     what: str = "causal attention",
     fix: str = "for others pass is_causal=False",
 ) -> None:
-    """Raise ValueError unless there are as many queries as keys, as `what` requires."""
+    """Raise ValueError unless the numbers of queries and keys are equal, as `what` requires."""
     if query.shape[-3] != key.shape[-3]:
         raise ValueError(
             f"{what} needs as many queries as keys, got query {query.shape}, key {key.shape}; {fix}"

@@ -135,8 +135,8 @@ def _in_floats(x: Array) -> Array:
     """Split integers `[3, ...]` into parts `[3, parts, ...]` that float32 represents, to gather
     them together with the states."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
-    pieces = [(x >> shift) & 0xFFFF for shift in range(0, 8 * x.dtype.itemsize, 16)]
-    return jnp.stack(pieces, 1).astype(jnp.float32)
+    parts = [(x >> shift) & 0xFFFF for shift in range(0, 8 * x.dtype.itemsize, 16)]
+    return jnp.stack(parts, 1).astype(jnp.float32)
 
 
 def _all_gather(tree: Tree, axis_name: str, to: str) -> Tree:

@@ -320,8 +320,8 @@ def memory_compressed_attention(
     both = key_compression, value_compression
     dtype = jnp.result_type(query, value)
     if initial_state is None and not return_state:
-        texts = query, key, value, key_value_seq_lengths
-        return _attend_texts(*texts, *both, pad, is_causal, options).astype(dtype)
+        arrays = query, key, value, key_value_seq_lengths
+        return _attend_whole(*arrays, *both, pad, is_causal, options).astype(dtype)
     if not is_causal or pad != "right" or key_value_seq_lengths is not None:
         raise NotImplementedError(
             "initial_state: unsupported without is_causal=True and pad='right', or with "
@@ -341,7 +341,7 @@ def memory_compressed_attention(
     return (y, state) if return_state else y
 
 
-def _attend_texts(
+def _attend_whole(
     query, key, value, lengths, of_keys, of_values, pad: Pad, is_causal: bool, options: dict
 ) -> Array:
     """Attend over whole sequences, shifted by their padding so that groups begin at multiples of

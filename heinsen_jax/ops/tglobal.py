@@ -209,8 +209,10 @@ def tglobal_attention(
         near_scores = near_scores + _near_bias(local_bias, near_scores.shape, buckets)
     if global_bias is not None:
         far_scores = far_scores + _far_bias(global_bias, far_scores.shape, blocks.own, buckets)
-    near_seen, far_seen = _seen(blocks, near_scores.shape, far[0].shape[2], radius, is_causal)
-    y = _average(near_scores, near_seen, near[1], far_scores, far_seen, far[1])
+    near_visible, far_visible = _visibility(
+        blocks, near_scores.shape, far[0].shape[2], radius, is_causal
+    )
+    y = _average(near_scores, near_visible, near[1], far_scores, far_visible, far[1])
     y = y.reshape(*y.shape[:3], -1, y.shape[-1])[..., :length, :]
     return unfold_heads(y, query, value)
 
@@ -256,10 +258,10 @@ def _windows(x: Array, size: int, is_causal: bool) -> Array:
     """`[..., T, F]` -> `[..., J, W, F]`: each chunk with the preceding one and, unless causal, the
     next one; zeros out of range."""
     x = _rows(x, size)
-    pieces = x.shape[-3]
+    chunks = x.shape[-3]
     around = (1, 0 if is_causal else 1)
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 3) + [around, (0, 0), (0, 0)])
-    parts = [x[..., i : i + pieces, :, :] for i in range(1 + sum(around))]
+    parts = [x[..., i : i + chunks, :, :] for i in range(1 + sum(around))]
     return jnp.concatenate(parts, -2)
 
 
@@ -268,7 +270,7 @@ def _offsets(size: int, width: int) -> np.ndarray:
     return np.arange(width)[None] - size - np.arange(size)[:, None]
 
 
-def _seen(
+def _visibility(
     blocks: _Blocks, near: tuple[int, ...], num_blocks: int, radius: int, is_causal: bool
 ) -> tuple[Array, Array]:
     """Return the masks of visible tokens and of visible sums; they broadcast to the scores."""
@@ -277,12 +279,12 @@ def _seen(
     within = (offset >= -radius) & (offset <= (0 if is_causal else radius))
     queries = _rows(blocks.valid[:, None, None, :, None], size)
     keys = _windows(blocks.valid[:, None, None, :, None], size, is_causal)
-    near_seen = queries & jnp.swapaxes(keys, -1, -2) & within.reshape(1, 1, 1, 1, *offset.shape)
+    near_visible = queries & jnp.swapaxes(keys, -1, -2) & within.reshape(1, 1, 1, 1, *offset.shape)
     limit = blocks.complete[:, None, None, None, None, None]
     if is_causal:
         limit = _rows(blocks.own[:, None, None, :, None], size)
-    far_seen = queries & (jnp.arange(num_blocks).reshape(1, 1, 1, 1, 1, -1) < limit)
-    return near_seen, far_seen
+    far_visible = queries & (jnp.arange(num_blocks).reshape(1, 1, 1, 1, 1, -1) < limit)
+    return near_visible, far_visible
 
 
 def _near_bias(table: Array, shape: tuple[int, ...], buckets: dict[str, Any]) -> Array:
@@ -306,10 +308,15 @@ def _far_bias(table: Array, shape: tuple[int, ...], own: Array, buckets: dict[st
 
 
 def _average(
-    near: Array, near_seen: Array, near_value: Array, far: Array, far_seen: Array, far_value: Array
+    near: Array,
+    near_visible: Array,
+    near_value: Array,
+    far: Array,
+    far_visible: Array,
+    far_value: Array,
 ) -> Array:
     """Return one softmax over both, `[B, G, R, J, C, V]`; 0 without visible keys."""
-    near, far = jnp.where(near_seen, near, -jnp.inf), jnp.where(far_seen, far, -jnp.inf)
+    near, far = jnp.where(near_visible, near, -jnp.inf), jnp.where(far_visible, far, -jnp.inf)
     largest = jnp.max(near, -1, keepdims=True)
     largest = jnp.maximum(largest, jnp.max(far, -1, keepdims=True, initial=-jnp.inf))
     largest = where_empty(jax.lax.stop_gradient(largest), 0.0)

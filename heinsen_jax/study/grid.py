@@ -136,7 +136,7 @@ def load_study(path: str | Path) -> Study:
       path: path of the file, or name of a shipped study.
 
     Raises:
-      UserError: there is no such file, it defines no study, or a value is invalid.
+      UserError: the file does not exist, it defines no study, or a value is invalid.
 
     Examples:
       >>> load_study("copying").seeds

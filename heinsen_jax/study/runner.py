@@ -39,7 +39,7 @@ def run_study(study: Study, output: Path, executor: Executor, report_only: bool 
 
     Raises:
       UserError: the settings of a run are invalid, before any run starts; another process runs this
-        study; or there is nothing to report.
+        study; or no run is finished.
     """
     first = study.first()
     if not report_only:
@@ -91,12 +91,12 @@ def _check(study: Study, first: Sequence[Run]) -> None:
     """Check the data and the settings of all runs."""
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
-    seen: dict[str, Run] = {}
+    runs_by_fingerprint: dict[str, Run] = {}
     for run in (run for chosen in first for run in (chosen, *study.then(chosen.labels))):
         config = run.config
-        if twin := seen.get(run.fingerprint):
+        if twin := runs_by_fingerprint.get(run.fingerprint):
             raise UserError(f"{describe(run.labels)} is the same as {describe(twin.labels)}")
-        seen[run.fingerprint] = run
+        runs_by_fingerprint[run.fingerprint] = run
         if config.data not in datasets:
             datasets[config.data] = data.load(config.data)
         try:

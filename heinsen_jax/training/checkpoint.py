@@ -213,7 +213,7 @@ class Checkpoints:
 
     def _not_written(self, error: Exception) -> UserError:
         return UserError(
-            f"{self.folder}: a checkpoint cannot be written ({_reason(error)}); make room, or make "
+            f"{self.folder}: a checkpoint cannot be written ({_reason(error)}); free space, or make "
             "the folder writable, and give the same command again: the checkpoints before it are "
             "kept"
         )
@@ -386,7 +386,7 @@ def _is_being_removed(folder: Path) -> bool:
 
 def _is_of_storage(error: Exception) -> bool:
     """Whether a save failed because of storage, not because of a device or a bug. TensorStore
-    raises ValueError with the error of the operating system in its text."""
+    raises ValueError with the message of the operating system."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return False
     causes = [error, error.__cause__, error.__context__]

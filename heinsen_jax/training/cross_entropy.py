@@ -48,9 +48,9 @@ def cross_entropy(
     """
     vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
     mesh = current_mesh()
-    room = logits_at_once * (1 if mesh is None else mesh.size)
+    limit = logits_at_once * (1 if mesh is None else mesh.size)
     rows, length = targets.shape
-    number = min(math.ceil(rows * length * vocabulary / room), length)
+    number = min(math.ceil(rows * length * vocabulary / limit), length)
     return _in_chunks(number, readout, features, targets, loss_mask)
 
 

@@ -49,7 +49,9 @@ def evaluate(
                 old + new.item() for old, new in zip((total, correct, count), measured, strict=True)
             )
         if not count:
-            raise UserError("validation text: none of its few tokens was masked; give more text")
+            raise UserError(
+                "validation text: no token was masked, since it is too short; give more text"
+            )
         loss, accuracy = total / count, correct / count
         if name:
             metrics |= {f"loss_{name}": loss, f"accuracy_{name}": accuracy}

@@ -103,7 +103,7 @@ def train(
       dry_run: whether to compile, time a few updates and report the cost of the run, instead of
         training.
       profile: whether to write a trace of a few updates into the run's folder.
-      on_start: called by process 0 before the first update, if there is one.
+      on_start: called by process 0 before the first update, if any.
       sample_fn: writes the samples, such as `heinsen_jax.generate.sample`; none when None.
 
     Raises:
@@ -203,7 +203,7 @@ class _Run:
         """The result of a run that has made all its updates."""
         self.reporter.line(
             f"{self.workdir} has made {step} updates, and training.steps={self.training.steps}: "
-            "there is nothing left to train"
+            "nothing is left to train"
         )
         if (metrics := self._recorded(step)) is None:
             self.reporter.line("its last evaluation was not recorded: evaluating")
@@ -215,7 +215,7 @@ class _Run:
         return Result(step, metrics)
 
     def _recorded(self, step: int) -> dict[str, float] | None:
-        """The recorded metrics of a step, read by process 0 for all; None if there are none."""
+        """Return the recorded metrics of a step, read by process 0 for all; None if not recorded."""
         with together():
             rows = read_metrics(self.workdir) if jax.process_index() == 0 else []
         for row in json.loads(gather(json.dumps([row for row in rows if row["step"] == step]))[0]):

@@ -142,7 +142,7 @@ class Reporter:
         self.line(f"step {step}/{self._steps}  validation  {text}")
 
     def sample(self, step: int, text: str) -> None:
-        """Record a sample, also in a file of its own."""
+        """Record a sample, also in a separate file."""
         if not self.active:
             return
         with writing(self._workdir):

@@ -76,24 +76,24 @@ class MaskedTokens:
     def __call__(
         self, model: LanguageModel, tokens: Tokens, mask: LossMask, key: RandomKey
     ) -> Predictions:
-        text = tokens[:, 1:]
-        given, drawn = self.mask(text, key)
+        targets = tokens[:, 1:]
+        given, drawn = self.mask(targets, key)
         features, _ = model.features(jnp.where(mask, given, self.num_tokens))
-        return Predictions(model.readout, features, text, drawn & mask)
+        return Predictions(model.readout, features, targets, drawn & mask)
 
     def mask(
-        self, text: Integer[Array, "B T"], key: RandomKey
+        self, targets: Integer[Array, "B T"], key: RandomKey
     ) -> tuple[Integer[Array, "B T"], Bool[Array, "B T"]]:
         """The masked input `[B, T]`, and the mask of drawn tokens, the same number in each row."""
         keys = jax.random.split(key, 3)
-        count = max(round(self.fraction * text.shape[-1]), 1)
+        count = max(round(self.fraction * targets.shape[-1]), 1)
         drawn = jax.random.permutation(
             keys[0],
-            jnp.broadcast_to(jnp.arange(text.shape[-1]) < count, text.shape),
+            jnp.broadcast_to(jnp.arange(targets.shape[-1]) < count, targets.shape),
             axis=-1,
             independent=True,
         )
-        way = jax.random.uniform(keys[1], text.shape)
-        other = jax.random.randint(keys[2], text.shape, 0, self.num_tokens, text.dtype)
-        replaced = jnp.where(way < 0.8, self.num_tokens, jnp.where(way < 0.9, other, text))
-        return jnp.where(drawn, replaced, text), drawn
+        way = jax.random.uniform(keys[1], targets.shape)
+        other = jax.random.randint(keys[2], targets.shape, 0, self.num_tokens, targets.dtype)
+        replaced = jnp.where(way < 0.8, self.num_tokens, jnp.where(way < 0.9, other, targets))
+        return jnp.where(drawn, replaced, targets), drawn

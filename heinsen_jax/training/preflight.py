@@ -31,9 +31,9 @@ def describe(
     """
     device = jax.devices()[0].device_kind
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    update, text = tokens_per_update(data), dataset.train_tokens
+    update, available = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
-    of_text = f": {total / text:.3g} times the {text:,} tokens to learn from" if text else ""
+    of_text = f": {total / text:.3g} times the {text:,} tokens to learn from" if available else ""
     batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
     measured = min(batches, training.evaluation_batches or batches)
     return [

@@ -21,12 +21,12 @@ TOO_LATE = 124
 @contextlib.contextmanager
 def exit_at_once() -> Iterator[None]:
     """Context manager in which a signal exits the process immediately, with code 128 plus its
-    number: before the first and after the last update there is nothing to save. The stack is not
+    number: before the first and after the last update, nothing has to be saved. The stack is not
     unwound, since an exception raised in a callback of another library would be lost."""
 
     def end(number: int) -> None:
         name = signal.Signals(number).name
-        _end(f"\nstopped by {name}: there was nothing to save", 128 + number)
+        _end(f"\nstopped by {name}: nothing to save", 128 + number)
 
     with _caught(lambda number: None, end):
         yield
@@ -99,7 +99,7 @@ def _caught(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    hangup = getattr(signal, "SIGHUP", None)  # there is none on Windows
+    hangup = getattr(signal, "SIGHUP", None)  # missing on Windows
     numbers = {signal.SIGTERM}
     for number in (signal.SIGINT, hangup):
         if number is not None and signal.getsignal(number) is not signal.SIG_IGN:

@@ -28,7 +28,7 @@ def with_timeout(
     Args:
       batches: the batches.
       source: name of their source.
-      timeout: seconds to wait for a batch; after a tenth of them there is a warning.
+      timeout: seconds to wait for a batch; a warning is issued after a tenth of them.
       warn: called with a line of text.
 
     Raises:

@@ -32,7 +32,7 @@ def test_state_size_is_constant():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="no attention mechanism 'nope'; there are: log"):
+    with pytest.raises(ValueError, match="attention mechanism 'nope': unknown; choose one of "):
         attention.build("nope", model_dim=12, num_heads=3, rngs=nnx.Rngs(0))
 
 

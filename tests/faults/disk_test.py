@@ -51,7 +51,7 @@ def test_a_run_that_cannot_write_ends_immediately_with_an_error(place, tmp_path,
     few = "--training.checkpoint_every", "1000" if size == 20_000 else "5"
     ended = limited(place, size, "--workdir", str(tmp_path / "run"), *ENDLESS, *few)
     assert ended.returncode == 2, ended.stderr
-    assert_one_line(ended.stderr, "cannot be written", "make room")
+    assert_one_line(ended.stderr, "cannot be written", "free space")
     if size:
         steps = [row["step"] for row in read_metrics(tmp_path / "run")]
         assert steps == [*range(1, len(steps) + 1)]

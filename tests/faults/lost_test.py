@@ -119,7 +119,7 @@ def test_changed_settings_are_named(place, run, monkeypatch, capsys):
     said = capsys.readouterr().out
     changed = "optimizer.learning_rate 0.02 (was 0.01); training.steps 20 (was 40)"
     assert f"changed since the last start: {changed}\n" in said
-    assert "has made 40 updates, and training.steps=20: there is nothing left to train" in said
+    assert "has made 40 updates, and training.steps=20: nothing is left to train" in said
     assert "compiling" not in said
     assert (run / "config.json").read_bytes() == (place / "finished/config.json").read_bytes()
 

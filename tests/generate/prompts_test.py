@@ -7,17 +7,17 @@ import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
-from heinsen_jax.generate.prompts import PIECE
+from heinsen_jax.generate.prompts import CHUNK
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
 from tests.models.small import apply, assert_greedy
 
 SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
-LENGTHS = np.array([PIECE + 5, 1, PIECE])
+LENGTHS = np.array([CHUNK + 5, 1, CHUNK])
 
 
 def prompts(padding: str):
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 17, (len(LENGTHS), PIECE + 5))  # padding is random, too
+    tokens = rng.integers(0, 17, (len(LENGTHS), CHUNK + 5))  # padding is random, too
     rows = []
     for row, length in zip(tokens, LENGTHS, strict=True):
         rows.append(row[:length] if padding == "right" else row[-length:])

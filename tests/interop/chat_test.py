@@ -65,7 +65,7 @@ def test_the_command_line(run, monkeypatch, capsys):
     assert chat.main() == 0
     out = capsys.readouterr().out
     assert "the state is reset" in out
-    assert "error: '/dance' is no command: there are /save FILE" in out
+    assert "error: '/dance': unknown command; choose from /save FILE" in out
 
 
 def test_end_of_input_ends_it(run, monkeypatch):

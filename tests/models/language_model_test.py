@@ -212,7 +212,7 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
     ("field", "value", "message"),
     [
         ("num_heads", 5, "num_heads=5 does not divide model_dim=768"),
-        ("attention", "sofmax", "no attention mechanism 'sofmax'; there are: log"),
+        ("attention", "sofmax", "attention mechanism 'sofmax': unknown; choose one of "),
         ("num_layers", 0, "greater than 0"),
         ("num_layer", 3, "num_layer"),
         ("dtype", "float8", "float32"),

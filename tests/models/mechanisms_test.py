@@ -156,7 +156,7 @@ def test_options_by_mechanism_and_by_index():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention": "nope"}, "no attention mechanism 'nope'; there are: log, softmax"),
+        ({"attention": "nope"}, "attention mechanism 'nope': unknown; choose one of "),
         ({"attention": ()}, "must name at least one mechanism"),
         (
             {"attention": "linformer"},

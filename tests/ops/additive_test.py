@@ -472,7 +472,7 @@ X, LOGITS = jnp.zeros((2, 6, 3, 4)), jnp.zeros((2, 6, 3))
         ({"x": X.astype(int)}, "x must be of a kind of floating, is int32"),
         ({"logits": LOGITS[0, 0]}, r"logits must be \[\.\.\., tokens, heads\]"),
         ({"logits": LOGITS[:, :5]}, r"x must have shape \(2, 5, 3, 4\), has \(2, 6, 3, 4\)"),
-        ({"logits": LOGITS.astype(int)}, "logits must be floating point, is int32"),
+        ({"logits": LOGITS.astype(int)}, "logits must be floating point, got int32"),
         ({"local_window_size": 0}, "local_window_size must be an integer >= 1, is 0"),
         ({"local_window_size": True}, "local_window_size must be an integer >= 1, is True"),
         ({"segment_ids": jnp.zeros((2, 5), int)}, r"segment_ids must have shape \(2, 6\)"),
@@ -503,7 +503,7 @@ def test_a_state_of_other_logits_raises():
 
 
 def test_a_bidirectional_window_raises():
-    with pytest.raises(NotImplementedError, match="local_window_size with is_causal=False"):
+    with pytest.raises(NotImplementedError, match="local_window_size: unsupported with is_causal=False"):
         additive_pooling(X, LOGITS, is_causal=False, local_window_size=3)
-    with pytest.raises(NotImplementedError, match="local_window_size with is_causal=False"):
+    with pytest.raises(NotImplementedError, match="local_window_size: unsupported with is_causal=False"):
         additive_weights(LOGITS, is_causal=False, local_window_size=3)

@@ -138,8 +138,8 @@ X, E = np.ones((6, 2, 3), np.float32), np.ones((8, 4), np.float32)
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ((X, X, X, E[:5], E), "key_projection serves at most 5 positions, there are 6"),
-        ((X, X, X, E, E[:5]), "value_projection serves at most 5 positions, there are 6"),
+        ((X, X, X, E[:5], E), "key_projection supports at most 5 positions, got 6"),
+        ((X, X, X, E, E[:5]), "value_projection supports at most 5 positions, got 6"),
         ((X, X, X, E, E[:, :3]), "the same number of rows"),
         ((X, X, X, E[0], E), "key_projection must be"),
         ((X, X, X, E, np.ones((3, 8, 4), np.float32)), "value_projection must have shape"),

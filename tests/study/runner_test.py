@@ -307,7 +307,7 @@ def get_study():
     [
         (
             ("nothing",),
-            "nothing: there is no such file; by name there are copying, language_model, "
+            "nothing: no such file; give an existing file or one of the names copying, language_model, "
             "language_model_parts, recall, recall_zoology, shakespeare",
         ),
         (("study.json",), "study.json must be a Python file, .py, that defines get_study()"),

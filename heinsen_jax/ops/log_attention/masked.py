@@ -53,7 +53,7 @@ def masked_attention(
     query = jnp.moveaxis(query.reshape(-1, length, groups, heads, depth), 1, 3)
 
     is_small = query.size * sources <= SMALL
-    # As many as have no more terms than there are scores in all.
+    # As many queries as have no more terms than all scores.
     size = length if is_small else min(length, max(FEWEST, -(-length // depth)))
     attend = jax.checkpoint(lambda block: _attend(block[0], block[1], key, value))
     y = lax.map(attend, (_blocks(query, size), _blocks(mask, size)))  # [J, B, G, R, C, V]

@@ -49,10 +49,10 @@ class Form:
 
     @property
     def einsum(self) -> Callable[..., Array]:
-        return _einsum_of_halves if self.is_half else einsum
+        return _einsum_in_bfloat16 if self.is_half else einsum
 
 
-def _einsum_of_halves(pattern: str, *factors: Array) -> Array:
+def _einsum_in_bfloat16(pattern: str, *factors: Array) -> Array:
     rounded = [x.astype(jnp.bfloat16) for x in factors]
     return jnp.einsum(pattern, *rounded, preferred_element_type=factors[0].dtype)
 

@@ -62,7 +62,7 @@ def test_integers_are_refused(position):
     inputs = arrays()
     inputs[position] = inputs[position].astype(jnp.int32)
     name = ("query", "key", "log_value")[position]
-    with pytest.raises(ValueError, match=f"{name} must be floating point, is int32"):
+    with pytest.raises(ValueError, match=f"{name} must be floating point, got int32"):
         log_attention(*inputs)
 
 
@@ -83,12 +83,12 @@ def test_real_log_values_refuse_a_complex_state():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"local_window_size": 2, "is_causal": False}, "local_window_size with is_causal=False"),
-        ({"local_window_size": 2, "initial_state": STATE}, "local_window_size with initial_state"),
-        ({"local_window_size": 2, "return_state": True}, "local_window_size with .*return_state"),
+        ({"local_window_size": 2, "is_causal": False}, "local_window_size: unsupported with is_causal=False"),
+        ({"local_window_size": 2, "initial_state": STATE}, "local_window_size: unsupported with initial_state"),
+        ({"local_window_size": 2, "return_state": True}, "local_window_size: unsupported with .*return_state"),
         (
             {"segment_ids": jnp.zeros(4, int), "log_decay": -jnp.ones((4, 2)), "is_causal": False},
-            "segment_ids and log_decay with is_causal=False",
+            "segment_ids: unsupported with log_decay and is_causal=False",
         ),
     ],
 )

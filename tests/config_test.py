@@ -34,7 +34,10 @@ def test_an_unknown_name_lists_all_names():
     names = ", ".join(path.stem for path in CONFIGS)
     with pytest.raises(UserError) as caught:
         load_config("quickstat")
-    assert str(caught.value) == f"quickstat: no such file; give an existing file or one of the names {names}"
+    assert (
+        str(caught.value)
+        == f"quickstat: no such file; give an existing file or one of the names {names}"
+    )
 
 
 def test_the_papers_recipe_is_300_billion_tokens_of_its_model():

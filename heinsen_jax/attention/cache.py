@@ -110,7 +110,7 @@ class WindowCache:
 
     Attributes:
       arrays: `[*B, size, heads, depth]`, the latest token last.
-      seen: number of tokens so far, a scalar; the first slots may be empty.
+      num_tokens: number of tokens so far, a scalar; the first slots may be empty.
     """
 
     arrays: tuple[Float[Array, "*B size G _"], ...]

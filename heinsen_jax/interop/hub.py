@@ -26,10 +26,10 @@ from heinsen_jax.data.files import free_name, writing
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run, read_config
+from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
 from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
-from heinsen_jax.typing import Array
+from heinsen_jax.typing import JSON, Array
 
 try:
     from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
@@ -54,7 +54,7 @@ def save_pretrained(
     card shows how to load it from `repo_id`.
 
     Raises:
-      UserError: the run does not exist; the folder exists and is not empty; or it cannot be written.
+      UserError: the run does not exist; the folder is not empty; or it cannot be written.
     """
     workdir, place = Path(workdir), Path(output)
     output = place.resolve()
@@ -146,48 +146,11 @@ def push(
     return str(address)
 
 
-def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
-    """The model card: architecture, training, results, and use by that name."""
-    config = read_config(workdir)
-    assert config is not None
-    model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
-    data, training = config["data"], config["training"]
-    found = _measured(workdir, step)
-    is_text = "corpus" in data
-    source = (
-        Path(str(data["corpus"])).name if is_text else str(data["task"])
-    )  # without the user's folders
-    source = " ".join(source.split())
-    writes = is_text and model.is_causal
-    attention = ", ".join(model.layer_pattern)
-    title = " ".join(workdir.resolve().name.split())
-    header = _metadata(title, attention, source, found, writes)
-    rows = {
-        "parameters": f"{sum(x.size for x in arrays.values()):,}",
-        "attention": attention,
-        "layers": model.num_layers,
-        "width": model.model_dim,
-        "heads": model.num_heads,
-        "vocabulary": f"{model.vocab_size:,}",
-        "data": _markdown(source),
-        "tokens in a row of a batch": data.get("sequence_length"),
-        "rows": data["batch_size"],
-        "updates": f"{step:,} of {training['steps']:,}",
-        "largest learning rate": config["optimizer"]["learning_rate"],
-    }
-    settings = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    measured = "\n".join(f"| {name.replace('_', ' ')} | {x:.4f} |" for name, x in found.items())
-    commands = "`python -m heinsen_jax.evaluate --workdir FOLDER`"
-    if writes:
-        commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
-    measured = f"| | validation |\n|---|---|\n{measured}" if found else "Not measured."
-    if found and (batches := training["evaluation_batches"]) is not None:
-        measured += f"\n\nOf the first {batches} batches of the validation text."
-    return f"""---
+CARD = """---
 {header}
 ---
 
-# {_markdown(title)}
+# {title}
 
 A model trained with heinsen_jax. All of its settings are in
 [config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run.
@@ -198,14 +161,14 @@ A model trained with heinsen_jax. All of its settings are in
 
 ## Results
 
-{measured}
+{results}
 
 ## Use
 
 ```python
 from heinsen_jax.interop.hub import from_pretrained
 
-model, tokenizer = from_pretrained({json.dumps(name)})
+model, tokenizer = from_pretrained({name})
 ```
 
 or, with a copy of this folder, {commands}.
@@ -218,6 +181,59 @@ The model reproduces its training data; nothing was done to make its output true
 
 Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
 """
+
+
+def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
+    """Return the model card: architecture, training, results, and use by that name."""
+    config = read_config(workdir)
+    assert config is not None
+    model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
+    data = config["data"]
+    is_text = "corpus" in data
+    source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no folders of users
+    source, title = " ".join(source.split()), " ".join(workdir.resolve().name.split())
+    metrics = _measured(workdir, step)
+    writes = is_text and model.is_causal
+    commands = "`python -m heinsen_jax.evaluate --workdir FOLDER`"
+    if writes:
+        commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
+    return CARD.format(
+        header=_metadata(title, ", ".join(model.layer_pattern), source, metrics, writes),
+        title=_markdown(title),
+        settings=_settings(config, model, step, sum(x.size for x in arrays.values()), source),
+        results=_results(metrics, config["training"]["evaluation_batches"]),
+        name=json.dumps(name),
+        commands=commands,
+    )
+
+
+def _settings(
+    config: SavedConfig, model: LanguageModelConfig, step: int, parameters: int, source: str
+) -> str:
+    """Return the settings of a run as rows of a Markdown table."""
+    rows = {
+        "parameters": f"{parameters:,}",
+        "attention": ", ".join(model.layer_pattern),
+        "layers": model.num_layers,
+        "width": model.model_dim,
+        "heads": model.num_heads,
+        "vocabulary": f"{model.vocab_size:,}",
+        "data": _markdown(source),
+        "sequence length": config["data"].get("sequence_length"),
+        "batch size": config["data"]["batch_size"],
+        "updates": f"{step:,} of {config['training']['steps']:,}",
+        "maximum learning rate": config["optimizer"]["learning_rate"],
+    }
+    return "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+
+
+def _results(metrics: dict[str, float], batches: JSON) -> str:
+    """Return the metrics as a Markdown table, with the part of the data that was measured."""
+    if not metrics:
+        return "Not measured."
+    rows = "\n".join(f"| {name.replace('_', ' ')} | {x:.4f} |" for name, x in metrics.items())
+    part = "" if batches is None else f"\n\nOf the first {batches} batches of the validation text."
+    return f"| | validation |\n|---|---|\n{rows}{part}"
 
 
 def _markdown(text: str) -> str:

@@ -213,9 +213,8 @@ class Checkpoints:
 
     def _not_written(self, error: Exception) -> UserError:
         return UserError(
-            f"{self.folder}: a checkpoint cannot be written ({_reason(error)}); free space, or make "
-            "the folder writable, and give the same command again: the checkpoints before it are "
-            "kept"
+            f"{self.folder}: a checkpoint cannot be written ({_reason(error)}); free space, or "
+            "make the folder writable, and give the command again: earlier checkpoints are kept"
         )
 
     def wait(self) -> None:

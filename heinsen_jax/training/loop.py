@@ -215,7 +215,7 @@ class _Run:
         return Result(step, metrics)
 
     def _recorded(self, step: int) -> dict[str, float] | None:
-        """Return the recorded metrics of a step, read by process 0 for all; None if not recorded."""
+        """Return the recorded metrics of a step, read by process 0 for all; None if missing."""
         with together():
             rows = read_metrics(self.workdir) if jax.process_index() == 0 else []
         for row in json.loads(gather(json.dumps([row for row in rows if row["step"] == step]))[0]):

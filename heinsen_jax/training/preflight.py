@@ -33,7 +33,7 @@ def describe(
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     update, available = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
-    of_text = f": {total / text:.3g} times the {text:,} tokens to learn from" if available else ""
+    of_text = f": {total / available:.3g} epochs of {available:,} tokens" if available else ""
     batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
     measured = min(batches, training.evaluation_batches or batches)
     return [

@@ -42,36 +42,7 @@ def make_train_step(
     update is that of the full batch, with the memory of one microbatch.
     """
 
-    @partial(jax.value_and_grad, has_aux=True)
-    def of_part(
-        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
-    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        tokens, mask = map(jnp.asarray, batch)
-        said = objective(nnx.merge(graph, parameters), tokens, mask, key)
-        loss, _ = said.sums()
-        return loss, jnp.sum(said.loss_mask, dtype=loss.dtype)
-
-    def gradient(
-        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
-    ) -> tuple[Float[Array, ""], nnx.State]:
-        of_batch = of_part if accumulation_steps == 1 else of_parts
-        (loss, count), gradients = of_batch(parameters, batch, key)
-        return loss / count, jax.tree.map(lambda x: x / count, gradients)
-
-    def of_parts(parameters: nnx.State, batch: Batch, key: Key[Array, ""]) -> Sums:
-        # Rows stay on their device: each part takes every accumulation_steps-th row.
-        parts = jax.tree.map(
-            lambda x: x.reshape(-1, accumulation_steps, x.shape[-1]).swapaxes(0, 1), batch
-        )
-        keys = jax.random.split(key, accumulation_steps)
-
-        def add(total: Sums, part: tuple[Batch, Key[Array, ""]]) -> tuple[Sums, None]:
-            return jax.tree.map(jnp.add, total, of_part(parameters, *part)), None
-
-        first = jax.tree.map(lambda x: x[0], (parts, keys))
-        shapes = jax.eval_shape(of_part, parameters, *first)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return lax.scan(add, zeros, (parts, keys))[0]
+    gradient = _make_gradient(graph, accumulation_steps, objective)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
@@ -96,6 +67,45 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))
 
 
+def _make_gradient(
+    graph: nnx.GraphDef[LanguageModel], accumulation_steps: int, objective: Objective
+) -> Callable[[nnx.State, Batch, Key[Array, ""]], tuple[Float[Array, ""], nnx.State]]:
+    """Return the function (parameters, batch, key) -> (mean loss, gradients)."""
+
+    @partial(jax.value_and_grad, has_aux=True)
+    def sums_of_part(
+        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        tokens, mask = map(jnp.asarray, batch)
+        predictions = objective(nnx.merge(graph, parameters), tokens, mask, key)
+        loss, _ = predictions.sums()
+        return loss, jnp.sum(predictions.loss_mask, dtype=loss.dtype)
+
+    def gradient(
+        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], nnx.State]:
+        sums = sums_of_part if accumulation_steps == 1 else sums_of_parts
+        (loss, count), gradients = sums(parameters, batch, key)
+        return loss / count, jax.tree.map(lambda x: x / count, gradients)
+
+    def sums_of_parts(parameters: nnx.State, batch: Batch, key: Key[Array, ""]) -> Sums:
+        # Rows stay on their device: each part takes every accumulation_steps-th row.
+        parts = jax.tree.map(
+            lambda x: x.reshape(-1, accumulation_steps, x.shape[-1]).swapaxes(0, 1), batch
+        )
+        keys = jax.random.split(key, accumulation_steps)
+
+        def add(total: Sums, part: tuple[Batch, Key[Array, ""]]) -> tuple[Sums, None]:
+            return jax.tree.map(jnp.add, total, sums_of_part(parameters, *part)), None
+
+        first = jax.tree.map(lambda x: x[0], (parts, keys))
+        shapes = jax.eval_shape(sums_of_part, parameters, *first)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return lax.scan(add, zeros, (parts, keys))[0]
+
+    return gradient
+
+
 def make_evaluation_step(
     graph: nnx.GraphDef[LanguageModel], objective: Objective = next_token
 ) -> Callable[[nnx.State, Batch, int], Measured]:
@@ -105,7 +115,7 @@ def make_evaluation_step(
     @jax.jit
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
         tokens, mask = map(jnp.asarray, batch)
-        said = objective(nnx.merge(graph, parameters), tokens, mask, jax.random.key(index))
-        return *said.sums(), jnp.sum(said.loss_mask)
+        predictions = objective(nnx.merge(graph, parameters), tokens, mask, jax.random.key(index))
+        return *predictions.sums(), jnp.sum(predictions.loss_mask)
 
     return evaluation_step

@@ -503,7 +503,11 @@ def test_a_state_of_other_logits_raises():
 
 
 def test_a_bidirectional_window_raises():
-    with pytest.raises(NotImplementedError, match="local_window_size: unsupported with is_causal=False"):
+    with pytest.raises(
+        NotImplementedError, match="local_window_size: unsupported with is_causal=False"
+    ):
         additive_pooling(X, LOGITS, is_causal=False, local_window_size=3)
-    with pytest.raises(NotImplementedError, match="local_window_size: unsupported with is_causal=False"):
+    with pytest.raises(
+        NotImplementedError, match="local_window_size: unsupported with is_causal=False"
+    ):
         additive_weights(LOGITS, is_causal=False, local_window_size=3)

@@ -307,8 +307,8 @@ def get_study():
     [
         (
             ("nothing",),
-            "nothing: no such file; give an existing file or one of the names copying, language_model, "
-            "language_model_parts, recall, recall_zoology, shakespeare",
+            "nothing: no such file; give an existing file or one of the names copying, "
+            "language_model, language_model_parts, recall, recall_zoology, shakespeare",
         ),
         (("study.json",), "study.json must be a Python file, .py, that defines get_study()"),
         (("none.py",), "none.py: get_study() must return Study, not NoneType"),

@@ -83,9 +83,18 @@ def test_real_log_values_refuse_a_complex_state():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"local_window_size": 2, "is_causal": False}, "local_window_size: unsupported with is_causal=False"),
-        ({"local_window_size": 2, "initial_state": STATE}, "local_window_size: unsupported with initial_state"),
-        ({"local_window_size": 2, "return_state": True}, "local_window_size: unsupported with .*return_state"),
+        (
+            {"local_window_size": 2, "is_causal": False},
+            "local_window_size: unsupported with is_causal=False",
+        ),
+        (
+            {"local_window_size": 2, "initial_state": STATE},
+            "local_window_size: unsupported with initial_state",
+        ),
+        (
+            {"local_window_size": 2, "return_state": True},
+            "local_window_size: unsupported with .*return_state",
+        ),
         (
             {"segment_ids": jnp.zeros(4, int), "log_decay": -jnp.ones((4, 2)), "is_causal": False},
             "segment_ids: unsupported with log_decay and is_causal=False",

@@ -32,8 +32,8 @@ from heinsen_jax.environment import environment
 from heinsen_jax.generate import repeat_state
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 
-PIECE = 4096  # tokens of context per call
-ROOM = 0.8  # fraction of memory that states may use
+CHUNK = 4096  # tokens of context per call
+STATE_MEMORY = 0.8  # fraction of memory that states may use
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Options:
         if self.memory is not None:
             return self.memory
         found = jax.devices()[0].memory_stats() or {}
-        return ROOM * found.get("bytes_limit", 8e9)
+        return STATE_MEMORY * found.get("bytes_limit", 8e9)
 
 
 class Decoder:
@@ -95,8 +95,8 @@ class Decoder:
     def after(self, context: int) -> LanguageModelState:
         """Return the state after this number of tokens."""
         state = self.model.init_state(())
-        tokens = jax.random.randint(jax.random.key(0), (PIECE,), 0, self.model.config.vocab_size)
-        for start in range(0, context, PIECE):
+        tokens = jax.random.randint(jax.random.key(0), (CHUNK,), 0, self.model.config.vocab_size)
+        for start in range(0, context, CHUNK):
             state = self.read(self.parameters, state, tokens[: context - start])
         return state
 

@@ -156,7 +156,7 @@ def share_of_process(mesh: Mesh) -> tuple[int, int]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of the rows of a batch; the tokens of a row stay together until they are embedded."""
+    """Return the sharding of a batch by rows; tokens are split only after the embedding."""
     return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
 
 

@@ -136,13 +136,13 @@ def read(state, key):
     return state, log_y[:, -1]
 
 
-state, pieces = attention.LogAttentionState.empty((1,), HEADS, DEPTH, DEPTH), 16
+state, chunks = attention.LogAttentionState.empty((1,), HEADS, DEPTH, DEPTH), 16
 start = time.perf_counter()
-for key in jax.random.split(jax.random.key(0), pieces):
+for key in jax.random.split(jax.random.key(0), chunks):
     state, last = jax.block_until_ready(read(state, key))
 taken = time.perf_counter() - start
 size = sum(x.nbytes for x in jax.tree.leaves(state))
-print(f"{pieces * 16_384:,} tokens in {taken:.1f} s, {1e6 * taken / pieces / 16_384:.1f} us each")
+print(f"{chunks * 16_384:,} tokens in {taken:.1f} s, {1e6 * taken / chunks / 16_384:.1f} us each")
 print(f"state: {size:,} bytes")
 
 # %% [markdown]

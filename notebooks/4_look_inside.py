@@ -160,7 +160,7 @@ for head, panel in enumerate(axes):
 
 # %% [markdown]
 # Decay determines the time constant of a feature: one that is multiplied by $f$ at every token
-# halves in $\log 2 / -\log f$ tokens.
+# has the half-life $\log 2 / -\log f$ tokens.
 
 # %%
 log_decay = jax.nn.log_sigmoid(log_layer.decay_proj(x))  # [tokens, heads x features]

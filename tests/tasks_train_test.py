@@ -75,7 +75,7 @@ def test_commands_for_text_are_refused(run, monkeypatch, capsys, main, arguments
 
 def test_a_folder_cannot_change_its_task(run):
     config = replace(RECALL, data=Copying())
-    with pytest.raises(UserError, match="holds a run that learned recall, not copying"):
+    with pytest.raises(UserError, match="contains a run trained on recall, not copying"):
         record(run[0], config, data.load(config.data))
 
 

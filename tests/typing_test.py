@@ -34,10 +34,10 @@ def test_a_static_field_is_no_argument_of_jit():
 
 
 def test_shapes_of_a_state_are_checked_except_when_rebuilt_by_jax():
-    keys, seen = jnp.zeros((1, 4, 2, 8)), jnp.zeros((), jnp.int32)
-    state = WindowCache((keys, keys), seen)
+    keys, num_tokens = jnp.zeros((1, 4, 2, 8)), jnp.zeros((), jnp.int32)
+    state = WindowCache((keys, keys), num_tokens)
     with pytest.raises(TypeCheckError):
-        WindowCache((keys[0, 0, 0], keys[0, 0, 0]), seen)
+        WindowCache((keys[0, 0, 0], keys[0, 0, 0]), num_tokens)
     with pytest.raises(TypeCheckError):
         WindowCache((keys, keys), jnp.zeros(3, jnp.int32))
     assert jax.tree.map(jnp.ndim, state).num_tokens == 0

@@ -47,7 +47,7 @@ class Source:
     size: int
     """Size of the stored file in bytes."""
     remote: Remote | None = None
-    """Where to download the file from, if it is not local."""
+    """Source of the download, if the file is not local."""
 
     @property
     def has_published_split(self) -> bool:

@@ -65,7 +65,7 @@ def rows_are_independent(model: LanguageModel, state: LanguageModelState) -> boo
 def init_rows(
     model: LanguageModel, number: int, capacity: int, state: LanguageModelState | None = None
 ) -> tuple[LanguageModelState, bool]:
-    """The state of one sequence, or the empty one, for `number` sequences with at most `room`
+    """The state of one sequence, or the empty one, for `number` sequences with at most `capacity`
     further tokens; and whether rows are independent, for `make_advance`."""
     if state is None:
         state = model.init_state(())

@@ -133,7 +133,7 @@ class Routing(NamedTuple):
 def route(
     weights: Float[Array, "*B T"], num_routed: int, *, mask: Bool[Array, "*B T"] | None = None
 ) -> Routing:
-    """Select the `num_routed` tokens of largest weight, or all if there are fewer.
+    """Select the `num_routed` tokens of largest weight, or all tokens if fewer.
 
     Soft weights saturate at 1, so ties are common: among equal weights the earliest tokens are
     selected. Gradients flow to the weights of selected tokens. For a straight-through estimator,

@@ -43,7 +43,7 @@ REMOVED_WITHIN = 2.0
 """Seconds that a reader waits for the removal of a step by another process."""
 
 OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
-"""How TensorStore and Orbax quote errors of the operating system."""
+"""Pattern of operating-system errors in messages of TensorStore and Orbax."""
 
 EXPECTED = "CheckpointManagerOptions.read_only=True", "Given directory is read only"
 """Warnings of Orbax about a read-only folder, which is requested here."""

@@ -84,8 +84,8 @@ def test_importance_gives_the_weights_of_averages(window):
     for weights in (first, second):
         assert weights.shape == (2, 9, 9, 3)
         np.testing.assert_allclose(weights.sum(2), 1, atol=1e-12)
-        seen = (of <= at) & (at - of < (window or 9))
-        assert np.all((np.asarray(weights) > 0) == seen[None, :, :, None])
+        visible = (of <= at) & (at - of < (window or 9))
+        assert np.all((np.asarray(weights) > 0) == visible[None, :, :, None])
 
     def averaged(weights: jax.Array, x: jax.Array) -> jax.Array:
         heads = x.reshape(2, 9, 3, 4)

@@ -50,7 +50,7 @@ STREAMS = {"log", "softmax, rotary", "sliding_window, rotary", "mla", "longforme
 STREAMS |= {"memory_compressed", "rmt"}
 HALF = {"log", "softmax", "linear", "colt5", "additive"}
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
-LENGTH, PIECE = 60, 20  # not a multiple of blocks, segments and windows
+LENGTH, CHUNK = 60, 20  # not a multiple of blocks, segments and windows
 
 
 @cache
@@ -180,12 +180,12 @@ def test_is_bidirectional(variant):
 def scan(layer: attention.Attention, x: jax.Array, size: int) -> tuple[jax.Array, Any]:
     """Return output and state of a sequence that a compiled loop processes in chunks."""
 
-    def step(state: Any, piece: jax.Array) -> tuple[Any, jax.Array]:
-        y, state = layer(piece, state=state, return_state=True)
+    def step(state: Any, chunk: jax.Array) -> tuple[Any, jax.Array]:
+        y, state = layer(chunk, state=state, return_state=True)
         return state, y
 
-    pieces = jnp.moveaxis(x.reshape(BATCH, LENGTH // size, size, MODEL_DIM), 1, 0)
-    state, y = jax.lax.scan(step, layer.init_state((BATCH,), capacity=LENGTH), pieces)
+    chunks = jnp.moveaxis(x.reshape(BATCH, LENGTH // size, size, MODEL_DIM), 1, 0)
+    state, y = jax.lax.scan(step, layer.init_state((BATCH,), capacity=LENGTH), chunks)
     return jnp.moveaxis(y, 0, 1).reshape(x.shape), state
 
 
@@ -204,7 +204,7 @@ def in_pieces(variant: str) -> tuple[Result, Any]:
     @jax.jit
     def both(x: jax.Array, cotangent: jax.Array) -> tuple[Result, Any]:
         def call(x: jax.Array) -> Any:
-            return scan(nnx.merge(graph, parameters), x, PIECE)
+            return scan(nnx.merge(graph, parameters), x, CHUNK)
 
         y, pullback, state = jax.vjp(call, x, has_aux=True)
         return Result(y, *pullback(cotangent)), state

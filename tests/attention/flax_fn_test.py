@@ -45,8 +45,8 @@ def check(x: Arrays, mask, *, is_causal: bool = False, is_traced: bool = True, u
     differentiate = _traced if is_traced else _traced.__wrapped__
     y, grads = differentiate(x, jnp.asarray(mask), d_y, is_causal=is_causal)
     tri = np.tri(x.query.shape[1], x.key.shape[1], dtype=bool)
-    seen = np.asarray(mask).astype(bool) & (tri | (not is_causal))
-    expected, expected_grads = average(x, seen, d_y)
+    visible_mask = np.asarray(mask).astype(bool) & (tri | (not is_causal))
+    expected, expected_grads = average(x, visible_mask, d_y)
     assert y.dtype == x.query.dtype
     np.testing.assert_allclose(y, expected, atol=unit)
     for name in Arrays._fields:

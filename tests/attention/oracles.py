@@ -23,7 +23,7 @@ def within(parameters: Parameters, name: str) -> Parameters:
     return {k.removeprefix(start): v for k, v in parameters.items() if k.startswith(start)}
 
 
-def places(length: int, is_causal: bool) -> tuple[Array, Array]:
+def positions(length: int, is_causal: bool) -> tuple[Array, Array]:
     """Return the distance of each key behind a query, `[T, T]`, and the causal mask."""
     behind = np.arange(length)[:, None] - np.arange(length)[None]
     return behind, (behind >= 0) | (not is_causal)
@@ -63,9 +63,9 @@ def back(layer: Layer, p: Parameters, y: list[Array]) -> Array:
     return a / (1 + np.exp(-b)) @ p["output.kernel"]
 
 
-def average(weights: Array, seen: Array, value: Array, more: float = 0.0) -> Array:
+def average(weights: Array, visible: Array, value: Array, more: float = 0.0) -> Array:
     """sum_s weights_ts value_s / (more + sum_s weights_ts), over the keys visible to t."""
-    weights = np.where(seen, weights, 0.0)
+    weights = np.where(visible, weights, 0.0)
     return weights @ value / (more + weights.sum(1, keepdims=True))
 
 
@@ -93,21 +93,21 @@ def rms_norm(p: Parameters, x: Array) -> Array:
 # Local and sparse attention.
 
 
-def sees_all(config: Any, behind: Array) -> Array:
+def anywhere(config: Any, behind: Array) -> Array:
     del config
     return np.full(behind.shape, True)
 
 
-def sees_window(config: Any, behind: Array) -> Array:
+def within_window(config: Any, behind: Array) -> Array:
     return np.abs(behind) < config.window_size
 
 
-def sees_dilated_window(config: Any, behind: Array) -> Array:
+def within_dilated_window(config: Any, behind: Array) -> Array:
     steps, rest = np.divmod(np.abs(behind), config.dilation)
     return (rest == 0) & (steps < config.window_size)
 
 
-def sees_blocks(config: Any, behind: Array) -> Array:
+def within_blocks(config: Any, behind: Array) -> Array:
     """Child et al. (2019), section 4.2."""
     size = config.block_size
     query, key = np.indices(behind.shape)
@@ -118,20 +118,20 @@ def sees_blocks(config: Any, behind: Array) -> Array:
     return (key // size == query // size) | (key % size >= size - config.num_summaries)
 
 
-def sees_ever_farther(config: Any, behind: Array) -> Array:
+def within_growing_dilation(config: Any, behind: Array) -> Array:
     """The nearest, and those 2, 4, 8, ... windows away."""
     farther = [config.window_size * 2**n for n in range(1, 30)] if config.far else []
-    return sees_window(config, behind) | np.isin(np.abs(behind), farther)
+    return within_window(config, behind) | np.isin(np.abs(behind), farther)
 
 
 def masked(
-    sees: Callable[[Any, Array], Array], weigh: Callable[[Array, Array], Array] = similarity
+    is_visible: Callable[[Any, Array], Array], weigh: Callable[[Array, Array], Array] = similarity
 ) -> Oracle:
     def oracle(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
-        behind, seen = places(len(x), is_causal)
-        seen = seen & sees(layer.config, behind)
+        behind, visible = positions(len(x), is_causal)
+        visible = visible & is_visible(layer.config, behind)
         more = 0.0 if weigh is similarity else layer.config.denominator_bias
-        y = [average(weigh(q, k), seen, v, more) for q, k, v in heads(layer, p, x)]
+        y = [average(weigh(q, k), visible, v, more) for q, k, v in heads(layer, p, x)]
         return back(layer, p, y)
 
     return oracle
@@ -140,14 +140,14 @@ def masked(
 def longformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """A window and the first tokens; these attend to all, with separate queries, keys and
     values."""
-    behind, seen = places(len(x), is_causal)
+    behind, visible = positions(len(x), is_causal)
     is_global = np.arange(len(x)) < layer.config.num_global_tokens
-    near = seen & (sees_window(layer.config, behind) | is_global[None])
+    near = visible & (within_window(layer.config, behind) | is_global[None])
     y = []
     both = zip(heads(layer, p, x), heads(layer, p, x, name="project_global"), strict=True)
     for (query, key, value), (own_query, own_key, own_value) in both:
         of_all = average(similarity(query, key), near, value)
-        of_global = average(similarity(own_query, own_key), seen, own_value)
+        of_global = average(similarity(own_query, own_key), visible, own_value)
         y.append(np.where(is_global[:, None], of_global, of_all))
     return back(layer, p, y)
 
@@ -160,7 +160,7 @@ def latent(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
 
     Queries are [q | rotated q_pe], and scores are divided by the root of the depth of both parts.
     """
-    _, seen = places(len(x), is_causal)
+    _, visible = positions(len(x), is_causal)
     low = x
     if layer.config.query_rank is not None:
         low = rms_norm(within(p, "query_norm"), x @ p["query_down.kernel"])
@@ -173,7 +173,7 @@ def latent(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         plain, to_rotate = query[:, : layer.key_depth], query[:, layer.key_depth :]
         query = np.concatenate([plain, rotated(to_rotate)], 1)
         key = np.concatenate([compressed @ p["key_up"][head], shared_key], 1)
-        y.append(average(similarity(query, key), seen, compressed @ p["value_up"][head]))
+        y.append(average(similarity(query, key), visible, compressed @ p["value_up"][head]))
     return np.concatenate(y, 1) @ p["output.kernel"]
 
 
@@ -193,14 +193,14 @@ def transient_global(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> 
     attends to the blocks before its own.
     """
     config, length = layer.config, len(x)
-    behind, seen = places(length, is_causal)
+    behind, visible = positions(length, is_causal)
     count = length // config.block_size
     block = np.arange(length) // config.block_size
     block = block if is_causal else np.minimum(block, count - 1)
     sums = np.stack([x[block == number].sum(0) for number in range(count)])
     block_behind = block[:, None] - np.arange(count)[None]
-    seen = np.concatenate(
-        [seen & (np.abs(behind) <= config.radius), (block_behind > 0) | (not is_causal)], 1
+    visible = np.concatenate(
+        [visible & (np.abs(behind) <= config.radius), (block_behind > 0) | (not is_causal)], 1
     )
     near, far = (bucket(config, -distance, is_causal) for distance in (behind, block_behind))
     summaries = rms_norm(within(p, "global_norm"), sums)
@@ -208,7 +208,7 @@ def transient_global(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> 
     y = []
     for head, (query, key, value) in enumerate(heads(layer, p, x, everything)):
         bias = np.concatenate([p["local_bias"][near, head], p["global_bias"][far, head]], 1)
-        y.append(average(similarity(query, key) * np.exp(bias), seen, value))
+        y.append(average(similarity(query, key) * np.exp(bias), visible, value))
     return back(layer, p, y)
 
 
@@ -233,7 +233,7 @@ def memory_compressed(layer: Layer, p: Parameters, x: Array, is_causal: bool) ->
     factor, length = layer.config.factor, len(x)
     ends = np.arange(factor - 1, length + factor - 1, factor)
     complete = ends[None] <= np.arange(length)[:, None]
-    seen = np.concatenate([np.full((length, 1), True), complete | (not is_causal)], 1)
+    visible = np.concatenate([np.full((length, 1), True), complete | (not is_causal)], 1)
 
     def compressed(part: Parameters, group: int, x: Array) -> Array:
         groups = [part["null"][group]]
@@ -248,7 +248,7 @@ def memory_compressed(layer: Layer, p: Parameters, x: Array, is_causal: bool) ->
         group = head // (layer.num_heads // layer.num_kv_heads)
         key = compressed(within(p, "of_keys"), group, key)
         value = compressed(within(p, "of_values"), group, value)
-        y.append(average(similarity(query, key), seen, value))
+        y.append(average(similarity(query, key), visible, value))
     return back(layer, p, y)
 
 
@@ -256,8 +256,8 @@ def linformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """softmax(Q (E^T K)^T / sqrt(depth)) F^T V, with the first rows of E and F."""
     assert not is_causal
     e, f = (p[name][: len(x)] for name in ("of_keys", "of_values"))
-    seen = np.full((len(x), e.shape[1]), True)
-    y = [average(similarity(q, e.T @ k), seen, f.T @ v) for q, k, v in heads(layer, p, x)]
+    visible = np.full((len(x), e.shape[1]), True)
+    y = [average(similarity(q, e.T @ k), visible, f.T @ v) for q, k, v in heads(layer, p, x)]
     return back(layer, p, y)
 
 
@@ -272,20 +272,20 @@ def linear(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         "identity": lambda x: x,
     }
     phi = maps[layer.config.feature_map]
-    _, seen = places(len(x), is_causal)
-    y = [average(phi(q) @ phi(k).T, seen, v, 1e-6) for q, k, v in heads(layer, p, x)]
+    _, visible = positions(len(x), is_causal)
+    y = [average(phi(q) @ phi(k).T, visible, v, 1e-6) for q, k, v in heads(layer, p, x)]
     return back(layer, p, y)
 
 
 def performer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """Weights phi(q) . phi(k), phi(x) = exp(W x' - |x'|^2 / 2) and x' = x / depth^1/4."""
-    _, seen = places(len(x), is_causal)
+    _, visible = positions(len(x), is_causal)
 
     def phi(x: Array) -> Array:
         x = x / x.shape[1] ** 0.25
         return np.exp(x @ p["features"].T - (x**2).sum(1, keepdims=True) / 2)
 
-    y = [average(phi(q) @ phi(k).T, seen, v) for q, k, v in heads(layer, p, x)]
+    y = [average(phi(q) @ phi(k).T, visible, v) for q, k, v in heads(layer, p, x)]
     return back(layer, p, y)
 
 
@@ -297,9 +297,9 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     up to t; or, if not causal, up to the last token.
     """
     config, length = layer.config, len(x)
-    behind, seen = places(length, is_causal)
+    behind, visible = positions(length, is_causal)
     if config.window_size is not None:
-        seen = seen & (behind < config.window_size)
+        visible = visible & (behind < config.window_size)
     log_decay = np.zeros((layer.num_kv_heads, length, 1))
     if config.decay is not None:
         rates = x @ p["decay_proj.kernel"] + p["decay_proj.bias"]
@@ -308,11 +308,11 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     for head, (query, key, value) in enumerate(heads(layer, p, x)):
         decay = log_decay[head // (layer.num_heads // layer.num_kv_heads)]
         weights = np.zeros((length, length))
-        for t, s in np.argwhere(seen):
+        for t, s in np.argwhere(visible):
             decayed = decay[s + 1 : t + 1 if is_causal else length].sum(0)
             weights[t, s] = np.exp(query[t] + key[s] + decayed).sum()
         is_log = config.values == "log"
-        averaged = average(weights, seen, np.exp(value) if is_log else value)
+        averaged = average(weights, visible, np.exp(value) if is_log else value)
         y.append(np.log(averaged) if is_log else averaged)
     return back(layer, p, y)
 
@@ -325,15 +325,15 @@ def additive(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
 
     pool averages under weights softmax(w . x / sqrt(depth)) of each head.
     """
-    behind, seen = places(len(x), is_causal)
+    behind, visible = positions(len(x), is_causal)
     if layer.config.window_size is not None:
-        seen = seen & (behind < layer.config.window_size)
+        visible = visible & (behind < layer.config.window_size)
 
     def pool(x: Array, weights: Array) -> Array:
         parts = []
         for part in np.split(np.arange(x.shape[1]), layer.num_heads):
             of_token = np.exp(x[:, part] @ weights[part] / math.sqrt(len(part)))
-            parts.append(average(of_token[None], seen, x[:, part]))
+            parts.append(average(of_token[None], visible, x[:, part]))
         return np.concatenate(parts, 1)
 
     pooled = pool(x @ p["query.kernel"], p["query_weights"])
@@ -356,10 +356,10 @@ def conditional(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array
     queries, of_queries = route(x @ p["query_router"], config.num_queries)
     sources, of_sources = route(x @ p["source_router"], config.num_sources)
     y = ORACLES["sliding_window"](layer.light, within(p, "light"), x, False)
-    seen = np.full((len(queries), len(sources)), True)
+    visible = np.full((len(queries), len(sources)), True)
     part = within(p, "heavy")
     routed = heads(heavy, part, x[queries], of_sources * x[sources])
-    read = [average(similarity(q, k), seen, v) for q, k, v in routed]
+    read = [average(similarity(q, k), visible, v) for q, k, v in routed]
     y[queries] += of_queries * back(heavy, part, read)
     return y
 
@@ -389,21 +389,21 @@ def recurrent_memory(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> 
 
 ORACLES: dict[str, Oracle] = {
     "log": log,
-    "softmax": masked(sees_all),
-    "gqa": masked(sees_all),
+    "softmax": masked(anywhere),
+    "gqa": masked(anywhere),
     "mla": latent,
-    "sliding_window": masked(sees_window),
-    "dilated": masked(sees_dilated_window),
+    "sliding_window": masked(within_window),
+    "dilated": masked(within_dilated_window),
     "longformer": longformer,
     "tglobal": transient_global,
-    "block_sparse": masked(sees_blocks),
+    "block_sparse": masked(within_blocks),
     "memory_compressed": memory_compressed,
     "linformer": linformer,
     "linear": linear,
     "performer": performer,
     "colt5": conditional,
     "rmt": recurrent_memory,
-    "l1": masked(sees_all, nearness),
-    "l1_sparse": masked(sees_ever_farther, nearness),
+    "l1": masked(anywhere, nearness),
+    "l1_sparse": masked(within_growing_dilation, nearness),
     "additive": additive,
 }

@@ -49,7 +49,7 @@ def test_download_is_kept_and_not_repeated(server: str, tmp_path: Path) -> None:
     ensure_downloaded(remote(f"{server}/good"), path)
     assert path.read_bytes() == CONTENT
     assert list(path.parent.iterdir()) == [path]
-    ensure_downloaded(remote("http://127.0.0.1:1/nobody"), path)
+    ensure_downloaded(remote("http://127.0.0.1:1/file"), path)
 
 
 @pytest.mark.parametrize("case", ["missing", "cut", "other", "refused"])
@@ -71,7 +71,7 @@ def test_a_wrong_file_saved_by_hand_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "hamlet.txt"
     path.write_bytes(CONTENT[:-1])
     with pytest.raises(UserError, match=r"hamlet\.txt is not the published file: delete it"):
-        ensure_downloaded(remote("http://127.0.0.1:1/nobody"), path)
+        ensure_downloaded(remote("http://127.0.0.1:1/file"), path)
 
 
 def test_tinyshakespeare_is_the_known_file(published_data: Path) -> None:

@@ -232,18 +232,18 @@ def test_units_are_pure_and_can_be_sent_to_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = make_folder(tmp_path / "in")
-    seen: list[units_module.Unit] = []
+    units: list[units_module.Unit] = []
     process = prepare_module.process_unit
     monkeypatch.setattr(
         prepare_module,
         "process_unit",
-        lambda unit, output, on_read: (seen.append(unit), process(unit, output, on_read)),
+        lambda unit, output, on_read: (units.append(unit), process(unit, output, on_read)),
     )
     out = tmp_path / "out"
     prepare([str(folder)], "bytes", out, validation_fraction=0.2)
     before = contents(out)
     (out / "train-00000.bin").unlink()
-    function, unit = pickle.loads(pickle.dumps((process, seen[0])))
+    function, unit = pickle.loads(pickle.dumps((process, units[0])))
     function(unit, out)
     assert contents(out) == before
 

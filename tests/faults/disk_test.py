@@ -77,6 +77,6 @@ def test_on_a_full_file_system(place, tmp_path):
         timeout=120,
     )
     if ended.stderr.startswith(("mount:", "unshare:")):
-        pytest.skip("this system lets nobody mount")
+        pytest.skip("this system forbids mounting")
     assert ended.returncode == 2, ended.stderr
     assert_one_line(ended.stderr, "cannot be written", "No space left on device")

@@ -54,7 +54,7 @@ def test_sigterm_during_compilation_ends_immediately(place, tmp_path):
     assert time.monotonic() - asked < 5
     assert process.returncode == 143
     assert "compiled in" not in out, "it was over already"
-    assert err == "\nstopped by SIGTERM: there was nothing to save\n"
+    assert err == "\nstopped by SIGTERM: nothing to save\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
@@ -167,7 +167,7 @@ print(said.decode())
 
 
 def test_a_terminal_that_is_open_still_shows_errors():
-    """Where only the standard output has no reader any more."""
+    """Only the reader of the standard output has ended."""
     done = subprocess.run([sys.executable, "-c", STILL_OPEN], capture_output=True, text=True)
     assert f"heard {int(signal.SIGHUP)}" in done.stdout, done.stderr
 

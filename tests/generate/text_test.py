@@ -14,7 +14,7 @@ from tests.models.mechanisms_test import build
 from tests.models.small import apply
 
 TOKENIZER = get_tokenizer("bytes")
-PROMPTS = ["a", "Some words, of which there are more than thirty-two.", "Others"]
+PROMPTS = ["a", "Some words, more than thirty-two of them.", "Others"]
 SIZES = {"vocab_size": 264, "num_layers": 1, "block": "standard"}
 SAMPLES, MOST = 3, 90
 

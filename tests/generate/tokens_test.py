@@ -143,6 +143,6 @@ def test_bad_arguments_are_named(model, change, message):
 def test_text_is_streamed_by_complete_characters():
     tokenizer = get_tokenizer("bytes")
     text = "aé日🙂"
-    pieces = list(decode_stream(tokenizer, iter(tokenizer.encode_ordinary(text))))
-    assert "".join(pieces) == text
-    assert "�" not in "".join(pieces)
+    chunks = list(decode_stream(tokenizer, iter(tokenizer.encode_ordinary(text))))
+    assert "".join(chunks) == text
+    assert "�" not in "".join(chunks)

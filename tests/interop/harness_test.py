@@ -142,7 +142,7 @@ def test_every_context_is_processed_once(run, monkeypatch):
 
 
 def test_long_documents_are_one_stream(run, monkeypatch):
-    monkeypatch.setattr(harness, "PIECE", 64)
+    monkeypatch.setattr(harness, "CHUNK", 64)
     rng = np.random.default_rng(1)
     texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 4)] + [""]
     adapter = Harnessed(str(run), batch_size=3)
@@ -304,13 +304,15 @@ def test_unknown_tasks_are_named(run, arguments, message, monkeypatch, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("place", ["nobody/nothing_of_mine", "json"])
+@pytest.mark.parametrize("place", ["missing/repository", "json"])
 def test_unavailable_data_are_named(run, place, tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     files = {"data_files": {"test": str(tmp_path / "nowhere.jsonl")}} if place == "json" else {}
     task = {"task": "away", "dataset_path": place, "dataset_kwargs": files, "test_split": "test"}
     (tmp_path / "away.yaml").write_text(json.dumps(TASKS["words_perplexity"] | task))
-    with pytest.raises(UserError, match=r"--tasks away: the data .* \(.*(nothing_of_mine|nowhere)"):
+    with pytest.raises(
+        UserError, match=r"--tasks away: the data .* \(.*(missing/repository|nowhere)"
+    ):
         harness.run_tasks({"workdir": str(run)}, tasks=["away"], include_path=tmp_path)
 
 

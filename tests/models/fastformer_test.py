@@ -118,12 +118,12 @@ def test_chunks_equal_one_pass_up_to_the_last_position():
     tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, 37)
     start = model.init_state((2,))
     whole, state = apply(model, tokens, start, return_state=True)
-    parts, pieces = [], start
-    for piece in np.split(tokens, [1, 31], axis=1):
-        logits, pieces = apply(model, piece, pieces, return_state=True)
+    parts, chunks = [], start
+    for chunk in np.split(tokens, [1, 31], axis=1):
+        logits, chunks = apply(model, chunk, chunks, return_state=True)
         parts.append(logits)
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
-    assert model.remaining(state) == model.remaining(pieces) == 0
+    assert model.remaining(state) == model.remaining(chunks) == 0
     with pytest.raises(ValueError, match="a text of 33 tokens is longer than max_length=32"):
         model(tokens[:, :1], state=state)
     with pytest.raises(ValueError, match="a text of 33 tokens is longer than max_length=32"):

@@ -167,7 +167,7 @@ def test_compiled_size_does_not_grow_with_depth():
 
 @cache
 def gradient(**fields) -> list[np.ndarray]:
-    """Of a small model, compiled."""
+    """Return the gradients of a small model, compiled."""
     config = LanguageModelConfig(**SIZES | {"num_layers": 2}, attention_options=SCAN, **fields)
     graph, parameters = nnx.split(random_model(config))
     tokens = jnp.arange(10)[None] % 17

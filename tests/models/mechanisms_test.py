@@ -137,8 +137,8 @@ def test_layers_follow_the_pattern(block, remat):
     expected = last(x)
     np.testing.assert_allclose(apply(model, tokens), expected, atol=2e-5)
     parts, state = [], model.init_state((1,), capacity=10)
-    for piece in np.split(tokens, 2, axis=1):
-        logits, state = apply(model, piece, state, return_state=True)
+    for chunk in np.split(tokens, 2, axis=1):
+        logits, state = apply(model, chunk, state, return_state=True)
         parts.append(logits)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)
 

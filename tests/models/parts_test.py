@@ -72,11 +72,11 @@ def test_any_chunks_give_the_logits_of_one_pass(fields):
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
     start = ours.init_state((2,), capacity=30)
     whole, end = apply(ours, tokens, start, return_state=True)
-    pieces, state = [], start
-    for piece in np.split(tokens, 2, axis=1):
-        logits, state = apply(ours, piece, state, return_state=True)
-        pieces.append(logits)
-    np.testing.assert_allclose(np.concatenate(pieces, 1), whole, atol=3e-5)
+    chunks, state = [], start
+    for chunk in np.split(tokens, 2, axis=1):
+        logits, state = apply(ours, chunk, state, return_state=True)
+        chunks.append(logits)
+    np.testing.assert_allclose(np.concatenate(chunks, 1), whole, atol=3e-5)
     for have, want in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):
         have, want = (np.exp(x).real if np.iscomplexobj(x) else x for x in (have, want))
         np.testing.assert_allclose(have, want, atol=3e-5, rtol=1e-4)

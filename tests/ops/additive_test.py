@@ -20,33 +20,33 @@ weights_of = jax.jit(additive_weights, static_argnames=OPTIONS[:2])
 def visible(length, *, is_causal=True, window=None, segment_ids=None, present=None):
     """[T, S] of one sequence, token by token."""
     ids = np.zeros(length, int) if segment_ids is None else segment_ids
-    seen = np.zeros((length, length), bool)
+    visible_mask = np.zeros((length, length), bool)
     for t, s in itertools.product(range(length), repeat=2):
         between = ids[min(s, t) : max(s, t) + 1]
-        seen[t, s] = (between == between[0]).all() and (present is None or present[s])
+        visible_mask[t, s] = (between == between[0]).all() and (present is None or present[s])
         if is_causal:
-            seen[t, s] &= s <= t and (window is None or t - s < window)
-    return seen
+            visible_mask[t, s] &= s <= t and (window is None or t - s < window)
+    return visible_mask
 
 
-def oracle(x, logits, seen):
+def oracle(x, logits, visible_mask):
     """Averages in float64, one after the other: x [B, T, N, D], visible [B, T, S]."""
     x, logits = np.asarray(x, np.float64), np.asarray(logits, np.float64)
     g = np.zeros_like(x)
     for b, t, n in np.ndindex(logits.shape):
-        own = logits[b, seen[b, t], n]
+        own = logits[b, visible_mask[b, t], n]
         if own.size and own.max() > -INF:
             weight = np.exp(own - own.max())
-            g[b, t, n] = weight @ x[b, seen[b, t], n] / weight.sum()
+            g[b, t, n] = weight @ x[b, visible_mask[b, t], n] / weight.sum()
     return g
 
 
 @jax.jit
-def definition_gradients(x, logits, seen, cotangent):
+def definition_gradients(x, logits, visible_mask, cotangent):
     """Return gradients of the averages as one softmax, by automatic differentiation."""
 
     def averages(x, logits):
-        scores = jnp.where(seen[..., None], logits[:, None], -INF)
+        scores = jnp.where(visible_mask[..., None], logits[:, None], -INF)
         nothing = (scores == -INF).all(2, keepdims=True)
         weights = jax.nn.softmax(jnp.where(nothing, 0.0, scores), 2)
         return jnp.einsum("btsn,bsnd->btnd", jnp.where(nothing, 0.0, weights), x)
@@ -73,13 +73,15 @@ def draw(length, batch=(2,), num_heads=2, depth=3, std=1.0, seed=0, dtype=np.flo
     return x, (std * rng.standard_normal(shape)).astype(dtype), cotangent
 
 
-def assert_as_defined(arrays, seen, atol=1e-12, **options):
+def assert_as_defined(arrays, visible_mask, atol=1e-12, **options):
     """Compare values and gradients: x [B, T, N, D], visible [B, T, S]."""
     g, d_x, d_logits = differentiate(*arrays, **options)
-    np.testing.assert_allclose(g, oracle(*arrays[:2], seen), atol=atol, rtol=0)
+    np.testing.assert_allclose(g, oracle(*arrays[:2], visible_mask), atol=atol, rtol=0)
     with jax.enable_x64(True):
         in_float64 = (jnp.asarray(x, jnp.float64) for x in arrays[:2])
-        expected = definition_gradients(*in_float64, seen, jnp.asarray(arrays[2], jnp.float64))
+        expected = definition_gradients(
+            *in_float64, visible_mask, jnp.asarray(arrays[2], jnp.float64)
+        )
     np.testing.assert_allclose(d_x, expected[0], atol=atol, rtol=atol)
     np.testing.assert_allclose(d_logits, expected[1], atol=atol, rtol=atol)
 
@@ -97,15 +99,15 @@ def assert_as_defined(arrays, seen, atol=1e-12, **options):
     ],
 )
 def test_values_and_gradients_by_definition(length, window):
-    seen = np.stack(2 * [visible(length, window=window)])
-    assert_as_defined(draw(length), seen, local_window_size=window)
+    visible_mask = np.stack(2 * [visible(length, window=window)])
+    assert_as_defined(draw(length), visible_mask, local_window_size=window)
 
 
 @pytest.mark.usefixtures("x64")
 def test_chunks_of_chunks_of_chunks():
-    seen = (np.tri(1153, dtype=bool) & ~np.tri(1153, k=-1027, dtype=bool))[None]
+    visible_mask = (np.tri(1153, dtype=bool) & ~np.tri(1153, k=-1027, dtype=bool))[None]
     arrays = draw(1153, batch=(1,), num_heads=1, depth=1)
-    assert_as_defined(arrays, seen, local_window_size=1027)
+    assert_as_defined(arrays, visible_mask, local_window_size=1027)
 
 
 @pytest.mark.usefixtures("x64")
@@ -124,9 +126,11 @@ IDS = np.stack(
     [pytest.param(True, None, marks=pytest.mark.nightly), (True, 40), (False, None)],
 )
 def test_segments(is_causal, window):
-    seen = [visible(100, is_causal=is_causal, window=window, segment_ids=ids) for ids in IDS]
+    visible_mask = [
+        visible(100, is_causal=is_causal, window=window, segment_ids=ids) for ids in IDS
+    ]
     options = {"is_causal": is_causal, "local_window_size": window}
-    assert_as_defined(draw(100), np.stack(seen), segment_ids=IDS, **options)
+    assert_as_defined(draw(100), np.stack(visible_mask), segment_ids=IDS, **options)
 
 
 @pytest.mark.usefixtures("x64")
@@ -138,16 +142,16 @@ def test_any_segments_and_masked_tokens(seed, part, std):
         x, logits, cotangent = draw(70, std=std, seed=seed)
         logits[rng.uniform(size=logits.shape) < part] = -INF
         ids = np.cumsum(rng.uniform(size=(2, 70)) < part / 4, 1)
-        seen = np.stack([visible(70, window=37, segment_ids=i) for i in ids])
+        visible_mask = np.stack([visible(70, window=37, segment_ids=i) for i in ids])
         options = {"local_window_size": 37, "segment_ids": ids}
-        assert_as_defined((x, logits, cotangent), seen, atol=1e-9, **options)
+        assert_as_defined((x, logits, cotangent), visible_mask, atol=1e-9, **options)
 
 
 @pytest.mark.parametrize(("std", "window"), [(30.0, 8), (1000.0, None), (1000.0, 50)])
 def test_float32_is_as_exact_as_its_exponents(std, window):
-    seen = np.stack(2 * [visible(300, window=window)])
+    visible_mask = np.stack(2 * [visible(300, window=window)])
     arrays = draw(300, std=std, dtype=np.float32)
-    assert_as_defined(arrays, seen, atol=2e-6 * (3 + std), local_window_size=window)
+    assert_as_defined(arrays, visible_mask, atol=2e-6 * (3 + std), local_window_size=window)
 
 
 @pytest.mark.parametrize("window", [None, 8, 50])
@@ -209,24 +213,24 @@ def test_rows_without_visible_tokens_are_zero(options):
 @pytest.mark.parametrize("window", [None, 8, 50])
 def test_no_gradient_to_the_future_nor_past_the_window(window):
     x, logits, cotangent = draw(300, dtype=np.float32)
-    seen = np.arange(max(0, 91 - (window or 300)), 91)
+    visible_mask = np.arange(max(0, 91 - (window or 300)), 91)
     cotangent[:, np.arange(300) != 90] = 0
     _, d_x, d_logits = differentiate(x, logits, cotangent, local_window_size=window)
     for gradient in (d_x, d_logits):
-        assert np.all(gradient[:, seen] != 0)
-        np.testing.assert_array_equal(np.delete(gradient, seen, 1), 0)
+        assert np.all(gradient[:, visible_mask] != 0)
+        np.testing.assert_array_equal(np.delete(gradient, visible_mask, 1), 0)
 
 
 @pytest.mark.usefixtures("x64")
 def test_second_derivatives():
     x, logits, cotangent = map(jnp.asarray, draw(40, batch=(1,), num_heads=1, depth=2))
-    seen = jnp.tri(40, dtype=bool)[None] & ~jnp.tri(40, k=-35, dtype=bool)[None]
+    visible_mask = jnp.tri(40, dtype=bool)[None] & ~jnp.tri(40, k=-35, dtype=bool)[None]
 
     def tested(x, logits, cotangent):
         return jax.vjp(partial(additive_pooling, local_window_size=35), x, logits)[1](cotangent)
 
     def defined(x, logits, cotangent):
-        return definition_gradients(x, logits, seen, cotangent)
+        return definition_gradients(x, logits, visible_mask, cotangent)
 
     direction = jnp.asarray(draw(40, batch=(1,), num_heads=1, depth=2, seed=1)[0]), logits
     for have, want in zip(
@@ -256,15 +260,15 @@ def test_chunks_with_states_equal_one_pass(window, sizes):
     )
 
     def loss(arrays, sizes):
-        state, pieces, start = None, [], 0
+        state, chunks, start = None, [], 0
         for size in sizes:
             part = (a[:, start : start + size] for a in arrays)
             g, state = additive_pooling(
                 *part, local_window_size=window, initial_state=state, return_state=True
             )
-            pieces.append(g)
+            chunks.append(g)
             start += size
-        g = jnp.concatenate(pieces, 1)
+        g = jnp.concatenate(chunks, 1)
         of_state = sum(
             jnp.vdot(a, b) for a, b in zip(*map(jax.tree.leaves, (weights, state)), strict=True)
         )
@@ -328,12 +332,12 @@ def test_padding_on_both_sides_beside_segments():
     present = (np.arange(60) >= bounds[:, :1]) & (np.arange(60) < bounds[:, 1:])
     ids = np.where(present, np.arange(60) // 30, 99)  # padding is not a separate segment
     filled = np.stack([np.where(present[0], ids[0], 1), np.where(present[1], ids[1], 0)])
-    seen = [
+    visible_mask = [
         visible(60, window=20, segment_ids=i, present=p)
         for i, p in zip(filled, present, strict=True)
     ]
     options = {"segment_ids": ids, "key_value_seq_lengths": bounds, "local_window_size": 20}
-    assert_as_defined((x, logits, cotangent), np.stack(seen), **options)
+    assert_as_defined((x, logits, cotangent), np.stack(visible_mask), **options)
 
 
 def compiled(length, window):
@@ -417,7 +421,7 @@ def test_published_states(golden):
 @pytest.mark.parametrize("size", [20, 60, 200])
 @pytest.mark.parametrize(("name", "window"), [("w8", 8), ("global", None)])
 def test_large_logits(golden, size, name, window):
-    """Where the published code, which subtracts running sums, has NaN or noise."""
+    """The published code, which subtracts running sums, returns NaN or noise here."""
     case = golden("additive_pool")
     arrays = case[f"large{size}/x"], case[f"large{size}/w"]
     expected = case[f"large{size}/{name}/g_ref"]

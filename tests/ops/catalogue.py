@@ -95,7 +95,7 @@ def performer_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> HeinsenAtten
 RADIUS, BLOCK = 3, 5
 
 
-def summarised(x: Any, *, is_causal: bool, key_value_seq_lengths: Any = None) -> Any:
+def summarized(x: Any, *, is_causal: bool, key_value_seq_lengths: Any = None) -> Any:
     """Transient global attention of one head whose queries, keys and values are the input."""
     options = {"is_causal": is_causal, "key_value_seq_lengths": key_value_seq_lengths}
     sums, _ = block_sums(x, BLOCK, **options)
@@ -147,7 +147,7 @@ def recurrent_state(batch: tuple[int, ...], dtype: Any, memory: Any) -> SegmentS
 
 
 def with_global_tokens(query: Any, key: Any, value: Any, **options: Any) -> Any:
-    """Longformer attention with two global tokens, if there are any tokens."""
+    """Longformer attention with two global tokens, if the sequence is not empty."""
     positions = (0, 50) if query.shape[-3] else ()
     options |= {"local_window_size": 4, "global_positions": positions, "is_causal": True}
     return longformer_attention(query, key, value, **options)
@@ -202,7 +202,7 @@ OPS: dict[str, Op] = {
     "block_sparse": Op(
         block_sparse_attention, options={"block_size": 6}, has_segments=True, padding="right"
     ),
-    **both_directions(Op(summarised, ((4,),), padding="right", half_error=0.02), "tglobal"),
+    **both_directions(Op(summarized, ((4,),), padding="right", half_error=0.02), "tglobal"),
     **both_directions(
         Op(additive_pooling, ((2, 3), (2,)), **PACKED, state=pooling_state(size=None)),
         "additive",

@@ -52,7 +52,7 @@ each_op = ops_with(lambda op: True)
 
 @pytest.fixture(scope="module", autouse=True)
 def small_tiles():
-    """Tiles of L1 attention of about 48 tokens, so that there are several."""
+    """Tiles of L1 attention of about 48 tokens, several per sequence."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(l1, "SCORES", 1)
         yield

@@ -75,12 +75,12 @@ def oracle(query, key, value, visible, bias) -> np.ndarray:
     y = np.zeros((*batch, length, heads, value.shape[-1]))
     for *b, t, n in product(*map(range, (*batch, length, heads))):
         at = tuple(b)
-        seen = np.flatnonzero(visible[(*at, t)])
-        keys, values = key[at][seen, n // repeats], value[at][seen, n // repeats]
+        indices = np.flatnonzero(visible[(*at, t)])
+        keys, values = key[at][indices, n // repeats], value[at][indices, n // repeats]
         scores = -np.abs(query[at][t, n] - keys).sum(-1) / np.sqrt(depth)
-        largest = scores.max() if bias == 0 and len(seen) else 0.0
+        largest = scores.max() if bias == 0 and len(indices) else 0.0
         weights = np.exp(scores - largest)
-        if len(seen):
+        if len(indices):
             y[(*at, t, n)] = weights @ values / (bias + weights.sum())
     return y
 
@@ -100,12 +100,14 @@ def simple(query, key, value, visible, bias):
     """Compute all scores; every query has visible keys or a bias."""
     repeats = query.shape[-2] // key.shape[-2]
     key, value = jnp.repeat(key, repeats, -2), jnp.repeat(value, repeats, -2)
-    seen = jnp.moveaxis(jnp.asarray(visible), -1, -2)[..., None]
+    indices = jnp.moveaxis(jnp.asarray(visible), -1, -2)[..., None]
     scores = scores_of(query, key)
-    seen = jnp.broadcast_to(seen, scores.shape)
-    largest = jax.lax.stop_gradient(jnp.max(scores, -3, keepdims=True, where=seen, initial=-1e30))
+    indices = jnp.broadcast_to(indices, scores.shape)
+    largest = jax.lax.stop_gradient(
+        jnp.max(scores, -3, keepdims=True, where=indices, initial=-1e30)
+    )
     largest = largest if bias == 0 else jnp.zeros_like(largest)
-    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - largest, 0.0)), 0.0)
+    weights = jnp.where(indices, jnp.exp(jnp.where(indices, scores - largest, 0.0)), 0.0)
     total = jnp.sum(weights, -3, keepdims=True) + bias
     weights = weights / jnp.where(total == 0, 1.0, total)
     return jnp.einsum("...stn,...snv->...tnv", weights, value)
@@ -192,13 +194,13 @@ def test_streaming_equals_one_pass():
     """With a cache of keys and values, whose later entries are arbitrary finite numbers."""
     (query, key, value), _ = draw(Case(100, num_heads=2, num_kv_heads=2))
     whole = l1_attention(*map(jnp.asarray, (query, key, value)), is_causal=True)
-    piece = jax.jit(partial(l1_attention, is_causal=True))
+    attend = jax.jit(partial(l1_attention, is_causal=True))
     for size in (1, 25):  # few lengths, since each is compiled
         for start in range(0, 100, size):
             tokens = slice(start, start + size)
             later = np.arange(100)[:, None, None] >= start + size
             cache = (jnp.asarray(np.where(later, 1e3, x)) for x in (key, value))
-            y = piece(jnp.asarray(query[tokens]), *cache, query_offset=start)
+            y = attend(jnp.asarray(query[tokens]), *cache, query_offset=start)
             np.testing.assert_allclose(y, whole[tokens], rtol=0, atol=1e-13)
 
 

@@ -88,11 +88,11 @@ def visible(case: Case, options: dict[str, Any], entry: tuple[int, ...]) -> np.n
         for s in range(first + 1, end):
             run[s] = run[s - 1] + (ids[s] != ids[s - 1])
         run[end:] = run[end - 1]
-    seen = np.zeros((case.length, sources), bool)
-    seen[:, first:end] = True
+    visible_mask = np.zeros((case.length, sources), bool)
+    visible_mask[:, first:end] = True
     if case.has_segments:
-        seen &= run[:, None] == run
-    return np.tril(seen) if case.is_causal else seen
+        visible_mask &= run[:, None] == run
+    return np.tril(visible_mask) if case.is_causal else visible_mask
 
 
 def oracle(case: Case, arrays: list[np.ndarray], options: dict[str, Any], epsilon: float):
@@ -101,9 +101,9 @@ def oracle(case: Case, arrays: list[np.ndarray], options: dict[str, Any], epsilo
     phi, share = PHI[case.feature_map], case.heads // case.groups
     y = np.zeros((*query.shape[:-1], case.value_depth))
     for entry in np.ndindex(*case.batch):
-        seen = visible(case, options, entry)
+        visible_mask = visible(case, options, entry)
         for t, n in np.ndindex(case.length, case.heads):
-            keys, values = (x[entry][seen[t], n // share] for x in (key, value))
+            keys, values = (x[entry][visible_mask[t], n // share] for x in (key, value))
             weights = phi(keys) @ phi(query[entry][t, n])
             total = np.sum(weights) + epsilon
             y[entry][t, n] = weights @ values / total if total else 0
@@ -125,13 +125,13 @@ def differentiate(function, arrays, cotangent):
 @pytest.mark.usefixtures("x64")
 def test_values_and_gradients_by_the_definition(case):
     arrays, options = case.arrays(), case.options()
-    seen = np.stack([visible(case, options, entry) for entry in np.ndindex(*case.batch)])
-    seen = seen.reshape(*case.batch, 1, *seen.shape[1:])
+    visible_mask = np.stack([visible(case, options, entry) for entry in np.ndindex(*case.batch)])
+    visible_mask = visible_mask.reshape(*case.batch, 1, *visible_mask.shape[1:])
     phi = {"elu1": lambda x: jax.nn.elu(x) + 1, "relu": jax.nn.relu}[case.feature_map]
 
     def quadratic(query, key, value):
         key, value = (jnp.repeat(x, case.heads // case.groups, -2) for x in (key, value))
-        weights = jnp.einsum("...tnf,...snf->...nts", phi(query), phi(key)) * seen
+        weights = jnp.einsum("...tnf,...snf->...nts", phi(query), phi(key)) * visible_mask
         total = jnp.swapaxes(jnp.sum(weights, -1), -1, -2)[..., None] + 1e-6
         return jnp.einsum("...nts,...snv->...tnv", weights, value) / total
 

@@ -55,10 +55,12 @@ def oracle(query, key, value, of_keys, of_values, *, is_causal, pad):
         lasts, keys = grouped(key[:, g], Compression(*(x[g] for x in of_keys)), pad)
         _, values = grouped(value[:, g], Compression(*(x[g] for x in of_values)), pad)
         for t in range(len(query)):
-            seen = [j for j, last in enumerate(lasts) if not is_causal or last <= t]
-            scores = [query[t, n] @ keys[j] / np.sqrt(query.shape[-1]) for j in seen]
+            visible = [j for j, last in enumerate(lasts) if not is_causal or last <= t]
+            scores = [query[t, n] @ keys[j] / np.sqrt(query.shape[-1]) for j in visible]
             weights = np.exp(np.array(scores) - max(scores))
-            y[t, n] = sum(w * values[j] for w, j in zip(weights, seen, strict=True)) / sum(weights)
+            y[t, n] = sum(w * values[j] for w, j in zip(weights, visible, strict=True)) / sum(
+                weights
+            )
     return y
 
 
@@ -160,8 +162,8 @@ def test_chunks_equal_one_pass(sizes, factor):
     state, start = CompressedCache.empty((2,), *compressions, capacity=11), 0
     for size in sizes:
         tokens = np.s_[:, start : start + size]
-        pieces = query[tokens], key[tokens], value[tokens]
-        y, state = jitted(*pieces, *compressions, initial_state=state, return_state=True, **options)
+        chunks = query[tokens], key[tokens], value[tokens]
+        y, state = jitted(*chunks, *compressions, initial_state=state, return_state=True, **options)
         np.testing.assert_allclose(y, whole[tokens], atol=1e-6)
         start += size
     assert int(state.length) == 11
@@ -176,7 +178,7 @@ def test_more_tokens_than_the_capacity():
     assert state.capacity == 5
     inputs = query, key, value, *compressions
     assert np.isnan(jitted(*inputs, initial_state=state, **options)).all()
-    with pytest.raises(ValueError, match="room for 5 tokens, and this is token 6"):
+    with pytest.raises(ValueError, match="capacity for 5 tokens, and this is token 6"):
         memory_compressed_attention(*inputs, initial_state=state, **options)
 
 

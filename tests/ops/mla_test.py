@@ -43,7 +43,7 @@ def oracle(query, query_pe, latent, key_pe, key_up, value_up, *, is_causal):
     return y
 
 
-def normalised(x, weight):
+def normalized(x, weight):
     x = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
     return x * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
@@ -62,10 +62,10 @@ def test_published_values(golden, form):
 
     @jax.jit
     def layer(x):
-        query = project(normalised(project(x, "wq_a"), parameters["q_norm.weight"]), "wq_b")
+        query = project(normalized(project(x, "wq_a"), parameters["q_norm.weight"]), "wq_b")
         query = query.reshape(*x.shape[:-1], heads, depth + pe_depth)
         both = project(x, "wkv_a")
-        latent = normalised(both[..., :rank], parameters["kv_norm.weight"])
+        latent = normalized(both[..., :rank], parameters["kv_norm.weight"])
         key_pe = rotary(both[..., None, rank:], positions)[..., 0, :]
         query_pe = rotary(query[..., depth:], positions)
         up = parameters["wkv_b.weight"].reshape(heads, -1, rank)

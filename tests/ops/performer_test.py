@@ -44,8 +44,8 @@ def oracle(query, key, value, projection, *, is_causal, epsilon=0.0):
     share = query.shape[1] // key.shape[1]
     y = np.zeros((*query.shape[:-1], value.shape[-1]))
     for t, n in np.ndindex(*query.shape[:-1]):
-        seen = np.s_[: t + 1] if is_causal else np.s_[:]
-        keys, values = (x[seen, n // share] for x in (log_key, value))
+        visible = np.s_[: t + 1] if is_causal else np.s_[:]
+        keys, values = (x[visible, n // share] for x in (log_key, value))
         weights = np.logaddexp.reduce(log_query[t, n] + keys, axis=-1)
         weights = np.exp(weights - np.max(weights))
         y[t, n] = weights @ values / np.sum(weights)

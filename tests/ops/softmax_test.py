@@ -27,9 +27,9 @@ def by_definition(query, key, value, visible, scale=None, bias=0.0) -> np.ndarra
     for b, t, n in np.ndindex(query.shape[:3]):
         scores = scale * key[b, :, n // heads] @ query[b, t, n]
         scores = scores + np.broadcast_to(bias, visible.shape)[b, n, t]
-        seen = visible[b, n, t]
-        if seen.any():
-            weights = np.exp(scores - scores[seen].max(), where=seen, out=np.zeros(len(scores)))
+        row = visible[b, n, t]
+        if row.any():
+            weights = np.exp(scores - scores[row].max(), where=row, out=np.zeros(len(scores)))
             y[b, t, n] = weights @ value[b, :, n // heads] / weights.sum()
     return y
 

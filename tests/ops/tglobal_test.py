@@ -49,7 +49,7 @@ def bucket_of(offset, num_buckets, max_distance, is_causal):
 
 
 def oracle(arrays, *, radius, block_size, is_causal=False, real=None, max_distance=128):
-    """Of one batch entry, a query after the other; tokens from `real` on are padding."""
+    """Definition for one batch entry, query by query; tokens from `real` on are padding."""
     query, key, value, global_key, global_value, local_bias, global_bias = arrays
     length, heads, _ = query.shape
     real = length if real is None else real
@@ -183,8 +183,8 @@ def test_is_causal(token):
     gradient = gradient_of(x, token)
     np.testing.assert_array_equal(gradient[token + 1 :], 0)
     # Blocks before its own, and two tokens before it, and itself.
-    seen = {s for s in range(token + 1) if s >= token - 2 or s < token // 3 * 3}
-    assert set(np.flatnonzero(np.any(gradient != 0, -1))) == seen
+    visible = {s for s in range(token + 1) if s >= token - 2 or s < token // 3 * 3}
+    assert set(np.flatnonzero(np.any(gradient != 0, -1))) == visible
 
 
 def test_sums_of_blocks_and_block_indices():

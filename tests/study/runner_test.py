@@ -217,8 +217,8 @@ def test_fields_that_fit_only_together_are_set_together():
 
 def test_errors_name_their_run():
     run = replace(STUDY, axes=SMALLER.axes).first()[0]
-    with pytest.raises(UserError, match="mechanism linear, seed 0: no room"), runs._named(run):
-        raise UserError("no room")
+    with pytest.raises(UserError, match="mechanism linear, seed 0: no space"), runs._named(run):
+        raise UserError("no space")
     with pytest.raises(UserError, match="seed 0: its process was killed"), runs._named(run):
         raise BrokenProcessPool
 

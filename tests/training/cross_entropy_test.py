@@ -55,10 +55,10 @@ def check(arrays, logits_at_once):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("tokens_at_once", [1, 3 * 5, 3 * 23], ids="{} at once".format)
-def test_chunks_of_one_token_of_some_and_of_all(tokens_at_once, bias):
+@pytest.mark.parametrize("chunk_tokens", [1, 3 * 5, 3 * 23], ids="{} tokens".format)
+def test_chunks_of_one_token_of_some_and_of_all(chunk_tokens, bias):
     """Five tokens of a row do not divide its 23."""
-    check(draw(3, 23, 0, bias), tokens_at_once * VOCABULARY)
+    check(draw(3, 23, 0, bias), chunk_tokens * VOCABULARY)
 
 
 @pytest.mark.nightly

@@ -7,7 +7,7 @@ keys inside a chunk above those that its first query attends to, plus the *span*
 2. `exact`: everything else.
 
 Nothing is clamped. The backward pass is written out, since differentiating `lax.scan` and
-`lax.cond` would save copies of every block's inputs. Residuals are saved if there is a single
+`lax.cond` would save copies of every block's inputs. Residuals are saved for a single
 block, with zeros in place of those of the tier that is not chosen.
 """
 
@@ -49,7 +49,7 @@ class Chunked:
         chunk_size.
       remat: whether the backward pass recomputes weights from the state before each block, in the
         memory of one block, for about 20% more time. False saves them as residuals. None recomputes
-        them if there are several blocks.
+        them in calls of several blocks.
       exponent_budget: fraction of the exponent range, log(1 / smallest normal number), that a block
         may use. The rest is a margin for sums and gradients.
       parallel_scan: whether the states of a block's chunks are computed by a parallel scan, not

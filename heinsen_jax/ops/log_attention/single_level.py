@@ -68,7 +68,7 @@ class Exponents(NamedTuple):
 
 
 class MaxExponents(NamedTuple):
-    """Largest exponents, -inf if there are none."""
+    """Largest exponents, -inf without any."""
 
     before: Float[Array, "J X K"]  # of the state before a chunk
     query: Float[Array, "J X K"]  # of that and of the chunk

@@ -90,8 +90,8 @@ def with_pullback(function, implementation, query, key, value, state, options):
             implementation=implementation,
             **options,
         )
-        seen = jnp.where(y == -jnp.inf, 0, jnp.sin(y))
-        return jnp.sum(seen) + jnp.sum(jnp.tanh(after.log_z)), (y, after)
+        finite = jnp.where(y == -jnp.inf, 0, jnp.sin(y))
+        return jnp.sum(finite) + jnp.sum(jnp.tanh(after.log_z)), (y, after)
 
     arguments = query, key, value, state
     decay = {name: x for name, x in options.items() if name == "log_decay"}

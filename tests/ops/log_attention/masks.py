@@ -37,18 +37,18 @@ def average(x: Arrays, mask: np.ndarray, d_y: np.ndarray | None = None):
     mask = np.broadcast_to(mask, (BATCH, HEADS, query.shape[1], key.shape[1])).astype(bool)
     y, grads = np.zeros(d_y.shape), Arrays(*(np.zeros(a.shape) for a in (query, key, value)))
     for b, n, t in np.ndindex(BATCH, HEADS, query.shape[1]):
-        g, seen = n // (HEADS // key.shape[2]), np.flatnonzero(mask[b, n, t])
-        terms = query[b, t, n] + key[b, seen, g]
+        g, indices = n // (HEADS // key.shape[2]), np.flatnonzero(mask[b, n, t])
+        terms = query[b, t, n] + key[b, indices, g]
         largest = terms.max(initial=-INF)
         if largest == -INF:
             continue
         shares = np.exp(terms - largest) / np.exp(terms - largest).sum()  # share of each term
         weights = shares.sum(1)
-        y[b, t, n] = weights @ value[b, seen, g]
-        difference = (value[b, seen, g] - y[b, t, n]) @ d_y[b, t, n]
+        y[b, t, n] = weights @ value[b, indices, g]
+        difference = (value[b, indices, g] - y[b, t, n]) @ d_y[b, t, n]
         grads.query[b, t, n] += difference @ shares
-        grads.key[b, seen, g] += difference[:, None] * shares
-        grads.value[b, seen, g] += weights[:, None] * d_y[b, t, n]
+        grads.key[b, indices, g] += difference[:, None] * shares
+        grads.value[b, indices, g] += weights[:, None] * d_y[b, t, n]
     return y, grads
 
 

@@ -65,7 +65,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return
     pallas: Any = mosaic_gpu  # no interpreter in JAX 0.10
     if not hasattr(pallas, "InterpretGPUParams"):
-        pytest.skip("kernels are interpreted by JAX 0.11 or newer, and there is no GPU")
+        pytest.skip("kernels are interpreted by JAX 0.11 or newer, and no GPU is available")
     monkeypatch.setattr(mosaic, "is_available", lambda: True)
     with pallas.force_gpu_interpret_mode(pallas.InterpretGPUParams()):
         yield
@@ -313,7 +313,7 @@ def test_kernels_can_be_lowered(function, dtype, depth, options, monkeypatch):
 
 def test_without_a_gpu_it_is_refused():
     if mosaic.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("a GPU is available")
     x = jnp.zeros((5, 1, 32))
     with pytest.raises(NotImplementedError, match=r"Hopper.*chunked"):
         log_attention(x, x, x, implementation="gpu")

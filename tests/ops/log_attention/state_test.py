@@ -295,8 +295,8 @@ def test_chunks_of_a_prompt_are_absorbed_independently_and_merged():
     """Map and reduce: chunks of a prompt in parallel, then a tree of merges."""
     _, key, log_value, _ = random_inputs(Case(96, batch=(2,), num_heads=2, value_depth=5), 0)
     empty = LogAttentionState.empty((2,), 1, 3, 5)
-    pieces = [x.reshape(2, 8, 12, *x.shape[2:]).swapaxes(0, 1) for x in (key, log_value)]
-    states = jax.vmap(empty.absorb)(*pieces)
+    chunks = [x.reshape(2, 8, 12, *x.shape[2:]).swapaxes(0, 1) for x in (key, log_value)]
+    states = jax.vmap(empty.absorb)(*chunks)
     prefixes = jax.lax.associative_scan(jax.vmap(LogAttentionState.merge), states)
     for i in range(8):
         prefix = jax.tree.map(lambda x, i=i: x[i], prefixes)

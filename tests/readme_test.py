@@ -39,7 +39,8 @@ SHORT = "layer"
 def test_examples_run(name, capsys):
     exec(compile(EXAMPLES[name], name, "exec"), {})
     if name not in ("keywords", "data"):
-        assert float(capsys.readouterr().out) < 1e-4
+        limit = 0.01 if name == "model" else 1e-4  # a loss, or the size of rounding errors
+        assert float(capsys.readouterr().out) < limit
 
 
 def test_links_are_valid():
@@ -195,7 +196,7 @@ def test_ablation_figures_are_those_of_the_study():
     assert f"The loss is {loss_added('no convolution')} larger without convolutions" in text
     added = loss_added("no decay"), loss_added("no decay", "loss_1024")
     assert f"Without decay it is {added[0]} larger, and {added[1]} in windows of 1024" in text
-    alone = of["a window of 16 alone"]
+    alone = of["windows of 16 only"]
     assert f"alone reach {alone.mean('loss'):.3f}, and {alone.mean('loss_1024'):.3f}" in text
     assert all(x.mean("loss") > whole.mean("loss") for x in of.values())
 

@@ -369,7 +369,7 @@ class _Run:
 
     def _say_next(self) -> None:
         if self.model.is_causal and self.dataset.tokenizer is not None:
-            self.reporter.line("next, let it write:")
+            self.reporter.line("next, generate text:")
             workdir = shlex.quote(str(self.workdir))
             command = f'python -m heinsen_jax.generate --workdir {workdir} --prompt "..."'
             self.reporter.line(f"  {command}")

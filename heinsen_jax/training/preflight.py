@@ -59,7 +59,7 @@ def memory(compiled: jax.stages.Compiled) -> str:
         return "an unknown amount"
     arguments, work = found.argument_size_in_bytes, found.temp_size_in_bytes
     work += max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} to work in)"
+    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} temporary)"
 
 
 def time_updates(update: jax.stages.Compiled, state: TrainState, batch: Batch, steps: int) -> str:

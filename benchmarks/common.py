@@ -23,8 +23,8 @@ def interleaved_medians(
     """Return the median seconds of each function, interleaved so that disturbances affect all.
 
     Each function runs for about the same time per repeat: one call that is not counted, since the
-      other functions occupied the caches and memory, then at least three, until `seconds` have
-      passed.
+    other functions occupied the caches and memory, then at least three, until `seconds` have
+    passed.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):

@@ -2,14 +2,13 @@
 
 python -m heinsen_jax.chat --workdir runs/quickstart
 
-The conversation so far is the model's state, and is never read again. /save FILE writes the
+The conversation so far is the model's state and is never processed again. /save FILE writes the
 state to a file, /load FILE resumes from one, /reset starts over, /quit or the end of input ends the
 chat.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +17,11 @@ import tyro
 
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import generate, load_state, save_state
+from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one
 from heinsen_jax.generate.text import bytes_of, decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.training.checkpoint import load_run
 
 HELP = "/save FILE   /load FILE   /reset   /quit"
 
@@ -113,38 +112,30 @@ class Chat:
 
 @command_line
 def main() -> None:
-    def run(
-        workdir: str,
-        max_new_tokens: int = 256,
-        temperature: Annotated[float, tyro.conf.arg(help="above 0; lower is safer")] = 0.8,
-        top_k: Annotated[int | None, tyro.conf.arg(help="candidates; 1 is greedy")] = None,
-        seed: int = 0,
-        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
-    ) -> None:
-        """Chat with a trained model, line by line."""
-        if max_new_tokens < 1:
-            raise UserError(f"--max-new-tokens {max_new_tokens} must be at least 1")
-        model, tokenizer, _ = load_run(workdir, best=not latest)
-        if tokenizer is None:
-            raise UserError(
-                f"{workdir}: the model is trained on a synthetic task; choose a run trained on text"
-            )
-        chat = Chat(model, tokenizer, max_new_tokens, temperature, top_k, seed)
-        print(HELP)
-        while (line := _line()) not in (None, "/quit"):
-            try:
-                if line.startswith("/"):
-                    print(chat.command(line))
-                    continue
-                for text in chat.answer(line):
-                    print(text, end="", flush=True)
-                print()
-            except UserError as error:
-                print(f"error: {error}")
-            except KeyboardInterrupt:
-                print()
-
-    tyro.cli(run, prog="python -m heinsen_jax.chat", description=__doc__)
+    description = __doc__ or ""
+    options = tyro.cli(TextOptions, prog="python -m heinsen_jax.chat", description=description)
+    model, tokenizer = options.load()
+    chat = Chat(
+        model,
+        tokenizer,
+        options.max_new_tokens,
+        options.temperature,
+        options.top_k,
+        options.seed,
+    )
+    print(HELP)
+    while (line := _line()) not in (None, "/quit"):
+        try:
+            if line.startswith("/"):
+                print(chat.command(line))
+                continue
+            for text in chat.answer(line):
+                print(text, end="", flush=True)
+            print()
+        except UserError as error:
+            print(f"error: {error}")
+        except KeyboardInterrupt:
+            print()
 
 
 def _line() -> str | None:

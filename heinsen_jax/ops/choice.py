@@ -13,8 +13,8 @@ def first_safe(excess: Array) -> Array:
     """Return the index for `lax.switch` of the first implementation that can handle the inputs.
 
     Implementations are ordered: each handles all inputs that the preceding ones do. The first one
-      with excess <= 0 is chosen, the last one if none. Under `jax.vmap` one choice is made for the
-      whole batch, because a switch on a batched index would run every branch.
+    with excess <= 0 is chosen, the last one if none. Under `jax.vmap` one choice is made for the
+    whole batch, because a switch on a batched index would run every branch.
 
     Args:
       excess: `[implementations - 1]`, the amount by which the inputs exceed the range of each

@@ -325,8 +325,8 @@ def _causal(tokens: _Operands, state: LinearAttentionState, *, attends_to_itself
     tokens.
 
     Scan over blocks of chunks: in a block, the sums of all chunks are computed first; then each
-      chunk combines the state before it with its own tokens. The backward pass saves only the
-      states between blocks.
+    chunk combines the state before it with its own tokens. The backward pass saves only the
+    states between blocks.
     """
     _, length, groups, heads, _ = tokens.query.shape
     blocks = max(1, -(-length // (CHUNK * CHUNKS_IN_BLOCK)))

@@ -21,7 +21,7 @@ def linformer_attention(
         K' = E^T K,    V' = F^T V,    Y = softmax(Q K'^T / sqrt(key_depth)) V'     (7)
 
     Every query attends to every position: no causal form exists. Time and memory are linear in the
-      sequence length.
+    sequence length.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

@@ -135,9 +135,9 @@ def tglobal_attention(
         Y_t = softmax_j(scale Q_t . [K_t-r .. K_t+r, K'_0 .. K'_M-1] + bias_tj) [V, V']
 
     The caller computes the summaries: the `block_sums` of the layer's inputs, normalized, in the
-      same projections as keys and values of tokens. If causal, a token attends to itself, the
-      `radius` tokens before it, and the blocks completed before its own block began. Time and
-      memory are O(T (radius + T / block_size)).
+    same projections as keys and values of tokens. If causal, a token attends to itself, the
+    `radius` tokens before it, and the blocks completed before its own block began. Time and
+    memory are O(T (radius + T / block_size)).
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

@@ -35,7 +35,7 @@ def heads(
     """Yield for each query head its queries, and the keys and values of its key/value head.
 
     The columns of a key/value head: queries of its query heads, its keys, its values. Queries and
-      keys are normalized and rotated if the layer is configured so.
+    keys are normalized and rotated if the layer is configured so.
     """
     of_queries = x @ p[f"{name}.kernel"] + p[f"{name}.bias"]
     of_source = of_queries if source is None else source @ p[f"{name}.kernel"] + p[f"{name}.bias"]

@@ -130,7 +130,7 @@ def log_attention(
 
     Examples:
       Equal keys have equal weights: each output is the average of the values so far, in one call or
-        chunk by chunk.
+      chunk by chunk.
 
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
       >>> log_value = jnp.log(jnp.array([2.0, 4.0, 12.0])).reshape(3, 1, 1)

@@ -40,8 +40,8 @@ class Chunked:
     """Sizes of the chunked form; an instance can be given as `implementation`.
 
     Fields that are None are chosen by platform: for CPUs, small blocks that fit the cache; for
-      accelerators, few large operations, and chunks whose states need about as much memory as their
-      weights.
+    accelerators, few large operations, and chunks whose states need about as much memory as their
+    weights.
 
     Attributes:
       chunk_size: number of tokens C whose `[C, C]` weights are computed together; a multiple of 16.

@@ -1,0 +1,39 @@
+"""Options of the commands that generate text."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tiktoken
+import tyro
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.training.checkpoint import load_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """Options of commands that load a model and sample text from it."""
+
+    workdir: str
+    max_new_tokens: int = 256
+    temperature: Annotated[float, tyro.conf.arg(help="above 0; lower is safer")] = 0.8
+    top_k: Annotated[int | None, tyro.conf.arg(help="candidates; 1 is greedy")] = None
+    seed: int = 0
+    latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False
+
+    def load(self) -> tuple[LanguageModel, tiktoken.Encoding]:
+        """Load the model and its tokenizer.
+
+        Raises:
+          UserError: an option is out of its range, or the folder has no model of text.
+        """
+        if self.max_new_tokens < 1:
+            raise UserError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+        model, tokenizer, _ = load_run(self.workdir, best=not self.latest)
+        if tokenizer is None:
+            raise UserError(
+                f"{self.workdir}: the model is trained on a synthetic task; choose a run trained "
+                "on text"
+            )
+        return model, tokenizer

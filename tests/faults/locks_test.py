@@ -91,8 +91,8 @@ def test_training_waits_for_another_process_that_prepares_its_data(held, tmp_pat
     (tmp_path / "a.txt").write_text("words " * 100)
     with ThreadPoolExecutor(1) as pool:
         prepared = pool.submit(prepare, [str(tmp_path / "a.txt")], "bytes", folder, wait=True)
-        said = ""
-        while "waiting for its end" not in said:
+        said, deadline = "", time.monotonic() + 60
+        while "waiting until it ends" not in said and time.monotonic() < deadline:
             said += capfd.readouterr().err
             time.sleep(0.01)
         assert f"in use by process {process.pid}" in said

@@ -50,22 +50,26 @@ def main() -> None:
         limit: Annotated[
             int | None, tyro.conf.arg(help="examples per task; all by default")
         ] = None,
-        num_fewshot: Annotated[int | None, tyro.conf.arg(help="as each task says")] = None,
-        batch_size: Annotated[int | None, tyro.conf.arg(help="of tasks; 16 by default")] = None,
+        num_fewshot: Annotated[
+            int | None, tyro.conf.arg(help="set by each task by default")
+        ] = None,
+        batch_size: Annotated[
+            int | None, tyro.conf.arg(help="of tasks, in sequences; 16 by default")
+        ] = None,
         output: Annotated[
             Path | None, tyro.conf.arg(help="JSON file for the results of tasks")
         ] = None,
     ) -> None:
         """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on a validation split,
         or tasks of the lm-evaluation-harness."""
-        of_texts = {"--data": data, "--sequence-length": sequence_length}
-        of_texts |= {"--max-batches": max_batches}
+        of_text = {"--data": data, "--sequence-length": sequence_length}
+        of_text |= {"--max-batches": max_batches}
         of_tasks = {"--include-path": include_path, "--limit": limit, "--output": output}
         of_tasks |= {"--num-fewshot": num_fewshot, "--batch-size": batch_size}
-        for name, value in (of_texts if tasks else of_tasks).items():
+        for name, value in (of_text if tasks else of_tasks).items():
             if value is not None:
-                kind = "is of texts, not of --tasks" if tasks else "is of --tasks"
-                raise UserError(f"{name} {value} {kind}: leave it out")
+                kind = "is unsupported with" if tasks else "needs"
+                raise UserError(f"{name} {value} {kind} --tasks: leave it out")
         if output is not None and not output.parent.is_dir():
             raise UserError(
                 f"--output {output}: folder {output.parent} does not exist; create it first"

@@ -271,7 +271,11 @@ TINY = "--config", "tiny.py"
             (*TINY, "--training.stepz", "9", "--model.layerz", "3"),
             ["--training.steps", "--model.num-layers", "is meant"],
         ),
-        (main, (*TINY, "--model.attention", "lgo"), ["--model: no attention mechanism 'lgo'"]),
+        (
+            main,
+            (*TINY, "--model.attention", "lgo"),
+            ["--model: attention mechanism 'lgo': unknown"],
+        ),
         (main, (*TINY, "--model.remat", "False"), ["a switch has no value: ", "no-field"]),
         (main, (*TINY, "--data.sequence_length", "20000"), ["sequence_length=20000 needs 20001"]),
         (main, (*TINY, "--data.corpus", "missing.txt"), ["missing.txt"]),

@@ -17,7 +17,7 @@ class TextOptions:
 
     workdir: str
     max_new_tokens: int = 256
-    temperature: Annotated[float, tyro.conf.arg(help="above 0; lower is safer")] = 0.8
+    temperature: Annotated[float, tyro.conf.arg(help="above 0; lower is more deterministic")] = 0.8
     top_k: Annotated[int | None, tyro.conf.arg(help="candidates; 1 is greedy")] = None
     seed: int = 0
     latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False

@@ -32,8 +32,8 @@ def main() -> int:
             tyro.conf.arg(help="processes of this machine, or a Ray cluster"),
         ] = "local",
         jobs: Annotated[int, tyro.conf.arg(help="number of concurrent runs on this machine")] = 1,
-        cpus: Annotated[float, tyro.conf.arg(help="of a run, on a cluster")] = 1,
-        gpus: Annotated[float, tyro.conf.arg(help="of a run, on a cluster")] = 0,
+        cpus: Annotated[float, tyro.conf.arg(help="CPUs per run on a cluster")] = 1,
+        gpus: Annotated[float, tyro.conf.arg(help="GPUs per run on a cluster")] = 0,
         report_only: Annotated[
             bool, tyro.conf.arg(help="write the report of the finished runs only")
         ] = False,

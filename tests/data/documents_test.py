@@ -78,7 +78,7 @@ def test_jsonl_yields_its_documents(tmp_path: Path) -> None:
         (b'{"body": "x"}', "no string under 'text'"),
         (b'{"text": 3}', "no string under 'text'"),
         (b"[1]", "no string under 'text'"),
-        (b'{"text": "\\ud800"}', "half a surrogate pair"),
+        (b'{"text": "\\ud800"}', "an unpaired surrogate"),
         (b'{"text": "caf\xe9"}', "is not JSON"),
     ],
 )
@@ -156,7 +156,7 @@ def test_damaged_archives_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cut\.zip is damaged"):
         read(cut, "wikitext")
     other = wikitext(tmp_path / "other.zip", {"wiki.train.tokens": "x"})
-    with pytest.raises(UserError, match=r"other\.zip holds no wiki\.train\.raw"):
+    with pytest.raises(UserError, match=r"other\.zip contains no wiki\.train\.raw"):
         read(other, "wikitext")
 
 

@@ -216,7 +216,7 @@ def test_exchanged_tokenizer_is_detected(tmp_path: Path) -> None:
     )
     (tmp_path / "other.tiktoken").write_text(ranks)
     save_tokenizer(get_tokenizer(str(tmp_path / "other.tiktoken")), tmp_path)
-    with pytest.raises(UserError, match="another tokenizer than its tokens are from"):
+    with pytest.raises(UserError, match="its tokenizer differs from that of its tokens"):
         TokenDataset(tmp_path)
 
 

@@ -291,7 +291,7 @@ def test_invalid_inputs_are_named(tmp_path: Path) -> None:
     folder = str(make_folder(tmp_path / "in", 3))
     problems = {
         ("nowhere.txt",): r"input nowhere\.txt does not exist: give one of python-stdlib",
-        (str(tmp_path / "empty"),): "empty holds no text",
+        (str(tmp_path / "empty"),): "empty contains no text",
         (str(tmp_path / "empty.txt"),): "no text at all",
         (folder, folder): "given twice",
         (): "give a corpus",

@@ -357,7 +357,7 @@ def test_a_malformed_state_is_one_error(run, tmp_path, change):
     model, _, _ = load_run(run)
     save_state(tmp_path / "state", model, model.init_state(()))
     rewritten(tmp_path / "state", change)
-    with pytest.raises(UserError, match="state is no state"):
+    with pytest.raises(UserError, match="state is not a valid state"):
         load_state(tmp_path / "state", model)
 
 
@@ -374,15 +374,15 @@ def test_a_state_has_fixed_axes_except_capacities(run, tmp_path):
             shapes_of[name] = [[*twice.shape], str(x.dtype)]
             changed = metadata | {"shapes": json.dumps(shapes_of)}
             save_hashed(tmp_path / "other", arrays | {name: twice}, changed)
-            with pytest.raises(UserError, match="other is no state"):
+            with pytest.raises(UserError, match="other is not a valid state"):
                 load_state(tmp_path / "other", model)
     fewer = {name: [[n - 1, *rest], dtype] for name, ((n, *rest), dtype) in shapes_of.items()}
     cut = {name: x[:-1] if fewer[name][0] else x for name, x in arrays.items()}
     save_hashed(tmp_path / "other", cut, metadata | {"shapes": json.dumps(fewer)})
-    with pytest.raises(UserError, match="other is no state"):
+    with pytest.raises(UserError, match="other is not a valid state"):
         load_state(tmp_path / "other", model)
     save_hashed(tmp_path / "other", {n: x.astype("f2") for n, x in arrays.items()}, metadata)
-    with pytest.raises(UserError, match="other is no state"):
+    with pytest.raises(UserError, match="other is not a valid state"):
         load_state(tmp_path / "other", model)
 
 

@@ -94,7 +94,7 @@ def test_another_models_state_is_refused(tmp_path):
     save_state(tmp_path / "state", model, model.init_state(()))
     other = nnx.clone(model)
     other.embed.embedding[...] = np.flip(other.embed.embedding[...])
-    with pytest.raises(UserError, match="of another model, or of other weights"):
+    with pytest.raises(UserError, match="saved by another model or with other weights"):
         load_state(tmp_path / "state", other)
 
 

@@ -100,12 +100,12 @@ def test_invalid_ids_are_shown_as_such():
         ({"prompts": "a"}, "lists of strings"),
         ({"stop": "a"}, "lists of strings"),
         ({"prompts": ["a", ""]}, r"prompts\[1\] is empty"),
-        ({"stop": [""]}, "stop has an empty string"),
+        ({"stop": [""]}, "stop contains an empty string"),
         ({"num_samples": 0}, "num_samples=0"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"top_k": None}, "sampling needs key"),
         ({"key": jax.random.split(jax.random.key(0))}, "key must be one jax.random.key"),
-        ({"state": build("log", **SIZES).init_state((2,))}, "of a batch of texts"),
+        ({"state": build("log", **SIZES).init_state((2,))}, "state: has a batch axis"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

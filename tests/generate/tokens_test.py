@@ -129,7 +129,7 @@ def test_zero_new_tokens(model):
         ({"key": None}, "sampling needs key"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"num_tokens": 18}, "num_tokens=18"),
-        ({"max_new_tokens": 0, "return_state": True}, "would read nothing"),
+        ({"max_new_tokens": 0, "return_state": True}, "no token is processed"),
         ({"key": jax.random.split(jax.random.key(0), 3)}, r"key\[3\] must be one jax.random.key"),
     ],
 )

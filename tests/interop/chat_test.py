@@ -54,7 +54,7 @@ def test_capacity_for_a_turn_is_allocated_once(tmp_path):
 
 def test_a_model_that_cannot_generate_is_refused():
     model = build("softmax", vocab_size=264, num_layers=1, is_causal=False)
-    with pytest.raises(UserError, match="fills in masked tokens, and cannot write"):
+    with pytest.raises(UserError, match="predicts masked tokens and cannot generate"):
         Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)
 
 

@@ -192,7 +192,7 @@ def test_samples_end_at_stop_strings(adapter):
     assert len({*adapter.generate_until(requests)}) == 2
     again = request("generate_until", "where", sampled)
     assert len({*adapter.generate_until([again] * 5)}) > 1  # as often as requested
-    with pytest.raises(UserError, match=r"generation_kwargs\.top_p=0.9 unknown argument"):
+    with pytest.raises(UserError, match=r"generation_kwargs\.top_p=0.9: unknown argument"):
         adapter.generate_until([request("generate_until", "a", {"top_p": 0.9})])
 
 
@@ -277,9 +277,9 @@ def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"workdir": None}, "needs workdir=FOLDER"),
-        ({"device": "cuda", "dtype": "half"}, "model_args dtype='half' unknown argument"),
-        ({"batch_size": "auto"}, "batch_size=auto must be an integer"),
+        ({"workdir": None}, "workdir is missing; give workdir=FOLDER"),
+        ({"device": "cuda", "dtype": "half"}, "model_args dtype='half': unknown argument"),
+        ({"batch_size": "auto"}, "batch_size=auto: must be an integer"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )
@@ -291,10 +291,10 @@ def test_bad_arguments_are_named(run, change, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tasks", "nonsense_of_mine"], "--tasks nonsense_of_mine unknown argument"),
-        (["--tasks", "x", "--include-path", "nowhere"], "--include-path nowhere is no folder"),
-        (["--tasks", "x", "--data", "text"], "--data text is of texts, not of --tasks"),
-        (["--limit", "3"], "--limit 3 is of --tasks: leave it out"),
+        (["--tasks", "nonsense_of_mine"], "--tasks nonsense_of_mine: unknown task"),
+        (["--tasks", "x", "--include-path", "nowhere"], "--include-path nowhere: not a folder"),
+        (["--tasks", "x", "--data", "text"], "--data text is unsupported with --tasks"),
+        (["--limit", "3"], "--limit 3 needs --tasks: leave it out"),
         (["--tasks", "x", "--output", "no/x.json"], "--output no/x.json: folder no does not exist"),
     ],
 )

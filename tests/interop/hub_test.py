@@ -161,7 +161,9 @@ def test_a_missing_repository_is_named(monkeypatch):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(hub, "snapshot_download", nothing)
-    with pytest.raises(UserError, match="me/words is no folder here, and could not be fetched"):
+    with pytest.raises(
+        UserError, match="me/words is not a local folder, and could not be downloaded"
+    ):
         from_pretrained("me/words")
 
 

@@ -114,7 +114,7 @@ def test_import_and_export():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"block": "standard"}, r"model\.block='standard' is not the published"),
+        ({"block": "standard"}, r"model\.block='standard': the published PyTorch model has"),
         ({"attention": "softmax"}, r"model\.attention='softmax'"),
         ({"attention_options": (("log.values", "linear"),)}, r"model\.attention_options"),
         ({"convolution_size": 3}, r"model\.convolution_size=3"),

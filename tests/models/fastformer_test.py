@@ -124,9 +124,9 @@ def test_chunks_equal_one_pass_up_to_the_last_position():
         parts.append(logits)
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
     assert model.remaining(state) == model.remaining(chunks) == 0
-    with pytest.raises(ValueError, match="a text of 33 tokens is longer than max_length=32"):
+    with pytest.raises(ValueError, match="sequence length 33 exceeds max_length=32"):
         model(tokens[:, :1], state=state)
-    with pytest.raises(ValueError, match="a text of 33 tokens is longer than max_length=32"):
+    with pytest.raises(ValueError, match="sequence length 33 exceeds max_length=32"):
         model(jnp.zeros((1, 33), int))
     after, _ = apply(model, tokens[:, :1], state, return_state=True)
     assert np.all(np.isnan(after))
@@ -140,7 +140,7 @@ def test_generation_ends_with_the_positions():
     assert model.remaining(state) == 0
     with pytest.raises(ValueError, match=r"positions for 32 more tokens .*, and 33 would be fed"):
         generate(model, prompt, 33, top_k=1)
-    with pytest.raises(ValueError, match="as long as the model has positions for"):
+    with pytest.raises(ValueError, match="has reached model.max_length"):
         for _ in stream(model, prompt, top_k=1):
             pass
 

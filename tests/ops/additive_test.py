@@ -471,24 +471,24 @@ X, LOGITS = jnp.zeros((2, 6, 3, 4)), jnp.zeros((2, 6, 3))
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"x": X[0]}, r"x must have shape \(2, 6, 3, 4\), has \(6, 3, 4\)"),
+        ({"x": X[0]}, r"x must have shape \(2, 6, 3, 4\), got \(6, 3, 4\)"),
         ({"x": X[0, 0]}, r"x must be \[\.\.\., tokens, heads, depth\]"),
-        ({"x": X.astype(int)}, "x must be of a kind of floating, is int32"),
+        ({"x": X.astype(int)}, "x must have a dtype of kind floating, got int32"),
         ({"logits": LOGITS[0, 0]}, r"logits must be \[\.\.\., tokens, heads\]"),
-        ({"logits": LOGITS[:, :5]}, r"x must have shape \(2, 5, 3, 4\), has \(2, 6, 3, 4\)"),
+        ({"logits": LOGITS[:, :5]}, r"x must have shape \(2, 5, 3, 4\), got \(2, 6, 3, 4\)"),
         ({"logits": LOGITS.astype(int)}, "logits must be floating point, got int32"),
-        ({"local_window_size": 0}, "local_window_size must be an integer >= 1, is 0"),
-        ({"local_window_size": True}, "local_window_size must be an integer >= 1, is True"),
+        ({"local_window_size": 0}, "local_window_size must be an integer >= 1, got 0"),
+        ({"local_window_size": True}, "local_window_size must be an integer >= 1, got True"),
         ({"segment_ids": jnp.zeros((2, 5), int)}, r"segment_ids must have shape \(2, 6\)"),
-        ({"segment_ids": jnp.zeros((2, 6))}, "segment_ids must be of a kind of integer"),
+        ({"segment_ids": jnp.zeros((2, 6))}, "segment_ids must have a dtype of kind integer"),
         ({"key_value_seq_lengths": jnp.zeros((3,), int)}, "key_value_seq_lengths must have shape"),
         (
             {"initial_state": AdditiveState.empty((2,), 3, 4, 4)},
-            r"initial_state\.x must have shape \(2, 1, 3, 4\), has \(2, 3, 3, 4\)",
+            r"initial_state\.x must have shape \(2, 1, 3, 4\), got \(2, 3, 3, 4\)",
         ),
         (
             {"initial_state": AdditiveState.empty((2,), 3, 4), "local_window_size": 4},
-            r"initial_state\.x must have shape \(2, 3, 3, 4\), has \(2, 1, 3, 4\)",
+            r"initial_state\.x must have shape \(2, 3, 3, 4\), got \(2, 1, 3, 4\)",
         ),
     ],
 )
@@ -501,7 +501,7 @@ def test_invalid_arguments_raise(changes, message):
 @pytest.mark.usefixtures("unchecked")
 def test_a_state_of_other_logits_raises():
     state = AdditiveState(X[:, :1], LOGITS[:, :1, :2])
-    message = r"initial_state\.logits must have shape \(2, 1, 3\), has \(2, 1, 2\)"
+    message = r"initial_state\.logits must have shape \(2, 1, 3\), got \(2, 1, 2\)"
     with pytest.raises(ValueError, match=message):
         additive_pooling(X, LOGITS, initial_state=state)
 

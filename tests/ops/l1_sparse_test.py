@@ -369,7 +369,7 @@ x, E = jnp.ones((2, 5, 4, 3)), np.array([[0, 1], [4, 2]])
         ((x, x, x[:, :4], E), {}, ValueError, "same tokens and heads"),
         ((x, x, x, E[:, :1]), {}, ValueError, "edges must have shape"),
         ((x, x, x, E[0]), {}, ValueError, "edges must have shape"),
-        ((x, x, x, E.astype(float)), {}, ValueError, "edges must be of a kind of integer"),
+        ((x, x, x, E.astype(float)), {}, ValueError, "edges must have a dtype of kind integer"),
         ((x, x, x, E), {"denominator_bias": -1.0}, ValueError, "denominator_bias"),
         ((x, x, x, E), {"value_back": x[:, :4]}, ValueError, "value_back must have shape"),
         ((x, x, x, E), {"value_back": x.astype(int)}, ValueError, "value_back must be of a kind"),
@@ -391,5 +391,5 @@ def test_invalid_arguments_raise(arguments, options, error, message):
 def test_edge_counts_of_invalid_edges_raises():
     with pytest.raises(ValueError, match="edges must have shape"):
         edge_counts(np.zeros((3, 4), int))
-    with pytest.raises(ValueError, match="edges must be of a kind of integer"):
+    with pytest.raises(ValueError, match="edges must have a dtype of kind integer"):
         edge_counts(np.zeros((3, 2)))

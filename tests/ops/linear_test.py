@@ -260,8 +260,8 @@ X = np.ones((2, 6, 2, 3), np.float32)
         ((X, X[..., :2], X), {}, "same depth"),
         ((X, X, X.astype(int)), {}, "value must be floating point"),
         ((X, X, X), {"feature_map": "exp"}, "feature_map must be .* heinsen_attention"),
-        ((X, X, X), {"feature_map": lambda x: x[..., 0, :]}, "feature_map must change the last"),
-        ((X, X, X), {"segment_ids": X[..., 0, 0]}, "segment_ids must be of a kind of integer"),
+        ((X, X, X), {"feature_map": lambda x: x[..., 0, :]}, "feature_map must change only the last"),
+        ((X, X, X), {"segment_ids": X[..., 0, 0]}, "segment_ids must have a dtype of kind integer"),
         ((X, X, X), {"key_value_seq_lengths": np.ones(3, int)}, "key_value_seq_lengths must have"),
         (
             (X, X, X),
@@ -279,5 +279,5 @@ def test_invalid_arguments_raise(arrays, options, message):
 @pytest.mark.usefixtures("unchecked")
 def test_segments_of_other_queries_are_refused():
     ids = np.zeros((2, 6), int)
-    with pytest.raises(NotImplementedError, match="segments of the queries"):
+    with pytest.raises(NotImplementedError, match="ids of queries are not given"):
         linear_attention(X[:, :5], X, X, is_causal=False, segment_ids=ids)

@@ -143,7 +143,7 @@ X, E = np.ones((6, 2, 3), np.float32), np.ones((8, 4), np.float32)
         ((X, X, X, E, E[:, :3]), "the same number of rows"),
         ((X, X, X, E[0], E), "key_projection must be"),
         ((X, X, X, E, np.ones((3, 8, 4), np.float32)), "value_projection must have shape"),
-        ((X, X, X, E.astype(int), E), "key_projection must be of a kind of floating"),
+        ((X, X, X, E.astype(int), E), "key_projection must have a dtype of kind floating"),
         ((X, X[:5], X, E, E), "same tokens and heads"),
     ],
 )

@@ -325,7 +325,7 @@ def test_published_sparse_patterns(golden, name, pattern, summaries):
             local.longformer_attention,
             {"local_window_size": 2, "global_positions": [4]},
             ValueError,
-            r"global_positions must be in 0 \.\. 3, are \[4\]",
+            r"global_positions must be in 0 \.\. 3, got \[4\]",
         ),
         (local.block_sparse_attention, {"block_size": 0}, ValueError, "block_size must be"),
         (

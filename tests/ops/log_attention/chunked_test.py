@@ -161,10 +161,10 @@ def test_one_unsafe_block_leaves_the_others_to_products():
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ((20, 1000), "chunk_size must be a multiple of 16, is 20"),
-        ((0, 64), "chunk_size must be a multiple of 16, is 0"),
-        ((64, 100), "block_size must be a multiple of chunk_size=64, is 100"),
-        ((64, 0), "block_size must be a multiple of chunk_size=64, is 0"),
+        ((20, 1000), "chunk_size must be a multiple of 16, got 20"),
+        ((0, 64), "chunk_size must be a multiple of 16, got 0"),
+        ((64, 100), "block_size must be a multiple of chunk_size=64, got 100"),
+        ((64, 0), "block_size must be a multiple of chunk_size=64, got 0"),
     ],
 )
 def test_invalid_sizes_raise(sizes, message):

@@ -15,5 +15,5 @@ def test_minus_one_means_the_remaining_devices():
 @pytest.mark.parametrize("sizes", [(3, 1), (-1, 2), (0, 1), (-1, -1)])
 def test_sizes_that_do_not_match_the_devices_are_refused(sizes):
     data, context = sizes
-    with pytest.raises(UserError, match=r"do not make up the 1 device"):
+    with pytest.raises(UserError, match=r"do not multiply to 1, the number of devices"):
         make_mesh(MeshConfig(data=data, context=context))

@@ -293,7 +293,7 @@ def test_a_folder_that_is_not_shared_is_refused(place, tmp_path):
     ]
     for code, _, err in finish(processes, timeout=120):
         assert code == 2
-        assert_one_line(cleaned(err), "--workdir run is not one folder for all processes")
+        assert_one_line(cleaned(err), "--workdir run is not shared by all processes")
 
 
 DIFFERENT = {

@@ -151,5 +151,7 @@ def test_invalid_arguments_raise(fields, message):
 
 def test_rotary_needs_pairs_of_features():
     options = (("softmax.rotary", True),)
-    with pytest.raises(ValueError, match="key_depth=3: rotary position embeddings rotate pairs of features"):
+    with pytest.raises(
+        ValueError, match="key_depth=3: rotary position embeddings rotate pairs of features"
+    ):
         model(attention="softmax", attention_options=options, key_depth=3)

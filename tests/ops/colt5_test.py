@@ -455,7 +455,10 @@ ROUTING = Routing(jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2)), jnp.ones((3, 2
         (lambda: soft_top_k(jnp.zeros(3, int), 1), "scores must be"),
         (lambda: soft_top_k(jnp.zeros(3), 0), "k must be positive"),
         (lambda: soft_top_k(jnp.zeros(3), 1, mask=jnp.ones((1, 3), bool)), "mask must have shape"),
-        (lambda: soft_top_k(jnp.zeros(3), 1, mask=jnp.ones(3)), "mask must have a dtype of kind bool"),
+        (
+            lambda: soft_top_k(jnp.zeros(3), 1, mask=jnp.ones(3)),
+            "mask must have a dtype of kind bool",
+        ),
         (lambda: soft_top_k(jnp.zeros(3), 1, num_iterations=0), "num_iterations must be"),
         (lambda: soft_top_k(jnp.zeros(3), 1, epsilon=0.0), "epsilon must be positive"),
         (lambda: soft_top_k(jnp.zeros(3), 1, epsilon_decay=1.5), "epsilon_decay must be in"),

@@ -260,7 +260,11 @@ X = np.ones((2, 6, 2, 3), np.float32)
         ((X, X[..., :2], X), {}, "same depth"),
         ((X, X, X.astype(int)), {}, "value must be floating point"),
         ((X, X, X), {"feature_map": "exp"}, "feature_map must be .* heinsen_attention"),
-        ((X, X, X), {"feature_map": lambda x: x[..., 0, :]}, "feature_map must change only the last"),
+        (
+            (X, X, X),
+            {"feature_map": lambda x: x[..., 0, :]},
+            "feature_map must change only the last",
+        ),
         ((X, X, X), {"segment_ids": X[..., 0, 0]}, "segment_ids must have a dtype of kind integer"),
         ((X, X, X), {"key_value_seq_lengths": np.ones(3, int)}, "key_value_seq_lengths must have"),
         (

@@ -230,7 +230,7 @@ C = Compression(np.ones((2, 3, 3, 3), np.float32), *np.ones((2, 2, 3), np.float3
         ((X, X, X, C, C), {"pad": "both"}, "pad must be"),
         ((X, X, X[:5], C, C), {}, "same tokens and heads"),
         ((X, X[:5], X[:5], C, C), {"is_causal": True}, "as many queries as keys"),
-        ((X[..., :2], X, X, C, C), {}, "makes keys of depth 3, queries have 2"),
+        ((X[..., :2], X, X, C, C), {}, "compresses keys to depth 3, but queries have 2"),
         ((X, X, X, C, C._replace(kernel=C.kernel[:, :2])), {}, "kernels of one width"),
         ((X, X, X, C._replace(kernel=C.kernel[0]), C), {}, "key_compression.kernel must be"),
         ((X, X, X, C, C._replace(null=C.null[0])), {}, "value_compression.null must have shape"),
@@ -254,5 +254,5 @@ def test_invalid_arguments_raise(arrays, options, message):
 @pytest.mark.usefixtures("unchecked")
 def test_states_with_left_padding_raise(options):
     state = CompressedCache.empty((), C, C, capacity=6)
-    with pytest.raises(NotImplementedError, match="states need"):
+    with pytest.raises(NotImplementedError, match="initial_state: unsupported without"):
         memory_compressed_attention(X, X, X, C, C, initial_state=state, **options)

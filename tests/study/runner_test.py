@@ -259,7 +259,7 @@ def test_only_a_run_that_diverged_is_recorded_as_failed(tmp_path, monkeypatch, f
     ("choice", "message"),
     [
         ({"model.atention": "l1"}, r"mechanism wrong.*has no field 'atention'"),
-        ({"model.attention": "nope"}, r"mechanism wrong.*no attention mechanism 'nope'"),
+        ({"model.attention": "nope"}, r"mechanism wrong.*attention mechanism 'nope': unknown"),
         ({"model.num_heads": 3}, r"mechanism wrong.*num_heads=3 does not divide"),
         ({"model.vocab_size": 3}, r"mechanism wrong.*vocabulary of induction"),
         ({}, r"mechanism wrong.* is the same as mechanism linear"),

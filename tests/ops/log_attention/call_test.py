@@ -70,7 +70,7 @@ def test_integers_are_refused(position):
 @pytest.mark.usefixtures("unchecked")
 def test_the_state_of_the_other_function_is_refused(function):
     kind = HeinsenAttentionState if function is log_attention else LogAttentionState
-    with pytest.raises(ValueError, match=f"initial_state is a {kind.__name__}, must be a"):
+    with pytest.raises(ValueError, match=f"initial_state must be a .*, got a {kind.__name__}"):
         function(*arrays(), initial_state=kind.empty((), 2, 3, 5))
 
 
@@ -126,7 +126,10 @@ def test_segments_of_other_queries(function):
             {"key_value_seq_lengths": jnp.zeros(3, int)},
             r"key_value_seq_lengths must have shape \(\) or \(2,\), got \(3,\)",
         ),
-        ({"key_value_seq_lengths": jnp.float32(2)}, "key_value_seq_lengths must have a dtype of kind"),
+        (
+            {"key_value_seq_lengths": jnp.float32(2)},
+            "key_value_seq_lengths must have a dtype of kind",
+        ),
         ({"log_decay": jnp.ones(4)}, r"log_decay must have shape \(4, 2\) or .*, got \(4,\)"),
         ({"log_decay": jnp.zeros((4, 2), int)}, "log_decay must have a dtype of kind floating"),
     ],

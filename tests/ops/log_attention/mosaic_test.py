@@ -322,7 +322,7 @@ def test_without_a_gpu_it_is_refused():
 @pytest.mark.parametrize(
     ("depth", "dtype", "keywords", "reason"),
     [
-        (129, "bfloat16", {}, "more than 128"),
+        (129, "bfloat16", {}, "exceed 128"),
         (128, "float32", {}, "use bfloat16"),
         (32, "complex64", {}, "complex"),
         (32, "float32", {"is_causal": False}, "is_causal"),

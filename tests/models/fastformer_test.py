@@ -140,7 +140,7 @@ def test_generation_ends_with_the_positions():
     assert model.remaining(state) == 0
     with pytest.raises(ValueError, match=r"positions for 32 more tokens .*, and 33 would be fed"):
         generate(model, prompt, 33, top_k=1)
-    with pytest.raises(ValueError, match="has reached model.max_length"):
+    with pytest.raises(ValueError, match=r"has reached model\.max_length"):
         for _ in stream(model, prompt, top_k=1):
             pass
 

@@ -292,7 +292,7 @@ def test_invalid_inputs_are_named(tmp_path: Path) -> None:
     problems = {
         ("nowhere.txt",): r"input nowhere\.txt does not exist: give one of python-stdlib",
         (str(tmp_path / "empty"),): "empty contains no text",
-        (str(tmp_path / "empty.txt"),): "no text at all",
+        (str(tmp_path / "empty.txt"),): "contains no text",
         (folder, folder): "given twice",
         (): "give a corpus",
     }

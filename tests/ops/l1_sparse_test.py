@@ -372,7 +372,7 @@ x, E = jnp.ones((2, 5, 4, 3)), np.array([[0, 1], [4, 2]])
         ((x, x, x, E.astype(float)), {}, ValueError, "edges must have a dtype of kind integer"),
         ((x, x, x, E), {"denominator_bias": -1.0}, ValueError, "denominator_bias"),
         ((x, x, x, E), {"value_back": x[:, :4]}, ValueError, "value_back must have shape"),
-        ((x, x, x, E), {"value_back": x.astype(int)}, ValueError, "value_back must have a dtype of kind"),
+        ((x, x, x, E), {"value_back": x.astype(int)}, ValueError, "value_back must have a dtype"),
         (
             (x, x, x, E),
             {"denominator_bias": 1.0, "normalize": False},

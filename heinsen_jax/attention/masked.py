@@ -35,7 +35,7 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         """Maximum number of earlier tokens that are visible to a query; unlimited when None."""
         return None
 
-    def placed(
+    def with_positions(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]
     ) -> tuple[Query, Keys]:
         """Queries and keys with their positions encoded, after that many tokens."""
@@ -66,7 +66,7 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
     ) -> tuple[Mixed, TokenStates | None]:
         state = call.state
-        query, key = self.placed(query, key, 0 if state is None else state.num_tokens)
+        query, key = self.with_positions(query, key, 0 if state is None else state.num_tokens)
         if state is None:
             return self.over_all(query, key, value, call), None
         if call.segment_ids is not None:

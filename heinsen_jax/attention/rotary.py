@@ -40,7 +40,7 @@ class RotaryAttention(MaskedAttention[RotaryT]):
                 "features; make it even"
             )
 
-    def placed(
+    def with_positions(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]
     ) -> tuple[Query, Keys]:
         if not self.config.rotary:

@@ -107,16 +107,16 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         size = self.config.radius + self.config.block_size
         chunks = x.shape[-2] // size
         if chunks < 2:
-            return self._piece(x, state)
+            return self._chunk(x, state)
         complete, rest = jnp.split(x, [chunks * size], -2)
         complete = complete.reshape(*x.shape[:-2], chunks, size, x.shape[-1])
-        step = jax.checkpoint(lambda state, x: self._piece(x, state)[::-1])
+        step = jax.checkpoint(lambda state, x: self._chunk(x, state)[::-1])
         state, y = lax.scan(step, state, jnp.moveaxis(complete, -3, 0))
         y = jnp.moveaxis(y, 0, -3).reshape(*x.shape[:-2], chunks * size, x.shape[-1])
-        last, state = self._piece(rest, state)
+        last, state = self._chunk(rest, state)
         return jnp.concatenate([y, last], -2), state
 
-    def _piece(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
+    def _chunk(self, x: Array, state: TransientGlobalState) -> tuple[Array, TransientGlobalState]:
         query, key, value = self.heads(x)
         at = state.length + jnp.arange(x.shape[-2])
         near, window = state.window.append(key, value)

@@ -20,7 +20,7 @@ Lengths: TypeAlias = ArrayLike | Sequence[int]
 Carry: TypeAlias = tuple[Float[Array, "B 1 D"], LanguageModelState]
 
 
-def to_the_right(
+def right_padded(
     tokens: Integer[Array, "*B T"], lengths: Lengths, padding: Padding
 ) -> tuple[Integer[Array, "B T"], Integer[Array, "B"]]:
     """Move padding to the right; return the prompts `[B, T]` and their lengths `[B]`.

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import lax
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.prompts import Lengths, Padding, read, to_the_right
+from heinsen_jax.generate.prompts import Lengths, Padding, read, right_padded
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import Read, make_advance, rows_are_independent, to_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
@@ -123,7 +123,7 @@ def generate(
             f"{[*tokens.shape[:-1]]}"
         )
     if lengths is not None:
-        tokens, lengths = to_the_right(tokens, lengths, padding)
+        tokens, lengths = right_padded(tokens, lengths, padding)
     graph, parameters = nnx.split(model)
     fed = tokens.shape[-1] + max(max_new_tokens - 1, 0)
     state = model.init_state(tokens.shape[:-1]) if state is None else state

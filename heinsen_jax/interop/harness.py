@@ -51,7 +51,7 @@ Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @runtime_checkable
-class Asked(Protocol):
+class Instance(Protocol):
     """Request (`lm_eval.api.instance.Instance`), whose arguments depend on its kind."""
 
     @property
@@ -158,7 +158,7 @@ class Harnessed(TemplateLM):
             numbers = [number for group in some for number in group]
             place = {number: row for row, group in enumerate(some) for number in group}
             most = max(len(cut[number][1]) for number in numbers)
-            state = self._after([[*cut[group[0]][0]] for group in some], most)
+            state = self._states_after([[*cut[group[0]][0]] for group in some], most)
             for part in _by(self.batch_size, numbers):
                 given, wanted = ([cut[n][1][where] for n in part] for where in (GIVEN, WANTED))
                 rows = _padded_row([place[n] for n in part], self.batch_size)
@@ -182,7 +182,7 @@ class Harnessed(TemplateLM):
         return tuple(context[:-1]), context[-1:] + continuation
 
     def loglikelihood_rolling(
-        self, requests: Sequence[Asked], disable_tqdm: bool = False
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
         """Return log p of documents, each after the end-of-text token."""
         del disable_tqdm
@@ -223,7 +223,7 @@ class Harnessed(TemplateLM):
             found[number] += log_p
         return found.tolist()
 
-    def generate_until(self, requests: Sequence[Asked], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate text after contexts, greedily unless a task sets do_sample."""
         del disable_tqdm
         found = [""] * len(requests)
@@ -265,7 +265,7 @@ class Harnessed(TemplateLM):
         temperature = 1.0 if temperature is None else temperature
         return {**options, "key": key, "temperature": temperature, "top_k": top_k}
 
-    def _after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
+    def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
         tokens = _padded(contexts, self.batch_size)
         lengths = _padded_row([len(context) for context in contexts], self.batch_size)

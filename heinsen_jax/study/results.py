@@ -51,14 +51,14 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
         groups.setdefault(tuple(study.compared(run.labels).values()), []).append(run)
     sign = 1 if study.mode == "max" else -1
 
-    def goodness(run: Run) -> float:
+    def score(run: Run) -> float:
         row = recorded.of(run)
         if row is None:
             return -math.inf
         value = row.get("metrics", {}).get(study.metric, math.nan)
         return sign * value if math.isfinite(value) else -math.inf
 
-    best = [max(runs, key=goodness) for runs in groups.values()]
+    best = [max(runs, key=score) for runs in groups.values()]
     return [
         [run, *study.then(run.labels)] if "failed" not in (recorded.of(run) or {}) else [run]
         for run in best

@@ -91,10 +91,10 @@ class Checkpoints:
         else:
             with process_0_first() as is_first:
                 self.damaged = self._find_damaged() if is_first else {}
-        best = BestN(get_metric_fn=_goodness, n=1)
+        best = BestN(get_metric_fn=_score, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-            best_fn=_goodness,
+            best_fn=_score,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
@@ -414,5 +414,5 @@ def _reason(error: Exception) -> str:
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
-def _goodness(metrics: dict[str, float]) -> float:
+def _score(metrics: dict[str, float]) -> float:
     return -metrics["loss"]

@@ -211,7 +211,7 @@ class _Run:
             self.reporter.validation(step, metrics)
         if self.reporter.active and not (self.workdir / PLOT_FILE).exists():
             plot_losses(self.workdir)
-        self._say_next()
+        self._print_next_commands()
         return Result(step, metrics)
 
     def _recorded(self, step: int) -> dict[str, float] | None:
@@ -365,9 +365,9 @@ class _Run:
         if sample.exists():
             line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
         line(f"loss plot: {plot}")
-        self._say_next()
+        self._print_next_commands()
 
-    def _say_next(self) -> None:
+    def _print_next_commands(self) -> None:
         if self.model.is_causal and self.dataset.tokenizer is not None:
             self.reporter.line("next, generate text:")
             workdir = shlex.quote(str(self.workdir))

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Taken(Generic[T]):
+class Item(Generic[T]):
     """A batch, or the error raised in its place."""
 
     batch: T | None = None
@@ -35,15 +35,15 @@ def with_timeout(
       UserError: no batch came in time.
     """
 
-    def take(into: "queue.Queue[Taken[T]]") -> None:
+    def read(into: "queue.Queue[Item[T]]") -> None:
         try:
-            into.put(Taken(batch=next(batches)))
+            into.put(Item(batch=next(batches)))
         except BaseException as error:  # any error is for the consumer
-            into.put(Taken(error=error))
+            into.put(Item(error=error))
 
     while True:
-        into: queue.Queue[Taken[T]] = queue.Queue()
-        threading.Thread(target=take, args=(into,), daemon=True).start()
+        into: queue.Queue[Item[T]] = queue.Queue()
+        threading.Thread(target=read, args=(into,), daemon=True).start()
         taken = _wait(into, source, timeout, warn)
         if isinstance(taken.error, StopIteration):
             return

@@ -2,6 +2,9 @@
 
 import itertools
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pydantic
@@ -13,24 +16,6 @@ from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, as_json, load_config, override
 from heinsen_jax.data import Copying, Induction, Needle, Recall, SelectiveCopying, TaskDataset
 from heinsen_jax.errors import UserError
-
-SMALL = {
-    "recall": Recall(vocab_size=40, num_pairs=4, sequence_length=20, test_lengths=(16, 64)),
-    "copying": Copying(num_letters=5, shortest_string=1, longest_string=6, test_lengths=(6, 15)),
-    "selective_copying": SelectiveCopying(
-        num_letters=3, num_copied=5, input_length=9, test_lengths=(5, 31)
-    ),
-    "induction": Induction(num_letters=4, sequence_length=9, test_lengths=(3, 50)),
-    "needle": Needle(
-        num_words=6,
-        num_keys=5,
-        num_needles=3,
-        needle_length=2,
-        sequence_length=20,
-        test_lengths=(12, 40),
-    ),
-}
-NAMES = list(SMALL)
 
 
 def follower(before: list[int], token: int) -> int:
@@ -64,20 +49,65 @@ def solve_needle(task, before):
     return before[first + len(before) - last]
 
 
-SOLVE = {
-    "recall": solve_recall,
-    "copying": solve_copying,
-    "selective_copying": solve_selective_copying,
-    "induction": solve_induction,
-    "needle": solve_needle,
+@dataclass(frozen=True)
+class Case:
+    """A small task, and what tests need to know of it.
+
+    Attributes:
+      task: the task.
+      solve: function (task, tokens before an answer) -> answer.
+      first_answers: number of possible first answers.
+      length: sequence length of a test at length n.
+    """
+
+    task: Any
+    solve: Callable[[Any, list[int]], int]
+    first_answers: int
+    length: Callable[[int], int] = lambda n: n
+
+
+CASES = {
+    "recall": Case(
+        Recall(vocab_size=40, num_pairs=4, sequence_length=20, test_lengths=(16, 64)),
+        solve_recall,
+        20,
+    ),
+    "copying": Case(
+        Copying(num_letters=5, shortest_string=1, longest_string=6, test_lengths=(6, 15)),
+        solve_copying,
+        5,
+        lambda n: 2 * n + 2,
+    ),
+    "selective_copying": Case(
+        SelectiveCopying(num_letters=3, num_copied=5, input_length=9, test_lengths=(5, 31)),
+        solve_selective_copying,
+        3,
+        lambda n: n + 5,
+    ),
+    "induction": Case(
+        Induction(num_letters=4, sequence_length=9, test_lengths=(3, 50)), solve_induction, 4
+    ),
+    "needle": Case(
+        Needle(
+            num_words=6,
+            num_keys=5,
+            num_needles=3,
+            needle_length=2,
+            sequence_length=20,
+            test_lengths=(12, 40),
+        ),
+        solve_needle,
+        6,
+    ),
 }
+NAMES = list(CASES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_every_answer_follows_from_the_tokens_before_it(name, seed):
-    task = SMALL[name]
+    task = CASES[name].task
     tokens, mask = TaskDataset(task).train_row(task, seed)(seed % 1000)
     assert tokens.shape == (task.sequence_length + 1,)
     assert tokens.min() >= 0
@@ -85,24 +115,24 @@ def test_every_answer_follows_from_the_tokens_before_it(name, seed):
     assert mask.any()
     for place in np.flatnonzero(mask):
         before = tokens[: place + 1].tolist()
-        assert SOLVE[name](task, before) == tokens[place + 1]
+        assert CASES[name].solve(task, before) == tokens[place + 1]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_answers_differ_from_example_to_example(name):
     """The first answer is uniformly distributed, so that it cannot be guessed."""
-    task = SMALL[name]
+    task = CASES[name].task
     rows = map(TaskDataset(task).train_row(task, 0), range(600))
     firsts = [row.tokens[1:][row.mask][0] for row in rows]
     counts = np.unique(firsts, return_counts=True)[1]
-    kinds = {"recall": 20, "copying": 5, "selective_copying": 3, "induction": 4, "needle": 6}
-    assert len(counts) == kinds[name]
-    assert np.all(np.abs(counts - 600 / kinds[name]) < 6 * np.sqrt(600 / kinds[name]))
+    expected = 600 / CASES[name].first_answers
+    assert len(counts) == CASES[name].first_answers
+    assert np.all(np.abs(counts - expected) < 6 * np.sqrt(expected))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_batches_are_functions_of_seed_and_step_and_shared_by_processes(name):
-    task = SMALL[name]
+    task = CASES[name].task
     dataset = data.load(task)
 
     def take(count, **options):
@@ -120,13 +150,12 @@ def test_batches_are_functions_of_seed_and_step_and_shared_by_processes(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_test_sets_have_their_lengths_and_are_deterministic(name):
-    task = SMALL[name]
+    task = CASES[name].task
     rows = TaskDataset(task).validation_rows(task)
     assert list(rows) == ["", *map(str, task.test_lengths)]
     lengths = {key: len(value[0].mask) for key, value in rows.items()}
-    grow = {"copying": lambda n: 2 * n + 2, "selective_copying": lambda n: n + 5}
     for length in task.test_lengths:
-        assert lengths[str(length)] == grow.get(name, lambda n: n)(length)
+        assert lengths[str(length)] == CASES[name].length(length)
     assert max(lengths.values()) == task.longest
     assert len(rows[""]) == task.validation_examples
     again = TaskDataset(task).validation_rows(task)
@@ -137,7 +166,7 @@ def test_test_sets_have_their_lengths_and_are_deterministic(name):
 
 
 def test_copied_strings_have_all_lengths():
-    task = SMALL["copying"]
+    task = CASES["copying"].task
     rows = map(TaskDataset(task).train_row(task, 0), range(200))
     assert {int(row.mask.sum()) for row in rows} == {2, 3, 4, 5, 6, 7}  # with their end
     tested = TaskDataset(task).validation_rows(task)["15"]
@@ -189,14 +218,14 @@ def test_invalid_settings_are_named(make, message):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_configuration_survives_saving_and_loading(name, tmp_path):
-    config = ExperimentConfig(data=SMALL[name])
+    config = ExperimentConfig(data=CASES[name].task)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(as_json(config)))
     assert load_config(path) == config
 
 
 def test_a_task_is_changed_from_the_command_line():
-    config = ExperimentConfig(data=SMALL["recall"])
+    config = ExperimentConfig(data=CASES["recall"].task)
     changed = override(config, ["--data.num_pairs", "2", "--data.test-lengths", "8", "12"])
     assert (changed.data.num_pairs, changed.data.test_lengths) == (2, (8, 12))
     with pytest.raises(UserError, match=r"Unrecognized options: --data\.corpus"):

@@ -134,7 +134,7 @@ def test_costs_of_exactness_are_those_of_the_results():
     assert f"cost up to {max(of['three'] for of in lengths):.1f} times as much" in README
     for tier in ("two", "two, decay", "three"):
         assert f"| {lengths[0][tier]:.1f} | {lengths[1][tier]:.1f} |" in table
-    assert f"takes {max(0, 100 * measured['test']['cost']):.0f}% of that" in PAGES
+    assert f"needs {max(0, 100 * measured['test']['cost']):.0f}% of that" in PAGES
     assert f"reach {100 * measured['matmul']['fraction']:.0f}% of the rate" in PAGES
 
 
@@ -243,7 +243,7 @@ def test_a_million_tokens_are_those_of_the_results():
 def test_training_steps_are_those_of_the_results():
     measured = result("training_step")
     seconds, profile = measured["seconds"], measured["profile"]
-    assert f"takes {1e3 * seconds['ours']:.1f} ms" in PAGES
+    assert f"needs {1e3 * seconds['ours']:.1f} ms" in PAGES
     assert f"trains it in PyTorch, {1e3 * seconds['peer']:.1f} ms" in PAGES
     shares = f"{100 * profile['log_attention']:.0f}% goes into\nlog-attention, "
     assert shares + f"{100 * profile['attention']:.0f}% into its layer's" in PAGES

@@ -1,6 +1,6 @@
 """Attention: the public ops, and every mechanism as a Flax module.
 
-Examples take these names, `jax.numpy` as `jnp` and `flax.nnx` as `nnx` as imported.
+Examples assume that these names, `jax.numpy` as `jnp` and `flax.nnx` as `nnx` are imported.
 """
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, Capabilities

@@ -30,7 +30,7 @@ class L1SparseConfig(HeadsConfig):
 class L1SparseAttention(MaskedAttention[L1SparseConfig]):
     """L1 attention along the edges of a graph: to the nearest tokens, and at doubling distances.
 
-    `l1_sparse_attention` takes any graph; this graph is for sequences. The state has all keys and
+    `l1_sparse_attention` accepts any graph; this graph is for sequences. The state has all keys and
     values.
     """
 

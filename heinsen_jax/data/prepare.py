@@ -81,7 +81,7 @@ def prepare(
       tokenizer: as for `get_tokenizer`.
       output: folder of the data set; it must not have a data set from other inputs.
       validation_fraction: fraction for validation; by default 0.1 with `tail`, else 0.01.
-      split: `tail` takes the end of a single text file for validation, `document` a random part
+      split: `tail` uses the end of a single text file for validation, `document` a random part
         of the documents, `validation` everything; `auto` is `tail` for one text file, else
         `document`.
       downloads: folder of downloaded corpora.

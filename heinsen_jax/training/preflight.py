@@ -70,7 +70,7 @@ def time_updates(update: jax.stages.Compiled, state: TrainState, batch: Batch, s
         state, _ = jax.block_until_ready(update(state, batch))
         if turn:
             seconds += (time.perf_counter() - start) / (TIMED - 1)
-    return f"an update takes {seconds:.3g} s: {_duration(steps * seconds)} for {steps:,} updates"
+    return f"an update needs {seconds:.3g} s: {_duration(steps * seconds)} for {steps:,} updates"
 
 
 def _duration(seconds: float) -> str:

@@ -245,7 +245,7 @@ def test_training_steps_are_those_of_the_results():
     seconds, profile = measured["seconds"], measured["profile"]
     assert f"needs {1e3 * seconds['ours']:.1f} ms" in PAGES
     assert f"trains it in PyTorch, {1e3 * seconds['peer']:.1f} ms" in PAGES
-    shares = f"{100 * profile['log_attention']:.0f}% goes into\nlog-attention, "
+    shares = f"{100 * profile['log_attention']:.0f}% is spent in\nlog-attention, "
     assert shares + f"{100 * profile['attention']:.0f}% into its layer's" in PAGES
 
 

@@ -111,8 +111,9 @@ def log_attention(
         If not causal, every query reads the last state.
       initial_state: state after the preceding tokens; the empty state when None.
       return_state: whether to also return the state after all S tokens. Its `log_decay` is the
-        total decay, unless the initial state has none. Its dtype is that of the initial state, or
-        else of the sums: float64 if an input is float64, otherwise float32.
+        total decay (-inf after the start of a segment), unless the initial state has none. Its
+        dtype is that of the initial state, or else of the sums: float64 if an input is float64,
+        otherwise float32.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
         "chunked" (matrix products over chunks, by the cheapest tier that is exact for the inputs;
         or a `Chunked` with other sizes), "gpu" (experimental kernels for NVIDIA's Hopper generation

@@ -122,13 +122,13 @@ def test_greedy_continuations_are_detected(adapter):
 
 def test_every_context_is_processed_once(run, monkeypatch):
     read = []
-    real = Harnessed._after
+    real = Harnessed._states_after
 
     def counted(self, contexts, more):
         read.extend(map(tuple, contexts))
         return real(self, contexts, more)
 
-    monkeypatch.setattr(Harnessed, "_after", counted)
+    monkeypatch.setattr(Harnessed, "_states_after", counted)
     requests = [
         request("loglikelihood", c, f" {w}") for w in WORDS for c in ("where is", "cost in")
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,12 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_same_length,
     check_tokens,
-    segment_starts,
     valid_tokens,
     without_padding,
 )
-from heinsen_jax.ops.layout import astype_like, chunk, repeat_rows, unchunk, varying_like
+from heinsen_jax.ops.layout import astype_like
+from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
+from heinsen_jax.ops.numerics import divide_or_zero
 from heinsen_jax.typing import (
     Array,
     Float,
@@ -32,9 +33,6 @@ from heinsen_jax.typing import (
     Values,
     pytree_dataclass,
 )
-
-CHUNK = 64  # tokens whose weights are computed together
-CHUNKS_IN_BLOCK = 8  # chunks computed in parallel; the backward pass saves one state per block
 
 FeatureMap = Literal["elu1", "relu", "identity"] | Callable[[Array], Array]
 
@@ -220,11 +218,11 @@ def linear_attention(
     largest = jnp.where(largest == 0, 1, largest)
     *_, length, heads, _ = query.shape
     size = math.prod(batch)
-    tokens = _Operands(
+    tokens = MatrixOperands(
         (query / largest).reshape(size, length, groups, heads // groups, features),
         key.reshape(size, sources, groups, features),
         value.astype(dtype).reshape(size, sources, groups, value_depth),
-        _segments(segment_ids, valid),
+        segment_decay(segment_ids, valid, groups, dtype),
     )
     state = LinearAttentionState(
         initial_state.s.astype(dtype).reshape(size * groups, features, value_depth),
@@ -233,7 +231,9 @@ def linear_attention(
     both_ways = _bidirectional if segment_ids is None else _within_segments
     (numerator, total), after = (_causal if is_causal else both_ways)(tokens, state)
     total = total.reshape(largest.shape) + epsilon / largest
-    y = _divided(numerator.reshape(*batch, length, heads, value_depth), total).astype(output_dtype)
+    y = divide_or_zero(numerator.reshape(*batch, length, heads, value_depth), total).astype(
+        output_dtype
+    )
     if not return_state:
         return y
     after = LinearAttentionState(after.s.reshape(shapes[0]), after.z.reshape(shapes[1]))
@@ -271,36 +271,11 @@ def _features(feature_map: FeatureMap, query: Array, key: Array) -> tuple[Array,
     return features
 
 
-def _segments(segment_ids: Array | None, valid: Array | None) -> Array | None:
-    """Return the number of segments begun up to each token, after the first: `[*B, S]` ->
-    `[B, S]`."""
-    if segment_ids is None:
-        return None
-    *batch, length = segment_ids.shape
-    begins = segment_starts(segment_ids, valid).reshape(math.prod(batch), length)
-    return jnp.cumsum(begins, -1, dtype=jnp.int32)
-
-
-def _divided(numerator: Array, total: Array) -> Array:
-    """Divide; 0, without gradient, if the total is too small to divide by."""
-    limits = jnp.finfo(total.dtype)
-    nothing = jnp.abs(total) <= limits.smallest_normal / limits.eps
-    return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, total))
-
-
-class _Operands(NamedTuple):
-    """Features: query `[B, T, G, R, F]`, key `[B, S, G, F]`, value `[B, S, G, V]`, and segments
-    `[B, S]`, or None for one segment."""
-
-    query: Array
-    key: Array
-    value: Array
-    segments: Array | None
-
-
-def _bidirectional(tokens: _Operands, state: LinearAttentionState):
+def _bidirectional(
+    tokens: MatrixOperands, state: LinearAttentionState
+) -> tuple[tuple[Array, Array], LinearAttentionState]:
     """As `_causal`, but every query attends to all tokens; a single segment."""
-    query, key, value, _ = tokens
+    query, key, value = tokens.query, tokens.key, tokens.value
     batch, _, groups, _ = key.shape
     s = jnp.einsum("bsgf,bsgv->bgfv", key, value).reshape(state.s.shape) + state.s
     z = jnp.sum(key, 1).reshape(state.z.shape) + state.z
@@ -309,93 +284,25 @@ def _bidirectional(tokens: _Operands, state: LinearAttentionState):
     return (numerator, total[..., None]), LinearAttentionState(s, z)
 
 
-def _within_segments(tokens: _Operands, state: LinearAttentionState):
+def _within_segments(
+    tokens: MatrixOperands, state: LinearAttentionState
+) -> tuple[tuple[Array, Array], LinearAttentionState]:
     """As `_causal`, but every query attends to its whole segment: tokens up to it, then later
     ones."""
     sums, after = _causal(tokens, state)
     backwards = jax.tree.map(partial(jnp.flip, axis=1), tokens)
+    assert backwards.head_decay is not None
+    backwards = backwards._replace(head_decay=jnp.roll(backwards.head_decay, 1, 1))
     later, _ = _causal(backwards, jax.tree.map(jnp.zeros_like, state), attends_to_itself=False)
     return jax.tree.map(lambda x, y: x + jnp.flip(y, 1), sums, later), after
 
 
-# Compiled once outside another `jit`.
-@partial(jax.jit, static_argnames="attends_to_itself", inline=True)
-def _causal(tokens: _Operands, state: LinearAttentionState, *, attends_to_itself: bool = True):
+def _causal(
+    tokens: MatrixOperands, state: LinearAttentionState, *, attends_to_itself: bool = True
+) -> tuple[tuple[Array, Array], LinearAttentionState]:
     """Return phi(q) S `[B, T, G, R, V]`, phi(q) . Z `[B, T, G, R, 1]`, and the state after all
-    tokens.
-
-    Scan over blocks of chunks: in a block, the sums of all chunks are computed first; then each
-    chunk combines the state before it with its own tokens. The backward pass saves only the
-    states between blocks.
-    """
-    _, length, groups, heads, _ = tokens.query.shape
-    blocks = max(1, -(-length // (CHUNK * CHUNKS_IN_BLOCK)))
-    size = min(CHUNK, max(1, length))
-    chunks = _in_chunks(tokens, blocks, max(1, -(-length // (blocks * size))), size)
-    causal = jnp.tri(size, k=0 if attends_to_itself else -1, dtype=bool)[None, None]
-
-    def add_and_read(before, chunks: _Operands):
-        query, key, value, segments = chunks
-        states, segment = _states(before, chunks)
-        weights, visible = jnp.einsum("jxcf,jxdf->jxcd", query, key), causal
-        if segments is not None and segment is not None:
-            visible = visible & (segments[..., :, None] == segments[..., None, :])
-            reads_state = (segments == segment[:-1, :, None])[..., None]
-            query = jnp.where(repeat_rows(reads_state, heads), query, 0)
-        weights = jnp.where(repeat_rows(visible, heads), weights, 0)
-        numerator = jnp.einsum("jxcd,jxdv->jxcv", weights, value)
-        numerator = numerator + jnp.einsum("jxcf,jxfv->jxcv", query, states.s[:-1])
-        total = jnp.sum(weights, -1) + jnp.sum(query * states.z[:-1, :, None], -1)
-        return jax.tree.map(lambda x: x[-1], (states, segment)), (numerator, total[..., None])
-
-    if blocks > 1:
-        add_and_read = jax.checkpoint(add_and_read, prevent_cse=False)
-    segment = None if chunks.segments is None else jnp.zeros_like(chunks.segments[0, 0, :, 0])
-    (after, _), sums = lax.scan(add_and_read, varying_like((state, segment), tokens), chunks)
-
-    def joined(x: Array) -> Array:
-        return unchunk(lax.collapse(x, 0, 2), groups, heads)[:, :length]
-
-    return jax.tree.map(joined, sums), after
-
-
-def _states(before, chunks: _Operands):
-    """Return the state before each chunk and after the last `[J + 1, X, ...]`, of the tokens in the
-    segment `[J + 1, X]` that is the last one so far."""
-    (state, segment), key = before, chunks.key
-    counts, axes = jnp.tri(len(key) + 1, len(key), -1, state.s.dtype), "ji,i...->j..."
-    state, segments = jax.tree.map(lambda x: x[None], state), None
-    if chunks.segments is not None:
-        last = chunks.segments[..., -1]
-        key = jnp.where((chunks.segments == last[..., None])[..., None], key, 0)
-        segments = jnp.concatenate([segment[None], last])
-        counts, axes = counts[..., None] * (segments[:, None] == last[None]), "jix,ix...->jx..."
-        carried = (segments == segment[None])[..., None]
-        s = jnp.where(carried[..., None], state.s, 0)
-        state = LinearAttentionState(s, jnp.where(carried, state.z, 0))
-
-    def add(total: Array, more: Array) -> Array:
-        # Sums are carried from block to block, so they are not rounded as products may be.
-        return total + jnp.einsum(axes, counts, more, precision=lax.Precision.HIGHEST)
-
-    s = add(state.s, jnp.einsum("jxcf,jxcv->jxfv", key, chunks.value))
-    return LinearAttentionState(s, add(state.z, jnp.sum(key, -2))), segments
-
-
-def _in_chunks(tokens: _Operands, blocks: int, count: int, size: int) -> _Operands:
-    """query `[I, J, X, R C, F]`, key `[I, J, X, C, F]`, value `[I, J, X, C, V]` and segments
-    `[I, J, X, C]`, padded at the end with tokens of the last segment without features."""
-    batch, length, groups, _ = tokens.key.shape
-    missing = blocks * count * size - length
-
-    def cut(x: Array, mode: Any = "constant") -> Array:
-        if missing:
-            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
-        x = chunk(x, size)
-        return x.reshape(blocks, count, *x.shape[1:])
-
-    segments = None
-    if tokens.segments is not None:
-        segments = jnp.broadcast_to(tokens.segments[..., None, None], (batch, length, groups, 1))
-        segments = cut(segments, "edge" if length else "constant")[..., 0]
-    return _Operands(cut(tokens.query), cut(tokens.key), cut(tokens.value), segments)
+    tokens."""
+    sums, after = recur_with_normalizer(
+        tokens, state.s, state.z, attends_to_itself=attends_to_itself
+    )
+    return sums, LinearAttentionState(*after)

@@ -253,3 +253,10 @@ def signed_log_difference(x: Array, y: Array) -> tuple[Array, Array]:
 def reciprocal(x: Array) -> Array:
     """1 / x, and 0 for x = 0."""
     return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1, x))
+
+
+def divide_or_zero(numerator: Array, total: Array) -> Array:
+    """numerator / total; 0, without gradient, if the total is too small to divide by."""
+    limits = jnp.finfo(total.dtype)
+    nothing = jnp.abs(total) <= limits.smallest_normal / limits.eps
+    return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, total))

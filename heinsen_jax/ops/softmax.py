@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from heinsen_jax.ops import masks, tiled
 from heinsen_jax.ops.arguments import (
+    check_array,
     check_heads,
     check_segments,
     check_tokens,
@@ -33,6 +34,7 @@ from heinsen_jax.typing import (
 Implementation = Literal["xla", "tiled", "cudnn"]
 NAMES = ("xla", "tiled", "cudnn")
 
+QUANTUM = 2.0**-8  # of the part of a decay whose sums are exact
 SMALL = 256 * 256  # scores per head up to which storing them all is fastest
 
 
@@ -48,14 +50,16 @@ def dot_product_attention(
     segment_ids: Segments | None = None,
     key_value_seq_lengths: Lengths | None = None,
     query_offset: int | Integer[Array, ""] = 0,
+    log_decay: Float[Array, "*B S N"] | None = None,
     scale: float | Float[Array, ""] | None = None,
     implementation: Implementation | None = None,
 ) -> Mixed:
     r"""Softmax attention, exact.
 
-        Y_t = sum_s P_ts V_s,    P_ts = softmax_s(scale Q_t . K_s + bias_ts)       (1)
+        Y_t = sum_s P_ts V_s,    P_ts = softmax_s(scale Q_t . K_s + bias_ts + D_ts)       (1)
 
-    over the keys s visible to t. Equals `jax.nn.dot_product_attention`, but accepts any number of
+    over the keys s visible to t, where D_ts is the sum of the log decays of the tokens r after s up
+    to t, s < r <= t. Equals `jax.nn.dot_product_attention`, but accepts any number of
     batch axes and masks as rules, and returns 0, not the average of all values, for a query without
     visible keys.
 
@@ -75,6 +79,8 @@ def dot_product_attention(
       key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
         the first valid key and the one past the last.
       query_offset: position of the first query among the keys. May be traced.
+      log_decay: `[*B, S, num_heads]`, finite and <= 0, of causal attention: a forget gate (FoX), or
+        constant, as in ALiBi. D is accurate to rounding for sums up to 65,000 nats in float32.
       scale: factor of the scores; 1 / sqrt(key_depth) when None.
       implementation: "xla" (stores all scores), "tiled" (memory linear in T and S, time
         proportional to the visible pairs), "cudnn" (a fused kernel; half precision on GPUs), or
@@ -94,13 +100,18 @@ def dot_product_attention(
       [2.0, 3.0, 6.0]
 
     References:
-      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762.
+      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762; Lin et al., 2025, Forgetting
+      Transformer, arXiv:2503.02130.
     """
     check_heads(query, key, value)
     check_tokens(
         key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
     )
     check_segments(segment_ids, query, key)
+    heads = *key.shape[:-2], query.shape[-2]
+    check_array("log_decay", log_decay, (heads,), jnp.floating)
+    if log_decay is not None:
+        _check_decay(query, key, is_causal, query_offset)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     if 0 in (query.shape[-3], key.shape[-3]):
@@ -110,6 +121,7 @@ def dot_product_attention(
     if implementation == "cudnn":
         given = {"segment_ids": segment_ids is not None, "mask as a rule": isinstance(mask, Mask)}
         given["query_offset"] = not isinstance(query_offset, int) or query_offset != 0
+        given["log_decay"] = log_decay is not None
         _refuse("cudnn", given)
         return _cudnn(
             query, key, value, bias, mask, is_causal, window, key_value_seq_lengths, scale
@@ -124,8 +136,9 @@ def dot_product_attention(
         small = query.shape[-3] * key.shape[-3] <= SMALL
         implementation = "xla" if small or any(given.values()) else "tiled"
     ids = _ids(query, key, segment_ids, key_value_seq_lengths)
+    decays = _decays(log_decay, query, key_value_seq_lengths, query_offset)
     if implementation == "xla":
-        return _dense(query, key, value, bias, mask, rule, ids, query_offset, scale)
+        return _dense(query, key, value, bias, mask, rule, ids, decays, query_offset, scale)
     if implementation != "tiled":
         raise ValueError(
             f"implementation must be None or one of {[*NAMES]}, not {implementation!r}"
@@ -140,8 +153,19 @@ def dot_product_attention(
         fold_heads(key, groups)[:, 0],
         fold_heads(value, groups)[:, 0],
         *(None if x is None else jnp.repeat(x, groups, 0) for x in ids),
+        *(None if x is None else fold_heads(x, groups) for x in decays),
     )
     return unfold_heads(y, query, value)
+
+
+def _check_decay(query: Array, key: Array, is_causal: bool, offset: int | Array) -> None:
+    if not is_causal:
+        raise ValueError("log_decay: decays are of causal attention; pass is_causal=True")
+    if isinstance(offset, int) and offset + query.shape[-3] > key.shape[-3]:
+        raise ValueError(
+            f"log_decay: {query.shape[-3]} queries from query_offset={offset} on are not among the "
+            f"{key.shape[-3]} keys, whose decays are given; pass the decays of all tokens"
+        )
 
 
 def _refuse(implementation: str, given: dict[str, bool]) -> None:
@@ -169,11 +193,35 @@ def _ids(
     return query_ids.reshape(size, query.shape[-3]), ids.reshape(size, length)
 
 
-def _dense(query, key, value, bias, mask, rule, ids, offset, scale) -> Array:
+def _decays(
+    log_decay: Array | None,
+    query: Array,
+    key_value_seq_lengths: Array | None,
+    offset: int | Array,
+) -> tuple[Array | None, Array | None]:
+    """Return the sums of decays up to each query `[*B, T, N, 2]` and each key `[*B, S, N, 2]`, in
+    two parts: multiples of a quantum, whose sums are exact, and rests."""
+    if log_decay is None:
+        return None, None
+    log_decay = log_decay.astype(jnp.promote_types(log_decay.dtype, jnp.float32))
+    if key_value_seq_lengths is not None:
+        valid = valid_tokens(key_value_seq_lengths, log_decay.shape[:-2], log_decay.shape[-2])
+        log_decay = jnp.where(valid[..., None], log_decay, 0)
+    coarse = jax.lax.stop_gradient(QUANTUM * jnp.round(log_decay / QUANTUM))
+    of_key = jnp.cumsum(jnp.stack([coarse, log_decay - coarse], -1), -3)
+    axis = of_key.ndim - 3
+    of_query = jax.lax.dynamic_slice_in_dim(of_key, offset, query.shape[-3], axis)
+    return of_query, of_key
+
+
+def _dense(query, key, value, bias, mask, rule, ids, decays, offset, scale) -> Array:
     *batch, length, heads, _ = query.shape
     sources, groups = key.shape[-3:-1]
     key, values = fold_heads(key, groups)[:, 0], fold_heads(value, groups)[:, 0]
     scores = scale * jnp.einsum("xrtk,xsk->xrts", fold_heads(query, groups), key)
+    if decays[0] is not None:
+        of_query, of_key = (fold_heads(x, groups) for x in decays)
+        scores = scores + jnp.sum(of_query[..., :, None, :] - of_key[..., None, :, :], -1)
     full = *batch, heads, length, sources
     if bias is not None:
         scores = scores + jnp.broadcast_to(bias, full).reshape(scores.shape)

@@ -50,15 +50,18 @@ class Problem:
 class _Tiles(NamedTuple):
     """Operands in tiles of C tokens, for X batch entries and key/value heads of R query heads each.
 
-    query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`, and segment ids
-    `[I, X, C]` and `[J + 1, X, C]`, or None. The last tile of keys is padding.
+    query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`; segment ids
+    `[I, X, C]` and `[J + 1, X, C]`, or None; and sums of decays in two parts, `[I, X, R C, 2]` and
+    `[J + 1, X, C, 2 R]`, or None. The last tile of keys is padding.
     """
 
     query: Array
     key: Array
     value: Array
-    query_ids: Array | None
-    key_ids: Array | None
+    query_ids: Array | None = None
+    key_ids: Array | None = None
+    query_decay: Array | None = None
+    key_decay: Array | None = None
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # compiled once outside another `jit`
@@ -69,17 +72,26 @@ def attention(
     value: Array,
     query_ids: Array | None,
     key_ids: Array | None,
+    query_decay: Array | None = None,
+    key_decay: Array | None = None,
 ) -> Array:
     """Return Y `[X, R, T, V]` for query `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query
     with id `[X, T]` attends to the keys with the same id `[X, S]` that the mask allows; Y = 0 if
-    none."""
+    none. The difference of the sums of decays `[X, R, T, 2]` and `[X, R, S, 2]`, each in two parts,
+    is added to the scores; the first part is not differentiated."""
     length = query.shape[2]
+    if query_decay is not None and key_decay is not None:
+        query_decay = _tiles(query_decay, 0)
+        keys = jnp.moveaxis(key_decay, 1, 2)
+        key_decay = _tiles(keys.reshape(len(keys), 1, keys.shape[1], -1), 1)
     tiles = _Tiles(
         _tiles(query, 0),
         _tiles(key[:, None], 1),
         _tiles(value[:, None], 1),
         None if query_ids is None else _tiles(query_ids[:, None, :, None], 0)[..., 0],
         None if key_ids is None else _tiles(key_ids[:, None, :, None], 1)[..., 0],
+        query_decay,
+        key_decay,
     )
     y: Array = _attention(problem, tiles)
     count, folds, rows, depth = y.shape
@@ -173,12 +185,19 @@ def _backward(problem: Problem, residuals, d_y: Array):
         d_scores = weights * (jnp.einsum("xrv,xlv->xrl", d_y_row, value) - mean_row)
         d_key = jnp.einsum("xrk,xrl->xkl", query, d_scores)  # transposing the result is cheap
         d_value = jnp.einsum("xrv,xrl->xvl", d_y_row, weights)
+        d_key_decay = sums.key_decay
+        if d_key_decay is not None:
+            by_head = d_scores.reshape(len(query), -1, SIZE, d_scores.shape[-1])
+            d_fine = -jnp.sum(by_head, 2)
+            both = jnp.stack([jnp.zeros_like(d_fine), d_fine], 2)
+            both = both.reshape(len(query), -1, d_scores.shape[-1])
+            d_key_decay = _add_columns(columns, d_key_decay, both)
         return _Tiles(
             _set_row(row, sums.query, d_query + d_scores @ key),
             _add_columns(columns, sums.key, d_key),
             _add_columns(columns, sums.value, d_value),
-            None,
-            None,
+            query_decay=sums.query_decay,  # 0, as the sum of the scores' cotangents of a query
+            key_decay=d_key_decay,
         )
 
     zeros = jax.tree.map(jnp.zeros_like, tiles._replace(query_ids=None, key_ids=None))
@@ -221,6 +240,10 @@ def _scores(problem: Problem, tiles: _Tiles, row: Array, columns: Array):
         visible = visible & same[:, None]
     scores = jnp.einsum("xrk,xlk->xrl", query, key)
     by_head = scores.reshape(len(query), query.shape[1] // SIZE, SIZE, scores.shape[-1])
+    if tiles.query_decay is not None and tiles.key_decay is not None:
+        of_query = _row(tiles.query_decay, row).reshape(*by_head.shape[:3], 1, 2)
+        of_key = _columns(tiles.key_decay, columns).reshape(len(query), -1, by_head.shape[1], 2)
+        by_head = by_head + jnp.sum(of_query - jnp.swapaxes(of_key, 1, 2)[:, :, None], -1)
     return jnp.where(visible, by_head, -jnp.inf).reshape(scores.shape), key, value
 
 

@@ -1,0 +1,185 @@
+"""Linear attention without a normalizer, with decay (gates) and erasure (the delta rule)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, overload
+
+import jax.numpy as jnp
+
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_heads,
+    check_same_length,
+    check_tokens,
+    valid_tokens,
+    without_padding,
+)
+from heinsen_jax.ops.matrix_state import MatrixOperands, recur, segment_decay
+from heinsen_jax.typing import Array, Float, Lengths, Segments
+
+
+@overload
+def gated_delta_rule(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: Float[Array, "*B N K V"] | None = None,
+    return_state: Literal[False] = False,
+) -> Float[Array, "*B T N V"]: ...
+
+
+@overload
+def gated_delta_rule(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: Float[Array, "*B N K V"] | None = None,
+    return_state: Literal[True],
+) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B N K V"]]: ...
+
+
+def gated_delta_rule(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: Float[Array, "*B N K V"] | None = None,
+    return_state: bool = False,
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B N K V"]]:
+    r"""Causal attention whose state is a matrix per head, with decay and erasure.
+
+        S_t = (I - k_t (b_t * k_t)^T) Diag(exp g_t) S_(t-1) + k_t (w_t * v_t)^T
+        o_t = scale S_t^T q_t
+
+    The state S `[K, V]` decays by g (`log_decay`); b (`erase`) is the share of what it holds for the
+    key that is removed, and w (`write`) the share of the value that is added. With `_` for any
+    value, the published mechanisms are
+
+        b       w       g                   mechanism
+        _       b       0                   DeltaNet
+        _       b       by head             Gated DeltaNet
+        _       b       by key feature      Kimi Delta Attention
+        None    None    None                linear attention without a normalizer
+        None    None    constant by head    RetNet, Lightning Attention
+        None    _       by head             Mamba-2 (SSD)
+        None    None    by key feature      GLA, HGRN2
+
+    Exact for any decay, -inf included: exponents are at most 0. Sums are at least float32. With
+    erasure, states remain bounded if b |k|^2 <= 2.
+
+    Args:
+      query: q `[*B, T, N, K]`, with N heads.
+      key: k `[*B, T, N, K]`.
+      value: v `[*B, T, N, V]`.
+      log_decay: g <= 0 `[*B, T, N]`, or by key feature `[*B, T, N, K]`; 0 when None.
+      erase: b `[*B, T, N]` or `[*B, T, N, K]`; 0 when None, and no linear system is solved.
+      write: w `[*B, T, N]` or `[*B, T, N, V]`; 1 when None.
+      scale: factor of the output; 1 / sqrt(K) when None.
+      segment_ids: `[*B, T]`, integers: each run of equal ids is independent of the others.
+        `initial_state` belongs to the first segment, the returned state to the last.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
+        `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
+        have no effect.
+      initial_state: S after the preceding tokens `[*B, N, K, V]`; 0 when None.
+      return_state: whether to also return S after all tokens.
+
+    Returns:
+      o `[*B, T, N, V]`, or the pair of it and S.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit; the message says which.
+
+    Examples:
+      >>> key = jnp.ones((3, 1, 1))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> gated_delta_rule(key, key, value).ravel().tolist()  # the state adds values up
+      [2.0, 6.0, 18.0]
+      >>> gated_delta_rule(key, key, value, erase=key[..., 0]).ravel().tolist()  # or replaces them
+      [2.0, 4.0, 12.0]
+
+    References:
+      Yang et al., 2024, Gated Delta Networks, arXiv:2412.06464; Kimi Team, 2025, Kimi Linear,
+      arXiv:2510.26692; Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060; Yang et al., 2023,
+      Gated Linear Attention, arXiv:2312.06635.
+    """
+    _check(query, key, value, segment_ids, key_value_seq_lengths)
+    *batch, length, heads, key_depth = key.shape
+    value_depth = value.shape[-1]
+    check_array("log_decay", log_decay, (key.shape[:-1], key.shape), jnp.floating)
+    check_array("erase", erase, (key.shape[:-1], key.shape), jnp.floating)
+    check_array("write", write, (key.shape[:-1], value.shape), jnp.floating)
+    state_shape = (*batch, heads, key_depth, value_depth)
+    check_array("initial_state", initial_state, (state_shape,), jnp.floating)
+
+    output_dtype = jnp.result_type(query, key, value)
+    states = () if initial_state is None else (initial_state,)
+    dtype = jnp.promote_types(jnp.result_type(output_dtype, *states), jnp.float32)
+    size = math.prod(batch)
+    valid = None
+    if key_value_seq_lengths is not None:
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
+    query, key, value = without_padding(query, key, value, key_value_seq_lengths)
+
+    def per_token(x: Array | None) -> Array | None:
+        """`[*B, T, N]` or `[*B, T, N, F]` -> `[B, T, N, 1 or F]`"""
+        if x is None:
+            return None
+        x = x.astype(dtype).reshape(size, length, heads, -1)
+        return x if valid is None else jnp.where(valid.reshape(size, length, 1, 1), x, 0)
+
+    query, key, value = (per_token(x) for x in (query, key, value))
+    by_feature = log_decay is not None and log_decay.ndim == len(batch) + 3
+    log_decay, erase, write = (per_token(x) for x in (log_decay, erase, write))
+    head_decay, feature_decay = (None, log_decay) if by_feature else (log_decay, None)
+    separation = segment_decay(segment_ids, valid, heads, dtype)
+    if separation is not None:
+        head_decay = separation if head_decay is None else separation + head_decay
+    if initial_state is None:
+        initial_state = jnp.zeros(state_shape, dtype)
+    tokens = MatrixOperands(
+        (1 / math.sqrt(max(key_depth, 1)) if scale is None else scale) * query[..., None, :],
+        key,
+        value if write is None else write * value,
+        head_decay,
+        feature_decay,
+        None if erase is None else erase * key,
+    )
+    y, state = recur(tokens, initial_state.astype(dtype).reshape(-1, key_depth, value_depth))
+    y = y.reshape(*batch, length, heads, value_depth).astype(output_dtype)
+    if not return_state:
+        return y
+    return y, state.reshape(state_shape).astype(initial_state.dtype)
+
+
+def _check(query, key, value, segment_ids, key_value_seq_lengths) -> None:
+    check_heads(query, key, value)
+    check_same_length(query, key, "gated_delta_rule", "it is causal only")
+    if query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"query and key must have the same heads, got query {query.shape}, key {key.shape}; "
+            "repeat the keys and values"
+        )
+    check_tokens(
+        key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
+    )

@@ -1,0 +1,282 @@
+r"""Chunked form of attention whose state is a matrix per head, with decay and erasure.
+
+The recurrence, with keys k, values v, log decays g <= 0 and erasing vectors r, is
+
+    S_t = (I - k_t r_t^T) Diag(exp g_t) S_(t-1) + k_t v_t^T,      o_t = S_t^T q_t
+
+in the state S `[K, V]`. Let G_t be the sum of the log decays of a chunk up to token t, and S the state
+before the chunk. With the scores of tokens s <= t of the chunk,
+
+    P_ts = sum_c q_tc k_sc exp(G_tc - G_sc),    A_ts = sum_c r_tc k_sc exp(G_tc - G_sc),  s < t
+
+the values to be written, U, solve a triangular system, and outputs and state follow by matrix products
+(Yang et al., 2024, arXiv:2406.06484 and arXiv:2412.06464):
+
+    U = (I + A)^-1 (v - (r exp G) S)
+    o = (q exp G) S + P U,      S <- exp(G_C) S + (k exp(G_C - G))^T U
+
+Without erasure U = v. All but the terms in S is computed for the chunks of a block in parallel.
+
+Every exponent is a sum of decays, hence at most 0, and exact for any decay, -inf included. The one
+exception is the difference of sums in `_scores_by_feature`, which is taken only where sums are small.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from heinsen_jax.ops.arguments import segment_starts
+from heinsen_jax.ops.choice import first_safe
+from heinsen_jax.ops.layout import chunk, unchunk, varying_like
+from heinsen_jax.ops.numerics import einsum, matmul
+from heinsen_jax.typing import Array, DTypeLike, Float
+
+TOKENS_IN_BLOCK = 128  # computed in parallel; the backward pass saves one state per block
+CHUNK = 32
+TOKENS_OF_TERMS = 4  # scores of as many tokens are summed term by term, if decays are large
+SMALL_DECAY = 64.0  # nats of decay in a chunk up to which sums may be subtracted
+INVERSE = "inverse"  # the one intermediate result that is not recomputed in the backward pass
+QUANTUM = 2.0**-10  # of the part of a decay whose sums are exact
+
+
+class MatrixOperands(NamedTuple):
+    """Operands of the recurrence; after `_in_chunks`, all of them `[..., C, features]`.
+
+    query `[B, T, G, R, K]`, key `[B, T, G, K]`, value `[B, T, G, V]`; log decays of heads
+    `[B, T, G, 1]` and of key features `[B, T, G, K]`, and erasing vectors `[B, T, G, K]`, or None.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    head_decay: Array | None = None
+    feature_decay: Array | None = None
+    erase: Array | None = None
+
+
+def segment_decay(
+    segment_ids: Array | None, valid: Array | None, groups: int, dtype: DTypeLike
+) -> Array | None:
+    """Return log decays of heads `[B, T, G, 1]` that separate segments: -inf where one starts, and 0
+    elsewhere; or None without segments."""
+    if segment_ids is None:
+        return None
+    starts = segment_starts(segment_ids, valid)
+    decay = jnp.where(starts, -jnp.inf, jnp.zeros(starts.shape, dtype))
+    decay = decay.reshape(-1, starts.shape[-1], 1, 1)
+    return jnp.broadcast_to(decay, (*decay.shape[:2], groups, 1))
+
+
+# Compiled once outside another `jit`.
+@partial(jax.jit, static_argnames="attends_to_itself", inline=True)
+def recur(
+    tokens: MatrixOperands, state: Float[Array, "X K V"], *, attends_to_itself: bool = True
+) -> tuple[Float[Array, "B T G R V"], Float[Array, "X K V"]]:
+    """Return o, and the state after all tokens; X = B G.
+
+    If `attends_to_itself` is False, without erasure only, o_t lacks the term of token t.
+    """
+    _, length, groups, heads, _ = tokens.query.shape
+    chunks = _in_chunks(tokens)
+    block = partial(_block, heads=heads, attends_to_itself=attends_to_itself)
+    if len(chunks.key) > 1:
+        saved = jax.checkpoint_policies.save_only_these_names(INVERSE)
+        block = jax.checkpoint(block, prevent_cse=False, policy=saved)
+    after, output = lax.scan(block, varying_like(state, tokens), chunks)
+    return unchunk(lax.collapse(output, 0, 2), groups, heads)[:, :length], after
+
+
+def recur_with_normalizer(
+    tokens: MatrixOperands,
+    s: Float[Array, "X K V"],
+    z: Float[Array, "X K"],
+    *,
+    attends_to_itself: bool = True,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return the outputs of the recurrence for the values `[B, T, G, R, V]` and for values of 1
+    `[B, T, G, R, 1]`, and both states after all tokens: z is one more column of the matrix s."""
+    value = jnp.concatenate([tokens.value, jnp.ones_like(tokens.value[..., :1])], -1)
+    columns = jnp.concatenate([s, z[..., None]], -1)
+    tokens = tokens._replace(value=value)
+    y, after = recur(tokens, columns, attends_to_itself=attends_to_itself)
+    return (y[..., :-1], y[..., -1:]), (after[..., :-1], after[..., -1])
+
+
+def _in_chunks(tokens: MatrixOperands) -> MatrixOperands:
+    """`[I, J, X, R C, K]`, `[I, J, X, C, K]` and so on, padded with tokens without any effect."""
+    length = tokens.key.shape[1]
+    size = CHUNK
+    while size // 2 >= length > 0:
+        size //= 2
+    chunks = max(1, -(-length // size))
+    blocks = -(-chunks * size // TOKENS_IN_BLOCK)
+    in_block = -(-chunks // blocks)
+    missing = blocks * in_block * size - length
+
+    def split(x: Array) -> Array:
+        if missing:
+            x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
+        x = chunk(x, size)
+        return x.reshape(blocks, in_block, *x.shape[1:])
+
+    return jax.tree.map(split, tokens)
+
+
+def _block(
+    state: Array, chunks: MatrixOperands, *, heads: int, attends_to_itself: bool
+) -> tuple[Array, Array]:
+    """Return the state after the chunks of a block `[X, K, V]`, and their outputs
+    `[J, X, R C, V]`."""
+    key, value, erase = chunks.key, chunks.value, chunks.erase
+    rows = chunks.query.reshape(*key.shape[:2], heads, *key.shape[2:])
+    if erase is not None:
+        rows = jnp.concatenate([rows, erase[:, :, None]], 2)
+    (scores, rows, key), kept = _scaled(rows, chunks)
+    written = jnp.swapaxes(key, -1, -2)
+    if erase is not None:
+        inverse = _inverse(jnp.tril(scores[:, :, -1], -1))
+        solved = matmul(inverse, jnp.concatenate([value, rows[:, :, -1]], -1))
+        value, erase = jnp.split(solved, [value.shape[-1]], -1)
+
+    def step(
+        state: Array, chunk: tuple[Array, Array, Array, Array | None]
+    ) -> tuple[Array, tuple[Array, Array]]:
+        kept, written, value, erase = chunk
+        if erase is not None:
+            value = value - matmul(erase, state)
+        return kept * state + matmul(written, value), (state, value)
+
+    state, (before, value) = lax.scan(step, state, (kept, written, value, erase))
+    scores = jnp.tril(scores[:, :, :heads], 0 if attends_to_itself else -1)
+    y = jnp.einsum("jxrts,jxsv->jxrtv", scores, value)
+    y = y + jnp.einsum("jxrtk,jxkv->jxrtv", rows[:, :, :heads], before)
+    return state, lax.collapse(y, 2, 4)
+
+
+@jax.custom_jvp
+def _inverse(lower: Float[Array, "J X C C"]) -> Float[Array, "J X C C"]:
+    """(I + A)^-1 for A below the diagonal, by (X + A)^-1 = X^-1 - X^-1 A X^-1 for diagonal blocks X
+    of 1, 2, 4, ... rows, and A between two of them."""
+    size = lower.shape[-1]
+    t, s = _indices(size, size)
+    level = t ^ s  # its highest bit is the number of rows of the blocks that (t, s) is between
+    inverse = (t == s).astype(lower.dtype)[None, None] - lower * (level == 1)[None, None]
+    for bit in range(1, (size - 1).bit_length()):
+        between = lower * (level >> bit == 1)[None, None]
+        inverse = inverse - matmul(inverse, matmul(between, inverse))
+    return inverse
+
+
+@_inverse.defjvp
+def _inverse_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    inverse = checkpoint_name(_inverse(*primals), INVERSE)
+    return inverse, -matmul(inverse, matmul(*tangents, inverse))
+
+
+class _Scaled(NamedTuple):
+    """Operands of a chunk with decays G_t up to each token t.
+
+    scores: sum_c rows_tc k_sc exp(G_tc - G_sc) `[J, X, R, C, C]` for s <= t.
+    rows: rows exp(G) `[J, X, R, C, K]`.
+    key: k exp(G_C - G) `[J, X, C, K]`.
+    """
+
+    scores: Array
+    rows: Array
+    key: Array
+
+
+def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
+    """Return the operands with decays, and exp(G_C) `[J, X, K or 1, 1]`."""
+    key, total = chunks.key, jnp.ones_like(chunks.key[..., :1, :1])
+    if chunks.feature_decay is None:
+        scaled = _Scaled(jnp.einsum("jxrtk,jxsk->jxrts", rows, key), rows, key)
+    else:
+        decay = _finite(chunks.feature_decay)
+        summed = jnp.sum(decay, -2, keepdims=True)
+        largest = -jnp.min(lax.stop_gradient(summed), initial=0.0)
+        way = first_safe(largest[None] - SMALL_DECAY)
+        scaled = lax.switch(way, (_by_differences, _by_blocks), rows, key, decay)
+        total = jnp.exp(summed)
+    if chunks.head_decay is not None:
+        # Sums of multiples of a quantum are exact and may be subtracted; the rest is small.
+        decay = _finite(chunks.head_decay)
+        coarse = lax.stop_gradient(QUANTUM * jnp.round(decay / QUANTUM))
+        parts = jnp.concatenate([coarse, decay - coarse], -1)
+        sums = einsum("ts,jxsf->jxtf", _up_to(decay), parts)
+        between = jnp.exp(jnp.tril(jnp.sum(sums[:, :, :, None] - sums[:, :, None], -1)))
+        from_start = jnp.exp(jnp.sum(sums, -1, keepdims=True))
+        to_end = jnp.swapaxes(between[:, :, -1:], -1, -2)
+        scores, rows, key = scaled
+        scores, rows = scores * between[:, :, None], rows * from_start[:, :, None]
+        scaled, total = _Scaled(scores, rows, key * to_end), total * from_start[:, :, -1:]
+    return scaled, jnp.swapaxes(total, -1, -2)
+
+
+def _finite(decay: Array) -> Array:
+    """Replace decays whose exponential is 0, times any number, by a finite one, as that of -inf."""
+    return jnp.maximum(decay, -256.0 if decay.dtype == jnp.float32 else -2048.0)
+
+
+def _by_differences(rows: Array, key: Array, decay: Array) -> _Scaled:
+    """Subtract sums of decays by feature, which are small."""
+    sums = einsum("ts,jxsk->jxtk", _up_to(decay), decay)
+    rows, key = rows * jnp.exp(sums)[:, :, None], key * jnp.exp(-sums)
+    scores = jnp.einsum("jxrtk,jxsk->jxrts", rows, key)
+    return _Scaled(scores, rows, key * jnp.exp(sums[:, :, -1:]))
+
+
+def _by_blocks(rows: Array, key: Array, decay: Array) -> _Scaled:
+    """Sum decays by feature, of any size, in n blocks of c tokens.
+
+    A key decays up to the start of a later block, for all rows of that block; a row from there. In
+    a block, scores are summed term by term.
+    """
+    (size, depth), shape = key.shape[2:], rows.shape
+    c = min(TOKENS_OF_TERMS, size)
+    n = size // c
+    key, decay = (x.reshape(-1, n, c, depth) for x in (key, decay))  # `[Y, n, c, K]`, Y = J X
+    rows = jnp.swapaxes(rows.reshape(len(key), -1, n, c, depth), 1, 2)  # `[Y, n, R, c, K]`
+    up_to = _up_to(decay)
+    from_start = einsum("ts,ynsk->yntk", up_to, decay)
+    to_end = einsum("ts,ynsk->yntk", 1 - up_to, decay)
+    of_block = from_start[:, :, -1]
+    i, m, other = _indices(n + 1, n, n)  # from block m to block i; n is the end of the chunk
+    is_between = ((m < other) & (other < i)).astype(decay.dtype)
+    between = einsum("imo,yok->yimk", is_between, of_block)
+    keys = jnp.exp(to_end[:, None] + between[:, :, :, None]) * key[:, None]
+    keys = keys.reshape(-1, n + 1, size, depth)
+    near = rows * jnp.exp(from_start)[:, :, None]
+    scores = matmul(near.reshape(-1, n, shape[2] * c, depth), jnp.swapaxes(keys[:, :n], -1, -2))
+    scores = scores.reshape(-1, n, shape[2], c, n, c)
+
+    t, s, u = _indices(c, c, c)
+    inside = einsum("tsu,ynuk->yntsk", ((s < u) & (u <= t)).astype(decay.dtype), decay)
+    terms = jnp.exp(inside) * key[:, :, None]
+    own = jnp.sum(rows[..., None, :] * terms[:, :, None], -1)  # `[Y, n, R, c, c]`
+    i, _, _, m, _ = _indices(n, 1, 1, n, 1)
+    is_own, is_earlier = (x.astype(decay.dtype)[None] for x in (i == m, m < i))
+    scores = scores * is_earlier + own[..., None, :] * is_own
+
+    first = jnp.exp(einsum("im,ymk->yik", _up_to(of_block) - jnp.eye(n), of_block))
+    rows = near * first[:, :, None, None]
+    return _Scaled(
+        jnp.swapaxes(scores, 1, 2).reshape(*shape[:-1], size),
+        jnp.swapaxes(rows, 1, 2).reshape(shape),
+        keys[:, n].reshape(*shape[:2], size, depth),
+    )
+
+
+def _up_to(decay: Float[Array, "*_ C F"]) -> Float[Array, "C C"]:
+    return jnp.tri(decay.shape[-2], dtype=decay.dtype)
+
+
+def _indices(*sizes: int) -> list[Array]:
+    """Return one index per axis; they broadcast against each other."""
+    return [lax.broadcasted_iota(jnp.int32, sizes, axis) for axis in range(len(sizes))]

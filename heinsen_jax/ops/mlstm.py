@@ -1,0 +1,215 @@
+"""Matrix memory with exponential gates (mLSTM)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import jax.numpy as jnp
+from jax import lax
+
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_heads,
+    check_same_length,
+    check_tokens,
+    valid_tokens,
+    without_padding,
+)
+from heinsen_jax.ops.layout import astype_like
+from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
+from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
+from heinsen_jax.ops.numerics import divide_or_zero
+from heinsen_jax.typing import Array, Float, Lengths, Segments, pytree_dataclass
+
+
+@pytree_dataclass
+class MLSTMState:
+    """State of mLSTM attention, relative to a stabilizer: exp(m) times c and n is the sum of tokens.
+
+    Attributes:
+      c: matrix memory `[*B, N, K, V]`.
+      n: normalizer `[*B, N, K]`.
+      m: stabilizer `[*B, N]`, at least 0.
+      log_forget: sum of the log forget gates of the tokens `[*B, N]`, by which earlier states decay;
+        None in a state that is never merged into an earlier one.
+    """
+
+    c: Float[Array, "*B N K V"]
+    n: Float[Array, "*B N K"]
+    m: Float[Array, "*B N"]
+    log_forget: Float[Array, "*B N"] | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        num_heads: int,
+        key_depth: int,
+        value_depth: int,
+        dtype=jnp.float32,
+    ) -> MLSTMState:
+        """Return the state of no tokens: 0."""
+        shape = (*batch_shape, num_heads)
+        c = jnp.zeros((*shape, key_depth, value_depth), dtype)
+        return cls(c, jnp.zeros((*shape, key_depth), dtype), jnp.zeros(shape, dtype))
+
+    def merge(self, other: MLSTMState) -> MLSTMState:
+        """Return the state of these tokens followed by those of `other`."""
+        assert other.log_forget is not None
+        decayed = self.m + other.log_forget
+        m = jnp.maximum(decayed, other.m)
+        before, after = jnp.exp(decayed - m)[..., None], jnp.exp(other.m - m)[..., None]
+        c = before[..., None] * self.c + after[..., None] * other.c
+        total = None if self.log_forget is None else self.log_forget + other.log_forget
+        return MLSTMState(c, before * self.n + after * other.n, m, total)
+
+
+@overload
+def mlstm_attention(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_input_gate: Float[Array, "*B T N"],
+    log_forget_gate: Float[Array, "*B T N"],
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: MLSTMState | None = None,
+    return_state: Literal[False] = False,
+) -> Float[Array, "*B T N V"]: ...
+
+
+@overload
+def mlstm_attention(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_input_gate: Float[Array, "*B T N"],
+    log_forget_gate: Float[Array, "*B T N"],
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: MLSTMState | None = None,
+    return_state: Literal[True],
+) -> tuple[Float[Array, "*B T N V"], MLSTMState]: ...
+
+
+def mlstm_attention(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_input_gate: Float[Array, "*B T N"],
+    log_forget_gate: Float[Array, "*B T N"],
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: MLSTMState | None = None,
+    return_state: bool = False,
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], MLSTMState]:
+    r"""Causal attention with a matrix memory, an exponential input gate and a forget gate.
+
+        C_t = f_t C_(t-1) + i_t k_t v_t^T,    n_t = f_t n_(t-1) + i_t k_t           (19), (20)
+        o_t = C_t^T q_t / max(|n_t . q_t|, 1)                                       (21), (22)
+
+    with keys k scaled by 1 / sqrt(K), i = exp(log_input_gate) and f = exp(log_forget_gate). Sums are
+    relative to a stabilizer m_t >= log i_t, m_t >= m_(t-1) + log f_t, on which o does not depend:
+    C exp(-m) and n exp(-m) are computed, and the denominator is max(|n . q|, exp(-m)). Any input
+    gate is thus in range. Computed in chunks of tokens, in at least float32.
+
+    Args:
+      query: q `[*B, T, N, K]`, with N heads.
+      key: k `[*B, T, N, K]`.
+      value: v `[*B, T, N, V]`.
+      log_input_gate: log i `[*B, T, N]`, of any size.
+      log_forget_gate: log f <= 0 `[*B, T, N]`.
+      segment_ids: `[*B, T]`, integers: each run of equal ids is independent of the others.
+        `initial_state` belongs to the first segment, the returned state to the last.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
+        `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
+        have no effect.
+      initial_state: state after the preceding tokens; the empty state when None.
+      return_state: whether to also return the state after all tokens.
+
+    Returns:
+      o `[*B, T, N, V]`, or the pair of it and an `MLSTMState`.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit; the message says which.
+
+    Examples:
+      >>> key = jnp.ones((3, 1, 1))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> gate = jnp.zeros((3, 1))
+      >>> y = mlstm_attention(key, key, value, log_input_gate=gate, log_forget_gate=gate)
+      >>> y.ravel().round().tolist()
+      [2.0, 3.0, 6.0]
+
+    References:
+      Beck et al., 2024, xLSTM: Extended Long Short-Term Memory, arXiv:2405.04517.
+    """
+    check_heads(query, key, value)
+    check_same_length(query, key, "mlstm_attention", "it is causal only")
+    check_tokens(
+        key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
+    )
+    *batch, length, heads, key_depth = key.shape
+    check_array("query", query, (key.shape,), jnp.floating)
+    gates = {"log_input_gate": log_input_gate, "log_forget_gate": log_forget_gate}
+    for name, gate in gates.items():
+        check_array(name, gate, (key.shape[:-1],), jnp.floating)
+    output_dtype = jnp.result_type(query, key, value)
+    states = () if initial_state is None else (initial_state.c,)
+    dtype = jnp.promote_types(jnp.result_type(output_dtype, *states), jnp.float32)
+    value_depth = value.shape[-1]
+    if initial_state is None:
+        initial_state = MLSTMState.empty(batch, heads, key_depth, value_depth, dtype)
+    expected = MLSTMState.empty(batch, heads, key_depth, value_depth)
+    for name in ("c", "n", "m"):
+        x, shape = getattr(initial_state, name), getattr(expected, name).shape
+        check_array(f"initial_state.{name}", x, (shape,), jnp.floating)
+
+    query, key, value = without_padding(query, key, value, key_value_seq_lengths)
+    log_input, log_forget = log_input_gate.astype(dtype), log_forget_gate.astype(dtype)
+    valid = None
+    if key_value_seq_lengths is not None:
+        valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
+        log_input = jnp.where(valid[..., None], log_input, -jnp.inf)
+        log_forget = jnp.where(valid[..., None], log_forget, 0)
+    separation = segment_decay(segment_ids, valid, heads, dtype)
+    if separation is not None:
+        log_forget = log_forget + separation.reshape(log_forget.shape)
+
+    # The log of a sum with terms of at least 1: a bound of the largest, whose gradients cancel.
+    inputs = jnp.maximum(log_input, 0)
+    first = initial_state.m.astype(dtype)
+    gates = lax.stop_gradient((log_forget, inputs, first))
+    m = log_linear_recurrence(gates[0], gates[1], initial=gates[2])
+    before = jnp.concatenate([gates[2][..., None, :], m], -2)[..., :-1, :]
+    decay = jnp.minimum(log_forget + (before - m), 0)
+    written = jnp.exp(log_input - m)[..., None] * key.astype(dtype) / math.sqrt(max(key_depth, 1))
+
+    size = math.prod(batch)
+    tokens = MatrixOperands(
+        query.astype(dtype).reshape(size, length, heads, 1, key_depth),
+        written.reshape(size, length, heads, key_depth),
+        value.astype(dtype).reshape(size, length, heads, value_depth),
+        decay.reshape(size, length, heads, 1),
+    )
+    c = initial_state.c.astype(dtype).reshape(-1, key_depth, value_depth)
+    n = initial_state.n.astype(dtype).reshape(-1, key_depth)
+    (numerator, total), (c, n) = recur_with_normalizer(tokens, c, n)
+    total = total.reshape(*batch, length, heads, 1)
+    total = jnp.maximum(jnp.abs(total), jnp.exp(-m)[..., None])
+    y = divide_or_zero(numerator.reshape(*batch, length, heads, value_depth), total)
+    y = y.astype(output_dtype)
+    if not return_state:
+        return y
+    last = jnp.concatenate([gates[2][..., None, :], m], -2)[..., -1, :]
+    after = MLSTMState(c.reshape(expected.c.shape), n.reshape(expected.n.shape), last)
+    if initial_state.log_forget is not None:
+        after = MLSTMState(
+            after.c, after.n, last, initial_state.log_forget + jnp.sum(log_forget, -2)
+        )
+    return y, astype_like(after, initial_state)

@@ -145,7 +145,7 @@ def _simplest(
     """Reduce a mask to a mask over keys, or None, if possible; also return whether it is causal."""
     length, sources = query.shape[-3], key.shape[-3]
     if is_causal and length == 1:
-        is_causal = False  # the query is the last token: all keys of the mask precede it
+        is_causal = False  # a single query is the last token: no key is later
     if is_causal:
         check_same_length(query, key, "is_causal=True", "for others pass a mask alone")
     if not isinstance(mask, np.ndarray) or mask.size == 0:

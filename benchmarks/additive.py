@@ -99,7 +99,9 @@ def show(record: dict[str, Any], console: Console) -> None:
     console.print(table)
     for length, result in record["lengths"].items():
         ratio = result["1024_over_4"]
-        console.print(f"{length} tokens: 1024 takes {ratio:.2f} times 4, at most {REQUIRED}")
+        console.print(
+            f"{length} tokens: 1024 needs {ratio:.2f} times as long as 4, at most {REQUIRED}"
+        )
 
 
 def main(options: Options) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADS, DEPTH = 8, 32  # of attention measured alone
+HEADS, DEPTH = 8, 32  # sizes of attention measured alone
 SETTING = {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"}
 
 

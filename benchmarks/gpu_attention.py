@@ -49,7 +49,7 @@ DTYPES = ("bfloat16", "float32")
 TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # relative error in norm against float64
 LONGEST_OF_ORIGINAL = 4096  # it stores one state per token
 OURS = ("chunked", "gpu")
-CALLS = 20  # calls per synchronization, which takes longer than a kernel
+CALLS = 20  # calls per synchronization, which needs longer than a kernel
 
 
 class Shape(NamedTuple):

@@ -36,7 +36,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 FAMILIES = families.FINITE | {
     f"std {std:g}": lambda std=std: families.scaled(std) for std in (1, 10, 100, 1e4)
 }
-REQUIRED = {"value": 5e-6, "gradient": 1.0}  # of float32
+REQUIRED = {"value": 5e-6, "gradient": 1.0}  # for float32
 
 
 @dataclass(frozen=True)

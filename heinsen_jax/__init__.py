@@ -1,3 +1,3 @@
-"""Softmax attention with constant cost per token (Heinsen, 2024), and what it is compared with."""
+"""Log-attention (Heinsen, 2024), and the attention mechanisms that it is compared with."""
 
 __version__ = "0.1.0"

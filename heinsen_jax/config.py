@@ -224,14 +224,15 @@ def changed_settings(workdir: Path, config: ExperimentConfig, dataset: Dataset) 
     if not isinstance(dataset, TokenDataset) or not path.exists():
         return changed
     if path.read_bytes() != dataset.manifest.as_bytes():
-        changed.append(f"the content of data.corpus ({path} has what it was)")
+        changed.append(f"the content of data.corpus ({path} records the previous one)")
     return changed
 
 
 def set_aside(workdir: Path) -> None:
     """Move the content of a run's folder into its subfolder `before-restart`."""
     held = [path for path in workdir.iterdir() if not path.name.startswith((".", SET_ASIDE))]
-    held.sort(key=lambda path: path.name != METRICS_FILE)  # lost if this were stopped without it
+    # The metrics are moved first, so that an interruption cannot lose them.
+    held.sort(key=lambda path: path.name != METRICS_FILE)
     if held:
         aside = free_name(workdir / SET_ASIDE)
         with writing(workdir):

@@ -65,7 +65,7 @@ def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
             except KeyboardInterrupt:
                 print("\ninterrupted", file=sys.stderr)
                 return 130
-            except BrokenPipeError:  # of `... | head`
+            except BrokenPipeError:  # the reader has exited, as in `... | head`
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 return 141
 

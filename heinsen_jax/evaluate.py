@@ -28,8 +28,8 @@ from heinsen_jax.training.signals import exit_at_once
 from heinsen_jax.training.step import make_evaluation_step
 
 DATA_HELP = (
-    "a corpus or a prepared folder, whose validation split is evaluated, or a file or folder, "
-    "which is evaluated completely unless the run was trained on it; by default the run's data"
+    "a named corpus or a prepared folder, whose validation split is evaluated; or other text, of "
+    "which all is evaluated, unless the run was trained on it; the run's data by default"
 )
 
 
@@ -41,20 +41,26 @@ def main() -> None:
         sequence_length: Annotated[
             int | None, tyro.conf.arg(help="sequence length, in tokens")
         ] = None,
-        max_batches: Annotated[int | None, tyro.conf.arg(help="all if not given")] = None,
-        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+        max_batches: Annotated[
+            int | None, tyro.conf.arg(help="number of batches; all by default")
+        ] = None,
+        latest: Annotated[
+            bool, tyro.conf.arg(help="use the latest checkpoint, not the best")
+        ] = False,
         tasks: Annotated[
-            tuple[str, ...], tyro.conf.arg(help="tasks of the harness, instead of a text")
+            tuple[str, ...], tyro.conf.arg(help="tasks of the harness, evaluated instead of text")
         ] = (),
-        include_path: Annotated[Path | None, tyro.conf.arg(help="more tasks, as YAML")] = None,
+        include_path: Annotated[
+            Path | None, tyro.conf.arg(help="folder of further tasks, as YAML")
+        ] = None,
         limit: Annotated[
             int | None, tyro.conf.arg(help="examples per task; all by default")
         ] = None,
         num_fewshot: Annotated[
-            int | None, tyro.conf.arg(help="set by each task by default")
+            int | None, tyro.conf.arg(help="examples in a prompt; chosen by each task by default")
         ] = None,
         batch_size: Annotated[
-            int | None, tyro.conf.arg(help="of tasks, in sequences; 16 by default")
+            int | None, tyro.conf.arg(help="sequences in a batch of tasks; 16 by default")
         ] = None,
         output: Annotated[
             Path | None, tyro.conf.arg(help="JSON file for the results of tasks")

@@ -37,7 +37,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
         opened.
     """
     path = folder / LOCK_FILE
-    lock = FileLock(path, fallback_to_soft=False)  # that one outlives its owner
+    lock = FileLock(path, fallback_to_soft=False)  # a soft lock outlives its owner
     try:
         lock.acquire(blocking=False)
     except Timeout:

@@ -8,7 +8,7 @@ from heinsen_jax.errors import UserError
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
-RETRIES = 3  # of a call whose node is lost
+RETRIES = 3  # repetitions of a call whose node is lost
 
 
 def calls(
@@ -29,7 +29,7 @@ def calls(
       UserError: Ray is not installed.
     """
     try:
-        ray = importlib.import_module("ray")  # here, for nothing else is to wait for it
+        ray = importlib.import_module("ray")  # here, since Ray is slow to import, and optional
     except ModuleNotFoundError:
         raise UserError(
             "executor ray: Ray is not installed; in a clone of this package, "

@@ -26,12 +26,12 @@ from heinsen_jax.typing import Array, PyTree, config_dataclass
 Tree = TypeVar("Tree")
 
 RULES: dict[str, tuple[str, ...]] = {
-    # of parameters
+    # axes of parameters
     "embed": ("fsdp",),
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "vocab": ("tensor",),
-    # of activations, whose features are whole where they are not of heads, "mlp" or "vocab"
+    # axes of activations; their features are split only along "heads", "mlp" and "vocab"
     "batch": ("data", "fsdp"),
     "tokens": ("context",),
 }

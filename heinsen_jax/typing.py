@@ -7,8 +7,8 @@ Public arrays are laid out as in `jax.nn.dot_product_attention`, with any leadin
     T     query tokens; S: key and value tokens (equal to T where attention is causal)
     N     query heads (`num_heads`)
     G     key/value heads (`num_kv_heads`), a divisor of N
-    K     key depth: features of one query or key head
-    V     value depth: features of one value head
+    K     head dimension of queries and keys (`key_depth`)
+    V     head dimension of values (`value_depth`)
     D     model width (`model_dim`)
 
 Inside the ops, batch axes and key/value heads are folded into one leading axis and tokens are moved
@@ -18,6 +18,9 @@ next to their features, so that every contraction is one batched matrix product:
     X     prod(*B) * G
     R     N // G, the query heads that share one key/value head
     C     tokens in a chunk; J: chunks
+
+A chunk is a number of consecutive tokens whose weights are computed together. A block is a number
+of consecutive chunks that are processed in parallel; blocks are processed one after the other.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence

@@ -53,7 +53,7 @@ SETTINGS = {
 }
 for setting, chosen in SETTINGS.items():
     jax.config.update(setting, chosen)
-    os.environ[setting.upper()] = str(chosen)  # of processes that tests start
+    os.environ[setting.upper()] = str(chosen)  # for processes that tests start
 
 if jax.__version_info__ < (0, 11):  # read at the first compilation
     flags = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"

@@ -225,8 +225,8 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
 
         Args:
           batch_shape: the leading axes.
-          capacity: maximum number of tokens, for states that hold all tokens: they then have their
-            final shape, as loops under `jit` require. They grow when None.
+          capacity: maximum number of tokens in states that store every token. Such a state then
+            has a fixed shape, as loops under `jit` require. It grows with each call when None.
         """
         raise NotImplementedError(f"{type(self).__name__} does not stream: it has no state")
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from heinsen_jax.typing import Array, DTypeLike, Float, Integer, pytree_dataclass
 
-AXIS = -3  # of tokens
+AXIS = -3  # the axis of tokens
 
 
 @runtime_checkable

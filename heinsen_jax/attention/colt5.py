@@ -13,7 +13,7 @@ from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.colt5 import Routing, conditional_attention, route, soft_top_k
 from heinsen_jax.typing import Array, Features, config_dataclass
 
-SPREAD = 9 / 8  # of the soft selection over the hard one
+SPREAD = 9 / 8  # tokens of the soft selection per token of the hard one
 
 
 @config_dataclass

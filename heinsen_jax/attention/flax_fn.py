@@ -135,7 +135,7 @@ def _checked(mask: AnyArray, query: Array, key: Array) -> AnyArray:
             f"mask must broadcast to [..., num_heads, T, S] = {full}, got shape {np.shape(mask)}"
         )
     if not isinstance(mask, Tracer) and getattr(mask, "is_fully_addressable", True):
-        mask = np.asarray(mask)  # or else other processes hold some of it
+        mask = np.asarray(mask)  # no part of it is on devices of other processes
     return mask.reshape(shape).astype(bool)
 
 
@@ -145,7 +145,7 @@ def _simplest(
     """Reduce a mask to a mask over keys, or None, if possible; also return whether it is causal."""
     length, sources = query.shape[-3], key.shape[-3]
     if is_causal and length == 1:
-        is_causal = False  # it is the last token, and all that the mask has is earlier
+        is_causal = False  # a single query is the last token: no key is later
     if is_causal:
         check_same_length(query, key, "is_causal=True", "for others pass a mask alone")
     if not isinstance(mask, np.ndarray) or mask.size == 0:

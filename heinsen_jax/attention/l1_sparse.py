@@ -63,7 +63,7 @@ class L1SparseAttention(MaskedAttention[L1SparseConfig]):
         valid = (source >= 0) & (source < sources)
         if isinstance(query_offset, int):
             edges = np.stack([np.nonzero(valid)[0], source[valid]], -1)
-        else:  # a number of edges that is not known: the others go to one query more
+        else:  # the number of edges is unknown: invalid ones end at an additional query
             padding = [(0, 0)] * query.ndim
             padding[-3] = (0, 1)
             query = jnp.pad(query, padding)

@@ -39,7 +39,8 @@ class LogConfig(HeadsConfig):
     """Decay at every token, at a trained rate that depends on the token: one rate per key/value
     head, or one per key feature; no decay when None."""
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
-    """Initial time constant, in tokens, of the slowest decay; that of the fastest is 1."""
+    """Initial time constant, in tokens, of the slowest-decaying head or feature. The fastest decay
+    initially multiplies the state by 1/2 at each token."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Implementation of `log_attention`; chosen automatically when None. "gpu" is experimental."""
 
@@ -55,8 +56,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
 
     Heads are concatenated. The branch uses log Y: values are never exponentiated. With
     `values="linear"`, v and heinsen_attention(q, k, v) replace log v and log Y. Decay,
-    if configured, is log sigmoid(x Wd + bd). At initialization about 1/e remains after
-    `max_timescale` tokens at the slowest rate, and half after one token at the fastest.
+    if configured, is log sigmoid(x Wd + bd). Initially the slowest decay reduces the state to
+    about 1/e in `max_timescale` tokens, and the fastest to 1/2 at each token.
 
     References:
       Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.

@@ -106,9 +106,9 @@ def prepare(
         if _is_finished(recipe, output):
             return Manifest.load(output)
         with locked(output, wait=wait):
-            if _is_finished(recipe, output):  # by the process that held the lock
+            if _is_finished(recipe, output):  # the process that held the lock has finished it
                 return Manifest.load(output)
-            for partial in output.glob("*.partial"):  # of a process that was killed
+            for partial in output.glob("*.partial"):  # files of a process that was killed
                 partial.unlink()
             save_tokenizer(encoding, output)
             recipe.write(output / _RECIPE_FILE)

@@ -69,7 +69,7 @@ class Sampler:
             raise UserError("sampling needs key=jax.random.key(seed); only top_k=1 does without")
         drawn = jax.random.key(0) if key is None else key
         if not jnp.issubdtype(drawn.dtype, jax.dtypes.prng_key):
-            drawn = jax.random.wrap_key_data(drawn)  # of jax.random.PRNGKey
+            drawn = jax.random.wrap_key_data(drawn)  # a key of jax.random.PRNGKey
         return cls(drawn, temperature, top_k, num_tokens)
 
     def keys(self, position: int | Integer[Array, ""]) -> Key[Array, "*B"]:

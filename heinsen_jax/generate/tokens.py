@@ -72,8 +72,8 @@ def generate(
 ) -> Integer[Array, "*B new"] | tuple[Integer[Array, "*B new"], LanguageModelState]:
     """Continue each row of tokens.
 
-    Logits are divided by the temperature, all below the k-th largest are dropped (ties with it
-    stay), and a token is sampled from their softmax.
+    Logits are divided by the temperature. Those below the k-th largest are then masked (ties with
+    it are kept), and a token is sampled from the softmax of the others.
 
     Args:
       model: the model.
@@ -95,7 +95,8 @@ def generate(
       The new tokens `[*B, max_new_tokens]`, or the pair (tokens, state).
 
     Raises:
-      ValueError: an argument is out of its range; the message names it.
+      UserError: an argument is out of its range, or the model has too few positions; the message
+        names the argument.
       NotImplementedError: `return_state` with `lengths`, for states that have one token count for
         all rows, such as caches.
 

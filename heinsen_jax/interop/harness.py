@@ -104,8 +104,7 @@ class Harnessed(TemplateLM):
         if strange := given - {"max_batch_size", "device"}:
             raise UserError(
                 f"model_args {min(strange)}={unknown[min(strange)]!r}: unknown argument; choose "
-                "from "
-                "workdir, batch_size, max_gen_toks, latest, share"
+                "from workdir, batch_size, max_gen_toks, latest, share"
             )
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UserError(f"batch_size={batch_size}: must be an integer >= 1")
@@ -256,8 +255,7 @@ class Harnessed(TemplateLM):
         if given:
             raise UserError(
                 f"generation_kwargs.{min(given)}={given[min(given)]!r}: unknown argument; choose "
-                "from "
-                "until, max_gen_toks, do_sample, temperature, top_k, seed"
+                "from until, max_gen_toks, do_sample, temperature, top_k, seed"
             )
         options: Options = {"stop": stop, "max_new_tokens": most}
         if not is_random or temperature == 0:
@@ -349,7 +347,7 @@ def _rounded(length: int) -> int:
 
 
 def _padded(rows: list[list[int]], number: int, length: int = SMALLEST) -> Array:
-    """Pad to `[number, T]` with zeros, where T takes few values."""
+    """Pad to `[number, T]` with zeros, where T has few values."""
     tokens = np.zeros((number, max(length, _rounded(max(map(len, rows), default=0)))), np.int32)
     for row, given in zip(tokens, rows, strict=False):
         row[: len(given)] = given

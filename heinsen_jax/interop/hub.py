@@ -134,10 +134,10 @@ def push(
                 repo_id=repo_id,
                 folder_path=folder,
                 allow_patterns=[*FETCHED, "README.md"],
-                delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # of what was there
+                delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # earlier weights
                 commit_message="A model of heinsen_jax",
             )
-        except Exception as error:  # of its HTTP client, too, which changes from version to version
+        except Exception as error:  # its HTTP client differs between versions, and so do errors
             reason = next(iter(str(error).splitlines()), "no reason given")
             raise UserError(
                 f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}): check the "

@@ -105,7 +105,7 @@ class _Reader(pickle.Unpickler):
         _hooks: dict[str, object] | None = None,
         marks: dict[str, bool] | None = None,
     ) -> np.ndarray:
-        if marks:  # that its numbers stand for others, their negatives or conjugates
+        if marks:  # they mean that the stored numbers are to be negated or conjugated
             raise self._refusal(f"a tensor with {marks}")
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if math.prod(size) and not 0 <= offset <= last < len(storage):

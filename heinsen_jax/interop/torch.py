@@ -163,7 +163,7 @@ def _check_published(config: LanguageModelConfig) -> None:
     published = LanguageModelConfig()
     for field in dataclasses.fields(config):
         value, theirs = getattr(config, field.name), getattr(published, field.name)
-        if field.name == "attention_options":  # of which the implementation is no part of a model
+        if field.name == "attention_options":  # the implementation is not part of it
             value = tuple(pair for pair in value if not pair[0].endswith(".implementation"))
         if field.name not in _FREE and value != theirs:
             raise ValueError(

@@ -57,7 +57,7 @@ class LanguageModelConfig:
     block: Literal["paper", "standard", "decay", "fastformer"] = "paper"
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
-    branch instead of position embeddings, values of any sign, decay by head, and rotary queries and
+    branch instead of a position encoding, values of any sign, decay by head, and rotary queries and
     keys for mechanisms with an option `rotary`. fastformer: as standard, without biases in the MLP;
     the residual stream continues from the normalized input of the attention."""
     mlp_ratio: pydantic.PositiveInt = 4
@@ -75,8 +75,8 @@ class LanguageModelConfig:
     """Kernel size, in tokens, of a causal depthwise convolution at the start of each residual
     branch. That of the block when None: 4 in the decay block, no convolution in the others."""
     is_causal: bool = True
-    """Whether tokens attend only to earlier ones, and the model is trained to predict the next
-    token. If not, they attend to all, and the model is trained to predict masked tokens."""
+    """Whether tokens attend only to themselves and earlier tokens, and the model is trained to
+    predict the next token. If not, they attend to all, and it is trained to predict masked ones."""
     num_heads: pydantic.PositiveInt = 24
     """Attention heads of a layer."""
     key_depth: pydantic.PositiveInt | None = None
@@ -166,12 +166,13 @@ class LanguageModelConfig:
 
 
 def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -> float:
-    """Model FLOPs per token of a forward and backward pass, as model FLOPs utilisation counts them.
+    """Model FLOPs per token of a forward and backward pass, for model FLOPs utilization (MFU).
 
-    6 per parameter in a matrix product; the tied embedding counts once. For each layer and head of
-    dimensions K and V in addition: 12 K V for log and linear attention, which write and read their
-    state once; for softmax, grouped-query and L1 attention over `length` tokens 6 (K + V) per
-    visible token, of which causal attention has half. Other mechanisms add nothing.
+    Each parameter counts 6, all parameters included; the tied embedding counts once. In addition,
+    each head of each layer, with head dimensions K of keys and V of values, counts 12 K V for log
+    and linear attention, which write and read their state once. For softmax, grouped-query and L1
+    attention it counts 6 (K + V) per visible token: on average (length + 1) / 2 tokens if causal,
+    otherwise `length`. Other mechanisms count nothing in addition.
     """
     key_depth = config.key_depth or config.model_dim // config.num_heads
     value_depth = config.value_depth or config.model_dim // config.num_heads

@@ -37,8 +37,8 @@ class LanguageModelState:
     """State of the model, of constant size if the states of its mechanisms are.
 
     Attributes:
-      position: the last h of the position recurrence `[*B, D]`, the number of tokens so far with
-        learned positions, or nothing.
+      position: state of the position encoding: the last output h `[*B, D]` of the recurrence, the
+        number of tokens so far for learned positions, or empty without a position encoding.
       blocks: one `BlockState` per entry of the layer pattern, with its layers stacked on the first
         axis.
     """
@@ -51,9 +51,12 @@ MOST_UNROLLED = 12
 
 
 class LanguageModel(nnx.Module):
-    """logits = norm(blocks(position(E[tokens]))) E^T, with tied embeddings E.
+    """Language model with any attention mechanism, or a pattern of several.
 
-    For "fastformer", logits = (blocks(position(E[tokens])) E^T + b) / sqrt(model_dim).
+        logits = norm(blocks(position(E[tokens]))) E^T                embedding_style="paper"
+        logits = (blocks(position(E[tokens])) E^T + b) / sqrt(D)      embedding_style="fastformer"
+
+    E `[vocab_size, D]` is the embedding, b a bias, and D is model_dim.
 
     Blocks are stacked and scanned, so compile time does not depend on their number. For a single
     token up to `MOST_UNROLLED` blocks are unrolled, since a loop would copy their weights at every
@@ -192,8 +195,8 @@ class LanguageModel(nnx.Module):
 
         Args:
           batch_shape: the leading axes.
-          capacity: maximum number of tokens, for mechanisms whose state holds all tokens: their
-            states then have their final shape. They grow when None.
+          capacity: maximum number of tokens in states of mechanisms that store every token. Such a
+            state then has a fixed shape. It grows with each call when None.
         """
 
         def stacked(blocks: Block) -> BlockState:
@@ -216,7 +219,7 @@ class LanguageModel(nnx.Module):
         return self.position.remaining(state.position)
 
     def ensure_capacity(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
-        """The state, with capacity for further tokens in mechanisms that hold all tokens."""
+        """The state, with capacity for further tokens in mechanisms that store every token."""
 
         def widen(node: Cache | Array) -> Cache | Array:
             if not isinstance(node, Cache) or isinstance(node.length, Tracer):

@@ -20,11 +20,11 @@ from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, pytree_dat
 
 @pytree_dataclass
 class AdditiveState:
-    """State of additive pooling, in the form of S tokens.
+    """State of additive pooling: S weighted tokens.
 
-    Without a window it is a single token (S = 1): the average of all tokens, and the log of their
-    total weight. With a window of w it is the last w - 1 tokens (S = w - 1). Unused entries have
-    the logit log 0 = -inf.
+    Without a window, S = 1: the average of all tokens, whose logit is the log of their total
+    weight. With a window of w, S = w - 1: the last w - 1 tokens. Unused entries have the logit
+    log 0 = -inf.
 
     Attributes:
       x: `[*B, S, num_heads, depth]`.
@@ -113,9 +113,9 @@ def additive_pooling(
 
         g_t = sum_s exp(logits_s) x_s / sum_s exp(logits_s),    s in window(t)
 
-    window(t) is the last w tokens, t itself included; all tokens up to t without
-    `local_window_size`; all tokens if not causal, so that every token has the same average. The
-    caller computes the logits: the published layer uses logits_s = w . x_s / sqrt(depth). Time and
+    window(t) is the last w tokens, t itself included. Without `local_window_size`, it is all tokens
+    up to t; and if not causal, all tokens, so that every token has the same average. The caller
+    computes the logits: the published layer uses logits_s = w . x_s / sqrt(depth). Time and
     memory are linear in T for any window. Finite for every finite input; computed in at least
     float32, also for half-precision inputs. Supports reverse-mode derivatives only.
 
@@ -128,7 +128,7 @@ def additive_pooling(
         ids. `initial_state` belongs to the first segment, the returned state to the last.
       key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
         `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
-        have no effect; on the left it counts towards windows.
+        have no effect; tokens of padding on the left are counted in windows.
       initial_state: state after the preceding tokens; the empty state when None.
       return_state: whether to also return the state after all tokens.
 

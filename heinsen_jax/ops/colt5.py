@@ -272,8 +272,8 @@ def _sum(x: Array, residual: Array | None, light: Array, heavy: Array, routing: 
     residual = x if residual is None else residual
     *batch, length, width = x.shape
     count = routing.indices.shape[-1]
-    check_array("what light returns", light, (x.shape,), jnp.floating)
-    check_array("what heavy returns", heavy, ((*batch, count, width),), jnp.floating)
+    check_array("the result of light", light, (x.shape,), jnp.floating)
+    check_array("the result of heavy", heavy, ((*batch, count, width),), jnp.floating)
     dtype = jnp.promote_types(jnp.result_type(residual, x), jnp.float32)
     added = routing.weights[..., None].astype(dtype) * heavy.astype(dtype)
     added = jnp.where(routing.mask[..., None], added, 0)

@@ -66,9 +66,9 @@ def l1_attention(
         S_ts = -1/sqrt(K) sum_c |Q_tc - K_sc|
         Y_t = sum_s exp(S_ts) V_s / (b + sum_s exp(S_ts))
 
-    over the keys s visible to t, with K the key depth and b the denominator bias. Time is
-    proportional to the number of visible pairs, memory linear in T and S. Supports reverse-mode
-    derivatives only.
+    over the keys s visible to t, where K is the head dimension of keys and b the denominator bias.
+    Time is proportional to the number of visible pairs, memory linear in T and S. Supports
+    reverse-mode derivatives only.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

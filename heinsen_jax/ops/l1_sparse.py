@@ -66,8 +66,8 @@ def l1_sparse_attention(
         P_e = exp(S_e) / (b + sum_{e' to d} exp(S_e'))
         Y_d = sum_{e to d} P_e V_s
 
-    with K the key depth and b the denominator bias. An edge listed twice counts twice; the order of
-    edges affects only rounding. Supports reverse-mode derivatives only.
+    where K is the head dimension of keys and b the denominator bias. An edge listed twice counts
+    twice; the order of edges affects only rounding. Supports reverse-mode derivatives only.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

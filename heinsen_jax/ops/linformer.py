@@ -44,7 +44,7 @@ def linformer_attention(
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
       >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
-      >>> average = jnp.full((3, 1), 1 / 3)  # of all tokens, in one row
+      >>> average = jnp.full((3, 1), 1 / 3)  # averages all tokens, in one row
       >>> linformer_attention(key, key, value, average, average).ravel().round().tolist()
       [6.0, 6.0, 6.0]
 

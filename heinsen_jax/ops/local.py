@@ -146,7 +146,6 @@ def longformer_attention(
 
     Global tokens attend to all tokens and are visible to all tokens.
 
-
     Args:
       query, key, value, local_window_size: as `sliding_window_attention`. A global key inside a
         window counts once.

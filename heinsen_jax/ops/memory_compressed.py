@@ -27,7 +27,7 @@ from heinsen_jax.ops.softmax import Implementation, dot_product_attention
 from heinsen_jax.typing import Array, Float, Integer, Lengths, Mixed, Query, pytree_dataclass
 
 Pad = Literal["left", "right"]
-AXIS = -3  # of tokens
+AXIS = -3  # the axis of tokens
 
 
 class Compression(NamedTuple):
@@ -270,10 +270,10 @@ def memory_compressed_attention(
     most queries then do not attend to themselves.
 
     If S is not a multiple of F, one group is incomplete: the first one with pad="left", the
-      published form, in which groups depend on the sequence length; or the last one with
-      pad="right", which is masked if causal. Streaming needs pad="right", where outputs do not
-      depend on later tokens: start from `CompressedCache.empty` and pass each chunk of T >= 0
-      tokens with the state returned for the preceding one.
+    published form, in which groups depend on the sequence length; or the last one with pad="right",
+    which is masked if causal. Streaming needs pad="right", where outputs do not depend on later
+    tokens: start from `CompressedCache.empty` and pass each chunk of T >= 0 tokens with the state
+    returned for the preceding one.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

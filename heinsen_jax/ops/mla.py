@@ -50,9 +50,14 @@ def mla_attention(
       key_pe: K^pe `[*B, S, P]`, rotated.
       key_up: W^K `[num_heads, R, K]`.
       value_up: W^V `[num_heads, R, V]`.
-      form: "expanded" or "absorbed". is_causal, segment_ids, key_value_seq_lengths, query_offset,
-      implementation: as in `dot_product_attention`.
+      form: "expanded" or "absorbed".
+      is_causal: whether tokens attend only to themselves and earlier tokens.
+      segment_ids: `[*B, S]`: tokens attend only to tokens of equal id. T must equal S.
+      key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
+        `[*B, 2]`, the first valid token and the one past the last.
+      query_offset: position of the first query among the keys.
       scale: factor of the scores; 1 / sqrt(K + P) when None.
+      implementation: that of `dot_product_attention`.
 
     Returns:
       Y `[*B, T, num_heads, V]`.
@@ -115,8 +120,9 @@ def latent_attention(
     Args:
       query: Q' = Q (W^K)^T `[*B, T, num_heads, R]`.
       query_pe, latent, key_pe: as in `mla_attention`.
-      scale: factor of the scores; 1 / sqrt(K + P) in `mla_attention`. is_causal, segment_ids,
-      key_value_seq_lengths, query_offset, implementation: as in `dot_product_attention`.
+      scale: factor of the scores; 1 / sqrt(K + P) in `mla_attention`.
+      is_causal, segment_ids, key_value_seq_lengths, query_offset: as in `mla_attention`.
+      implementation: that of `dot_product_attention`.
 
     Returns:
       O `[*B, T, num_heads, R]`, to be projected by W^V.

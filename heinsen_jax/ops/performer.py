@@ -117,7 +117,7 @@ def performer_attention(
       is_causal, segment_ids, key_value_seq_lengths: as in `heinsen_attention`.
       epsilon: added to each feature, whatever the size of the others; 0 when None, or 1e-3 with
         kernel="relu". It biases weights by about epsilon.
-      initial_state, return_state: a `HeinsenAttentionState` of key depth M, as in
+      initial_state, return_state: a `HeinsenAttentionState` with M key features, as in
         `heinsen_attention`, or a `LinearAttentionState` with kernel="relu".
       implementation: "log_space"; "published": features relative to the largest one, for keys over
         all positions, later ones included, plus epsilon (1e-4 when None) and, if causal, another

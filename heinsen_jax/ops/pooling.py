@@ -160,7 +160,7 @@ def _products(chunks: WeightedTokens, ids: Array | None, count: int, window: int
     has_earlier = number > count
 
     def by_row(x: Array) -> Array:
-        # Elementwise operations on two short axes are unrolled: they take long to compile.
+        # Elementwise operations on two short axes are unrolled, and compile slowly.
         return x.reshape(folds * number * size, size)
 
     def pairs(x: Array, fill: float) -> Array:

@@ -196,7 +196,7 @@ def _segment(layer: Layer, memory: Array, tokens: Array) -> tuple[Array, Array]:
 
 def _apply(layer: Layer, x: Array) -> Array:
     y = layer(x)
-    check_array("what layer returns", y, (x.shape,), jnp.floating)
+    check_array("the result of layer", y, (x.shape,), jnp.floating)
     return y.astype(x.dtype)
 
 

@@ -58,10 +58,10 @@ def dot_product_attention(
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(scale Q_t . K_s + bias_ts + D_ts)       (1)
 
-    over the keys s visible to t, where D_ts is the sum of the log decays of the tokens r after s up
-    to t, s < r <= t. Equals `jax.nn.dot_product_attention`, but accepts any number of
-    batch axes and masks as rules, and returns 0, not the average of all values, for a query without
-    visible keys.
+    over the keys s visible to t, where D_ts is the sum of the log decays of the tokens after s up to
+    t. It has these differences from `jax.nn.dot_product_attention`: it accepts any number of batch
+    axes, masks as rules, and decays; an integer `local_window_size` counts the query itself; and a
+    query without visible keys has the output 0, not the average of all values.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

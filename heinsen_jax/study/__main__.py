@@ -51,7 +51,7 @@ def main() -> int:
         try:
             with unwind_on_signals():
                 run_study(load_study(study), folder, run_one, report_only)
-        except Stopped:  # by a signal to all processes, which another one received first
+        except Stopped:  # a process of a run received the signal to all processes first
             return _stopped(128 + signal.SIGINT)
         except SystemExit as stopped:
             return _stopped(cast(int, stopped.code))

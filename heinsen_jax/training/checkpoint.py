@@ -172,7 +172,7 @@ class Checkpoints:
         latest, newest = self.latest_step(), self._newest_saved()
         if latest is not None and newest is not None and latest < newest not in self.damaged:
             path = self.folder / str(newest)
-            if not path.exists():  # it does where it was saved since this was opened
+            if not path.exists():  # another process may have saved it since this was opened
                 found.append(f"{path} was saved, and is gone")
         return found
 
@@ -205,7 +205,7 @@ class Checkpoints:
                 metrics={"loss": math.inf if loss is None else loss},
                 force=True,
             )
-            self.record_newest()  # of the steps before: this one is being written
+            self.record_newest()  # records an earlier step, since this one is still being written
         except Exception as error:
             if not _is_of_storage(error):
                 raise
@@ -250,7 +250,7 @@ class Checkpoints:
                     partial_restore=True,
                 ),
             )
-        except jax.errors.JaxRuntimeError:  # of the devices, or of another process
+        except jax.errors.JaxRuntimeError:  # an error of a device, or of another process
             raise
         except Exception as error:
             raise UserError(
@@ -280,7 +280,7 @@ class Checkpoints:
             if kind is None:
                 raise
         finally:
-            with contextlib.suppress(Exception):  # of a save that failed, once more
+            with contextlib.suppress(Exception):  # the error of a failed save, raised again
                 self._manager.close()
             self._on_exit.close()
 

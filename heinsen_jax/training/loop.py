@@ -53,7 +53,7 @@ class Diverged(UserError):
 
 @runtime_checkable
 class SampleFn(Protocol):
-    """Continues a prompt with a model."""
+    """Function that continues a prompt with a model, and returns the text."""
 
     def __call__(
         self,
@@ -71,7 +71,7 @@ class Result:
     """Result of training.
 
     Attributes:
-      step: number of updates.
+      step: number of the last step, each of which is one update.
       metrics: metrics of the last evaluation; empty if a signal came before any.
       signal: number of the signal that stopped training, or None.
     """
@@ -94,17 +94,18 @@ def train(
     """Train from the latest checkpoint in `workdir`, or from the start, to the last step.
 
     SIGTERM, SIGHUP and SIGINT in any of the processes save a checkpoint after the current step and
-    end training early. Before the first step they are not handled here.
+    end training early. Before the first step, this function does not handle them.
 
     Args:
       workdir: the run's folder, which all processes share.
       dataset: the data set.
       experiment: the configuration.
-      dry_run: whether to compile, time a few updates and report the cost of the run, instead of
+      dry_run: whether to compile, time a few steps and report the cost of the run, instead of
         training.
-      profile: whether to write a trace of a few updates into the run's folder.
-      on_start: called by process 0 before the first update, if any.
-      sample_fn: writes the samples, such as `heinsen_jax.generate.sample`; none when None.
+      profile: whether to write a trace of a few steps into the run's folder.
+      on_start: called by process 0 before the first step, if any.
+      sample_fn: returns the text of a sample, such as `heinsen_jax.generate.sample`; no samples are
+        written when None.
 
     Raises:
       UserError: as `check_settings`; all checkpoints of the run are lost; or a file cannot be
@@ -178,7 +179,7 @@ class _Run:
                 with together():
                     if jax.process_index() == 0:
                         self.on_start()
-                # To the end of the last save, also after an error: its deadline holds there, too.
+                # Handled until the last save ends, also after an error: its deadline still holds.
                 self.signals = outer.enter_context(Signals(self.training.shutdown_timeout))
                 self.reporter.begin()
                 result = self._steps(state, start, update)
@@ -293,7 +294,7 @@ class _Run:
                 if stopped_by and not last:
                     self.checkpoints.save(step, state)
                     return Result(step, metrics, stopped_by)
-                is_first = not metrics  # it compiles, too
+                is_first = not metrics  # the first evaluation includes compilation
                 with self.reporter.untimed() if is_first else contextlib.nullcontext():
                     metrics = self._evaluate_and_save(step, state)
                 clock.restart(step)

@@ -175,7 +175,7 @@ class _Console(Console):
         try:
             super()._check_buffer()
         except OSError as error:
-            if error.errno != errno.EIO:  # of a terminal, before its SIGHUP arrives
+            if error.errno != errno.EIO:  # a closed terminal, before its SIGHUP arrives
                 raise
             self.on_broken_pipe()
 

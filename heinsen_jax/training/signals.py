@@ -129,7 +129,7 @@ def _caught(
         for number, handler in previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         writer.close()
-        thread.join()  # what it was told already is done within this context
+        thread.join()  # signals that it has received are handled within this context
 
 
 def _disconnect(terminals: list[int]) -> None:

@@ -51,7 +51,7 @@ def save_weights(
         with writing(folder):
             save_hashed(folder / file, shard, metadata)
     if len(shards) == 1:
-        (folder / INDEX_FILE).unlink(missing_ok=True)  # of what was there before
+        (folder / INDEX_FILE).unlink(missing_ok=True)  # the index of earlier shards
     else:
         total = sum(x.nbytes for x in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": place}

@@ -271,7 +271,7 @@ def test_a_text_that_was_edited_is_prepared_again(tmp_path: Path) -> None:
     path.write_text("x" * 100)
     config = DataConfig(corpus=str(path), cache=str(tmp_path / "cache"))
     before = data.load(config)
-    path.write_text("y" * 100)  # of the same size
+    path.write_text("y" * 100)  # has the same size
     os.utime(path, ns=(0, 1))
     after = data.load(config)
     assert set(after.split("train").read(0, 0, 99).tolist()) == {ord("y")}

@@ -170,7 +170,7 @@ def test_a_missing_repository_is_named(monkeypatch):
 def test_errors_of_the_hub_are_reported(saved, monkeypatch):
     class Refusing(Hub):
         def create_repo(self, *_, **__):
-            raise RuntimeError("you are not logged in")  # of any HTTP client
+            raise RuntimeError("you are not logged in")  # an error of any HTTP client
 
     monkeypatch.setattr(hub, "HfApi", lambda: Refusing(saved))
     with pytest.raises(UserError, match=r"you are not logged in.*hf auth login"):

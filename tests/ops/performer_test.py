@@ -191,7 +191,7 @@ def test_features_are_those_of_normal_vectors_and_weights_unbiased():
 
     assert_mean(w, 0)
     assert_mean(np.einsum("dmk,dml->dmkl", w, w), np.eye(4)[None])
-    assert_mean(np.sum(w * w, -1) ** 2, 4 * 6)  # of chi squared with 4 degrees of freedom
+    assert_mean(np.sum(w * w, -1) ** 2, 4 * 6)  # second moment of chi squared with 4 degrees
 
     q, k = np.random.default_rng(0).standard_normal((2, 4)) / 2
     phi = [np.exp(w @ x / 4**0.25 - x @ x / 4**0.5 / 2) / 6**0.5 for x in (q, k)]

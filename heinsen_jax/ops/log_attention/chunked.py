@@ -190,7 +190,7 @@ class Saved(NamedTuple):
 
     before: Averages
     measured: Measured
-    residuals: tuple[single_level.Residuals, Averages] | None  # of both tiers, one of them zeros
+    residuals: tuple[single_level.Residuals, Averages] | None  # of both tiers; one has zeros
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -24,7 +24,6 @@ def attention(
 ) -> tuple[Float[Array, "B T G R V"], Averages]:
     """Return output and the state after all tokens.
 
-
     Args:
       query, key: exponents.
       value: log-values, or values of either sign.

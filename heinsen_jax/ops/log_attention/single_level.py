@@ -63,16 +63,16 @@ class Exponents(NamedTuple):
     query: Float[Array, "J X RC K"]
     key: Float[Array, "J X C K"]
     value: Float[Array, "J X C V"]
-    decay: Float[Array, "J X K"] | None  # of a whole chunk
+    decay: Float[Array, "J X K"] | None  # total decay of a chunk
     segments: Int[Array, "J X C"] | None  # number of segments begun in the chunk, up to each token
 
 
 class MaxExponents(NamedTuple):
     """Largest exponents, -inf without any."""
 
-    before: Float[Array, "J X K"]  # of the state before a chunk
-    query: Float[Array, "J X K"]  # of that and of the chunk
-    after: Float[Array, "J X K"]  # of the state after a chunk
+    before: Float[Array, "J X K"]  # in the state before a chunk
+    query: Float[Array, "J X K"]  # in the state before a chunk and the keys of the chunk
+    after: Float[Array, "J X K"]  # in the state after a chunk
 
 
 class Residuals(NamedTuple):
@@ -86,9 +86,9 @@ class Residuals(NamedTuple):
     y: Float[Array, "J X RC V"]
     s: Float[Array, "J X K V"]  # S and Z before each chunk
     z: Float[Array, "J X K"]
-    mean: Float[Array, "X K V"]  # of the state before all chunks,
-    start: Float[Array, "X K"]  # its Z,
-    mean_end: Float[Array, "X K V"]  # and of the state after all chunks
+    mean: Float[Array, "X K V"]  # averages in the state before all chunks
+    start: Float[Array, "X K"]  # Z of that state
+    mean_end: Float[Array, "X K V"]  # averages in the state after all chunks
     inverse_end: Float[Array, "X K"]
     kept: Float[Array, "J X 1"] | None  # whether a chunk keeps the state before it
     carried: Float[Array, "J X K"]  # what rescales a state from chunk to chunk

@@ -66,8 +66,8 @@ class LogAttentionState:
         value_depth: int,
         dtype: DTypeLike = jnp.float32,
     ) -> LogAttentionState:
-        """Return the state of no tokens: log 0 = -inf, not the zeros of eq. (7), which would be a
-        token."""
+        """Return the state of no tokens: log 0 = -inf. The zeros of eq. (7) would be the state of
+        one token with key 0 and log-value 0."""
         shape = (*batch_shape, num_kv_heads, key_depth)
         real = jnp.finfo(dtype).dtype
         return cls(
@@ -97,7 +97,9 @@ class LogAttentionState:
         return absorb(_decayed(self, total), *(jnp.moveaxis(x, -3, -2) for x in (key, log_value)))
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Inexact[Array, "*B T N V"]:
-        """Attend to the state, eq. (5): log Y = LSE_K(Q + H_S) - LSE_K(Q + H_Z).
+        """Attend to the state, eq. (5): log Y = LSE_k(Q_k + H_S,k) - LSE_k(Q_k + H_Z,k).
+
+        The sums are over the features k of keys.
 
         Args:
           query: `[..., T, num_heads, key_depth]`; num_heads a multiple of num_kv_heads.
@@ -143,8 +145,8 @@ class HeinsenAttentionState:
         M = sum_s exp(K_s - H_Z) V_s        H_Z = LSE_s(K_s)
 
     The state of no tokens is M = 0, H_Z = log 0 = -inf; states of disjoint sets of tokens merge
-    into the state of their union. No average exceeds the largest value, so nothing overflows. Its
-    size does not depend on the number of tokens.
+    into the state of their union. No average exceeds the largest value, so nothing overflows. The
+    size of the state does not depend on the number of tokens.
 
     Attributes:
       mean: M `[..., num_kv_heads, key_depth, value_depth]`, the average of the values under each
@@ -185,7 +187,6 @@ class HeinsenAttentionState:
     ) -> HeinsenAttentionState:
         """Return the state after further tokens.
 
-
         Args:
           key: `[..., S, num_kv_heads, key_depth]`.
           value: `[..., S, num_kv_heads, value_depth]`, of any sign.
@@ -202,7 +203,7 @@ class HeinsenAttentionState:
         return replace(self.from_averages(merged), log_decay=earlier.log_decay)
 
     def attend(self, query: Float[Array, "*B T N K"]) -> Float[Array, "*B T N V"]:
-        """Attend to the state: Y = softmax_K(Q + H_Z) M.
+        """Attend to the state: Y = sum_k softmax_k(Q_k + H_Z,k) M_k.
 
         Args:
           query: `[..., T, num_heads, key_depth]`; num_heads a multiple of num_kv_heads.

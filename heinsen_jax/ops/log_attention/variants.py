@@ -64,8 +64,8 @@ def windowed(
     inputs, empty = replace(inputs, starts=starts), _empty(state, is_log)
     recent = implementation.causal(inputs, empty, is_log=is_log)[:2]
 
-    # Query t attends to the end of the preceding block from its first visible token, t - window +
-    # 1.
+    # Query t attends to the end of the preceding block, from its first visible token on. This is
+    # token t - window + 1.
     before = inputs
     if inputs.log_decay is not None:
         so_far = _running_sum(inputs.log_decay, starts)

@@ -26,7 +26,7 @@ slow = pytest.mark.nightly
 each_seed = pytest.mark.parametrize("seed", [0], ids="seed {}".format)
 each_function = pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 
-Tree = Any  # of arrays of NumPy or JAX
+Tree = Any  # a tree of arrays of NumPy or JAX
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from heinsen_jax.typing import Array, Float, Int, Shaped
 
 CHUNK = 64  # tokens
 DEPTHS = (32, 64, 128)
-LEAST_ROWS = 64  # of a product of tensor cores
+LEAST_ROWS = 64  # the least number of rows of a product on tensor cores
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from heinsen_jax.ops.numerics import share, where_empty
 from heinsen_jax.typing import Array, DTypeLike, Float
 
 Carry = TypeVar("Carry")
-Index: TypeAlias = Array | int  # of a chunk
+Index: TypeAlias = Array | int  # the index of a chunk
 Tiles: TypeAlias = dict[str, Array]
 """Operands of one chunk, in registers, by name."""
 Memory: TypeAlias = list[pl.MemoryRef]
@@ -60,7 +60,7 @@ class KernelCall:
 
     Attributes:
       is_log: whether values are logarithms.
-      sizes: batch, heads, key depth, value depth, and rows of a transposed state.
+      sizes: batch, heads, head dimensions of keys and of values, and rows of a transposed state.
     """
 
     def __init__(self, x: Operands, is_log: bool) -> None:

@@ -24,7 +24,7 @@ class CausalConvolution(nnx.Module):
         self,
         size: int,
         features: int,
-        logical_axis: str = "embed",
+        logical_axis: str | None = "embed",
         *,
         use_bias: bool = False,
         **options: Unpack[LayerOptions],
@@ -33,10 +33,11 @@ class CausalConvolution(nnx.Module):
         init, key = nnx.initializers.uniform(2 / size), options["rngs"].params()
         small = init(key, (size, features), param_dtype)
         taps = (small - 1 / size).at[-1].set(1.0)
-        self.taps = nnx.Param(taps, logical_axes=(logical_axis,))
+        axes = () if logical_axis is None else (logical_axis,)
+        self.taps = nnx.Param(taps, logical_axes=axes)
         self.bias = None
         if use_bias:
-            self.bias = nnx.Param(jnp.zeros(features, param_dtype), logical_axes=(logical_axis,))
+            self.bias = nnx.Param(jnp.zeros(features, param_dtype), logical_axes=axes)
 
     def __call__(
         self,

@@ -3,6 +3,7 @@
 All take the options of a layer, `dtype, param_dtype, rngs`, as keywords.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
 
@@ -42,18 +43,19 @@ class DenseOptions(TypedDict):
 def linear(
     inputs: int,
     outputs: int,
-    logical_axes: tuple[str, str],
+    logical_axes: tuple[str, ...],
     *,
     use_bias: bool = True,
     **options: Unpack[LayerOptions],
 ) -> nnx.Linear:
-    """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and logical axes (`sharding`)."""
+    """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and logical axes (`sharding`); with
+    no axes it is replicated."""
     return nnx.Linear(
         inputs, outputs, use_bias=use_bias, **dense_options(inputs, logical_axes), **options
     )
 
 
-def dense_options(inputs: int, logical_axes: tuple[str, str]) -> DenseOptions:
+def dense_options(inputs: int, logical_axes: tuple[str, ...]) -> DenseOptions:
     """Initializers and logical axes of a dense layer with this number of inputs."""
     return {
         "kernel_init": uniform(inputs**-0.5),
@@ -61,6 +63,25 @@ def dense_options(inputs: int, logical_axes: tuple[str, str]) -> DenseOptions:
         "kernel_metadata": {"logical_axes": logical_axes},
         "bias_metadata": {"logical_axes": logical_axes[1:]},
     }
+
+
+class LowRank(nnx.Module):
+    """x W W' + b, for W of few columns; replicated over devices."""
+
+    def __init__(
+        self,
+        inputs: int,
+        rank: int,
+        outputs: int,
+        *,
+        use_bias: bool = True,
+        **options: Unpack[LayerOptions],
+    ) -> None:
+        self.down = linear(inputs, rank, (), use_bias=False, **options)
+        self.up = linear(rank, outputs, (), use_bias=use_bias, **options)
+
+    def __call__(self, x: Array) -> Array:
+        return self.up(self.down(x))
 
 
 def layer_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.LayerNorm:
@@ -94,5 +115,25 @@ def uniform(bound: float) -> nnx.Initializer:
 
     def init(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
         return jax.random.uniform(key, tuple(shape), dtype, -bound, bound)
+
+    return init
+
+
+def log_of_uniform(low: float, high: float) -> nnx.Initializer:
+    """An initializer of logarithms of values uniform in [low, high]."""
+
+    def init(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
+        return jnp.log(jax.random.uniform(key, tuple(shape), dtype, low, high))
+
+    return init
+
+
+def inverse_softplus_of_log_uniform(low: float, high: float) -> nnx.Initializer:
+    """An initializer of values whose softplus is log-uniform in [low, high]."""
+
+    def init(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
+        bounds = math.log(low), math.log(high)
+        value = jnp.exp(jax.random.uniform(key, tuple(shape), dtype, *bounds))
+        return value + jnp.log(-jnp.expm1(-value))
 
     return init

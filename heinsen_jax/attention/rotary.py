@@ -1,6 +1,6 @@
 """Base class of softmax attention with optional rotary queries and keys, as layers."""
 
-from typing import TypeVar, Unpack
+from typing import Literal, TypeVar, Unpack
 
 import jax.numpy as jnp
 
@@ -15,9 +15,9 @@ from heinsen_jax.typing import Array, Integer, Keys, Query, config_dataclass
 class RotaryConfig(HeadsConfig):
     """Configuration of softmax attention with scaled dot products."""
 
-    rotary: bool = False
-    """Whether queries and keys are rotated by angles proportional to their positions (RoPE), so
-    that scores depend on distances."""
+    positions: Literal["none", "rotary"] = "none"
+    """Position encoding: none; or rotary, which rotates queries and keys by angles proportional to
+    their positions (RoPE), so that scores depend on distances."""
 
 
 RotaryT = TypeVar("RotaryT", bound=RotaryConfig)
@@ -34,16 +34,22 @@ class RotaryAttention(MaskedAttention[RotaryT]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        if self.config.rotary and self.key_depth % 2:
-            raise ValueError(
-                f"key_depth={self.key_depth}: rotary position embeddings rotate pairs of "
-                "features; make it even"
-            )
+        if self.config.positions == "rotary":
+            check_pairs(self.key_depth)
 
     def with_positions(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]
     ) -> tuple[Query, Keys]:
-        if not self.config.rotary:
+        if self.config.positions != "rotary":
             return query, key
         query, key = (rotary(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
         return query, key
+
+
+def check_pairs(key_depth: int) -> None:
+    """Raise ValueError unless the head dimension is even."""
+    if key_depth % 2:
+        raise ValueError(
+            f"key_depth={key_depth}: rotary position encodings rotate pairs of features; make it "
+            "even"
+        )

@@ -29,7 +29,7 @@ class BlockDefaults(NamedTuple):
     positions: Positions | None = None
 
 
-DECAY_OPTIONS = {"gated": False, "values": "linear", "decay": "head", "rotary": True}
+DECAY_OPTIONS = {"gated": False, "values": "linear", "decay": "head", "positions": "rotary"}
 BLOCKS = {
     "paper": BlockDefaults({"gated": True}),
     "standard": BlockDefaults({"gated": False}),

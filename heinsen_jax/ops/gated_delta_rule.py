@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 
@@ -15,8 +16,95 @@ from heinsen_jax.ops.arguments import (
     valid_tokens,
     without_padding,
 )
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur, segment_decay
-from heinsen_jax.typing import Array, Float, Lengths, Segments
+from heinsen_jax.ops.numerics import matmul
+from heinsen_jax.typing import Array, DTypeLike, Float, Lengths, Segments, pytree_dataclass
+
+
+@pytree_dataclass
+class MatrixState:
+    """State of `gated_delta_rule` that merges with those of other tokens: S -> A S + B, in which the
+    tokens' own state B is what they leave of S = 0.
+
+    Attributes:
+      matrix: B `[*B, N, K, V]`.
+      transition: A `[*B, N, K, K]`; or without erasure its diagonal, `[*B, N, 1 or K]`; None in a
+        state that is never merged into an earlier one.
+    """
+
+    matrix: Float[Array, "*B N K V"]
+    transition: Float[Array, "*B N _"] | Float[Array, "*B N K K"] | None = None
+
+    @classmethod
+    def empty(
+        cls,
+        batch_shape: Sequence[int],
+        num_heads: int,
+        key_depth: int,
+        value_depth: int,
+        dtype: DTypeLike = jnp.float32,
+    ) -> MatrixState:
+        """Return the state of no tokens: 0."""
+        return cls(jnp.zeros((*batch_shape, num_heads, key_depth, value_depth), dtype))
+
+    def merge(self, other: MatrixState) -> MatrixState:
+        """Return the state of these tokens followed by those of `other`."""
+        assert other.transition is not None
+        matrix = _transit(other.transition, self.matrix) + other.matrix
+        if self.transition is None:
+            return MatrixState(matrix)
+        if self.transition.ndim == self.matrix.ndim:
+            return MatrixState(matrix, _transit(other.transition, self.transition))
+        return MatrixState(matrix, other.transition * self.transition)
+
+
+def _transit(transition: Array, matrix: Array) -> Array:
+    """A S, for the matrix A or its diagonal."""
+    if transition.ndim == matrix.ndim:
+        return matmul(transition, matrix)
+    return transition[..., None] * matrix
+
+
+def matrix_summary(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+) -> MatrixState:
+    """Return the state of these tokens alone, with its transition: arguments are those of
+    `gated_delta_rule`.
+
+    With erasure, the transition is computed as K more columns of the state, which start as the
+    identity.
+    """
+    *batch, length, heads, depth = key.shape
+    columns = value.shape[-1]
+    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    if write is not None:
+        value = (write[..., None] if write.ndim < value.ndim else write) * value
+    options: dict[str, Any] = {"key_value_seq_lengths": key_value_seq_lengths, "return_state": True}
+    if erase is not None:
+        value = jnp.concatenate([value, jnp.zeros_like(key)], -1)
+        identity = jnp.broadcast_to(jnp.eye(depth, dtype=dtype), (*batch, heads, depth, depth))
+        start = jnp.concatenate([jnp.zeros((*batch, heads, depth, columns), dtype), identity], -1)
+        options |= {"erase": erase, "initial_state": varying_like(start, key)}
+    _, state = gated_delta_rule(query, key, value, log_decay=log_decay, **options)
+    if erase is not None:
+        return MatrixState(state[..., :columns], state[..., columns:])
+    decay = jnp.zeros_like(state[..., 0, :1])
+    if log_decay is not None:
+        if key_value_seq_lengths is not None:
+            valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
+            axes = tuple(range(valid.ndim, log_decay.ndim))
+            log_decay = jnp.where(jnp.expand_dims(valid, axes), log_decay, 0)
+        decay = jnp.sum(log_decay.astype(dtype), len(batch))
+        decay = decay[..., None] if decay.ndim == len(batch) + 1 else decay
+    return MatrixState(state, jnp.exp(decay))
 
 
 @overload

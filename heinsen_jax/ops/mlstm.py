@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, overload
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from heinsen_jax.ops.arguments import (
     valid_tokens,
     without_padding,
 )
-from heinsen_jax.ops.layout import astype_like
+from heinsen_jax.ops.layout import astype_like, varying_like
 from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
 from heinsen_jax.ops.numerics import divide_or_zero
@@ -209,7 +210,33 @@ def mlstm_attention(
     last = jnp.concatenate([gates[2][..., None, :], m], -2)[..., -1, :]
     after = MLSTMState(c.reshape(expected.c.shape), n.reshape(expected.n.shape), last)
     if initial_state.log_forget is not None:
-        after = MLSTMState(
-            after.c, after.n, last, initial_state.log_forget + jnp.sum(log_forget, -2)
-        )
+        after = replace(after, log_forget=initial_state.log_forget + jnp.sum(log_forget, -2))
     return y, astype_like(after, initial_state)
+
+
+def mlstm_summary(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_input_gate: Float[Array, "*B T N"],
+    log_forget_gate: Float[Array, "*B T N"],
+    key_value_seq_lengths: Lengths | None = None,
+) -> MLSTMState:
+    """Return the state of these tokens alone, with the sum of their log forget gates: arguments are
+    those of `mlstm_attention`."""
+    *batch, _, heads, key_depth = key.shape
+    dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
+    empty = MLSTMState.empty(batch, heads, key_depth, value.shape[-1], dtype)
+    empty = varying_like(replace(empty, log_forget=jnp.zeros_like(empty.m)), key)
+    _, state = mlstm_attention(
+        query,
+        key,
+        value,
+        log_input_gate=log_input_gate,
+        log_forget_gate=log_forget_gate,
+        key_value_seq_lengths=key_value_seq_lengths,
+        initial_state=empty,
+        return_state=True,
+    )
+    return state

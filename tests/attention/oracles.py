@@ -49,7 +49,7 @@ def heads(
         if layer.config.query_key_norm:
             query = rms_norm(within(p, "query_norm"), query)
             key = rms_norm(within(p, "key_norm"), key)
-        if getattr(layer.config, "rotary", False):
+        if getattr(layer.config, "positions", "none") == "rotary":
             query, key = rotated(query), rotated(key)
         yield query, key, value
 

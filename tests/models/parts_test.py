@@ -51,7 +51,7 @@ VARIANTS = {
     "rotary": {
         "positions": "none",
         "attention": "softmax",
-        "attention_options": (("softmax.rotary", True),),
+        "attention_options": (("softmax.positions", "rotary"),),
     },
 }
 
@@ -119,14 +119,14 @@ def test_the_decay_block_is_a_standard_block_of_these_parts():
     pattern = {"attention": ("log", "sliding_window"), "num_layers": 2}
     said = {"positions": "none", "convolution_size": 4, "block": "standard"}
     log = ("log.values", "linear"), ("log.decay", "head")
-    window = ("sliding_window.window_size", 7), ("sliding_window.rotary", True)
+    window = ("sliding_window.window_size", 7), ("sliding_window.positions", "rotary")
     ours = model(block="decay", attention_options=window[:1], **pattern)
     parts = model(attention_options=(*log, *window), **said, **pattern)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
     np.testing.assert_array_equal(apply(ours, tokens), apply(parts, tokens))
     assert ours.blocks[0].attention.config.decay == "head"
     assert ours.blocks[0].attention.config.values == "linear"
-    assert ours.blocks[1].attention.config.rotary
+    assert ours.blocks[1].attention.config.positions == "rotary"
     assert model(block="decay", convolution_size=2).config.convolution == 2
 
 
@@ -150,8 +150,8 @@ def test_invalid_arguments_raise(fields, message):
 
 
 def test_rotary_needs_pairs_of_features():
-    options = (("softmax.rotary", True),)
+    options = (("softmax.positions", "rotary"),)
     with pytest.raises(
-        ValueError, match="key_depth=3: rotary position embeddings rotate pairs of features"
+        ValueError, match="key_depth=3: rotary position encodings rotate pairs of features"
     ):
         model(attention="softmax", attention_options=options, key_depth=3)

@@ -1,0 +1,77 @@
+"""HGRN2: linear attention whose keys are the complements of its decays, as a layer."""
+
+import math
+from typing import Annotated, Unpack
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from heinsen_jax.attention.base import CallArguments
+from heinsen_jax.attention.layers import LayerOptions, parameter, rms_norm
+from heinsen_jax.attention.matrix_state import (
+    Gates,
+    MatrixStateAttention,
+    MatrixStateConfig,
+    MatrixStates,
+    OfHeads,
+    in_float32,
+)
+from heinsen_jax.typing import Array, Features, config_dataclass
+
+
+@config_dataclass
+class HGRN2Config(MatrixStateConfig):
+    """Configuration of HGRN2."""
+
+    lower_bound: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
+    """Initial lower bound of the forget gates, which is trained for each key feature; there is none
+    if 0. As published it increases from layer to layer, from 0 in the first one: give it by layer,
+    as `1.lower_bound`."""
+
+
+class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
+    """HGRN2: a gated linear RNN with a matrix as its state.
+
+        S_t = Diag(f_t) S_(t-1) + (1 - f_t) v_t^T,    f = l + (1 - l) sigmoid(x Wf)
+        y = norm(S^T silu(x Wq)) Wo
+
+    with a lower bound l = sigmoid(c) by key feature, and an RMS norm over all heads.
+
+    References:
+      Qin et al., 2024, HGRN2: Gated Linear RNNs with State Expansion, arXiv:2404.07904.
+    """
+
+    Config = HGRN2Config
+    is_gated = False
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
+        self.norm = rms_norm(self.num_heads * self.value_depth, **options)
+        if bound := self.config.lower_bound:
+            logit = nnx.initializers.constant(math.log(bound / (1 - bound)))
+            self.bound = parameter(logit, self.num_heads * self.key_depth, **options)
+
+    def heads(
+        self, x: Features, call: CallArguments[MatrixStates]
+    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+        query, logits, value, after = super().heads(x, call)
+        log_forget = self._log_forget(in_float32(logits))
+        return jax.nn.silu(query), (-jnp.expm1(log_forget)).astype(x.dtype), value, after
+
+    def gates(self, x: Features) -> Gates:
+        logits = in_float32(self.key(x)).reshape(*x.shape[:-1], self.num_heads, self.key_depth)
+        return {"log_decay": self._log_forget(logits)}
+
+    def _log_forget(self, logits: OfHeads) -> OfHeads:
+        """log f `[..., T, N, K]`"""
+        if not self.config.lower_bound:
+            return jax.nn.log_sigmoid(logits)
+        bound = in_float32(self.bound[...]).reshape(logits.shape[-2:])
+        bound = jnp.broadcast_to(bound, logits.shape)
+        # log(l + (1 - l) s) for l = sigmoid(c): logaddexp(c, log s) - softplus(c)
+        return jnp.logaddexp(bound, jax.nn.log_sigmoid(logits)) - jax.nn.softplus(bound)
+
+    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
+        return self.output(self.norm(y.reshape(*x.shape[:-1], -1)))

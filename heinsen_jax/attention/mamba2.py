@@ -1,0 +1,97 @@
+"""Mamba-2: a selective state space model with decay by head, as a layer."""
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from heinsen_jax.attention.base import CallArguments
+from heinsen_jax.attention.convolution import CausalConvolution
+from heinsen_jax.attention.layers import (
+    LayerOptions,
+    linear,
+    log_of_uniform,
+    parameter,
+    rms_norm,
+    inverse_softplus_of_log_uniform,
+)
+from heinsen_jax.attention.matrix_state import (
+    ConvolvedConfig,
+    Gates,
+    MatrixStateAttention,
+    MatrixStates,
+    OfHeads,
+    in_float32,
+)
+from heinsen_jax.typing import Array, Features, config_dataclass
+
+
+@config_dataclass
+class Mamba2Config(ConvolvedConfig):
+    """Configuration of Mamba-2."""
+
+    key_depth: pydantic.PositiveInt = 128
+    """Size of the state per value feature: the depth of B and C."""
+    convolution_size: pydantic.PositiveInt = 4
+    """Kernel size, in tokens, of the causal depthwise convolutions of C, B and x."""
+
+
+class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
+    """Mamba-2: a state space model (SSD) in the notation of attention, q = C, k = B, v = x.
+
+        S_t = exp(-exp(a) d_t) S_(t-1) + k_t (d_t v_t)^T,    o_t = S_t^T q_t + e * v_t
+        d = softplus(x Wd + b),    y = norm(o * silu(x Wg)) Wo
+
+    with q and k shared by all heads, a, b and e by head, and an RMS norm over all heads. q, k and v
+    are convolved, with a bias, and followed by SiLU. At initialization exp(a) is uniform in [1, 16],
+    softplus(b) log-uniform in [0.001, 0.1], and e = 1. The width of values is twice the model's.
+
+    References:
+      Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060.
+    """
+
+    Config = Mamba2Config
+    value_width = 2.0
+    scale = 1.0
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
+        depth, values = self.key_depth, self.num_heads * self.value_depth
+        axes = "embed", "heads"
+        shared = {"logical_axes": (), "use_bias": False, **options}
+        self.query, self.key = (linear(self.model_dim, depth, **shared) for _ in range(2))
+        size = self.config.convolution_size
+        self.convolutions = nnx.List(
+            CausalConvolution(size, width, axis, use_bias=True, **options)
+            for width, axis in ((depth, None), (depth, None), (values, "heads"))
+        )
+        self.step = linear(self.model_dim, self.num_heads, axes, use_bias=False, **options)
+        bias = inverse_softplus_of_log_uniform(1e-3, 0.1)
+        self.step_bias = parameter(bias, self.num_heads, **options)
+        self.log_rate = parameter(log_of_uniform(1, 16), self.num_heads, **options)
+        self.skip = parameter(nnx.initializers.ones, self.num_heads, **options)
+        self.norm = rms_norm(values, **options)
+
+    def heads(
+        self, x: Features, call: CallArguments[MatrixStates]
+    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+        query, key, value, after = self.convolved(x, call)
+        shape = *x.shape[:-1], self.num_heads, self.key_depth
+        query, key = (jnp.broadcast_to(x[..., None, :], shape) for x in (query, key))
+        return query, key, value.reshape(*shape[:-1], self.value_depth), after
+
+    def gates(self, x: Features) -> Gates:
+        logits = in_float32(self.step(x))
+        bias, log_rate = (
+            jnp.broadcast_to(in_float32(p[...]), logits.shape)
+            for p in (self.step_bias, self.log_rate)
+        )
+        step = jax.nn.softplus(logits + bias)
+        return {"log_decay": -jnp.exp(log_rate) * step, "write": step}
+
+    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
+        skip = jnp.broadcast_to(self.skip[...].astype(x.dtype)[:, None], value.shape)
+        y = (y + skip * value).reshape(*x.shape[:-1], -1)
+        return self.output(self.norm(y * jax.nn.silu(self.gate(x))))

@@ -1,0 +1,231 @@
+"""Base class of mechanisms whose state is a matrix per head: linear attention with gates and the
+delta rule."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from heinsen_jax.attention import devices
+from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
+from heinsen_jax.attention.convolution import CausalConvolution
+from heinsen_jax.attention.layers import LayerOptions, linear, rms_norm
+from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule, matrix_summary
+from heinsen_jax.ops.mlstm import MLSTMState
+from heinsen_jax.typing import Array, Features, Float, Integer, config_dataclass
+
+OfHeads = Float[Array, "*B T N _"]
+Width = float  # of all heads together, as a multiple of model_dim
+
+
+@config_dataclass
+class MatrixStateConfig(AttentionConfig):
+    """Head dimensions."""
+
+    key_depth: pydantic.PositiveInt | None = None
+    """Head dimension of queries and keys; by default a published multiple of model_dim /
+    num_heads."""
+    value_depth: pydantic.PositiveInt | None = None
+    """Head dimension of values; by default a published multiple of model_dim / num_heads."""
+
+
+@config_dataclass
+class ConvolvedConfig(MatrixStateConfig):
+    """Head dimensions, and convolutions of queries, keys and values."""
+
+    convolution_size: pydantic.PositiveInt | None = 4
+    """Kernel size, in tokens, of the causal depthwise convolutions of queries, keys and values, each
+    followed by SiLU; none of both when None."""
+
+
+class Gates(TypedDict, total=False):
+    """Gates of `gated_delta_rule`, by its argument names."""
+
+    log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
+    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
+    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"]
+
+
+class MatrixStates(NamedTuple):
+    """State of a layer.
+
+    Attributes:
+      matrix: state of the mechanism.
+      convolutions: the last inputs of the convolutions of queries, keys and values, if any.
+      num_tokens: number of tokens so far, a scalar, for position encodings; 0 if there are none.
+    """
+
+    matrix: MatrixState | MLSTMState
+    convolutions: tuple[Float[Array, "*B last _"], ...] = ()
+    num_tokens: Integer[Array, ""] | int = 0
+
+
+ConfigT = TypeVar("ConfigT", bound=MatrixStateConfig)
+
+
+class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
+    """Attention with a matrix per head as its state.
+
+        q | k | v = silu(convolution(x Wq | x Wk | x Wv))
+        y = output(gated_delta_rule(q, k, v, **gates(x)))
+        output(o) = (norm(o) * silu(x Wg)) Wo
+
+    where norm is an RMS norm of each head. Without convolutions there is no SiLU either, and a
+    subclass may have another output gate, or none. There are no biases unless stated.
+
+    Subclasses set the widths, implement `gates`, and override what is different.
+
+    Raises:
+      ValueError: a head dimension is not given and not an integer by default.
+    """
+
+    capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
+    key_width: ClassVar[Width] = 1.0
+    value_width: ClassVar[Width] = 1.0
+    scale: ClassVar[float | None] = None
+    is_gated: ClassVar[bool] = True
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        model_dim, num_heads, config = self.model_dim, self.num_heads, self.config
+        self.key_depth = config.key_depth or self._depth("key_depth", self.key_width)
+        self.value_depth = config.value_depth or self._depth("value_depth", self.value_width)
+        keys, values = num_heads * self.key_depth, num_heads * self.value_depth
+        project = partial(linear, model_dim, logical_axes=("embed", "heads"), use_bias=False)
+        self.query, self.key, self.value = (project(x, **options) for x in (keys, keys, values))
+        size = getattr(config, "convolution_size", None)
+        widths = (keys, keys, values) if size else ()
+        self.convolutions = nnx.List(
+            CausalConvolution(size, width, "heads", **options) for width in widths
+        )
+        if self.is_gated:
+            self.gate = project(values, **options)
+        self.norm = rms_norm(self.value_depth, **options)
+        self.output = linear(values, model_dim, ("heads", "embed"), use_bias=False, **options)
+
+    def _depth(self, name: str, width: Width) -> int:
+        depth = width * self.model_dim / self.num_heads
+        if depth != int(depth):
+            raise ValueError(
+                f"{name}={depth:g} is {width:g} model_dim / num_heads = {width:g} * "
+                f"{self.model_dim} / {self.num_heads}, and not an integer: give {name}, or change "
+                "num_heads"
+            )
+        return int(depth)
+
+    def gates(self, x: Features) -> Gates:
+        """The gates of the tokens, in at least float32."""
+        raise NotImplementedError
+
+    def heads(
+        self, x: Features, call: CallArguments[MatrixStates]
+    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+        """Queries, keys and values `[..., T, N, depth]`, and the new states of the convolutions."""
+        *arrays, after = self.convolved(x, call)
+        query, key, value = (x.reshape(*x.shape[:-1], self.num_heads, -1) for x in arrays)
+        return query, key, value, after
+
+    def convolved(
+        self, x: Features, call: CallArguments[MatrixStates]
+    ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+        """Queries, keys and values `[..., T, features]`, and the new states of the
+        convolutions."""
+        arrays, after = [self.query(x), self.key(x), self.value(x)], []
+        for index, convolve in enumerate(self.convolutions):
+            before = None if call.state is None else call.state.convolutions[index]
+            convolved, last = convolve(
+                arrays[index], state=before, segment_ids=call.segment_ids
+            )
+            arrays[index] = jax.nn.silu(convolved)
+            after.append(last)
+        query, key, value = arrays
+        return query, key, value, tuple(after)
+
+    def apply(
+        self, x: Features, call: CallArguments[MatrixStates]
+    ) -> tuple[Features, MatrixStates | None]:
+        query, key, value, convolutions = self.heads(x, call)
+        with jax.named_scope("mechanism"):
+            y, matrix = self.recur(call, x, query, key, value)
+        y = self.finish(x, y.astype(x.dtype), value)
+        if matrix is None or call.state is None:
+            return y, None
+        return y, MatrixStates(matrix, convolutions, self.count(call.state, x.shape[-2]))
+
+    def count(self, state: MatrixStates, length: int) -> Integer[Array, ""] | int:
+        """The number of tokens after `length` more, where it is needed."""
+        del length
+        return state.num_tokens
+
+    def recur(
+        self,
+        call: CallArguments[MatrixStates],
+        x: Features,
+        query: OfHeads,
+        key: OfHeads,
+        value: OfHeads,
+    ) -> tuple[OfHeads, MatrixState | MLSTMState | None]:
+        """The mechanism: `[..., T, N, V]`, and the new state if the call has one."""
+        gates = self.gates(x)
+        names = tuple(gates)
+
+        def of_gates(*arrays: Array) -> dict[str, Array]:
+            return dict(zip(names, arrays, strict=True))
+
+        def op(
+            query: Array,
+            key: Array,
+            value: Array,
+            *arrays: Array,
+            is_causal: bool = True,
+            initial_state: MatrixState | None = None,
+            return_state: bool = False,
+            **options: Any,
+        ) -> Any:
+            del is_causal
+            if initial_state is not None:
+                options["initial_state"] = initial_state.matrix
+            options |= {"scale": self.scale, "return_state": return_state}
+            result = gated_delta_rule(query, key, value, **of_gates(*arrays), **options)
+            return (result[0], MatrixState(result[1])) if return_state else result
+
+        def summary(query: Array, key: Array, value: Array, *arrays: Array, **options: Any) -> Any:
+            return matrix_summary(query, key, value, **of_gates(*arrays), **options)
+
+        empty = self.init_state(query.shape[:-3]).matrix
+        assert isinstance(empty, MatrixState)
+        state = None if call.state is None else call.state.matrix
+        arrays = query, key, value, *gates.values()
+        return devices.recur(
+            call.with_state(state), op, *arrays, empty=empty, summary=summary
+        )
+
+    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
+        """The output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""
+        del value
+        y = self.norm(y).reshape(*x.shape[:-1], -1)
+        return self.output(y * jax.nn.silu(self.gate(x)) if self.is_gated else y)
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> MatrixStates:
+        del capacity  # the same for any number of tokens
+        sizes = self.num_heads, self.key_depth, self.value_depth
+        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
+        convolutions = tuple(x.init_state(batch_shape) for x in self.convolutions)
+        return MatrixStates(MatrixState.empty(batch_shape, *sizes, dtype), convolutions)
+
+
+def in_float32(x: Array) -> Array:
+    """x in at least float32, for gates."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def l2_normalized(x: OfHeads) -> OfHeads:
+    """x / |x| over the last axis, computed in at least float32."""
+    wide = in_float32(x)
+    norm = jax.lax.rsqrt(jnp.sum(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * norm).astype(x.dtype)

@@ -1,0 +1,94 @@
+"""mLSTM: a matrix memory with exponential gates, as a layer."""
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from heinsen_jax.attention import devices
+from heinsen_jax.attention.base import CallArguments
+from heinsen_jax.attention.layers import LayerOptions, linear
+from heinsen_jax.attention.matrix_state import (
+    MatrixStateAttention,
+    MatrixStateConfig,
+    MatrixStates,
+    OfHeads,
+    in_float32,
+)
+from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
+from heinsen_jax.typing import Array, Features
+
+SOFT_CAP = 15.0
+"""Bound of the gates' logits, by 15 tanh(logit / 15)."""
+
+
+class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
+    """mLSTM: a matrix memory with an exponential input gate and a forget gate.
+
+        C_t = f_t C_(t-1) + i_t k_t v_t^T,    n_t = f_t n_(t-1) + i_t k_t
+        y = (norm(C^T q / max(|n . q|, 1)) * sigmoid(x Wg)) Wo
+        log i = cap(x Wi + bi),    log f = log sigmoid(cap(x Wf + bf))
+
+    with cap(x) = 15 tanh(x / 15). At initialization bi = 0, and bf is linear from 3 in the first
+    head to 6 in the last. The width of keys is half the model's.
+
+    References:
+      Beck et al., 2024, xLSTM, arXiv:2405.04517; Beck et al., 2025, xLSTM 7B, arXiv:2503.13427.
+    """
+
+    Config = MatrixStateConfig
+    key_width = 0.5
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
+        axes = "embed", "heads"
+        self.input_gate, self.forget_gate = (
+            linear(self.model_dim, self.num_heads, axes, **options) for _ in range(2)
+        )
+        dtype = jnp.dtype(options["param_dtype"])
+        assert self.input_gate.bias is not None
+        assert self.forget_gate.bias is not None
+        self.input_gate.bias[...] = jnp.zeros(self.num_heads, dtype)
+        self.forget_gate.bias[...] = jnp.linspace(3, 6, self.num_heads, dtype=dtype)
+
+    def recur(
+        self,
+        call: CallArguments[MatrixStates],
+        x: Features,
+        query: OfHeads,
+        key: OfHeads,
+        value: OfHeads,
+    ) -> tuple[OfHeads, MLSTMState | None]:
+        logits = (in_float32(gate(x)) for gate in (self.input_gate, self.forget_gate))
+        log_input, forget = (SOFT_CAP * jnp.tanh(x / SOFT_CAP) for x in logits)
+        empty = self.init_state(query.shape[:-3]).matrix
+        state = None if call.state is None else call.state.matrix
+        assert isinstance(empty, MLSTMState)
+
+        def op(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
+            del is_causal
+            return mlstm_attention(*arrays[:3], **gates(*arrays[3:]), **options)
+
+        def summary(*arrays: Array, **options: Any) -> MLSTMState:
+            return mlstm_summary(*arrays[:3], **gates(*arrays[3:]), **options)
+
+        def gates(log_input: Array, log_forget: Array) -> dict[str, Array]:
+            return {"log_input_gate": log_input, "log_forget_gate": log_forget}
+
+        arrays = query, key, value, log_input, jax.nn.log_sigmoid(forget)
+        return devices.recur(
+            call.with_state(state), op, *arrays, empty=empty, summary=summary
+        )
+
+    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
+        y = self.norm(y).reshape(*x.shape[:-1], -1)
+        return self.output(y * jax.nn.sigmoid(self.gate(x)))
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> MatrixStates:
+        del capacity  # the same for any number of tokens
+        sizes = self.num_heads, self.key_depth, self.value_depth
+        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
+        return MatrixStates(MLSTMState.empty(batch_shape, *sizes, dtype))

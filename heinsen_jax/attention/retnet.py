@@ -1,0 +1,62 @@
+"""Retention: linear attention with rotary positions and a fixed decay by head, as a layer."""
+
+from collections.abc import Sequence
+from typing import Unpack
+
+import jax.numpy as jnp
+import numpy as np
+
+from heinsen_jax.attention.base import CallArguments
+from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.attention.matrix_state import (
+    Gates,
+    MatrixStateAttention,
+    MatrixStateConfig,
+    MatrixStates,
+    OfHeads,
+)
+from heinsen_jax.attention.rotary import check_pairs
+from heinsen_jax.ops.rotary import rotary
+from heinsen_jax.typing import Array, Features, Integer
+
+
+class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
+    """Retention (RetNet): linear attention with rotary queries and keys, and a decay by head.
+
+        S_t = (1 - 2^(-5 - n)) S_(t-1) + k_t v_t^T    for head n = 0, 1, ...
+
+    with an output gate. The width of values is twice the model's.
+
+    References:
+      Sun et al., 2023, Retentive Network, arXiv:2307.08621.
+    """
+
+    Config = MatrixStateConfig
+    value_width = 2.0
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
+        check_pairs(self.key_depth)
+
+    def heads(
+        self, x: Features, call: CallArguments[MatrixStates]
+    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+        query, key, value, after = super().heads(x, call)
+        before = 0 if call.state is None else call.state.num_tokens
+        positions = before + jnp.arange(x.shape[-2])
+        return rotary(query, positions), rotary(key, positions), value, after
+
+    def gates(self, x: Features) -> Gates:
+        decay = np.log1p(-(2.0 ** (-5 - np.arange(self.num_heads))))
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        shape = *x.shape[:-1], self.num_heads
+        return {"log_decay": jnp.broadcast_to(jnp.asarray(decay, dtype), shape)}
+
+    def count(self, state: MatrixStates, length: int) -> Integer[Array, ""] | int:
+        return state.num_tokens + length
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> MatrixStates:
+        state = super().init_state(batch_shape, capacity=capacity)
+        return state._replace(num_tokens=jnp.zeros((), jnp.int32))

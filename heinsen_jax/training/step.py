@@ -61,7 +61,7 @@ def make_train_step(
                 (state.parameters, state.optimizer),
             )
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
-        metrics |= {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+        metrics |= {"skipped": guard.skipped, "consecutive_skips": guard.consecutive_skips}
         return TrainState(state.step + 1, parameters, optimizer_state, guard), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))

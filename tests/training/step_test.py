@@ -113,11 +113,11 @@ def test_a_harmful_update_changes_nothing_and_is_counted(parts, harm):
 
     state, counts = parts.first, []
     for tokens in (good, harmful, harmful, good):
-        before, usual = leaves(state), float(state.guard.usual_norm)
+        before, mean_norm = leaves(state), float(state.guard.mean_grad_norm)
         state, metrics = step(state, everything(tokens))
         assert (leaves(state) == before) == (tokens is harmful)
-        assert (float(state.guard.usual_norm) == usual) == (tokens is harmful)
-        counts.append((int(metrics["skipped"]), int(metrics["skipped_in_a_row"])))
+        assert (float(state.guard.mean_grad_norm) == mean_norm) == (tokens is harmful)
+        counts.append((int(metrics["skipped"]), int(metrics["consecutive_skips"])))
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 0)]
     assert int(state.step) == 4
 

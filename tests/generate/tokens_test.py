@@ -71,7 +71,7 @@ def test_decoding_loops_hold_unstacked_weights(model):
 
 
 def test_deep_models_keep_their_weights_stacked(model, monkeypatch):
-    monkeypatch.setattr(language_model, "MOST_UNROLLED", 1)
+    monkeypatch.setattr(language_model, "MAX_UNROLLED", 1)
     parameters = nnx.split(model)[1]
     assert language_model.unstacked(parameters)(1) is parameters
 

@@ -243,7 +243,7 @@ def test_streaming_equals_one_pass(name):
     op, inputs = OPS[name], draw(name)
 
     @jax.jit
-    def in_pieces(inputs: Inputs, segment_ids: Any) -> Result:
+    def in_chunks(inputs: Inputs, segment_ids: Any) -> Result:
         def function(arrays: Any, constants: Any) -> Any:
             state, parts = op.state((BATCH,), jnp.float64, *constants), []
             for start, stop in pairwise((0, 60, 60, LENGTH)):
@@ -257,7 +257,7 @@ def test_streaming_equals_one_pass(name):
 
     documents = np.searchsorted(BORDERS, np.arange(LENGTH), side="right").astype(np.int32)
     for ids in (ONE_SEGMENT, np.stack([documents] * BATCH))[: 1 + op.has_segments]:
-        have, want = in_pieces(inputs, ids), run(name, inputs, ids)
+        have, want = in_chunks(inputs, ids), run(name, inputs, ids)
         assert_close(have[:3], want[:3])
         assert_close(of_tokens(have.state), of_tokens(want.state))
 

@@ -50,8 +50,9 @@ def mla_attention(
       key_pe: K^pe `[*B, S, P]`, rotated.
       key_up: W^K `[num_heads, R, K]`.
       value_up: W^V `[num_heads, R, V]`.
-      form: "expanded" or "absorbed". is_causal, segment_ids, key_value_seq_lengths, query_offset,
-      implementation: as in `dot_product_attention`.
+      form: "expanded" or "absorbed".
+      is_causal, segment_ids, key_value_seq_lengths: as in `dot_product_attention`.
+      query_offset, implementation: as in `dot_product_attention`.
       scale: factor of the scores; 1 / sqrt(K + P) when None.
 
     Returns:
@@ -115,8 +116,9 @@ def latent_attention(
     Args:
       query: Q' = Q (W^K)^T `[*B, T, num_heads, R]`.
       query_pe, latent, key_pe: as in `mla_attention`.
-      scale: factor of the scores; 1 / sqrt(K + P) in `mla_attention`. is_causal, segment_ids,
-      key_value_seq_lengths, query_offset, implementation: as in `dot_product_attention`.
+      scale: factor of the scores; 1 / sqrt(K + P) in `mla_attention`.
+      is_causal, segment_ids, key_value_seq_lengths: as in `dot_product_attention`.
+      query_offset, implementation: as in `dot_product_attention`.
 
     Returns:
       O `[*B, T, num_heads, R]`, to be projected by W^V.

@@ -101,7 +101,7 @@ def complete(
 
 @dataclass(frozen=True)
 class _Writer:
-    """Continues rows by a few tokens at a time, until all have ended."""
+    """Continuation of rows by a few tokens at a time, until all have ended."""
 
     model: LanguageModel
     tokenizer: tiktoken.Encoding

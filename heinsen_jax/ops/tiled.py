@@ -98,8 +98,8 @@ def _tiles(x: Array, more: int) -> Array:
 
 
 class _VisibleTiles(NamedTuple):
-    """Return the query tile of each block of scores `[B]`, and its key tiles `[B, L]`, filled up
-    with J, the padding tile."""
+    """Query tile of each block of scores `[B]`, and its key tiles `[B, L]`, filled up with J, the
+    padding tile."""
 
     row: np.ndarray
     columns: np.ndarray

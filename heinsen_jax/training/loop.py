@@ -53,7 +53,7 @@ class Diverged(UserError):
 
 @runtime_checkable
 class SampleFn(Protocol):
-    """Continues a prompt with a model."""
+    """Function that continues a prompt with a model."""
 
     def __call__(
         self,
@@ -376,7 +376,7 @@ class _Run:
 
 
 class _Tracer:
-    """Writes a profiler trace of a few steps after the first ones."""
+    """Profiler trace of a few steps after the first ones."""
 
     STEPS = range(5, 10)
 

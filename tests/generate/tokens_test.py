@@ -92,7 +92,7 @@ def test_stream_gives_the_same_tokens(model):
 
 
 def test_samples_follow_the_models_probabilities(model):
-    """Compares 4000 first tokens with the softmax of the 12 most probable ones: a chi-square
+    """Compare 4000 first tokens with the softmax of the 12 most probable ones: a chi-square
     statistic with 11 degrees of freedom."""
     prompt = jnp.broadcast_to(PROMPT, (4000, 3))
     key = jax.random.key(0)

@@ -236,7 +236,7 @@ def test_a_batch_equals_single_sequences(name):
 @ops_with(lambda op: op.state)
 @pytest.mark.usefixtures("x64")
 def test_streaming_equals_one_pass(name):
-    """Compares values, gradients through the state, and the final state.
+    """Compare values, gradients through the state, and the final state.
 
     A state continues the first segment of the next chunk, and is returned for the last.
     """

@@ -39,7 +39,7 @@ def next_token_or_harm(model, tokens, valid, key):
 
 
 class Parts:
-    """Return a model, its initial state, and updates that are compiled once."""
+    """A model, its initial state, and updates that are compiled once."""
 
     def __init__(self, model):
         self.optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)

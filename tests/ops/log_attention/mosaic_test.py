@@ -145,7 +145,7 @@ def oracle(inputs: Inputs, state: Averages, *, is_log: bool, seed: int = 0) -> T
 
 
 def assert_exact(actual: Tree, expected: Tree, size: float) -> None:
-    """Return float32 error bounds for inputs of this size."""
+    """Assert float32 error bounds for inputs of this size."""
     for have, want in zip(*map(jax.tree.leaves, (actual[0], expected[0])), strict=True):
         finite = np.where(np.isneginf(want), 0, want)
         assert_within(have, want, 5e-6 * (1 + np.abs(finite) + size), "value")

@@ -26,7 +26,7 @@ from heinsen_jax.generate import complete
 from heinsen_jax.generate.prompts import read
 from heinsen_jax.generate.states import has_independent_rows, init_rows, make_advance, select_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.checkpoint import load_text_run
 from heinsen_jax.typing import JSON, Array, Bool, Float, Integer, Key
 
 try:
@@ -110,17 +110,11 @@ class HarnessModel(TemplateLM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UserError(f"batch_size={batch_size}: must be an integer >= 1")
         self.batch_size, self.max_gen_toks, self.share = int(batch_size), int(max_gen_toks), share
-        self.model, encoding, self.step = load_run(self.folder, best=not latest)
-        if encoding is None:
-            raise UserError(
-                f"{self.folder}: the model is trained on a synthetic task; choose one "
-                "trained on text"
-            )
+        self.model, self.encoding, self.step = load_text_run(self.folder, best=not latest)
         if not self.model.config.is_causal:
             raise UserError(
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
-        self.encoding = encoding
         self.graph, self.parameters = nnx.split(self.model)
 
     @property

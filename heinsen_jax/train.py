@@ -6,8 +6,8 @@ A configuration is a Python file, a run's config.json, or the name of a shipped 
 clone, `python train.py --config configs/quickstart.py` is the same.
 
 The same command resumes a run that was stopped or killed, also on other devices. Exit codes: 130
-after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each with a checkpoint; 124 if there
-was no time to save one; 2 after invalid input. HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
+after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each with a checkpoint; 124 if
+the time to save one was too short; 2 after invalid input. HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
 
 On several hosts run the same command on each: docs/pods.md.
 """

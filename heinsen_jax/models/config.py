@@ -166,7 +166,7 @@ class LanguageModelConfig:
 
 
 def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -> float:
-    """Model FLOPs per token of a forward and backward pass, as model FLOPs utilisation counts them.
+    """Model FLOPs per token of a forward and backward pass, as model FLOPs utilization counts them.
 
     6 per parameter in a matrix product; the tied embedding counts once. For each layer and head of
     dimensions K and V in addition: 12 K V for log and linear attention, which write and read their

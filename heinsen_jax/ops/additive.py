@@ -128,7 +128,7 @@ def additive_pooling(
         ids. `initial_state` belongs to the first segment, the returned state to the last.
       key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or
         `[*B, 2]`, the first valid token and the one past the last. Values at padding, NaN included,
-        have no effect; on the left it counts towards windows.
+        have no effect; on the left it counts toward windows.
       initial_state: state after the preceding tokens; the empty state when None.
       return_state: whether to also return the state after all tokens.
 

@@ -81,9 +81,9 @@ def nearness(query: Array, key: Array) -> Array:
 
 
 def layer_norm(p: Parameters, x: Array) -> Array:
-    centred = x - x.mean(1, keepdims=True)
-    variance = (centred**2).mean(1, keepdims=True)
-    return centred / np.sqrt(variance + 1e-5) * p["scale"] + p["bias"]
+    centered = x - x.mean(1, keepdims=True)
+    variance = (centered**2).mean(1, keepdims=True)
+    return centered / np.sqrt(variance + 1e-5) * p["scale"] + p["bias"]
 
 
 def rms_norm(p: Parameters, x: Array) -> Array:

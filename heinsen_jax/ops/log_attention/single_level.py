@@ -91,7 +91,7 @@ class Residuals(NamedTuple):
     mean_end: Float[Array, "X K V"]  # and of the state after all chunks
     inverse_end: Float[Array, "X K"]
     kept: Float[Array, "J X 1"] | None  # whether a chunk keeps the state before it
-    carried: Float[Array, "J X K"]  # what rescales a state from chunk to chunk
+    carried: Float[Array, "J X K"]  # factor of a state from chunk to chunk
     segments: Int[Array, "J X C"] | None
 
 

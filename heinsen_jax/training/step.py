@@ -76,8 +76,8 @@ def _make_gradient(
     def sums_of_part(
         parameters: nnx.State, batch: Batch, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        tokens, mask = map(jnp.asarray, batch)
-        predictions = objective(nnx.merge(graph, parameters), tokens, mask, key)
+        tokens, loss_mask = map(jnp.asarray, batch)
+        predictions = objective(nnx.merge(graph, parameters), tokens, loss_mask, key)
         loss, _ = predictions.sums()
         return loss, jnp.sum(predictions.loss_mask, dtype=loss.dtype)
 
@@ -114,8 +114,9 @@ def make_evaluation_step(
 
     @jax.jit
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
-        tokens, mask = map(jnp.asarray, batch)
-        predictions = objective(nnx.merge(graph, parameters), tokens, mask, jax.random.key(index))
+        tokens, loss_mask = map(jnp.asarray, batch)
+        key = jax.random.key(index)
+        predictions = objective(nnx.merge(graph, parameters), tokens, loss_mask, key)
         return *predictions.sums(), jnp.sum(predictions.loss_mask)
 
     return evaluation_step

@@ -1,4 +1,4 @@
-"""Trains a language model: `python -m heinsen_jax.train`, from a clone.
+"""Train a language model: `python -m heinsen_jax.train`, from a clone.
 
 python train.py --config configs/quickstart.py [--workdir runs/mine] [--section.field VALUE ...]
 """

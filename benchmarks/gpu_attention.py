@@ -78,20 +78,20 @@ class Options:
       repeats: number of measurements of which the median is reported.
       depths: head dimensions.
       dtypes: dtypes of all arrays.
-      most_tokens: maximum number of tokens in a batch; larger ones are skipped.
+      max_tokens: maximum number of tokens in a batch; larger ones are skipped.
     """
 
     output: Path = ROOT / "benchmarks/results/gpu_attention.json"
     repeats: int = 5
     depths: tuple[int, ...] = tuple(HEADS_OF_DEPTH)
     dtypes: tuple[str, ...] = DTYPES
-    most_tokens: int = max(LENGTHS_OF_TOKENS)
+    max_tokens: int = max(LENGTHS_OF_TOKENS)
 
     def shapes(self) -> Iterator[Shape]:
         for tokens, lengths in LENGTHS_OF_TOKENS.items():
             for depth in self.depths:
                 for dtype in self.dtypes:
-                    if tokens <= self.most_tokens:
+                    if tokens <= self.max_tokens:
                         yield from (Shape(tokens, length, depth, dtype) for length in lengths)
 
 

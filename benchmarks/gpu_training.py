@@ -27,7 +27,7 @@ from heinsen_jax.environment import environment
 from heinsen_jax.models import flops_per_token
 from heinsen_jax.training.metrics import PEAK_FLOPS, model_flops_utilization
 
-KEPT = {
+REMAT_POLICIES = {
     "all": {"remat": False},
     "products": {"remat": True, "remat_policy": "dots_with_no_batch_dims_saveable"},
     "nothing": {"remat": True, "remat_policy": "nothing_saveable"},
@@ -43,7 +43,7 @@ class Options:
       config: configuration of a model with log-attention.
       output: path of the JSON record.
       rows: batch sizes.
-      kept: residuals that are saved for the backward pass.
+      remat_policies: residuals that are saved for the backward pass.
       implementations: implementations of log-attention.
       repeats: number of measurements of which the median is reported.
     """
@@ -51,16 +51,16 @@ class Options:
     config: Path = ROOT / "configs/heinsen_125m_pile.py"
     output: Path = ROOT / "benchmarks/results/gpu_training.json"
     rows: tuple[int, ...] = (16, 32, 64)
-    kept: tuple[str, ...] = tuple(KEPT)
+    remat_policies: tuple[str, ...] = tuple(REMAT_POLICIES)
     implementations: tuple[str, ...] = ("chunked", "gpu")
     repeats: int = 5
 
 
 def with_choices(
-    config: ExperimentConfig, rows: int, kept: str, implementation: str
+    config: ExperimentConfig, rows: int, remat_policy: str, implementation: str
 ) -> ExperimentConfig:
     options = (*config.model.attention_options, ("log.implementation", implementation))
-    model = replace(config.model, attention_options=options, **KEPT[kept])
+    model = replace(config.model, attention_options=options, **REMAT_POLICIES[remat_policy])
     return replace(config, model=model, data=replace(config.data, batch_size=rows))
 
 
@@ -96,18 +96,18 @@ def main(options: Options) -> int:
         "requirement": REQUIRED,
         "steps": [],
     }
-    table = Table("rows", "kept", "implementation", "ms", "tokens/s", "of peak", "GB")
+    table = Table("rows", "remat_policy", "implementation", "ms", "tokens/s", "of peak", "GB")
     choices = [
-        (rows, kept, implementation)
+        (rows, remat_policy, implementation)
         for implementation in options.implementations
-        for kept in options.kept
+        for remat_policy in options.remat_policies
         for rows in options.rows
     ]
     best: tuple[float, Any] = 0.0, None
     for choice in choices:
         result, step = measure(with_choices(base, *choice), options.repeats)
         record["steps"].append(
-            dict(zip(("rows", "kept", "implementation"), choice, strict=True)) | result
+            dict(zip(("rows", "remat_policy", "implementation"), choice, strict=True)) | result
         )
         options.output.write_text(json.dumps(record, indent=1) + "\n")  # also if interrupted
         if step is None:

@@ -27,7 +27,7 @@ from rich.table import Table
 from heinsen_jax import data
 from heinsen_jax.config import load_config, record
 from heinsen_jax.environment import environment
-from heinsen_jax.interop.harness import Harnessed
+from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.training.loop import train
 
 ANSWERS, TOKENS = 4, 8
@@ -80,8 +80,8 @@ def main(options: Options) -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = made(options.config, Path(folder))
         ways: dict[str, Any] = {
-            "shared": Harnessed(str(run), batch_size=32),
-            "apart": Harnessed(str(run), batch_size=32, share=False),
+            "shared": HarnessModel(str(run), batch_size=32),
+            "apart": HarnessModel(str(run), batch_size=32, share=False),
         }
         for length in options.lengths:
             vocabulary = ways["shared"].encoding.n_vocab - 1

@@ -29,7 +29,7 @@ from flax import nnx
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.checkpoint import load_text_run
 
 CHUNK = 1000
 REPORTED = 10_000
@@ -157,12 +157,7 @@ def late_over_early(rows: list[dict[str, float]]) -> dict[str, float]:
 @command_line
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
-    model, tokenizer, step = load_run(options.workdir)
-    if tokenizer is None:
-        raise UserError(
-            f"{options.workdir}: the model is trained on a synthetic task; choose one "
-            "trained on text"
-        )
+    model, tokenizer, step = load_text_run(options.workdir)
     ids = tokenizer.encode_ordinary(options.text.read_text())
     if len(ids) <= options.tokens or options.tokens % REPORTED:
         raise UserError(

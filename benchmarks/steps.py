@@ -24,10 +24,9 @@ PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer"
 
 
 class TrainingStep:
-    """Return a compiled step, which donates its state, as a call without arguments."""
+    """Compiled update, which donates its state, on a random batch of tokens below `vocabulary`."""
 
     def __init__(self, config: ExperimentConfig, vocabulary: int) -> None:
-        """Return a random batch of tokens below `vocabulary`."""
         optimizer = make_optimizer(config.optimizer, config.training.steps)
         init = initializer(config.model, optimizer, config.seed)
         abstract = abstract_state(init, make_mesh(MeshConfig()))

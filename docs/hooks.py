@@ -19,7 +19,7 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^):#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages of the root and all files that pages link to."""
+    """Add the pages of the root and all files that pages link to."""
     paths = [path for pattern in LINKED for path in ROOT.glob(pattern) if path.is_file()]
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
@@ -30,7 +30,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Resolves links as on the repository's own pages; a link to a folder becomes its text."""
+    """Resolve links as on the repository's own pages; a link to a folder becomes its text."""
     uri = page.file.src_uri
     is_of_root = uri in FROM_ROOT.values()
     folder = ROOT if is_of_root or uri.startswith("benchmarks/") else ROOT / "docs"

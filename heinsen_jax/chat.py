@@ -32,7 +32,7 @@ class Chat:
 
     Attributes:
       model, tokenizer: the model and its tokenizer.
-      most: maximum number of tokens of an answer.
+      max_new_tokens: maximum number of tokens of an answer.
       temperature, top_k, seed: as for `generate`.
 
     Raises:
@@ -41,7 +41,7 @@ class Chat:
 
     model: LanguageModel
     tokenizer: tiktoken.Encoding
-    most: int
+    max_new_tokens: int
     temperature: float
     top_k: int | None
     seed: int
@@ -57,18 +57,18 @@ class Chat:
         """Yield the answer of the model to a line, up to the end of a line."""
         tokens = self.unread + self.tokenizer.encode_ordinary(line + "\n")
         yield from decode_stream(
-            self.tokenizer, until_end(self._tokens(tokens), self.tokenizer, self.most)
+            self.tokenizer, until_end(self._tokens(tokens), self.tokenizer, self.max_new_tokens)
         )
 
     def _tokens(self, tokens: list[int]) -> Iterator[int]:
         key = jax.random.fold_in(jax.random.key(self.seed), self.turns)
         self.turns += 1
         state = self.model.init_state(()) if self.state is None else self.state
-        if self.model.remaining(state) < (needed := len(tokens) + self.most):
+        if self.model.remaining(state) < (needed := len(tokens) + self.max_new_tokens):
             raise UserError("the conversation has reached model.max_length: /reset starts over")
         self.state = self.model.ensure_capacity(state, needed)  # in one call, not per token
         written = b""
-        for position in range(self.most):
+        for position in range(self.max_new_tokens):
             new, self.state = generate(
                 self.model,
                 jnp.asarray(tokens, jnp.int32),

@@ -127,7 +127,7 @@ def check_shared(folder: Path) -> None:
     with together():
         if jax.process_index() == 0:
             path.touch()
-    missing = [i for i, is_there in enumerate(gather(str(path.exists()))) if is_there != "True"]
+    missing = [i for i, exists in enumerate(gather(str(path.exists()))) if exists != "True"]
     if jax.process_index() == 0:
         path.unlink()
     if missing:
@@ -165,7 +165,7 @@ class DelayedMax:
         self._parts = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         whole = NamedSharding(mesh, PartitionSpec())
         self._largest = jax.jit(jnp.max, out_shardings=whole)
-        self._asked: Array | None = None
+        self._previous: Array | None = None
 
     def __call__(self, value: int) -> int:
         """Submit a value >= 0; return the maximum of the previous call, 0 at first. A single
@@ -176,5 +176,5 @@ class DelayedMax:
         said = jax.make_array_from_callback(
             shape, self._parts, lambda _: np.array([value], np.int32)
         )
-        before, self._asked = self._asked, self._largest(said)
+        before, self._previous = self._previous, self._largest(said)
         return 0 if before is None else int(before)

@@ -24,7 +24,7 @@ from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.objective import objective_of
-from heinsen_jax.training.signals import exit_at_once
+from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.training.step import make_evaluation_step
 
 DATA_HELP = (
@@ -88,7 +88,7 @@ def main() -> None:
         else:
             _run_text(workdir, data, sequence_length, max_batches, latest)
 
-    with exit_at_once():
+    with exit_immediately():
         tyro.cli(run, prog="python -m heinsen_jax.evaluate")
 
 

@@ -38,7 +38,7 @@ from heinsen_jax.locks import locked
 from heinsen_jax.training.checkpoint import CONFIG_FILE
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.settings import check_settings
-from heinsen_jax.training.signals import exit_at_once
+from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.typing import JSON
 
 
@@ -97,7 +97,7 @@ def main() -> int:
         options.process_id,
         heartbeat_timeout=options.heartbeat_timeout,
     )
-    with exit_at_once():
+    with exit_immediately():
         return _run(options, overrides)
 
 

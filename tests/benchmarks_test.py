@@ -19,7 +19,9 @@ def run(name: str, output: Path, *arguments: str) -> dict:
 
 @pytest.mark.nightly
 def test_training_steps(tmp_path):
-    record = run("gpu_training.py", tmp_path / "record.json", "--rows", "2", "--kept", "all")
+    record = run(
+        "gpu_training.py", tmp_path / "record.json", "--rows", "2", "--remat-policies", "all"
+    )
     chunked, fused = record["steps"]
     assert chunked["tokens_per_second"] > 0
     assert "Hopper" in fused["refused"] or fused["tokens_per_second"] > 0

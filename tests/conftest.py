@@ -43,7 +43,7 @@ jaxtyping.install_import_hook(CHECKED, TYPECHECKER)
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN_FOLDER = ROOT / "tests" / "golden"
 
-MOST_MEMORY_MAPS = 20_000  # Linux allows 65,530
+MAX_MEMORY_MAPS = 20_000  # Linux allows 65,530
 
 SETTINGS = {
     "jax_compilation_cache_dir": str(ROOT / ".pytest_cache" / "jax"),
@@ -73,15 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def forget_compiled_functions() -> Iterator[None]:
+def clear_compiled_functions() -> Iterator[None]:
     """Thousands of compiled CPU functions exhaust a process's memory maps: XLA then crashes."""
     yield
-    if memory_maps() > MOST_MEMORY_MAPS:
+    if memory_maps() > MAX_MEMORY_MAPS:
         jax.clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def forget_compiled_functions_of_a_module() -> Iterator[None]:
+def clear_compiled_functions_of_a_module() -> Iterator[None]:
     yield
     jax.clear_caches()
 

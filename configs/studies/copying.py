@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.study import Lengths, Study, sweeps
+from heinsen_jax.study import LengthPlot, Study, sweeps
 
 ABOUT = """
 Trained on strings of 5 to 20 of 26 letters, tested on all lengths in the plot. Each letter is
@@ -51,5 +51,5 @@ def get_study() -> Study:
         metric="accuracy",
         mode="max",
         extra_metrics=tuple(f"accuracy_{length}" for length in TESTED),
-        plots=(Lengths(TESTED),),
+        plots=(LengthPlot(TESTED),),
     )

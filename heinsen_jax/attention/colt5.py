@@ -52,8 +52,8 @@ class ConditionalAttention(Attention[ConditionalConfig, Never]):
         self.query_router = parameter(init, self.model_dim, **options)
         self.source_router = parameter(init, self.model_dim, **options)
 
-    def _route(self, x: Array, router: nnx.Param[Array], most: int) -> Routing:
-        count = min(most, x.shape[-2])
+    def _route(self, x: Array, router: nnx.Param[Array], max_tokens: int) -> Routing:
+        count = min(max_tokens, x.shape[-2])
         scores = jnp.einsum("...td,d->...t", x, router[...].astype(x.dtype))
         scores = scores.astype(jnp.promote_types(x.dtype, jnp.float32))
         return route(soft_top_k(scores, min(SPREAD * count, x.shape[-2])), count)

@@ -67,7 +67,8 @@ def log_attention_fn(
       dtype: dtype to which query, key and value are cast; unchanged when None.
       precision: has no effect. Products are at least float32, unless query, key and value are all
         bfloat16 and the cost is linear: then factors of products are bfloat16.
-      deterministic: must be True with a `dropout_rate` above 0.
+      dropout_rate: must be 0 unless `deterministic` is True.
+      deterministic: whether the layer applies no dropout.
       broadcast_dropout, dropout_rng: have no effect without dropout.
       bias, module, input_positions, qk_attn_weights_einsum, attn_weights_value_einsum: must be
         None.

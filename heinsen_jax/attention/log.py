@@ -73,9 +73,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         if self.config.decay is not None:
             rates = self.num_kv_heads * self._rates_of_a_head
             self.decay_proj = linear(self.model_dim, rates, ("embed", "heads"), **options)
-            memories = jnp.geomspace(self.config.max_timescale, 1.0, rates, dtype=self.param_dtype)
+            longest = self.config.max_timescale
+            timescales = jnp.geomspace(longest, 1.0, rates, dtype=self.param_dtype)
             assert self.decay_proj.bias is not None
-            self.decay_proj.bias[...] = jnp.log(memories)  # log sigmoid(b) is about -exp(-b)
+            self.decay_proj.bias[...] = jnp.log(timescales)  # log sigmoid(b) is about -exp(-b)
 
     @property
     def _rates_of_a_head(self) -> int:

@@ -136,9 +136,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         arrays, after = [self.query(x), self.key(x), self.value(x)], []
         for index, convolve in enumerate(self.convolutions):
             before = None if call.state is None else call.state.convolutions[index]
-            convolved, last = convolve(
-                arrays[index], state=before, segment_ids=call.segment_ids
-            )
+            convolved, last = convolve(arrays[index], state=before, segment_ids=call.segment_ids)
             arrays[index] = jax.nn.silu(convolved)
             after.append(last)
         query, key, value = arrays
@@ -199,9 +197,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         assert isinstance(empty, MatrixState)
         state = None if call.state is None else call.state.matrix
         arrays = query, key, value, *gates.values()
-        return devices.recur(
-            call.with_state(state), op, *arrays, empty=empty, summary=summary
-        )
+        return devices.recur(call.with_state(state), op, *arrays, empty=empty, summary=summary)
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         """The output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""

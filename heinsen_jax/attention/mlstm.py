@@ -77,9 +77,7 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
             return {"log_input_gate": log_input, "log_forget_gate": log_forget}
 
         arrays = query, key, value, log_input, jax.nn.log_sigmoid(forget)
-        return devices.recur(
-            call.with_state(state), op, *arrays, empty=empty, summary=summary
-        )
+        return devices.recur(call.with_state(state), op, *arrays, empty=empty, summary=summary)
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         y = self.norm(y).reshape(*x.shape[:-1], -1)

@@ -14,7 +14,7 @@ class Batch(NamedTuple):
 
     tokens: np.ndarray | Array
     """int32 [*B, T+1]: predict `tokens[..., 1:]` from `tokens[..., :-1]`."""
-    mask: np.ndarray | Array
+    loss_mask: np.ndarray | Array
     """bool [*B, T]: the predictions that count in the loss."""
 
 

@@ -311,7 +311,7 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
 
 
 @dataclass(frozen=True)
-class Arguments:
+class PrepareOptions:
     """Prepare a data set from corpora, text files, folders, .jsonl or .jsonl.zst files."""
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
@@ -333,7 +333,7 @@ class Arguments:
 
 @command_line
 def main() -> None:
-    arguments = tyro.cli(Arguments, prog="python -m heinsen_jax.data.prepare")
+    arguments = tyro.cli(PrepareOptions, prog="python -m heinsen_jax.data.prepare")
     manifest = prepare(
         arguments.inputs,
         arguments.tokenizer,

@@ -314,9 +314,9 @@ class TaskDataset:
 def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
     drawn, answers = task.draw(np.random.default_rng((*stream, number)))
     tokens = np.full(task.sequence_length + 1, PADDING, np.int32)
-    mask = np.zeros(task.sequence_length, bool)
-    tokens[: len(drawn)], mask[: len(drawn) - 1] = drawn, answers[1:]
-    return Batch(tokens, mask)
+    loss_mask = np.zeros(task.sequence_length, bool)
+    tokens[: len(drawn)], loss_mask[: len(drawn) - 1] = drawn, answers[1:]
+    return Batch(tokens, loss_mask)
 
 
 class _Examples(Sequence[Batch]):

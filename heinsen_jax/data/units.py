@@ -173,8 +173,8 @@ def read_record(unit: Unit, output: Path) -> UnitRecord | None:
         record = UnitRecord.model_validate_json((output / unit.record_file).read_bytes())
     except (FileNotFoundError, pydantic.ValidationError):
         return None
-    is_there = all((output / shard.file).is_file() for shard in record.shards.values())
-    return record if is_there and record.fingerprint == unit.fingerprint else None
+    exists = all((output / shard.file).is_file() for shard in record.shards.values())
+    return record if exists and record.fingerprint == unit.fingerprint else None
 
 
 def joint_hash(*parts: str) -> str:

@@ -16,7 +16,7 @@ from heinsen_jax.generate.tokens import stream
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(TextOptions):
+class PromptOptions(TextOptions):
     """Continue a prompt with a trained model, and print text as it is sampled."""
 
     prompt: str
@@ -24,7 +24,7 @@ class Options(TextOptions):
 
 @command_line
 def main() -> None:
-    options = tyro.cli(Options, prog="python -m heinsen_jax.generate")
+    options = tyro.cli(PromptOptions, prog="python -m heinsen_jax.generate")
     model, tokenizer = options.load()
     tokens = tokenizer.encode_ordinary(options.prompt)
     if not tokens:

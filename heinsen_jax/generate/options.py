@@ -8,7 +8,7 @@ import tyro
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.checkpoint import load_text_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,5 @@ class TextOptions:
         """
         if self.max_new_tokens < 1:
             raise UserError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
-        model, tokenizer, _ = load_run(self.workdir, best=not self.latest)
-        if tokenizer is None:
-            raise UserError(
-                f"{self.workdir}: the model is trained on a synthetic task; choose a run trained "
-                "on text"
-            )
+        model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest)
         return model, tokenizer

@@ -16,12 +16,12 @@ from heinsen_jax.typing import Array, ArrayLike, Bool, Float, Integer
 CHUNK = 32  # tokens that are processed in one call
 
 Padding = Literal["right", "left"]
-Lengths: TypeAlias = ArrayLike | Sequence[int]
+PromptLengths: TypeAlias = ArrayLike | Sequence[int]
 Carry: TypeAlias = tuple[Float[Array, "B 1 D"], LanguageModelState]
 
 
 def right_padded(
-    tokens: Integer[Array, "*B T"], lengths: Lengths, padding: Padding
+    tokens: Integer[Array, "*B T"], lengths: PromptLengths, padding: Padding
 ) -> tuple[Integer[Array, "B T"], Integer[Array, "B"]]:
     """Move padding to the right; return the prompts `[B, T]` and their lengths `[B]`.
 

@@ -57,7 +57,7 @@ def to_rows(model: LanguageModel, state: LanguageModelState, rows: int) -> Langu
     return _by_part(one, state, _have_rows(model, state))
 
 
-def rows_are_independent(model: LanguageModel, state: LanguageModelState) -> bool:
+def has_independent_rows(model: LanguageModel, state: LanguageModelState) -> bool:
     """Whether every array of a state has a row for each sequence; none is shared by all."""
     return all(jax.tree.leaves(_have_rows(model, state)))
 
@@ -71,8 +71,8 @@ def init_rows(
         state = model.init_state(())
     check_one(model, state)
     state = repeat_state(model, model.ensure_capacity(state, capacity), number)
-    are_apart = rows_are_independent(model, state)
-    return (state if are_apart else to_rows(model, state, number)), are_apart
+    independent_rows = has_independent_rows(model, state)
+    return (state if independent_rows else to_rows(model, state, number)), independent_rows
 
 
 def check_one(model: LanguageModel, state: LanguageModelState) -> None:
@@ -103,7 +103,7 @@ def select_rows(state: LanguageModelState, rows: Rows) -> LanguageModelState:
 
 
 def make_advance(
-    graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, are_apart: bool
+    graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, independent_rows: bool
 ) -> Read:
     """Return a function that advances a state by tokens `[*B, T]`; unless rows are independent, a
     state of `to_rows`.
@@ -134,7 +134,7 @@ def make_advance(
         features, position, blocks = by_row(tokens, state.position, state.blocks)
         return features, LanguageModelState(position, blocks)
 
-    return read if are_apart else read_rows
+    return read if independent_rows else read_rows
 
 
 def _with_axis(x: Array, axis: int, size: int) -> Array:
@@ -157,8 +157,8 @@ def _shapes(
     model: LanguageModel, batch_shape: Sequence[int], state: LanguageModelState
 ) -> LanguageModelState:
     """Shapes of a state like this one with another batch shape."""
-    has_room = any(x.length is not None for x in _caches(state))
-    capacity = 1 if has_room else None
+    has_capacity = any(x.length is not None for x in _caches(state))
+    capacity = 1 if has_capacity else None
     return jax.eval_shape(lambda: model.init_state(batch_shape, capacity=capacity))
 
 
@@ -210,10 +210,10 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
         )
     try:
         shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
-        has_room = any(name.endswith(".length") for name in shapes)
+        has_capacity = any(name.endswith(".length") for name in shapes)
         like, one, many = (
             jax.eval_shape(partial(model.init_state, (), capacity=capacity))
-            for capacity in (1 if has_room else None, 1, 1 << 20)
+            for capacity in (1 if has_capacity else None, 1, 1 << 20)
         )
         if shapes.keys() != flatten_with_names(like).keys():
             raise ValueError("other arrays than the states of this model")

@@ -20,7 +20,7 @@ from heinsen_jax.generate.tokens import Carry, check_capacity, draw, draw_furthe
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Integer, Shaped
 
-AT_ONCE = 32  # tokens that are sampled between two checks for stop strings
+CHECK_EVERY = 32  # tokens that are sampled between two checks for stop strings
 
 
 def complete(
@@ -90,42 +90,42 @@ def complete(
 
     first = model.init_state(()) if state is None else state
     check_capacity(model, first, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
-    capacity = tokens.shape[1] + max_new_tokens + AT_ONCE
-    state, are_apart = init_rows(model, len(texts), capacity, state)
+    capacity = tokens.shape[1] + max_new_tokens + CHECK_EVERY
+    state, independent_rows = init_rows(model, len(texts), capacity, state)
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
     of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
-    writer = _Writer(model, tokenizer, stop, of_rows, are_apart)
+    writer = _Writer(model, tokenizer, stop, of_rows, independent_rows)
     written = writer.write(jnp.asarray(tokens), jnp.asarray(lengths), state, max_new_tokens)
     return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
 
 
 @dataclass(frozen=True)
 class _Writer:
-    """Continues rows by a few tokens at a time, until all have ended."""
+    """Continuation of rows by a few tokens at a time, until all have ended."""
 
     model: LanguageModel
     tokenizer: tiktoken.Encoding
     stop: Sequence[str]
     sampler: Sampler
-    are_apart: bool
+    independent_rows: bool
 
     def write(
         self,
         tokens: Integer[Array, "B T"],
         lengths: Integer[Array, "B"],
         state: LanguageModelState,
-        most: int,
+        max_new_tokens: int,
     ) -> list[str]:
-        options = *nnx.split(self.model), self.sampler, self.are_apart
+        options = *nnx.split(self.model), self.sampler, self.independent_rows
         samples = len(self.sampler.key) // len(tokens)
         carry = _begin(*options, samples, tokens, lengths, state)
         rows = np.asarray(carry[0])[:, None]
-        for position in range(1, most, AT_ONCE):
+        for position in range(1, max_new_tokens, CHECK_EVERY):
             if all(self.ended(row)[1] for row in rows):
                 break
             carry, new = _more(*options, carry, position)
             rows = np.concatenate([rows, np.asarray(new)], 1)
-        return [self.ended(row[:most])[0] for row in rows]
+        return [self.ended(row[:max_new_tokens])[0] for row in rows]
 
     def ended(self, row: np.ndarray) -> tuple[str, bool]:
         """The text of new tokens, and whether it has ended."""
@@ -137,35 +137,37 @@ class _Writer:
         return text[: min(places, default=len(text))], bool(places or len(ends))
 
 
-@partial(jax.jit, static_argnames=("graph", "are_apart", "samples"))
+@partial(jax.jit, static_argnames=("graph", "independent_rows", "samples"))
 def _begin(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
     sampler: Sampler,
-    are_apart: bool,
+    independent_rows: bool,
     samples: int,
     tokens: Integer[Array, "B T"],
     lengths: Integer[Array, "B"],
     state: LanguageModelState,
 ) -> Carry:
     """The first token of every sample, and the state before it."""
-    features, state = read(make_advance(graph, parameters, are_apart), tokens, lengths, state)
+    features, state = read(
+        make_advance(graph, parameters, independent_rows), tokens, lengths, state
+    )
     each = jnp.repeat(jnp.arange(len(tokens)), samples)
     first = draw(graph, parameters, features[each], sampler, sampler.keys(0), tokens.dtype)
     return first, select_rows(state, each)
 
 
-@partial(jax.jit, static_argnames=("graph", "are_apart"), donate_argnames="carry")
+@partial(jax.jit, static_argnames=("graph", "independent_rows"), donate_argnames="carry")
 def _more(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
     sampler: Sampler,
-    are_apart: bool,
+    independent_rows: bool,
     carry: Carry,
     position: Integer[Array, ""],
 ) -> tuple[Carry, Integer[Array, "B new"]]:
-    rows = make_advance(graph, parameters, are_apart)
-    return draw_further(graph, parameters, rows, sampler, carry, position + jnp.arange(AT_ONCE))
+    rows = make_advance(graph, parameters, independent_rows)
+    return draw_further(graph, parameters, rows, sampler, carry, position + jnp.arange(CHECK_EVERY))
 
 
 def sample(
@@ -217,9 +219,11 @@ def decode_stream(tokenizer: tiktoken.Encoding, tokens: Iterator[int]) -> Iterat
     yield decoder.decode(b"", final=True)
 
 
-def until_end(tokens: Iterator[int], tokenizer: tiktoken.Encoding, most: int) -> Iterator[int]:
+def until_end(
+    tokens: Iterator[int], tokenizer: tiktoken.Encoding, max_new_tokens: int
+) -> Iterator[int]:
     end = end_of_text_id(tokenizer)
-    for _, token in zip(range(most), tokens, strict=False):
+    for _, token in zip(range(max_new_tokens), tokens, strict=False):
         if token == end:
             return
         yield token

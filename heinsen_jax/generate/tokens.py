@@ -11,9 +11,9 @@ from flax import nnx
 from jax import lax
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.prompts import Lengths, Padding, read, right_padded
+from heinsen_jax.generate.prompts import Padding, PromptLengths, read, right_padded
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import Read, make_advance, rows_are_independent, to_rows
+from heinsen_jax.generate.states import Read, has_independent_rows, make_advance, to_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
 
@@ -34,7 +34,7 @@ def generate(
     state: LanguageModelState | None = None,
     num_tokens: int | None = None,
     return_state: Literal[False] = False,
-    lengths: Lengths | None = None,
+    lengths: PromptLengths | None = None,
     padding: Padding = "right",
 ) -> Integer[Array, "*B new"]: ...
 
@@ -51,7 +51,7 @@ def generate(
     state: LanguageModelState | None = None,
     num_tokens: int | None = None,
     return_state: Literal[True],
-    lengths: Lengths | None = None,
+    lengths: PromptLengths | None = None,
     padding: Padding = "right",
 ) -> tuple[Integer[Array, "*B new"], LanguageModelState]: ...
 
@@ -67,7 +67,7 @@ def generate(
     state: LanguageModelState | None = None,
     num_tokens: int | None = None,
     return_state: bool = False,
-    lengths: Lengths | None = None,
+    lengths: PromptLengths | None = None,
     padding: Padding = "right",
 ) -> Integer[Array, "*B new"] | tuple[Integer[Array, "*B new"], LanguageModelState]:
     """Continue each row of tokens.
@@ -130,8 +130,8 @@ def generate(
     state = model.init_state(tokens.shape[:-1]) if state is None else state
     check_capacity(model, state, max_new_tokens, fed)
     state = model.ensure_capacity(state, fed)
-    are_apart = lengths is None or rows_are_independent(model, state)
-    if not are_apart:
+    independent_rows = lengths is None or has_independent_rows(model, state)
+    if not independent_rows:
         if return_state:
             raise NotImplementedError(
                 f"return_state=True with lengths: states of attention={model.config.attention!r} "
@@ -142,7 +142,7 @@ def generate(
         new, after = jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype), state
     else:
         new, after = _generate(
-            graph, parameters, tokens, lengths, state, sampler, max_new_tokens, are_apart
+            graph, parameters, tokens, lengths, state, sampler, max_new_tokens, independent_rows
         )
     return (new, after) if return_state else new
 
@@ -223,7 +223,7 @@ def draw(
     return sampler.draw(logits, keys).astype(dtype)
 
 
-@partial(jax.jit, static_argnames=("graph", "max_new_tokens", "are_apart"))
+@partial(jax.jit, static_argnames=("graph", "max_new_tokens", "independent_rows"))
 def _generate(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
@@ -232,9 +232,9 @@ def _generate(
     state: LanguageModelState,
     sampler: Sampler,
     max_new_tokens: int,
-    are_apart: bool,
+    independent_rows: bool,
 ) -> tuple[Integer[Array, "*B new"], LanguageModelState]:
-    rows = make_advance(graph, parameters, are_apart)
+    rows = make_advance(graph, parameters, independent_rows)
     if lengths is None:
         features, state = rows(tokens, state)
     else:

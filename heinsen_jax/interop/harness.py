@@ -24,9 +24,9 @@ from heinsen_jax.data import end_of_text_id
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.prompts import read
-from heinsen_jax.generate.states import init_rows, make_advance, rows_are_independent, select_rows
+from heinsen_jax.generate.states import has_independent_rows, init_rows, make_advance, select_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.checkpoint import load_text_run
 from heinsen_jax.typing import JSON, Array, Bool, Float, Integer, Key
 
 try:
@@ -58,7 +58,7 @@ class Instance(Protocol):
     def args(self) -> tuple: ...
 
 
-class Options(TypedDict, total=False):
+class CompleteKeywords(TypedDict, total=False):
     """Keyword arguments of `complete`."""
 
     stop: Required[list[str]]
@@ -68,7 +68,7 @@ class Options(TypedDict, total=False):
     key: Key[Array, ""]
 
 
-class Harnessed(TemplateLM):
+class HarnessModel(TemplateLM):
     """Language model of a run or of a hub folder, with the interface of the harness.
 
     A context is processed once for all continuations that are compared after it, and only its state
@@ -109,17 +109,11 @@ class Harnessed(TemplateLM):
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise UserError(f"batch_size={batch_size}: must be an integer >= 1")
         self.batch_size, self.max_gen_toks, self.share = int(batch_size), int(max_gen_toks), share
-        self.model, encoding, self.step = load_run(self.folder, best=not latest)
-        if encoding is None:
-            raise UserError(
-                f"{self.folder}: the model is trained on a synthetic task; choose one "
-                "trained on text"
-            )
+        self.model, self.encoding, self.step = load_text_run(self.folder, best=not latest)
         if not self.model.config.is_causal:
             raise UserError(
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
-        self.encoding = encoding
         self.graph, self.parameters = nnx.split(self.model)
 
     @property
@@ -156,8 +150,8 @@ class Harnessed(TemplateLM):
         for some in _by(self.batch_size, longest_first):
             numbers = [number for group in some for number in group]
             place = {number: row for row, group in enumerate(some) for number in group}
-            most = max(len(cut[number][1]) for number in numbers)
-            state = self._states_after([[*cut[group[0]][0]] for group in some], most)
+            more = max(len(cut[number][1]) for number in numbers)
+            state = self._states_after([[*cut[group[0]][0]] for group in some], more)
             for part in _by(self.batch_size, numbers):
                 given, wanted = ([cut[n][1][where] for n in part] for where in (GIVEN, WANTED))
                 rows = _padded_row([place[n] for n in part], self.batch_size)
@@ -186,8 +180,8 @@ class Harnessed(TemplateLM):
         """Return log p of documents, each after the end-of-text token."""
         del disable_tqdm
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        most = self.model.config.max_length
-        found = self._streamed(texts) if most is None else self._windowed(texts, most)
+        max_length = self.model.config.max_length
+        found = self._streamed(texts) if max_length is None else self._windowed(texts, max_length)
         for request, value in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return found
@@ -209,12 +203,14 @@ class Harnessed(TemplateLM):
                     found[number] += np.sum(log_p[row, : len(wanted[row])], dtype=np.float64)
         return found.tolist()
 
-    def _windowed(self, texts: list[list[int]], most: int) -> list[float]:
+    def _windowed(self, texts: list[list[int]], length: int) -> list[float]:
         """Split tokens into windows of at most `max_length`, with at least half of it as
         context."""
         windows, of = [], []
         for number, text in enumerate(texts):
-            for window in get_rolling_token_windows(text, self.eot_token_id, most, most // 2 + 1):
+            for window in get_rolling_token_windows(
+                text, self.eot_token_id, length, length // 2 + 1
+            ):
                 windows.append((None, *make_disjoint_window(window)))
                 of.append(number)
         found = np.zeros(len(texts))
@@ -242,13 +238,13 @@ class Harnessed(TemplateLM):
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _options(self, given: Mapping[str, Any], repetition: int) -> Options:
+    def _options(self, given: Mapping[str, Any], repetition: int) -> CompleteKeywords:
         """Return the keyword arguments of `complete` for a task's settings; repeated requests draw
         different samples."""
         given = dict(given)
         until = given.pop("until", None) or []
         stop = [until] if isinstance(until, str) else [*until]
-        most = int(given.pop("max_gen_toks", self.max_gen_toks))
+        max_new_tokens = int(given.pop("max_gen_toks", self.max_gen_toks))
         temperature, top_k = given.pop("temperature", None), given.pop("top_k", None)
         is_random = given.pop("do_sample", temperature not in (None, 0, 0.0))
         key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), repetition)
@@ -257,7 +253,7 @@ class Harnessed(TemplateLM):
                 f"generation_kwargs.{min(given)}={given[min(given)]!r}: unknown argument; choose "
                 "from until, max_gen_toks, do_sample, temperature, top_k, seed"
             )
-        options: Options = {"stop": stop, "max_new_tokens": most}
+        options: CompleteKeywords = {"stop": stop, "max_new_tokens": max_new_tokens}
         if not is_random or temperature == 0:
             return {**options, "top_k": 1}
         temperature = 1.0 if temperature is None else temperature
@@ -268,8 +264,8 @@ class Harnessed(TemplateLM):
         tokens = _padded(contexts, self.batch_size)
         lengths = _padded_row([len(context) for context in contexts], self.batch_size)
         capacity = tokens.shape[1] + _rounded(more)
-        state, are_apart = init_rows(self.model, self.batch_size, capacity)
-        return _read(self.graph, self.parameters, are_apart, tokens, lengths, state)
+        state, independent_rows = init_rows(self.model, self.batch_size, capacity)
+        return _read(self.graph, self.parameters, independent_rows, tokens, lengths, state)
 
     def _predict(
         self,
@@ -280,52 +276,53 @@ class Harnessed(TemplateLM):
     ) -> tuple[np.ndarray, np.ndarray, LanguageModelState]:
         """Return log p `[B, T]` of the tokens `wanted` after the given tokens and states, whether
         each has maximum probability, and the states after them."""
-        most = self.model.config.max_length
-        tokens, targets = (_padded(x, self.batch_size, length)[:, :most] for x in (given, wanted))
-        are_apart = rows_are_independent(self.model, state)
-        options = self.graph, self.parameters, are_apart, self.encoding.n_vocab
+        max_length = self.model.config.max_length
+        padded = (_padded(x, self.batch_size, length) for x in (given, wanted))
+        tokens, targets = (x[:, :max_length] for x in padded)
+        independent_rows = has_independent_rows(self.model, state)
+        options = self.graph, self.parameters, independent_rows, self.encoding.n_vocab
         log_p, is_likeliest, state = _predict(*options, tokens, targets, state)
         return np.asarray(log_p), np.asarray(is_likeliest), state
 
     def _check_lengths(self, texts: list[list[int]]) -> None:
-        longest, most = max(map(len, texts), default=0), self.model.config.max_length
-        if most is not None and longest - 1 > most:
+        longest, max_length = max(map(len, texts), default=0), self.model.config.max_length
+        if max_length is not None and longest - 1 > max_length:
             raise UserError(
                 f"{self.folder}: a context with its continuation has {longest} tokens, more than "
-                f"model.max_length={most}; reduce --num_fewshot"
+                f"model.max_length={max_length}; reduce --num_fewshot"
             )
 
 
-register_model("heinsen_jax")(Harnessed)
+register_model("heinsen_jax")(HarnessModel)
 
 
-@partial(jax.jit, static_argnames=("graph", "are_apart"))
+@partial(jax.jit, static_argnames=("graph", "independent_rows"))
 def _read(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
-    are_apart: bool,
+    independent_rows: bool,
     tokens: Integer[Array, "B T"],
     lengths: Integer[Array, "B"],
     state: LanguageModelState,
 ) -> LanguageModelState:
-    return read(make_advance(graph, parameters, are_apart), tokens, lengths, state)[1]
+    return read(make_advance(graph, parameters, independent_rows), tokens, lengths, state)[1]
 
 
-@partial(jax.jit, static_argnames=("graph", "are_apart", "num_tokens"))
+@partial(jax.jit, static_argnames=("graph", "independent_rows", "num_tokens"))
 def _predict(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
-    are_apart: bool,
+    independent_rows: bool,
     num_tokens: int,
     tokens: Integer[Array, "B T"],
     targets: Integer[Array, "B T"],
     state: LanguageModelState,
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], LanguageModelState]:
-    features, state = make_advance(graph, parameters, are_apart)(tokens, state)
+    features, state = make_advance(graph, parameters, independent_rows)(tokens, state)
     readout = nnx.merge(graph, parameters).readout
 
-    def one(lot: tuple[Array, Array]) -> tuple[Array, Array]:
-        features, targets = lot
+    def one(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
+        features, targets = chunk
         logits = readout(features)
         log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
         return log_p, jnp.argmax(logits[..., :num_tokens], -1) == targets
@@ -369,7 +366,7 @@ def run_tasks(
     """Evaluate a model on tasks of the harness.
 
     Args:
-      model: arguments of `Harnessed`.
+      model: arguments of `HarnessModel`.
       tasks: names of tasks.
       include_path: folder with further tasks, as YAML files.
       limit: number of examples per task; all when None.
@@ -388,7 +385,7 @@ def run_tasks(
             f"--tasks {min(unknown)}: unknown task; choose one from `lm_eval ls tasks`, or add "
             "the folder of its YAML file by --include-path"
         )
-    adapter = Harnessed(**model)
+    adapter = HarnessModel(**model)
     try:
         results = simple_evaluate(
             adapter,

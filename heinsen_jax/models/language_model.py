@@ -47,7 +47,7 @@ class LanguageModelState:
     blocks: tuple[BlockState, ...]
 
 
-MOST_UNROLLED = 12
+MAX_UNROLLED = 12
 
 
 class LanguageModel(nnx.Module):
@@ -59,7 +59,7 @@ class LanguageModel(nnx.Module):
     E `[vocab_size, D]` is the embedding, b a bias, and D is model_dim.
 
     Blocks are stacked and scanned, so compile time does not depend on their number. For a single
-    token up to `MOST_UNROLLED` blocks are unrolled, since a loop would copy their weights at every
+    token up to `MAX_UNROLLED` blocks are unrolled, since a loop would copy their weights at every
     step. The state is an argument and a result: a sequence may be fed in chunks of any lengths,
     with the logits of one pass.
 
@@ -221,7 +221,7 @@ class LanguageModel(nnx.Module):
     def ensure_capacity(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
         """The state, with capacity for further tokens in mechanisms that store every token."""
 
-        def widen(node: Cache | Array) -> Cache | Array:
+        def grow(node: Cache | Array) -> Cache | Array:
             if not isinstance(node, Cache) or isinstance(node.length, Tracer):
                 return node
             taken = node.capacity if node.length is None else int(jnp.max(node.length))
@@ -232,7 +232,7 @@ class LanguageModel(nnx.Module):
         def is_cache(node: PyTree) -> bool:
             return isinstance(node, Cache)
 
-        return replace(state, blocks=jax.tree.map(widen, state.blocks, is_leaf=is_cache))
+        return replace(state, blocks=jax.tree.map(grow, state.blocks, is_leaf=is_cache))
 
 
 def _positions(
@@ -298,7 +298,7 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
 
 
 def _is_unrolled(repeats: int, length: int) -> bool:
-    return length == 1 and repeats <= MOST_UNROLLED
+    return length == 1 and repeats <= MAX_UNROLLED
 
 
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:

@@ -104,10 +104,10 @@ class LearnedPositions(nnx.Module):
     ) -> tuple[Features, Integer[Array, ""]]:
         length, after = x.shape[-2], state + x.shape[-2]
         known = length if isinstance(after, Tracer) else int(after)
-        if known > (most := self.embedding.shape[0]):
+        if known > (max_length := self.embedding.shape[0]):
             raise ValueError(
-                f"sequence length {known} exceeds max_length={most}, the number of positions of "
-                "the model: give a shorter sequence, or train a model with a larger max_length"
+                f"sequence length {known} exceeds max_length={max_length}, the number of positions "
+                "of the model: give a shorter sequence, or train a model with a larger max_length"
             )
         embedding = self.embedding[...]
         positions = embedding.at[state + jnp.arange(length)].get(mode="fill", fill_value=jnp.nan)

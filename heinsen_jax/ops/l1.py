@@ -133,7 +133,7 @@ class _Problem:
     columns: int  # L, keys per tile
 
 
-class _Tiles(NamedTuple):
+class _L1Tiles(NamedTuple):
     """Operands: I tiles of C queries and J tiles of L keys, for X batch entries and key/value heads
     of R query heads each."""
 
@@ -178,7 +178,7 @@ def _tiled(
     valid: Array,
     segment_ids: Array | None,
     offset: Array,
-) -> tuple[_Tiles, _MaskData]:
+) -> tuple[_L1Tiles, _MaskData]:
     groups = key.shape[-2]
 
     def of_tokens(x: Array, size: int) -> Array:
@@ -188,7 +188,7 @@ def _tiled(
     if segment_ids is not None:
         query_ids = of_tokens(segment_ids, problem.rows)
         key_ids = of_tokens(segment_ids, problem.columns)
-    tiles = _Tiles(
+    tiles = _L1Tiles(
         jnp.moveaxis(_tiles(fold_heads(query, groups), problem.rows, 2), -1, 1),
         jnp.moveaxis(_tiles(fold_heads(key, groups)[:, 0], problem.columns, 1), -1, 1),
         _tiles(fold_heads(value, groups)[:, 0], problem.columns, 1),
@@ -205,12 +205,12 @@ def _tiles(x: Array, size: int, axis: int) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(problem: _Problem, tiles: _Tiles, mask_data: _MaskData) -> Array:
+def _attention(problem: _Problem, tiles: _L1Tiles, mask_data: _MaskData) -> Array:
     """Y `[I, X, R, C, V]`."""
     return _forward(problem, tiles, mask_data)[0]
 
 
-def _scores(problem: _Problem, tiles: _Tiles, mask_data: _MaskData, i: Array, j: Array) -> Array:
+def _scores(problem: _Problem, tiles: _L1Tiles, mask_data: _MaskData, i: Array, j: Array) -> Array:
     """Return scores `[X, R, C, C']` of a tile of queries and one of keys, -inf where masked."""
     query, key = tiles.query[i], tiles.key[j]
 
@@ -245,7 +245,7 @@ def _weights(scores: Array, largest: Array) -> Array:
     return share(jnp.minimum(scores, largest), largest)
 
 
-def _forward(problem: _Problem, tiles: _Tiles, mask_data: _MaskData):
+def _forward(problem: _Problem, tiles: _L1Tiles, mask_data: _MaskData):
     value = tiles.value
     log_bias = math.log(problem.bias) if problem.bias else -math.inf
 
@@ -300,7 +300,7 @@ def _backward(problem: _Problem, saved, d_y: Array):
 
     zeros = jnp.zeros_like(tiles.key), jnp.zeros_like(tiles.value)
     (d_key, d_value), d_query = lax.scan(one, zeros, jnp.arange(len(tiles.query)))
-    return _Tiles(d_query, d_key, d_value), None
+    return _L1Tiles(d_query, d_key, d_value), None
 
 
 _attention.defvjp(_forward, _backward)

@@ -151,15 +151,15 @@ def edge_counts(edges: Edges) -> tuple[np.ndarray, int, int]:
       ValueError: edges are not `[E, 2]` integers.
 
     Examples:
-      >>> counts, most_to_one, most_from_one = edge_counts(np.array([[0, 0], [1, 0]]))
-      >>> counts.tolist(), most_to_one, most_from_one
+      >>> counts, max_to_one, max_from_one = edge_counts(np.array([[0, 0], [1, 0]]))
+      >>> counts.tolist(), max_to_one, max_from_one
       ([[0, 0, 0, 0], [1, 0, 0, 1]], 1, 2)
     """
     _check_edges(edges, 2)
     pairs = np.asarray(edges)
     counts = [_earlier_equals(x) for x in pairs.T]
-    most = [int(np.max(x, initial=0)) + 1 for x in counts]
-    return np.stack([*pairs.T, *counts], 1).astype(np.int32), most[0], most[1]
+    largest = [int(np.max(x, initial=0)) + 1 for x in counts]
+    return np.stack([*pairs.T, *counts], 1).astype(np.int32), largest[0], largest[1]
 
 
 def _earlier_equals(x: np.ndarray) -> np.ndarray:

@@ -36,6 +36,7 @@ def linear_recurrence(
       coefficients: a, broadcastable to the shape of `inputs`, but with the full time axis.
       inputs: b `[..., T, D]`, with time on `axis`.
       initial: x_0 `[..., D]`; zero when None.
+      axis: the time axis of `coefficients` and `inputs`.
 
     Returns:
       x `[..., T, D]`.
@@ -83,6 +84,7 @@ def log_linear_recurrence(
         axis.
       log_inputs: log b `[..., T, D]`, with time on `axis`.
       initial: h_0 `[..., D]`; log 0 = -inf when None.
+      axis: the time axis of `log_coefficients` and `log_inputs`.
 
     Returns:
       h `[..., T, D]`.

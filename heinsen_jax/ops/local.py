@@ -237,7 +237,8 @@ def block_sparse_attention(
     with no summaries. The paper alternates patterns from layer to layer.
 
     Args:
-      query, key, value: as `dot_product_attention`, like all other arguments.
+      query, key, value, segment_ids: as in `dot_product_attention`.
+      key_value_seq_lengths, scale, implementation: as in `dot_product_attention`.
       pattern: name of the pattern.
       block_size: l.
       num_summaries: number of last tokens of each block that are visible to later blocks.

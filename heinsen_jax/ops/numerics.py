@@ -219,10 +219,10 @@ def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple
         d_terms = share(_terms(x, y), exponent[..., None, :]) * d_sums[..., None, :]
         return jnp.sum(d_terms, -1), jnp.sum(d_terms, -3)
 
-    at_once = TERMS if jax.default_backend() == "cpu" else TERMS_ELSEWHERE
+    max_terms = TERMS if jax.default_backend() == "cpu" else TERMS_ELSEWHERE
     number, terms = math.prod(x.shape[:-2]), y.shape[-1] * math.prod(x.shape[-2:])
     sizes = (size for size in range(1, number + 1) if number % size == 0)
-    size = max((size for size in sizes if size * terms <= at_once), default=min(number, 1))
+    size = max((size for size in sizes if size * terms <= max_terms), default=min(number, 1))
     if size == number:
         return of_part((x, y, exponent, d_sums))
 

@@ -193,6 +193,7 @@ def orthogonal_features(
       depth: K, length of a row. Blocks of K rows are independent of each other.
       scaling: norms of the rows: 0 for those of independent normal vectors, so that each row is
         normally distributed and weights are unbiased; 1 for sqrt(depth).
+      dtype: dtype of W.
 
     Returns:
       W `[num_features, depth]`.

@@ -101,7 +101,7 @@ def block_sums(
     *batch, length, features = x.shape
     _check_blocks(key_value_seq_lengths, tuple(batch), block_size)
     lengths = jnp.full(batch, length) if key_value_seq_lengths is None else key_value_seq_lengths
-    valid, own, complete = _blocks(lengths, length, block_size, is_causal)
+    valid, own, complete = _block_layout(lengths, length, block_size, is_causal)
     complete, count = complete[..., None], length // block_size
     x = jnp.where(valid[..., None], x, 0).astype(jnp.promote_types(x.dtype, jnp.float32))
     sums = x[..., : count * block_size, :].reshape(*batch, count, block_size, features).sum(-2)
@@ -201,7 +201,7 @@ def tglobal_attention(
     size = min(radius + 1, length)
     rows = _rows(scale * rows, size)
     near = [_windows(x[:, :, 0], size, is_causal) for x in near]
-    blocks = _blocks(lengths, length, block_size, is_causal)
+    blocks = _block_layout(lengths, length, block_size, is_causal)
     near_scores = jnp.einsum("bgrjck,bgjwk->bgrjcw", rows, near[0])
     far_scores = jnp.einsum("bgrjck,bgmk->bgrjcm", rows, far[0])
     buckets = {"is_bidirectional": not is_causal, "max_distance": max_distance}
@@ -217,7 +217,7 @@ def tglobal_attention(
     return unfold_heads(y, query, value)
 
 
-class _Blocks(NamedTuple):
+class _BlockLayout(NamedTuple):
     """Layout of the tokens of padded sequences.
 
     Attributes:
@@ -231,13 +231,13 @@ class _Blocks(NamedTuple):
     complete: Array
 
 
-def _blocks(lengths: Array, length: int, size: int, is_causal: bool) -> _Blocks:
+def _block_layout(lengths: Array, length: int, size: int, is_causal: bool) -> _BlockLayout:
     lengths = jnp.clip(lengths, 0, length)
     valid = valid_tokens(lengths, lengths.shape, length)
     complete = lengths // size
     own = jnp.broadcast_to(jnp.arange(length) // size, valid.shape)
     own = own if is_causal else jnp.minimum(own, complete[..., None] - 1)
-    return _Blocks(valid, jnp.where(valid, own, -1), complete)
+    return _BlockLayout(valid, jnp.where(valid, own, -1), complete)
 
 
 def _folded(x: Array, groups: int) -> Array:
@@ -271,7 +271,7 @@ def _offsets(size: int, width: int) -> np.ndarray:
 
 
 def _visibility(
-    blocks: _Blocks, near: tuple[int, ...], num_blocks: int, radius: int, is_causal: bool
+    blocks: _BlockLayout, near: tuple[int, ...], num_blocks: int, radius: int, is_causal: bool
 ) -> tuple[Array, Array]:
     """Return the masks of visible tokens and of visible sums; they broadcast to the scores."""
     size, width = near[-2:]

@@ -47,7 +47,7 @@ class Problem:
     offset: int
 
 
-class _Tiles(NamedTuple):
+class _SoftmaxTiles(NamedTuple):
     """Operands in tiles of C tokens, for X batch entries and key/value heads of R query heads each.
 
     query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`; segment ids
@@ -84,7 +84,7 @@ def attention(
         query_decay = _tiles(query_decay, 0)
         keys = jnp.moveaxis(key_decay, 1, 2)
         key_decay = _tiles(keys.reshape(len(keys), 1, keys.shape[1], -1), 1)
-    tiles = _Tiles(
+    tiles = _SoftmaxTiles(
         _tiles(query, 0),
         _tiles(key[:, None], 1),
         _tiles(value[:, None], 1),
@@ -109,16 +109,16 @@ def _tiles(x: Array, more: int) -> Array:
     return jnp.moveaxis(x, 2, 0).reshape(tiles, folds, heads * SIZE, features)
 
 
-class _Blocks(NamedTuple):
-    """Return the query tile of each block of scores `[B]`, and its key tiles `[B, L]`, filled up
-    with J, the padding tile."""
+class _VisibleTiles(NamedTuple):
+    """Query tile of each block of scores `[B]`, and its key tiles `[B, L]`, filled up with J, the
+    padding tile."""
 
     row: np.ndarray
     columns: np.ndarray
 
 
 @lru_cache(maxsize=256)
-def _blocks(problem: Problem, overhead: float) -> _Blocks:
+def _visible_tiles(problem: Problem, overhead: float) -> _VisibleTiles:
     tiles = -(-problem.keys // SIZE)
     keys = np.arange(problem.keys)[None]
     visible = []
@@ -134,23 +134,23 @@ def _blocks(problem: Problem, overhead: float) -> _Blocks:
     row = np.repeat(np.arange(len(visible)), counts[best])
     columns = [np.pad(x, (0, -len(x) % width), constant_values=tiles) for x in visible]
     columns = np.concatenate(columns).reshape(-1, width)
-    return _Blocks(row.astype(np.int32), columns.astype(np.int32))
+    return _VisibleTiles(row.astype(np.int32), columns.astype(np.int32))
 
 
-def _over_blocks(problem: Problem, step, sums, example: _Tiles):
+def _over_blocks(problem: Problem, step, sums, example: _SoftmaxTiles):
     """Scan `step(sums, row, columns)` over all blocks and return the sums."""
     sums = varying_like(sums, example)
     overhead = OVERHEAD if jax.default_backend() == "cpu" else OVERHEAD_ELSEWHERE
-    blocks = jax.tree.map(jnp.asarray, _blocks(problem, overhead))
+    blocks = jax.tree.map(jnp.asarray, _visible_tiles(problem, overhead))
     return lax.scan(lambda sums, block: (step(sums, *block), None), sums, blocks)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(problem: Problem, tiles: _Tiles) -> Array:
+def _attention(problem: Problem, tiles: _SoftmaxTiles) -> Array:
     return _forward(problem, tiles)[0]
 
 
-def _forward(problem: Problem, tiles: _Tiles):
+def _forward(problem: Problem, tiles: _SoftmaxTiles):
     def step(sums, row: Array, columns: Array):
         largest, total, y = _row(sums, row)
         scores, _, value = _scores(problem, tiles, row, columns)
@@ -175,7 +175,7 @@ def _backward(problem: Problem, residuals, d_y: Array):
     d_y = inverse * d_y  # so that the weights need not be divided
     mean = jnp.sum(d_y * y, -1, keepdims=True)
 
-    def step(sums: _Tiles, row: Array, columns: Array) -> _Tiles:
+    def step(sums: _SoftmaxTiles, row: Array, columns: Array) -> _SoftmaxTiles:
         scores, key, value = _scores(problem, tiles, row, columns)
         query, d_y_row, mean_row, m, d_query = _row(
             (tiles.query, d_y, mean, largest, sums.query), row
@@ -192,7 +192,7 @@ def _backward(problem: Problem, residuals, d_y: Array):
             both = jnp.stack([jnp.zeros_like(d_fine), d_fine], 2)
             both = both.reshape(len(query), -1, d_scores.shape[-1])
             d_key_decay = _add_columns(columns, d_key_decay, both)
-        return _Tiles(
+        return _SoftmaxTiles(
             _set_row(row, sums.query, d_query + d_scores @ key),
             _add_columns(columns, sums.key, d_key),
             _add_columns(columns, sums.value, d_value),
@@ -224,7 +224,7 @@ def _columns(x: Array, columns: Array) -> Array:
     return x.reshape(len(x), len(columns) * SIZE, x.shape[-1])
 
 
-def _scores(problem: Problem, tiles: _Tiles, row: Array, columns: Array):
+def _scores(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array):
     """Return a block of scores `[X, R C, L C]`, -inf for masked keys, with its keys and values
     `[X, L C, F]`."""
     query = _row(tiles.query, row)

@@ -21,9 +21,9 @@ from heinsen_jax.typing import JSON
 Option: TypeAlias = tuple[str, int | float | bool | str]
 """A field of a mechanism's configuration, as in `model.attention_options`."""
 Section: TypeAlias = AnyDataConfig | LanguageModelConfig | OptimizerConfig | TrainingConfig
-Choice: TypeAlias = int | float | bool | str | tuple[Option | str | int, ...] | Section | None
+FieldValue: TypeAlias = int | float | bool | str | tuple[Option | str | int, ...] | Section | None
 """The value of a field, or of a section."""
-Axes = Mapping[str, Mapping[str, Mapping[str, Choice]]]
+Axes = Mapping[str, Mapping[str, Mapping[str, FieldValue]]]
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class Study:
                     f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
                 )
 
-    def first(self) -> list["Run"]:
+    def first_seed_runs(self) -> list["Run"]:
         """All runs with the first seed.
 
         Raises:
@@ -84,7 +84,7 @@ class Study:
         grid = itertools.product(*choices.values())
         return [self.run(dict(zip(choices, labels, strict=True))) for labels in grid]
 
-    def then(self, best: Mapping[str, str]) -> list["Run"]:
+    def other_seed_runs(self, best: Mapping[str, str]) -> list["Run"]:
         """The runs with the other seeds, given the labels of the best run."""
         others = list(self.axes.get(self.seeds, {}))[1:]
         return [self.run({**best, self.seeds: seed}) for seed in others]
@@ -96,7 +96,7 @@ class Study:
 
     def run(self, labels: Mapping[str, str]) -> "Run":
         """The run with one label of each axis."""
-        fields: dict[str, Choice] = {}
+        fields: dict[str, FieldValue] = {}
         for axis, label in labels.items():
             for field, value in self.axes[axis][label].items():
                 inside = f"{field}."  # a section replaces its fields
@@ -157,10 +157,10 @@ def _chosen(config: DataclassInstance) -> dict[str, JSON]:
     return found
 
 
-def _with(config: Config, fields: Mapping[str, Choice]) -> Config:
+def _with(config: Config, fields: Mapping[str, FieldValue]) -> Config:
     """A nested configuration with these fields replaced."""
-    changed: dict[str, Choice] = {}
-    inner: dict[str, dict[str, Choice]] = {}
+    changed: dict[str, FieldValue] = {}
+    inner: dict[str, dict[str, FieldValue]] = {}
     for field, value in fields.items():
         name, _, rest = field.partition(".")
         if not hasattr(config, name):

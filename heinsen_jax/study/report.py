@@ -27,7 +27,7 @@ class Row(TypedDict):
 
 
 @dataclass(frozen=True)
-class Result:
+class Comparison:
     """A row of the table, with the best tuned values.
 
     Attributes:
@@ -69,7 +69,7 @@ class Points:
     x: str = "state_bytes"
     lines: str = "mechanism"
 
-    def draw(self, axes: Axes, results: Sequence[Result]) -> None:
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> None:
         for style, (label, of_line) in zip(_styles(), _by(results, self.lines), strict=False):
             valid = [result for result in of_line if result.values(self.y)]
             valid.sort(key=lambda result: result.mean(self.x))
@@ -83,7 +83,7 @@ class Points:
 
 
 @dataclass(frozen=True)
-class Lengths:
+class LengthPlot:
     """Plot of accuracy against the test length, with one line per label of an axis.
 
     Attributes:
@@ -94,7 +94,7 @@ class Lengths:
     lengths: tuple[int, ...]
     lines: str = "mechanism"
 
-    def draw(self, axes: Axes, results: Sequence[Result]) -> None:
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> None:
         for style, (label, of_line) in zip(_styles(), _by(results, self.lines), strict=False):
             for result in of_line:
                 means = [result.mean(f"accuracy_{length}") for length in self.lengths]
@@ -114,7 +114,7 @@ class Ranking:
 
     metric: str
 
-    def draw(self, axes: Axes, results: Sequence[Result]) -> None:
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> None:
         ranked = [result for result in results if result.values(self.metric)]
         ranked.sort(key=lambda result: -result.mean(self.metric))
         for row, result in enumerate(ranked):
@@ -125,10 +125,10 @@ class Ranking:
         axes.set_xlabel(self.metric.replace("_", " "))
 
 
-Plot = Points | Lengths | Ranking
+Plot = Points | LengthPlot | Ranking
 
 
-def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.Figure:
+def draw(plots: Sequence[Plot], results: Sequence[Comparison]) -> matplotlib.figure.Figure:
     """Draw all plots side by side."""
     figure = matplotlib.figure.Figure(figsize=(7.5 * len(plots), 4.5), layout="constrained")
     for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
@@ -140,7 +140,7 @@ def draw(plots: Sequence[Plot], results: Sequence[Result]) -> matplotlib.figure.
     return figure
 
 
-def table(results: Sequence[Result], metric: str, extra_metrics: Sequence[str]) -> str:
+def table(results: Sequence[Comparison], metric: str, extra_metrics: Sequence[str]) -> str:
     """Table of the results: labels, costs, mean and spread of the metric, and each seed."""
     axes = [*results[0].compared, *results[0].tuned]
     costs = ["parameters", "state_bytes"]
@@ -156,7 +156,7 @@ def table(results: Sequence[Result], metric: str, extra_metrics: Sequence[str]) 
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _with_spread(result: Result, metric: str) -> str:
+def _with_spread(result: Comparison, metric: str) -> str:
     if not (values := result.values(metric)):
         return ""
     mean = f"{result.mean(metric):.4f}"
@@ -167,8 +167,8 @@ def _value(row: Row, name: str) -> float | None:
     return row.get("metrics", {}).get(name, row.get(name))
 
 
-def _by(results: Sequence[Result], axis: str) -> list[tuple[str, list[Result]]]:
-    groups: dict[str, list[Result]] = {}
+def _by(results: Sequence[Comparison], axis: str) -> list[tuple[str, list[Comparison]]]:
+    groups: dict[str, list[Comparison]] = {}
     for result in results:
         groups.setdefault(result.compared[axis], []).append(result)
     return list(groups.items())

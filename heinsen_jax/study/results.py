@@ -8,7 +8,7 @@ from pathlib import Path
 from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Run, Study
-from heinsen_jax.study.report import Result, Row
+from heinsen_jax.study.report import Comparison, Row
 
 RESULTS_FILE = "results.jsonl"
 
@@ -47,7 +47,7 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
     """For each comparison the best finished run with the first seed, followed by its runs with the
     other seeds, unless it diverged."""
     groups: dict[tuple[str, ...], list[Run]] = {}
-    for run in study.first():
+    for run in study.first_seed_runs():
         groups.setdefault(tuple(study.compared(run.labels).values()), []).append(run)
     sign = 1 if study.mode == "max" else -1
 
@@ -60,12 +60,14 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
 
     best = [max(runs, key=score) for runs in groups.values()]
     return [
-        [run, *study.then(run.labels)] if "failed" not in (recorded.of(run) or {}) else [run]
+        [run, *study.other_seed_runs(run.labels)]
+        if "failed" not in (recorded.of(run) or {})
+        else [run]
         for run in best
     ]
 
 
-def results_of(study: Study, output: Path) -> list[Result]:
+def results_of(study: Study, output: Path) -> list[Comparison]:
     """Finished results of a study: the best run of each comparison, with all its seeds.
 
     Raises:
@@ -78,8 +80,8 @@ def results_of(study: Study, output: Path) -> list[Result]:
     raise UserError(f"{output / RESULTS_FILE}: no run of this study is done yet")
 
 
-def _result(study: Study, runs: Sequence[Run], recorded: Recorded) -> Result:
+def _result(study: Study, runs: Sequence[Run], recorded: Recorded) -> Comparison:
     labels = runs[0].labels
     tuned = {axis: labels[axis] for axis in study.tuned if axis in labels}
     rows = [row for run in runs if (row := recorded.of(run)) is not None]
-    return Result(study.compared(labels), tuned, rows)
+    return Comparison(study.compared(labels), tuned, rows)

@@ -41,7 +41,7 @@ def run_study(study: Study, output: Path, executor: Executor, report_only: bool 
       UserError: the settings of a run are invalid, before any run starts; another process runs this
         study; or no run is finished.
     """
-    first = study.first()
+    first = study.first_seed_runs()
     if not report_only:
         _check(study, first)
     with writing(output):
@@ -92,7 +92,7 @@ def _check(study: Study, first: Sequence[Run]) -> None:
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
     runs_by_fingerprint: dict[str, Run] = {}
-    for run in (run for chosen in first for run in (chosen, *study.then(chosen.labels))):
+    for run in (run for chosen in first for run in (chosen, *study.other_seed_runs(chosen.labels))):
         config = run.config
         if twin := runs_by_fingerprint.get(run.fingerprint):
             raise UserError(f"{describe(run.labels)} is the same as {describe(twin.labels)}")

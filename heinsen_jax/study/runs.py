@@ -141,13 +141,13 @@ def on_cluster(
 ) -> Iterator[tuple[Run, Row]]:
     """Yield each run with its row as they finish, on a Ray cluster, with CPUs and GPUs per run. All
     nodes share the folders of runs and data under these names."""
-    labeled = {run.fingerprint: run for run in runs}
+    by_name = {run.fingerprint: run for run in runs}
     calls = {
         name: (as_json(_anywhere(run.config)), folder(run).resolve())
-        for name, run in labeled.items()
+        for name, run in by_name.items()
     }
     for name, row in on_ray.calls(run_one, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1):
-        yield labeled[name], row
+        yield by_name[name], row
 
 
 def _anywhere(config: ExperimentConfig) -> ExperimentConfig:

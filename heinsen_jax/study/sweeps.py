@@ -1,18 +1,18 @@
 """Common axes of studies: mechanisms, learning rates, seeds, widths."""
 
 from heinsen_jax import attention
-from heinsen_jax.study.grid import Choice
+from heinsen_jax.study.grid import FieldValue
 
-Choices = dict[str, dict[str, Choice]]
+Sweep = dict[str, dict[str, FieldValue]]
 
 
-def mechanism(name: str, **options: int | float | str) -> dict[str, Choice]:
+def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:
     """The fields for a mechanism with options."""
     pairs = tuple((f"{name}.{field}", value) for field, value in options.items())
     return {"model.attention": name, "model.attention_options": pairs}
 
 
-def causal_mechanisms(length: int) -> Choices:
+def causal_mechanisms(length: int) -> Sweep:
     """All causal mechanisms, and some variants of log-attention.
 
     Windows, segments and blocks are fractions of `length`: their defaults would span short
@@ -45,7 +45,7 @@ def causal_mechanisms(length: int) -> Choices:
     return {label: mechanism("log", **chosen) for label, chosen in log.items()} | others
 
 
-def learning_rates(*rates: float) -> Choices:
+def learning_rates(*rates: float) -> Sweep:
     """Peak learning rates; each decays to a tenth of the peak."""
     return {
         f"{rate:g}": {"optimizer.learning_rate": rate, "optimizer.end_learning_rate": rate / 10}
@@ -53,11 +53,11 @@ def learning_rates(*rates: float) -> Choices:
     }
 
 
-def seeds(*numbers: int) -> Choices:
+def seeds(*numbers: int) -> Sweep:
     """Seeds of the initial weights and of the data."""
     return {str(number): {"seed": number} for number in numbers}
 
 
-def widths(*sizes: int) -> Choices:
+def widths(*sizes: int) -> Sweep:
     """Widths of the residual stream."""
     return {str(size): {"model.model_dim": size} for size in sizes}

@@ -324,6 +324,22 @@ def load_run(
     return nnx.merge(graph, parameters), tokenizer, step
 
 
+def load_text_run(
+    workdir: str | Path, *, best: bool = True
+) -> tuple[LanguageModel, tiktoken.Encoding, int]:
+    """`load_run` for a model of text.
+
+    Raises:
+      UserError: as `load_run`; or the model is trained on a synthetic task.
+    """
+    model, tokenizer, step = load_run(workdir, best=best)
+    if tokenizer is None:
+        raise UserError(
+            f"{workdir}: the model is trained on a synthetic task; choose a run trained on text"
+        )
+    return model, tokenizer, step
+
+
 def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.State, int]:
     """Load the parameters and the step of a run's best (or latest) checkpoint."""
     with Checkpoints(workdir, read_only=True) as checkpoints:

@@ -21,30 +21,30 @@ def write_checksums(folder: Path) -> None:
 
 def add_last_checksums(folder: Path) -> None:
     """Add the checksums of the files that Orbax writes last."""
-    sealed = _read(folder)
-    if sealed is not None and WRITTEN_LAST.isdisjoint(sealed):
-        _write(folder, sealed | _hashes(folder, WRITTEN_LAST & set(_files(folder))))
+    checksums = _read(folder)
+    if checksums is not None and WRITTEN_LAST.isdisjoint(checksums):
+        _write(folder, checksums | _hashes(folder, WRITTEN_LAST & set(_files(folder))))
 
 
 def find_damage(folder: Path) -> str | None:
     """Describe the damage of a step's folder; None if it is intact."""
-    sealed = _read(folder)
-    if sealed is None:
+    checksums = _read(folder)
+    if checksums is None:
         return f"{CHECKSUM_FILE} is missing or damaged"
     files = set(_files(folder))
-    if WRITTEN_LAST.isdisjoint(sealed):  # the process was killed before it could add them
+    if WRITTEN_LAST.isdisjoint(checksums):  # the process was killed before it could add them
         files -= WRITTEN_LAST
-    for name in sorted(sealed.keys() | files):
+    for name in sorted(checksums.keys() | files):
         if name not in files:
             return f"{name} is missing"
-        if name not in sealed:
+        if name not in checksums:
             return f"{name} does not belong there"
     try:
         found = _hashes(folder, files)
     except FileNotFoundError as error:  # removed meanwhile
         return f"{error.filename} is missing"
     for name, digest in found.items():
-        if digest != sealed[name]:
+        if digest != checksums[name]:
             return f"{name} is not as it was written"
     return None
 

@@ -16,12 +16,12 @@ from heinsen_jax.typing import Array, Bool, Float, Integer
 
 Tree = TypeVar("Tree")
 
-LOGITS_AT_ONCE = 2**27  # on each device: 512 MiB of float32
+MAX_LOGITS = 2**27  # on each device: 512 MiB of float32
 
 
 Readout: TypeAlias = Callable[[Array], Array]
 Sums: TypeAlias = tuple[Float[Array, ""], Integer[Array, ""]]
-Lot: TypeAlias = tuple[Float[Array, "B T D"], Integer[Array, "B T"], Bool[Array, "B T"]]
+Chunk: TypeAlias = tuple[Float[Array, "B T D"], Integer[Array, "B T"], Bool[Array, "B T"]]
 
 
 def cross_entropy(
@@ -30,7 +30,7 @@ def cross_entropy(
     targets: Integer[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
     *,
-    logits_at_once: int = LOGITS_AT_ONCE,
+    max_logits: int = MAX_LOGITS,
 ) -> Sums:
     """Sum of the losses over tokens that count, in nats, and number of correct predictions.
 
@@ -44,11 +44,11 @@ def cross_entropy(
       features: `[B, T, D]`.
       targets: `[B, T]`, token ids.
       loss_mask: `[B, T]`, the predictions that count.
-      logits_at_once: number of logits in memory per device; at least those of one token per row.
+      max_logits: number of logits in memory per device; at least those of one token per row.
     """
     vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
     mesh = current_mesh()
-    limit = logits_at_once * (1 if mesh is None else mesh.size)
+    limit = max_logits * (1 if mesh is None else mesh.size)
     rows, length = targets.shape
     number = min(math.ceil(rows * length * vocabulary / limit), length)
     return _in_chunks(number, readout, features, targets, loss_mask)
@@ -78,8 +78,8 @@ def _in_chunks(
     if number == 1:
         return _sums(readout, *tokens)
 
-    def add(sums: Sums, lot: Lot) -> tuple[Sums, None]:
-        return jax.tree.map(jnp.add, sums, _sums(readout, *lot)), None
+    def add(sums: Sums, chunk: Chunk) -> tuple[Sums, None]:
+        return jax.tree.map(jnp.add, sums, _sums(readout, *chunk)), None
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)
     return lax.scan(add, _zeros(jax.eval_shape(_sums, readout, *tokens)), chunks)[0]
@@ -92,8 +92,8 @@ def _forward(number, readout, features, targets, loss_mask):
         sums, saved = gradients(readout, *tokens)
         return sums, saved
 
-    def add(carry: tuple[Sums, Readout], lot: Lot) -> tuple[tuple[Sums, Readout], Array]:
-        sums, (d_readout, d_features) = gradients(readout, *lot)
+    def add(carry: tuple[Sums, Readout], chunk: Chunk) -> tuple[tuple[Sums, Readout], Array]:
+        sums, (d_readout, d_features) = gradients(readout, *chunk)
         return jax.tree.map(jnp.add, carry, (sums, d_readout)), d_features
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)

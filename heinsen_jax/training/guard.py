@@ -18,13 +18,13 @@ class Guard:
 
     Attributes:
       skipped: total number of skipped updates.
-      in_a_row: number of consecutive skipped updates.
-      usual_norm: running mean of gradient norms; 0 before the first update.
+      consecutive_skips: number of consecutive skipped updates.
+      mean_grad_norm: running mean of gradient norms; 0 before the first update.
     """
 
     skipped: Integer[Array, ""]
-    in_a_row: Integer[Array, ""]
-    usual_norm: Float[Array, ""]
+    consecutive_skips: Integer[Array, ""]
+    mean_grad_norm: Float[Array, ""]
 
     @classmethod
     def first(cls) -> Guard:
@@ -45,13 +45,13 @@ class Guard:
         """
         norm = optax.tree.norm(gradients).astype(jnp.float32)
         limit = math.inf if skip_grad_norm_ratio is None else skip_grad_norm_ratio
-        is_usual = (self.usual_norm == 0) | (norm <= limit * self.usual_norm)
+        is_usual = (self.mean_grad_norm == 0) | (norm <= limit * self.mean_grad_norm)
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm) & is_usual
         is_good = is_good & jnp.isfinite(optax.tree.norm(updates))
-        share = jnp.where(self.usual_norm == 0, 1.0, 1 / MEMORY)
-        moved = self.usual_norm + share * (norm - self.usual_norm)
+        share = jnp.where(self.mean_grad_norm == 0, 1.0, 1 / MEMORY)
+        moved = self.mean_grad_norm + share * (norm - self.mean_grad_norm)
         return is_good, Guard(
             self.skipped + ~is_good,
-            jnp.where(is_good, 0, self.in_a_row + 1),
-            jnp.where(is_good, moved, self.usual_norm),
+            jnp.where(is_good, 0, self.consecutive_skips + 1),
+            jnp.where(is_good, moved, self.mean_grad_norm),
         )

@@ -67,7 +67,7 @@ class SampleFn(Protocol):
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainingResult:
     """Result of training.
 
     Attributes:
@@ -90,7 +90,7 @@ def train(
     profile: bool = False,
     on_start: Callable[[], None] = lambda: None,
     sample_fn: SampleFn | None = None,
-) -> Result:
+) -> TrainingResult:
     """Train from the latest checkpoint in `workdir`, or from the start, to the last step.
 
     SIGTERM, SIGHUP and SIGINT in any of the processes save a checkpoint after the current step and
@@ -150,7 +150,7 @@ class _Run:
         self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
         self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
 
-    def __call__(self) -> Result:
+    def __call__(self) -> TrainingResult:
         keep, steps = self.training.keep_checkpoints, self.training.steps
         with (
             contextlib.ExitStack() as outer,
@@ -200,7 +200,7 @@ class _Run:
         check_alike({"the latest step in --workdir": start})
         return start, lost
 
-    def _finished(self, step: int) -> Result:
+    def _finished(self, step: int) -> TrainingResult:
         """The result of a run that has made all its updates."""
         self.reporter.line(
             f"{self.workdir} has made {step} updates, and training.steps={self.training.steps}: "
@@ -213,7 +213,7 @@ class _Run:
         if self.reporter.active and not (self.workdir / PLOT_FILE).exists():
             plot_losses(self.workdir)
         self._print_next_commands()
-        return Result(step, metrics)
+        return TrainingResult(step, metrics)
 
     def _recorded(self, step: int) -> dict[str, float] | None:
         """Return the recorded metrics of a step, read by process 0 for all; None if missing."""
@@ -225,7 +225,7 @@ class _Run:
                 return {name.removeprefix("validation/"): x for name, x in row.items()}
         return None
 
-    def dry_run(self) -> Result:
+    def dry_run(self) -> TrainingResult:
         """Compile, time a few updates, and report the cost of the run."""
         update = self._compiled()
         state = init_sharded(self.init, self.abstract)
@@ -233,7 +233,7 @@ class _Run:
         said = [*self._described(update), time_updates(update, state, batch, self.training.steps)]
         if jax.process_index() == 0:
             print("\n".join(said))
-        return Result(0, {})
+        return TrainingResult(0, {})
 
     def _compiled(self) -> jax.stages.Compiled:
         """The update, compiled ahead of time for all steps."""
@@ -266,7 +266,7 @@ class _Run:
             process_count=process_count,
         )
 
-    def _steps(self, state: TrainState, start: int, update: jax.stages.Compiled) -> Result:
+    def _steps(self, state: TrainState, start: int, update: jax.stages.Compiled) -> TrainingResult:
         training, clock, metrics = self.training, _Clock(start), {}
         batches = with_timeout(
             self._batches(start),
@@ -274,12 +274,12 @@ class _Run:
             timeout=training.data_timeout,
             warn=self.reporter.line,
         )
-        agreement, tracer = DelayedMax(self.mesh), _Tracer(self.workdir, start, self.profile)
+        delayed_max, tracer = DelayedMax(self.mesh), _Tracer(self.workdir, start, self.profile)
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
             tracer(step)
             state, measured = update(state, shard_batch(next(batches), self.mesh))
-            last, stopped_by = step == training.steps, agreement(self.signals.first)
+            last, stopped_by = step == training.steps, delayed_max(self.signals.first)
             if pending is not None:
                 self._report(*pending, clock)
                 pending = None
@@ -293,26 +293,26 @@ class _Run:
                     tracer(step, last=True)
                 if stopped_by and not last:
                     self.checkpoints.save(step, state)
-                    return Result(step, metrics, stopped_by)
+                    return TrainingResult(step, metrics, stopped_by)
                 is_first = not metrics  # the first evaluation includes compilation
                 with self.reporter.untimed() if is_first else contextlib.nullcontext():
                     metrics = self._evaluate_and_save(step, state)
                 clock.restart(step)
             elif training.checkpoint_every and step % training.checkpoint_every == 0:
                 self.checkpoints.save(step, state)
-        return Result(training.steps, metrics)
+        return TrainingResult(training.steps, metrics)
 
     def _report(self, step: int, measured: Metrics, clock: "_Clock") -> None:
         values = {name: float(x) for name, x in measured.items()}
-        in_a_row = int(values.pop("skipped_in_a_row"))
-        if in_a_row:
+        skips = int(values.pop("consecutive_skips"))
+        if skips:
             self.reporter.line(
-                f"warning: the last {in_a_row} update(s) up to step {step} were skipped: loss "
+                f"warning: the last {skips} update(s) up to step {step} were skipped: loss "
                 f"{values['loss']:.4g}, gradient norm {values['gradient_norm']:.4g}"
             )
-        if in_a_row >= self.training.max_consecutive_skips:
+        if skips >= self.training.max_consecutive_skips:
             raise Diverged(
-                f"training ends at step {step}: {in_a_row} updates in a row were skipped, because "
+                f"training ends at step {step}: {skips} consecutive updates were skipped, because "
                 "they were not finite or their gradients exceeded training.skip_grad_norm_ratio. "
                 "Try a smaller optimizer.learning_rate, or check the data near this step"
             )
@@ -352,7 +352,7 @@ class _Run:
             is_causal=self.model.is_causal,
         )
 
-    def _conclude(self, result: Result) -> None:
+    def _conclude(self, result: TrainingResult) -> None:
         line = self.reporter.line
         if not self.reporter.active:
             return
@@ -377,7 +377,7 @@ class _Run:
 
 
 class _Tracer:
-    """Writes a profiler trace of a few steps after the first ones."""
+    """Profiler trace of a few steps after the first ones."""
 
     STEPS = range(5, 10)
 

@@ -43,11 +43,13 @@ RandomKey: TypeAlias = Key[Array, ""]
 Objective: TypeAlias = Callable[[LanguageModel, Tokens, LossMask, RandomKey], Predictions]
 
 
-def next_token(model: LanguageModel, tokens: Tokens, mask: LossMask, key: RandomKey) -> Predictions:
+def next_token(
+    model: LanguageModel, tokens: Tokens, loss_mask: LossMask, key: RandomKey
+) -> Predictions:
     """Predict each token from the previous ones."""
     del key
     features, _ = model.features(tokens[:, :-1])
-    return Predictions(model.readout, features, tokens[:, 1:], mask)
+    return Predictions(model.readout, features, tokens[:, 1:], loss_mask)
 
 
 def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens: int) -> Objective:
@@ -74,12 +76,12 @@ class MaskedTokens:
     num_tokens: int
 
     def __call__(
-        self, model: LanguageModel, tokens: Tokens, mask: LossMask, key: RandomKey
+        self, model: LanguageModel, tokens: Tokens, loss_mask: LossMask, key: RandomKey
     ) -> Predictions:
         targets = tokens[:, 1:]
         given, drawn = self.mask(targets, key)
-        features, _ = model.features(jnp.where(mask, given, self.num_tokens))
-        return Predictions(model.readout, features, targets, drawn & mask)
+        features, _ = model.features(jnp.where(loss_mask, given, self.num_tokens))
+        return Predictions(model.readout, features, targets, drawn & loss_mask)
 
     def mask(
         self, targets: Integer[Array, "B T"], key: RandomKey

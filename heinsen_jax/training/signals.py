@@ -19,7 +19,7 @@ TOO_LATE = 124
 
 
 @contextlib.contextmanager
-def exit_at_once() -> Iterator[None]:
+def exit_immediately() -> Iterator[None]:
     """Context manager in which a signal exits the process immediately, with code 128 plus its
     number: before the first and after the last update, nothing has to be saved. The stack is not
     unwound, since an exception raised in a callback of another library would be lost."""
@@ -89,12 +89,12 @@ class Signals:
 
 @contextlib.contextmanager
 def _caught(
-    in_main_thread: Callable[[int], None], at_once: Callable[[int], None]
+    in_main_thread: Callable[[int], None], in_watcher: Callable[[int], None]
 ) -> Iterator[None]:
-    """Context manager in which a signal calls `at_once(number)` immediately, in another thread, and
-    `in_main_thread(number)` as soon as Python can. SIGHUP and SIGINT that are ignored (by nohup,
-    by a shell's `&`) stay so. Outside the main thread, where Python has no handlers,
-    none is caught.
+    """Context manager in which a signal calls `in_watcher(number)` immediately, in another thread,
+    and `in_main_thread(number)` as soon as Python can. SIGHUP and SIGINT that are ignored (by
+    nohup, by a shell's `&`) stay so. Outside the main thread, where Python has no handlers, none is
+    caught.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -114,7 +114,7 @@ def _caught(
                 if number[0] == hangup:
                     _disconnect(terminals)
                 if number[0] in numbers:
-                    at_once(number[0])
+                    in_watcher(number[0])
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

@@ -61,7 +61,7 @@ def make_train_step(
                 (state.parameters, state.optimizer),
             )
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
-        metrics |= {"skipped": guard.skipped, "skipped_in_a_row": guard.in_a_row}
+        metrics |= {"skipped": guard.skipped, "consecutive_skips": guard.consecutive_skips}
         return TrainState(state.step + 1, parameters, optimizer_state, guard), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))
@@ -76,8 +76,8 @@ def _make_gradient(
     def sums_of_part(
         parameters: nnx.State, batch: Batch, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        tokens, mask = map(jnp.asarray, batch)
-        predictions = objective(nnx.merge(graph, parameters), tokens, mask, key)
+        tokens, loss_mask = map(jnp.asarray, batch)
+        predictions = objective(nnx.merge(graph, parameters), tokens, loss_mask, key)
         loss, _ = predictions.sums()
         return loss, jnp.sum(predictions.loss_mask, dtype=loss.dtype)
 
@@ -114,8 +114,9 @@ def make_evaluation_step(
 
     @jax.jit
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
-        tokens, mask = map(jnp.asarray, batch)
-        predictions = objective(nnx.merge(graph, parameters), tokens, mask, jax.random.key(index))
+        tokens, loss_mask = map(jnp.asarray, batch)
+        key = jax.random.key(index)
+        predictions = objective(nnx.merge(graph, parameters), tokens, loss_mask, key)
         return *predictions.sums(), jnp.sum(predictions.loss_mask)
 
     return evaluation_step

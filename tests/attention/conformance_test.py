@@ -197,8 +197,8 @@ def assert_same_state(have: Any, want: Any) -> None:
 
 
 @cache
-def in_pieces(variant: str) -> tuple[Result, Any]:
-    """Compares the final state, too."""
+def in_chunks(variant: str) -> tuple[Result, Any]:
+    """Return output, gradient and final state of a sequence that is processed in chunks."""
     graph, parameters = nnx.split(build(variant))
 
     @jax.jit
@@ -220,8 +220,8 @@ def by_token(variant: str) -> tuple[np.ndarray, Any]:
 
 @able("streaming", short=STREAMS)
 def test_streaming_equals_one_pass(variant):
-    """Compares values, gradients through the state, and the final state."""
-    (y, gradient), state = in_pieces(variant)
+    """Compare values, gradients through the state, and the final state."""
+    (y, gradient), state = in_chunks(variant)
     np.testing.assert_allclose(y, whole(variant).y, atol=2e-5)
     np.testing.assert_allclose(gradient, whole(variant).gradient, atol=5e-5)
     assert_same_state(state, by_token(variant)[1])

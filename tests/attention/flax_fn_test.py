@@ -296,7 +296,7 @@ def test_linen_layer(name):
     np.testing.assert_allclose(apply(MASKS[name]), expected, atol=1e-5)
 
 
-def test_is_causal_as_each_layer_is_told():
+def test_is_causal_equals_a_causal_mask():
     layer, parameters = nnx_layer(), linen_parameters()
     expected = layer(X, mask=CAUSAL)
     np.testing.assert_allclose(layer(X, is_causal=True), expected, atol=1e-5)

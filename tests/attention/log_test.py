@@ -43,9 +43,9 @@ def test_heads_must_divide_the_width():
 
 def test_initial_time_constants():
     module = layer(decay="head", max_timescale=100.0)
-    memories = np.array([100.0, 10.0, 1.0])
-    after = jnp.exp(jax.nn.log_sigmoid(module.decay_proj.bias[...]) * memories)
-    np.testing.assert_allclose(after, (1 + 1 / memories) ** -memories, rtol=1e-5)  # about 1/e
+    timescales = np.array([100.0, 10.0, 1.0])
+    after = jnp.exp(jax.nn.log_sigmoid(module.decay_proj.bias[...]) * timescales)
+    np.testing.assert_allclose(after, (1 + 1 / timescales) ** -timescales, rtol=1e-5)  # about 1/e
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"values": "linear", "decay": "feature", "query_key_norm": True, "value_depth": 5},
     ),
     "softmax": ("softmax", {}),
-    "softmax, rotary": ("softmax", {"positions": "rotary", "query_key_norm": True, "num_kv_heads": 2}),
+    "softmax, rotary": (
+        "softmax",
+        {"positions": "rotary", "query_key_norm": True, "num_kv_heads": 2},
+    ),
     "softmax, gated": ("softmax", {"gated": True, "key_depth": 3, "value_depth": 5}),
     "gqa": ("gqa", {}),
     "gqa, two groups": ("gqa", {"num_kv_heads": 2}),
@@ -83,7 +86,7 @@ def shapes_of(variant: str, **options: Any) -> attention.Attention:
 
 
 def cases() -> list[tuple[str, bool]]:
-    """Yield all variants, in the directions that they declare."""
+    """Return all variants, in the directions that they declare."""
     can = {variant: shapes_of(variant).capabilities for variant in VARIANTS}
     causal = [(variant, True) for variant in VARIANTS if can[variant].causal]
     return causal + [(variant, False) for variant in VARIANTS if can[variant].bidirectional]
@@ -112,7 +115,7 @@ each = pytest.mark.parametrize(
 
 
 class Run(NamedTuple):
-    """Return the output of the layer for `inputs`, x and its parameters by path."""
+    """Output of the layer for `inputs`, x and its parameters by path."""
 
     layer: attention.Attention
     inputs: dict[str, np.ndarray]
@@ -165,7 +168,7 @@ def test_every_mechanism_has_an_oracle():
 
 @each
 def test_values_and_gradients(variant, is_causal):
-    """Compares directional derivatives by x and by each parameter with differences of the
+    """Compare directional derivatives by x and by each parameter with differences of the
     oracle."""
     have = run(variant, is_causal)
     oracle = partial(expected, have.layer, variant, is_causal)

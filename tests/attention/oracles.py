@@ -54,7 +54,7 @@ def heads(
         yield query, key, value
 
 
-def back(layer: Layer, p: Parameters, y: list[Array]) -> Array:
+def out_proj(layer: Layer, p: Parameters, y: list[Array]) -> Array:
     """(a * sigmoid(b)) W3 with a | b = y W2 + b2, if gated; or else y W3 + b3."""
     joined = np.concatenate(y, 1)
     if not layer.config.gated:
@@ -132,7 +132,7 @@ def masked(
         visible = visible & is_visible(layer.config, behind)
         more = 0.0 if weigh is similarity else layer.config.denominator_bias
         y = [average(weigh(q, k), visible, v, more) for q, k, v in heads(layer, p, x)]
-        return back(layer, p, y)
+        return out_proj(layer, p, y)
 
     return oracle
 
@@ -149,7 +149,7 @@ def longformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         of_all = average(similarity(query, key), near, value)
         of_global = average(similarity(own_query, own_key), visible, own_value)
         y.append(np.where(is_global[:, None], of_global, of_all))
-    return back(layer, p, y)
+    return out_proj(layer, p, y)
 
 
 # Attention to compressed keys and values.
@@ -209,7 +209,7 @@ def transient_global(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> 
     for head, (query, key, value) in enumerate(heads(layer, p, x, everything)):
         bias = np.concatenate([p["local_bias"][near, head], p["global_bias"][far, head]], 1)
         y.append(average(similarity(query, key) * np.exp(bias), visible, value))
-    return back(layer, p, y)
+    return out_proj(layer, p, y)
 
 
 def bucket(config: Any, position: Array, is_causal: bool) -> Array:
@@ -249,7 +249,7 @@ def memory_compressed(layer: Layer, p: Parameters, x: Array, is_causal: bool) ->
         key = compressed(within(p, "of_keys"), group, key)
         value = compressed(within(p, "of_values"), group, value)
         y.append(average(similarity(query, key), visible, value))
-    return back(layer, p, y)
+    return out_proj(layer, p, y)
 
 
 def linformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
@@ -258,7 +258,7 @@ def linformer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     e, f = (p[name][: len(x)] for name in ("of_keys", "of_values"))
     visible = np.full((len(x), e.shape[1]), True)
     y = [average(similarity(q, e.T @ k), visible, f.T @ v) for q, k, v in heads(layer, p, x)]
-    return back(layer, p, y)
+    return out_proj(layer, p, y)
 
 
 # Attention whose weights are products of features.
@@ -274,7 +274,7 @@ def linear(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     phi = maps[layer.config.feature_map]
     _, visible = positions(len(x), is_causal)
     y = [average(phi(q) @ phi(k).T, visible, v, 1e-6) for q, k, v in heads(layer, p, x)]
-    return back(layer, p, y)
+    return out_proj(layer, p, y)
 
 
 def performer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
@@ -286,7 +286,7 @@ def performer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         return np.exp(x @ p["features"].T - (x**2).sum(1, keepdims=True) / 2)
 
     y = [average(phi(q) @ phi(k).T, visible, v) for q, k, v in heads(layer, p, x)]
-    return back(layer, p, y)
+    return out_proj(layer, p, y)
 
 
 def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
@@ -314,7 +314,7 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         is_log = config.values == "log"
         averaged = average(weights, visible, np.exp(value) if is_log else value)
         y.append(np.log(averaged) if is_log else averaged)
-    return back(layer, p, y)
+    return out_proj(layer, p, y)
 
 
 # Layers of several parts.
@@ -347,8 +347,8 @@ def conditional(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array
     assert not is_causal
     config, heavy = layer.config, layer.heavy
 
-    def route(scores: Array, most: int) -> tuple[Array, Array]:
-        count = min(most, len(x))
+    def route(scores: Array, max_tokens: int) -> tuple[Array, Array]:
+        count = min(max_tokens, len(x))
         weights = soft_top_k(scores, min(9 / 8 * count, len(x)))
         chosen = np.argsort(-weights, kind="stable")[:count]
         return chosen, weights[chosen, None]
@@ -360,7 +360,7 @@ def conditional(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array
     part = within(p, "heavy")
     routed = heads(heavy, part, x[queries], of_sources * x[sources])
     read = [average(similarity(q, k), visible, v) for q, k, v in routed]
-    y[queries] += of_queries * back(heavy, part, read)
+    y[queries] += of_queries * out_proj(heavy, part, read)
     return y
 
 

@@ -59,7 +59,7 @@ def dataset(tmp_path: Path) -> TokenDataset:
 def take(count: int, dataset: TokenDataset, config: DataConfig = CONFIG, **options) -> np.ndarray:
     options = {"seed": 0, **options}
     batches = list(itertools.islice(train_batches(dataset, config, **options), count))
-    assert all(batch.mask.all() for batch in batches)
+    assert all(batch.loss_mask.all() for batch in batches)
     return np.stack([batch.tokens for batch in batches])
 
 
@@ -163,8 +163,11 @@ def test_validation_predicts_every_token_once(
     predicted: list[int] = []
     for batch in itertools.chain(*processes):
         assert batch.tokens.shape == (batch_size // process_count, sequence_length + 1)
-        assert batch.mask.shape == (batch_size // process_count, sequence_length)
-        inputs, targets = batch.tokens[:, :-1][batch.mask], batch.tokens[:, 1:][batch.mask]
+        assert batch.loss_mask.shape == (batch_size // process_count, sequence_length)
+        inputs, targets = (
+            batch.tokens[:, :-1][batch.loss_mask],
+            batch.tokens[:, 1:][batch.loss_mask],
+        )
         np.testing.assert_array_equal(inputs + 1, targets)
         predicted.extend(targets.tolist())
     expected = [
@@ -178,7 +181,7 @@ def test_validation_goes_in_order_and_may_stop_early(dataset: TokenDataset) -> N
     batches = list(validation_batches(dataset, config))
     assert [batch.tokens[0, 0] for batch in batches] == [0, 14, 28, 42, 1007]
     assert batches[0].tokens.dtype == np.int32
-    assert batches[0].mask.dtype == bool
+    assert batches[0].loss_mask.dtype == bool
     assert len(list(validation_batches(dataset, config, max_batches=2))) == 2
     assert len(list(validation_batches(dataset, config, max_batches=99))) == 5
 
@@ -190,8 +193,8 @@ def test_longer_windows_predict_the_same_tokens_from_more(dataset: TokenDataset)
     predicted = {}
     for name in ("", "20", "100"):
         batches = list(validation_batches(dataset, config, name=name))
-        assert batches[0].mask.shape == (2, int(name or 7))
-        predicted[name] = sorted(t for b in batches for t in b.tokens[:, 1:][b.mask].tolist())
+        assert batches[0].loss_mask.shape == (2, int(name or 7))
+        predicted[name] = sorted(t for b in batches for t in b.tokens[:, 1:][b.loss_mask].tolist())
     assert predicted[""] == predicted["20"] == predicted["100"]
 
 

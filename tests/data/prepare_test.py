@@ -349,7 +349,7 @@ def test_damaged_data_set_is_detected(tmp_path: Path, damage, problem: str) -> N
 
 
 def test_of_two_processes_that_prepare_the_same_folder_one_waits(tmp_path: Path) -> None:
-    """Happens if two trainers use the same data."""
+    """As when two trainers use the same data."""
     folder, out = make_folder(tmp_path / "in", 400), tmp_path / "out"
     program = "import sys; from heinsen_jax.data.prepare import prepare"
     program += "; prepare([sys.argv[1]], 'bytes', sys.argv[2], wait=True)"

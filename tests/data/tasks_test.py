@@ -123,7 +123,7 @@ def test_answers_differ_from_example_to_example(name):
     """The first answer is uniformly distributed, so that it cannot be guessed."""
     task = CASES[name].task
     rows = map(TaskDataset(task).train_row(task, 0), range(600))
-    firsts = [row.tokens[1:][row.mask][0] for row in rows]
+    firsts = [row.tokens[1:][row.loss_mask][0] for row in rows]
     counts = np.unique(firsts, return_counts=True)[1]
     expected = 600 / CASES[name].first_answers
     assert len(counts) == CASES[name].first_answers
@@ -153,7 +153,7 @@ def test_test_sets_have_their_lengths_and_are_deterministic(name):
     task = CASES[name].task
     rows = TaskDataset(task).validation_rows(task)
     assert list(rows) == ["", *map(str, task.test_lengths)]
-    lengths = {key: len(value[0].mask) for key, value in rows.items()}
+    lengths = {key: len(value[0].loss_mask) for key, value in rows.items()}
     for length in task.test_lengths:
         assert lengths[str(length)] == CASES[name].length(length)
     assert max(lengths.values()) == task.longest
@@ -168,16 +168,16 @@ def test_test_sets_have_their_lengths_and_are_deterministic(name):
 def test_copied_strings_have_all_lengths():
     task = CASES["copying"].task
     rows = map(TaskDataset(task).train_row(task, 0), range(200))
-    assert {int(row.mask.sum()) for row in rows} == {2, 3, 4, 5, 6, 7}  # with their end
+    assert {int(row.loss_mask.sum()) for row in rows} == {2, 3, 4, 5, 6, 7}  # with their end
     tested = TaskDataset(task).validation_rows(task)["15"]
-    assert {int(tested[i].mask.sum()) for i in range(50)} == {16}
+    assert {int(tested[i].loss_mask.sum()) for i in range(50)} == {16}
 
 
 def test_distant_queries_are_rarer():
     """A power law: with power 0.01, the n-th place in proportion to n^-0.99."""
     task = Recall(vocab_size=40, num_pairs=1, sequence_length=128, power=0.01)
     rows = map(TaskDataset(task).train_row(task, 0), range(4000))
-    places = np.array([np.flatnonzero(row.mask)[0] for row in rows])
+    places = np.array([np.flatnonzero(row.loss_mask)[0] for row in rows])
     assert set((places - 2) % 2) == {0}
     counts = np.bincount((places - 2) // 2, minlength=63)
     law = np.arange(1, 64) ** -0.99

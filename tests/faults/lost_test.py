@@ -265,7 +265,7 @@ def test_any_flipped_bit_of_a_saved_state_is_detected(run, tmp_path):
     load_state(path, model)
 
 
-def test_shards_are_verified_when_asked(place, tmp_path):
+def test_shards_are_verified_on_request(place, tmp_path):
     shutil.copytree(place / "data", tmp_path / "data")
     (prepared,) = (x for x in (tmp_path / "data").iterdir() if (x / "manifest.json").exists())
     config = DataConfig(corpus=str(prepared), verify=True)

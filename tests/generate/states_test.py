@@ -36,12 +36,12 @@ SHORT = ("log", True), ("rmt", True), ("softmax", False)
 
 
 @pytest.mark.parametrize(
-    ("name", "has_room"),
+    ("name", "has_capacity"),
     [pytest.param(*case, marks=[pytest.mark.nightly] * (case not in SHORT)) for case in SAVED],
 )
-def test_a_state_survives_saving_and_loading(name, has_room, tmp_path):
+def test_a_state_survives_saving_and_loading(name, has_capacity, tmp_path):
     model = build(name.partition(",")[0], options=OPTIONS.get(name, ()), **SIZES)
-    state = model.init_state((2,), capacity=20 if has_room else None)
+    state = model.init_state((2,), capacity=20 if has_capacity else None)
     _, state = apply(model, jnp.stack([PROMPT, PROMPT[::-1]]), state, return_state=True)
     save_state(tmp_path / "state.safetensors", model, state)
     again = load_state(tmp_path / "state.safetensors", model)

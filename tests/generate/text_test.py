@@ -16,7 +16,7 @@ from tests.models.small import apply
 TOKENIZER = get_tokenizer("bytes")
 PROMPTS = ["a", "Some words, more than thirty-two of them.", "Others"]
 SIZES = {"vocab_size": 264, "num_layers": 1, "block": "standard"}
-SAMPLES, MOST = 3, 90
+SAMPLES, MAX_NEW_TOKENS = 3, 90
 
 
 @pytest.fixture(scope="module", params=["log", pytest.param("softmax", marks=pytest.mark.nightly)])
@@ -32,23 +32,23 @@ def alone(model, **options) -> list[list[int]]:
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     options |= {"num_tokens": TOKENIZER.n_vocab, "lengths": [*map(len, texts)]}
-    rows = generate(model, tokens, MOST, **options).tolist()
+    rows = generate(model, tokens, MAX_NEW_TOKENS, **options).tolist()
     end = end_of_text_id(TOKENIZER)
     return [new[: new.index(end)] if end in new else new for new in rows]
 
 
 def test_greedy_samples_equal_those_of_single_prompts(model):
     tokens = alone(model, top_k=1)
-    for most in (0, 1, 2, 33, MOST):
-        texts = complete(model, TOKENIZER, PROMPTS, most, top_k=1)
-        assert texts == [[TOKENIZER.decode(row[:most])] for row in tokens]
+    for number in (0, 1, 2, 33, MAX_NEW_TOKENS):
+        texts = complete(model, TOKENIZER, PROMPTS, number, top_k=1)
+        assert texts == [[TOKENIZER.decode(row[:number])] for row in tokens]
     assert complete(model, TOKENIZER, [], 5, top_k=1) == []
 
 
 def test_samples_do_not_depend_on_other_prompts(model):
     key = jax.random.key(3)
     options = {"key": key, "temperature": 0.9, "num_samples": SAMPLES}
-    texts = complete(model, TOKENIZER, PROMPTS, MOST, **options)
+    texts = complete(model, TOKENIZER, PROMPTS, MAX_NEW_TOKENS, **options)
     for i in range(SAMPLES):
         keys = jnp.stack([jax.random.fold_in(key, i)] * len(PROMPTS))
         for samples, row in zip(texts, alone(model, key=keys, temperature=0.9), strict=True):
@@ -58,10 +58,10 @@ def test_samples_do_not_depend_on_other_prompts(model):
 
 def test_a_sample_ends_before_the_first_stop_string(model):
     options = {"key": jax.random.key(0), "num_samples": SAMPLES}
-    whole = complete(model, TOKENIZER, PROMPTS, MOST, **options)
+    whole = complete(model, TOKENIZER, PROMPTS, MAX_NEW_TOKENS, **options)
     middle = len(whole[0][0]) // 2, len(whole[1][2]) // 3
     stop = [whole[0][0][middle[0] :][:2], whole[1][2][middle[1] :][:2]]
-    ended = complete(model, TOKENIZER, PROMPTS, MOST, stop=stop, **options)
+    ended = complete(model, TOKENIZER, PROMPTS, MAX_NEW_TOKENS, stop=stop, **options)
     for texts, cut in zip(whole, ended, strict=True):
         for text, have in zip(texts, cut, strict=True):
             places = [text.find(each) for each in stop if each in text]

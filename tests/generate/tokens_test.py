@@ -71,7 +71,7 @@ def test_decoding_loops_hold_unstacked_weights(model):
 
 
 def test_deep_models_keep_their_weights_stacked(model, monkeypatch):
-    monkeypatch.setattr(language_model, "MOST_UNROLLED", 1)
+    monkeypatch.setattr(language_model, "MAX_UNROLLED", 1)
     parameters = nnx.split(model)[1]
     assert language_model.unstacked(parameters)(1) is parameters
 
@@ -92,7 +92,7 @@ def test_stream_gives_the_same_tokens(model):
 
 
 def test_samples_follow_the_models_probabilities(model):
-    """Compares 4000 first tokens with the softmax of the 12 most probable ones: a chi-square
+    """Compare 4000 first tokens with the softmax of the 12 most probable ones: a chi-square
     statistic with 11 degrees of freedom."""
     prompt = jnp.broadcast_to(PROMPT, (4000, 3))
     key = jax.random.key(0)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the shared 
 @pytest.fixture(scope="module")
 def new(run):
     model, tokenizer, _ = load_run(run)
-    return lambda: Chat(model, tokenizer, most=3, temperature=0.7, top_k=1, seed=1)
+    return lambda: Chat(model, tokenizer, max_new_tokens=3, temperature=0.7, top_k=1, seed=1)
 
 
 def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):

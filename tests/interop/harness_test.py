@@ -19,7 +19,7 @@ from heinsen_jax import evaluate
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop import harness
-from heinsen_jax.interop.harness import Harnessed
+from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.training.checkpoint import load_run
 from tests.models.small import random_model
 
@@ -46,7 +46,7 @@ ADAPTERS = "trained", "softmax", "learned positions"
 )
 def adapter(request, run):
     """Adapter of the run's model, or of one with random weights and a cache."""
-    found = Harnessed(str(run), batch_size=3)
+    found = HarnessModel(str(run), batch_size=3)
     if request.param != "trained":
         fields = {"attention": "softmax", "attention_options": ()}
         if request.param == "learned positions":
@@ -122,20 +122,20 @@ def test_greedy_continuations_are_detected(adapter):
 
 def test_every_context_is_processed_once(run, monkeypatch):
     read = []
-    real = Harnessed._states_after
+    real = HarnessModel._states_after
 
     def counted(self, contexts, more):
         read.extend(map(tuple, contexts))
         return real(self, contexts, more)
 
-    monkeypatch.setattr(Harnessed, "_states_after", counted)
+    monkeypatch.setattr(HarnessModel, "_states_after", counted)
     requests = [
         request("loglikelihood", c, f" {w}") for w in WORDS for c in ("where is", "cost in")
     ]
-    shared = Harnessed(str(run), batch_size=3).loglikelihood(requests)
+    shared = HarnessModel(str(run), batch_size=3).loglikelihood(requests)
     assert len(read) == len({*read}) == 2
     read.clear()
-    apart = Harnessed(str(run), batch_size=3, share=False).loglikelihood(requests)
+    apart = HarnessModel(str(run), batch_size=3, share=False).loglikelihood(requests)
     assert len(read) == len(requests)
     for one, other in zip(shared, apart, strict=True):
         assert one[0] == pytest.approx(other[0], abs=1e-4)
@@ -145,7 +145,7 @@ def test_long_documents_are_one_stream(run, monkeypatch):
     monkeypatch.setattr(harness, "CHUNK", 64)
     rng = np.random.default_rng(1)
     texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 4)] + [""]
-    adapter = Harnessed(str(run), batch_size=3)
+    adapter = HarnessModel(str(run), batch_size=3)
     requests = [request("loglikelihood_rolling", text) for text in texts]
     found = adapter.loglikelihood_rolling(requests)
     for text, value in zip(texts, found, strict=True):
@@ -157,13 +157,13 @@ def test_long_documents_are_one_stream(run, monkeypatch):
 @pytest.mark.parametrize("adapter", ["learned positions"], indirect=True)
 def test_with_learned_positions_every_token_is_counted_once(adapter):
     text = " ".join(WORDS * 4)
-    tokens, most = adapter.tok_encode(text), adapter.model.config.max_length
+    tokens, max_length = adapter.tok_encode(text), adapter.model.config.max_length
     (found,) = adapter.loglikelihood_rolling([request("loglikelihood_rolling", text)])
     whole, want, done = [adapter.eot_token_id, *tokens], 0.0, 0
     while done < len(tokens):
-        new = most if done == 0 else most // 2
+        new = max_length if done == 0 else max_length // 2
         end = min(done + new, len(tokens))
-        start = max(0, end - most)
+        start = max(0, end - max_length)
         want += log_p(adapter, whole[start : done + 1], whole[done + 1 : end + 1])[0]
         done = end
     assert found == pytest.approx(want, abs=1e-3)
@@ -181,10 +181,10 @@ def test_samples_end_at_stop_strings(adapter):
     new = generate(adapter.model, padded, 20, **options).tolist()
     greedy = {"until": ["s", "\n"], "max_gen_toks": 20}
     zero = {"until": "s", "do_sample": True, "temperature": 0, "max_gen_toks": 5}
-    for given, most, stops in ((greedy, 20, ["s", "\n"]), (zero, 5, ["s"])):
+    for given, number, stops in ((greedy, 20, ["s", "\n"]), (zero, 5, ["s"])):
         found = adapter.generate_until([request("generate_until", c, given) for c in contexts])
         for row, text in zip(new, found, strict=True):
-            whole = adapter.encoding.decode(row[:most]).split("<|endoftext|>")[0]
+            whole = adapter.encoding.decode(row[:number]).split("<|endoftext|>")[0]
             places = [whole.find(each) for each in stops if each in whole]
             assert text == whole[: min(places, default=len(whole))]
     sampled = {"until": "\n", "do_sample": True, "temperature": 0.9, "max_gen_toks": 5}
@@ -243,7 +243,7 @@ def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
     assert evaluate.main() == 0
     assert "words_choice" in capsys.readouterr().out
 
-    adapter = Harnessed(str(run))
+    adapter = HarnessModel(str(run))
     right, total, length = 0, 0.0, 0
     for document in documents:
         context = adapter.tok_encode(document["question"])
@@ -285,7 +285,7 @@ def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
 )
 def test_bad_arguments_are_named(run, change, message):
     with pytest.raises(UserError, match=message):
-        Harnessed(**{"workdir": str(run)} | change)
+        HarnessModel(**{"workdir": str(run)} | change)
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_without_the_harness_the_extra_is_named(run, monkeypatch, capsys):
 
 
 def test_the_model_of_a_run_is_loaded(run):
-    adapter, (model, _, step) = Harnessed(str(run)), load_run(run)
+    adapter, (model, _, step) = HarnessModel(str(run)), load_run(run)
     assert adapter.get_model_info()["model_step"] == step
     pairs = zip(jax.tree.leaves(adapter.model), jax.tree.leaves(model), strict=True)
     assert all(np.array_equal(a, b) for a, b in pairs)

@@ -114,7 +114,7 @@ def test_a_cache_grows(monkeypatch):
     [("paper", False), pytest.param("standard", True, marks=pytest.mark.nightly)],
 )
 def test_layers_follow_the_pattern(block, remat):
-    """Compares with layers applied by hand."""
+    """Compare with layers applied by hand."""
     pattern = ("log", "softmax")
     model = build(*pattern, block=block, remat=remat)
     tokens = jnp.array([[3, 1, 4, 1, 5, 9, 2, 6, 5, 3]])

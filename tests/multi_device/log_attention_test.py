@@ -16,7 +16,7 @@ from tests.multi_device.apart import run_apart
     ids=", ".join,
 )
 def test_sharded_results_equal_those_of_one_device(names):
-    """Compares outputs, states and gradients, with and without segments and states."""
+    """Compare outputs, states and gradients, with and without segments and states."""
     seed = random.randrange(1 << 30)
     errors = run_apart("log_attention_run.py", str(seed), *names)["errors"]
     assert list(errors) == names

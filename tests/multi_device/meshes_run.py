@@ -62,7 +62,7 @@ def run(
         said = next_token(model, tokens, valid, jax.random.key(0))
         if wants_loss:
             return said.sums()[0] / valid.size
-        return cross_entropy(*said, logits_at_once=FEW)[0] / valid.size  # in several chunks
+        return cross_entropy(*said, max_logits=FEW)[0] / valid.size  # in several chunks
 
     with jax.set_mesh(mesh):
         places = shardings(jax.eval_shape(init), mesh)

@@ -24,8 +24,8 @@ def check(model: dict, meshes: list[dict[str, int]]) -> None:
         assert found["error"] < 1e-5, (sizes, found)
         parts = [2, 16 // sizes.get("fsdp", 1), 48 // sizes.get("tensor", 1)]
         assert found["moment"] == parts, "of the optimizer's state"
-        most = 1.2 if "fsdp" not in sizes else 0.1 + 1 / sizes["fsdp"]
-        assert found["memory_to_begin"] < most, "what is split is never whole"
+        limit = 1.2 if "fsdp" not in sizes else 0.1 + 1 / sizes["fsdp"]
+        assert found["memory_to_begin"] < limit, "what is split is never whole"
 
 
 def test_a_product_of_axes():

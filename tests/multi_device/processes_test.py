@@ -122,7 +122,7 @@ def test_two_processes_of_two_devices_equal_one_of_four(place, alone):
 
 @pytest.mark.nightly
 def test_processes_connect_under_slurm(place):
-    """Uses the environment variables of Slurm."""
+    """By the environment variables of Slurm."""
     command = str(ROOT / "train.py"), "--config", "tiny.py", "--workdir", "slurm", "--dry-run"
     job = {
         "SLURM_JOB_ID": 1,

@@ -236,14 +236,14 @@ def test_a_batch_equals_single_sequences(name):
 @ops_with(lambda op: op.state)
 @pytest.mark.usefixtures("x64")
 def test_streaming_equals_one_pass(name):
-    """Compares values, gradients through the state, and the final state.
+    """Compare values, gradients through the state, and the final state.
 
     A state continues the first segment of the next chunk, and is returned for the last.
     """
     op, inputs = OPS[name], draw(name)
 
     @jax.jit
-    def in_pieces(inputs: Inputs, segment_ids: Any) -> Result:
+    def in_chunks(inputs: Inputs, segment_ids: Any) -> Result:
         def function(arrays: Any, constants: Any) -> Any:
             state, parts = op.state((BATCH,), jnp.float64, *constants), []
             for start, stop in pairwise((0, 60, 60, LENGTH)):
@@ -257,7 +257,7 @@ def test_streaming_equals_one_pass(name):
 
     documents = np.searchsorted(BORDERS, np.arange(LENGTH), side="right").astype(np.int32)
     for ids in (ONE_SEGMENT, np.stack([documents] * BATCH))[: 1 + op.has_segments]:
-        have, want = in_pieces(inputs, ids), run(name, inputs, ids)
+        have, want = in_chunks(inputs, ids), run(name, inputs, ids)
         assert_close(have[:3], want[:3])
         assert_close(of_tokens(have.state), of_tokens(want.state))
 

@@ -153,18 +153,18 @@ def test_both_directions_of_the_published_code(golden, graph):
 @each_graph
 def test_edge_counts_of_the_published_code(golden, graph):
     case = golden("l1_sparse")
-    coo, most_to_one, most_from_one = edge_counts(case[f"{graph}/co"])
+    coo, max_to_one, max_from_one = edge_counts(case[f"{graph}/co"])
     np.testing.assert_array_equal(coo, case[f"{graph}/coo"])
     assert coo.dtype == np.int32
-    assert (most_to_one, most_from_one) == (case[f"{graph}/dst_mxlen"], case[f"{graph}/src_mxlen"])
+    assert (max_to_one, max_from_one) == (case[f"{graph}/dst_mxlen"], case[f"{graph}/src_mxlen"])
 
 
 def test_edge_counts_by_hand():
     edges = [[5, 0], [2, 0], [5, 1], [5, 0]]
-    coo, most_to_one, most_from_one = edge_counts(np.array(edges))
+    coo, max_to_one, max_from_one = edge_counts(np.array(edges))
     np.testing.assert_array_equal(coo[:, :2], edges)
     np.testing.assert_array_equal(coo[:, 2:], [[0, 0], [0, 1], [1, 0], [2, 2]])
-    assert (most_to_one, most_from_one) == (3, 3)
+    assert (max_to_one, max_from_one) == (3, 3)
     coo, *most = edge_counts(np.zeros((0, 2), int))
     assert coo.shape == (0, 4)
     assert most == [1, 1]

@@ -160,7 +160,7 @@ def test_values_and_gradients_of_the_definition(case):
 
 @pytest.mark.usefixtures("x64")
 def test_scores_are_those_of_the_published_code(golden):
-    """Checks the oracle of the other tests."""
+    """Check the oracle of the other tests."""
     case = golden("l1_dense")
     scores, pullback = jax.vjp(scores_of, jnp.asarray(case["q"]), jnp.asarray(case["k"]))
     np.testing.assert_allclose(scores, case["attn_bsdh"], rtol=0, atol=1e-12)

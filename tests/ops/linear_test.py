@@ -196,13 +196,13 @@ def test_a_state_before_bidirectional_attention():
         options = {"initial_state": state, "is_causal": False}
         return linear_attention(*(x[40:] for x in arrays), **options)
 
-    def at_once(query, key, value):
+    def in_one(query, key, value):
         return linear_attention(query[40:], key, value, is_causal=False)
 
     def gradients(function):
         return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(function(*x)))))(arrays)
 
-    for have, want in zip(gradients(in_two), gradients(at_once), strict=True):
+    for have, want in zip(gradients(in_two), gradients(in_one), strict=True):
         np.testing.assert_allclose(have, want, atol=1e-12)
 
 

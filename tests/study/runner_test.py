@@ -18,7 +18,7 @@ from heinsen_jax.config import (
 )
 from heinsen_jax.data import Copying, DataConfig, Induction
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import Lengths, Points, Ranking, Run, Study, load_study, runs
+from heinsen_jax.study import LengthPlot, Points, Ranking, Run, Study, load_study, runs
 from heinsen_jax.study.__main__ import main
 from heinsen_jax.study.results import RESULTS_FILE
 from heinsen_jax.study.runner import REPORT_FILE, run_study
@@ -53,7 +53,7 @@ STUDY = Study(
     metric="accuracy",
     mode="max",
     extra_metrics=("accuracy_16",),
-    plots=(Points("accuracy"), Lengths((4, 8, 16)), Ranking("accuracy")),
+    plots=(Points("accuracy"), LengthPlot((4, 8, 16)), Ranking("accuracy")),
 )
 PLAIN = replace(STUDY, plots=())  # plotting is slower than the rest
 SMALLER = replace(
@@ -198,7 +198,7 @@ def test_a_section_that_is_set_whole_replaces_its_fields():
         "mechanism": {"small": {"model.model_dim": 16, "model": replace(BASE.model, num_heads=4)}},
         "width": {"24": {"model.num_layers": 3}},
     }
-    model = replace(STUDY, axes=axes, plots=()).first()[0].config.model
+    model = replace(STUDY, axes=axes, plots=()).first_seed_runs()[0].config.model
     assert (model.model_dim, model.num_heads, model.num_layers) == (8, 4, 3)
 
 
@@ -210,13 +210,13 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_fields_that_fit_only_together_are_set_together():
     options = {"model.attention_options": (("l1.denominator_bias", 1.0),), "model.attention": "l1"}
-    run = replace(STUDY, axes={"mechanism": {"l1": options}}).first()[0]
+    run = replace(STUDY, axes={"mechanism": {"l1": options}}).first_seed_runs()[0]
     assert run.config.model.attention == "l1"
     assert run.config.model.attention_options == (("l1.denominator_bias", 1.0),)
 
 
 def test_errors_name_their_run():
-    run = replace(STUDY, axes=SMALLER.axes).first()[0]
+    run = replace(STUDY, axes=SMALLER.axes).first_seed_runs()[0]
     with pytest.raises(UserError, match="mechanism linear, seed 0: no space"), runs._named(run):
         raise UserError("no space")
     with pytest.raises(UserError, match="seed 0: its process was killed"), runs._named(run):
@@ -334,8 +334,8 @@ ALIKE = "recall", "recall_zoology"  # their mechanisms are those of other studie
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_committed_studies_load_and_all_their_runs_are_different(path):
     study = load_study(path)
-    first = study.first()
-    runs = [run for chosen in first for run in (chosen, *study.then(chosen.labels))]
+    first = study.first_seed_runs()
+    runs = [run for chosen in first for run in (chosen, *study.other_seed_runs(chosen.labels))]
     assert len({run.fingerprint for run in runs}) == len(runs)
 
 
@@ -347,7 +347,7 @@ def test_committed_studies_load_and_all_their_runs_are_different(path):
     ],
 )
 def test_models_of_committed_studies_can_be_built(path):
-    first = load_study(path).first()
+    first = load_study(path).first_seed_runs()
     models = [run.config.model for run in first]
     names = [(model.attention, model.attention_options) for model in models]
     for run in dict(zip(names, first, strict=True)).values():

@@ -26,7 +26,7 @@ def draw(rows, length, seed, bias=False):
     return readout, features, targets, jax.random.bernoulli(keys[4], 0.7, (rows, length))
 
 
-def at_once(readout, features, targets, loss_mask):
+def in_one_chunk(readout, features, targets, loss_mask):
     """Definition, with all logits in memory."""
     logits = features @ readout.embedding.T
     logits = (logits if readout.bias is None else logits + readout.bias[None, None]) * readout.scale
@@ -34,7 +34,7 @@ def at_once(readout, features, targets, loss_mask):
     return jnp.sum(losses * loss_mask), jnp.sum((jnp.argmax(logits, -1) == targets) & loss_mask)
 
 
-@partial(jax.jit, static_argnames=("function", "logits_at_once"))
+@partial(jax.jit, static_argnames=("function", "max_logits"))
 def measure(function, readout, features, targets, loss_mask, **options):
     """Return the loss, the number of correct predictions, and the gradients of the loss."""
 
@@ -45,9 +45,9 @@ def measure(function, readout, features, targets, loss_mask, **options):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(readout, features)
 
 
-def check(arrays, logits_at_once):
-    (want, correct), gradients = measure(at_once, *arrays)
-    have = measure(cross_entropy, *arrays, logits_at_once=logits_at_once)
+def check(arrays, max_logits):
+    (want, correct), gradients = measure(in_one_chunk, *arrays)
+    have = measure(cross_entropy, *arrays, max_logits=max_logits)
     np.testing.assert_allclose(have[0][0], want, rtol=1e-5, atol=1e-5)
     assert have[0][1] == correct
     for a, b in zip(jax.tree.leaves(have[1]), jax.tree.leaves(gradients), strict=True):
@@ -65,13 +65,13 @@ def test_chunks_of_one_token_of_some_and_of_all(chunk_tokens, bias):
 @given(
     rows=st.integers(1, 3),
     length=st.integers(1, 23),
-    logits_at_once=st.integers(1, 3 * 23 * VOCABULARY),
+    max_logits=st.integers(1, 3 * 23 * VOCABULARY),
     bias=st.booleans(),
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=15, deadline=None)
-def test_chunks_of_any_size(rows, length, logits_at_once, bias, seed):
-    check(draw(rows, length, seed, bias), logits_at_once)
+def test_chunks_of_any_size(rows, length, max_logits, bias, seed):
+    check(draw(rows, length, seed, bias), max_logits)
 
 
 @pytest.mark.usefixtures("unchecked")  # for shapes in place of arrays

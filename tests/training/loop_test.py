@@ -14,7 +14,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import sample
 from heinsen_jax.sharding import make_mesh
 from heinsen_jax.training.checkpoint import Checkpoints
-from heinsen_jax.training.loop import Result, train
+from heinsen_jax.training.loop import TrainingResult, train
 from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, initializer
@@ -22,7 +22,7 @@ from heinsen_jax.training.state import abstract_state, initializer
 pytestmark = pytest.mark.xdist_group("loop")  # one worker creates shared fixtures
 
 
-def run(workdir, config, **options) -> Result:
+def run(workdir, config, **options) -> TrainingResult:
     workdir.mkdir(exist_ok=True)
     return train(workdir, data.load(config.data), config, sample_fn=sample, **options)
 
@@ -86,7 +86,7 @@ def test_a_profile_is_a_trace_of_a_few_steps(small, tmp_path):
 def test_a_run_whose_updates_are_all_skipped_ends_with_an_error(small, tmp_path, capsys):
     words = "--optimizer.learning_rate 1e38 --optimizer.clip_norm 1e38"
     words += " --training.max_consecutive_skips 8"
-    with pytest.raises(UserError, match=r"\d+ updates in a row were skipped.*learning_rate"):
+    with pytest.raises(UserError, match=r"\d+ consecutive updates were skipped.*learning_rate"):
         run(tmp_path / "run", override(small, words.split()))
     assert "update(s) up to step 5 were skipped" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "run")

@@ -39,7 +39,7 @@ def next_token_or_harm(model, tokens, valid, key):
 
 
 class Parts:
-    """Return a model, its initial state, and updates that are compiled once."""
+    """A model, its initial state, and updates that are compiled once."""
 
     def __init__(self, model):
         self.optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
@@ -113,11 +113,11 @@ def test_a_harmful_update_changes_nothing_and_is_counted(parts, harm):
 
     state, counts = parts.first, []
     for tokens in (good, harmful, harmful, good):
-        before, usual = leaves(state), float(state.guard.usual_norm)
+        before, mean_norm = leaves(state), float(state.guard.mean_grad_norm)
         state, metrics = step(state, everything(tokens))
         assert (leaves(state) == before) == (tokens is harmful)
-        assert (float(state.guard.usual_norm) == usual) == (tokens is harmful)
-        counts.append((int(metrics["skipped"]), int(metrics["skipped_in_a_row"])))
+        assert (float(state.guard.mean_grad_norm) == mean_norm) == (tokens is harmful)
+        counts.append((int(metrics["skipped"]), int(metrics["consecutive_skips"])))
     assert counts == [(0, 0), (1, 1), (2, 2), (2, 0)]
     assert int(state.step) == 4
 

@@ -242,8 +242,9 @@ def heinsen_attention(
     supported.
 
     Args:
-      query, key: as in `log_attention`, like all other arguments.
+      query, key, is_causal, segment_ids, key_value_seq_lengths: as in `log_attention`.
       value: `[*B, S, num_kv_heads, value_depth]`, of any sign.
+      local_window_size, log_decay, return_state, implementation: as in `log_attention`.
       initial_state: as returned by this function.
 
     Returns:

@@ -211,7 +211,7 @@ def _total_decay(
     return total
 
 
-def _implementation(arguments: Arguments) -> variants.Implementation | None:
+def _implementation(arguments: Arguments) -> variants.AttentionPasses | None:
     """Return the chosen `Chunked`; None for `reference`."""
     chosen = arguments.implementation
     if chosen is None:

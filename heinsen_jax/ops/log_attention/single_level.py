@@ -91,12 +91,12 @@ class Residuals(NamedTuple):
     mean_end: Float[Array, "X K V"]  # averages in the state after all chunks
     inverse_end: Float[Array, "X K"]
     kept: Float[Array, "J X 1"] | None  # whether a chunk keeps the state before it
-    carried: Float[Array, "J X K"]  # what rescales a state from chunk to chunk
+    carried: Float[Array, "J X K"]  # factor of a state from chunk to chunk
     segments: Int[Array, "J X C"] | None
 
 
-State = tuple[Float[Array, "X K V"], Float[Array, "X K"]]  # S and Z
-States = tuple[Float[Array, "J X K V"], Float[Array, "J X K"]]
+SumState = tuple[Float[Array, "X K V"], Float[Array, "X K"]]  # S and Z
+SumStates = tuple[Float[Array, "J X K V"], Float[Array, "J X K"]]
 
 
 def scales_and_rise(
@@ -283,11 +283,13 @@ def _times(factor: Array | None, x: Array) -> Array:
 
 
 def _states(
-    form: Form, first: State, kept: Array | None, added: States, carried: Array
-) -> tuple[States, State]:
+    form: Form, first: SumState, kept: Array | None, added: SumStates, carried: Array
+) -> tuple[SumStates, SumState]:
     """Return (S_0 .. S_J-1, S_J) for S_j+1 = carried_j (kept_j S_j + added_j)."""
 
-    def step(before: State, chunk: tuple[Array | None, State, Array]) -> tuple[State, State]:
+    def step(
+        before: SumState, chunk: tuple[Array | None, SumState, Array]
+    ) -> tuple[SumState, SumState]:
         kept, added, carried = chunk
         after = jax.tree.map(lambda s, a: _times(carried, _times(kept, s) + a), before, added)
         return after, before
@@ -302,11 +304,13 @@ def _states(
 
 
 def _cotangents(
-    form: Form, last: State, kept: Array | None, read: States, carried: Array
-) -> tuple[States, State]:
+    form: Form, last: SumState, kept: Array | None, read: SumStates, carried: Array
+) -> tuple[SumStates, SumState]:
     """Return the cotangents of `added` and S_0, given those of S_J and S_0 .. S_J-1."""
 
-    def step(d_after: State, chunk: tuple[Array | None, State, Array]) -> tuple[State, State]:
+    def step(
+        d_after: SumState, chunk: tuple[Array | None, SumState, Array]
+    ) -> tuple[SumState, SumState]:
         kept, read, carried = chunk
         d_added = jax.tree.map(partial(_times, carried), d_after)
         return jax.tree.map(lambda d, r: _times(kept, d) + r, d_added, read), d_added
@@ -322,7 +326,7 @@ def _cotangents(
     return jax.tree.map(partial(_times, carried), d_after), d_first
 
 
-def _tree(factor: Array, added: States, first: State) -> States:
+def _tree(factor: Array, added: SumStates, first: SumState) -> SumStates:
     """Return S_1 .. S_J for S_j+1 = factor_j S_j + added_j."""
 
     def recurrence(added: Array, first: Array) -> Array:

@@ -19,7 +19,7 @@ from heinsen_jax.typing import Array, Bool, Float
 
 
 @runtime_checkable
-class Implementation(Protocol):
+class AttentionPasses(Protocol):
     """Computation of the passes. If `is_log`, values, outputs and averages of the state are
     logarithms."""
 
@@ -38,7 +38,7 @@ class Implementation(Protocol):
 
 
 def bidirectional(
-    implementation: Implementation, inputs: Inputs, state: Averages, *, is_log: bool
+    implementation: AttentionPasses, inputs: Inputs, state: Averages, *, is_log: bool
 ) -> tuple[Float[Array, "B T G R V"], Averages]:
     """Return output and the state after all tokens; every query attends to its whole segment,
     decayed up to the last token."""
@@ -52,7 +52,7 @@ def bidirectional(
 
 
 def windowed(
-    implementation: Implementation, inputs: Inputs, state: Averages, window: int, *, is_log: bool
+    implementation: AttentionPasses, inputs: Inputs, state: Averages, window: int, *, is_log: bool
 ) -> Float[Array, "B T G R V"]:
     """Attend causally to the last `window` tokens; `state` only gives the shape of a state.
 
@@ -83,7 +83,7 @@ def windowed(
 
 
 def _whole_segments(
-    implementation: Implementation, inputs: Inputs, state: Averages, is_log: bool
+    implementation: AttentionPasses, inputs: Inputs, state: Averages, is_log: bool
 ) -> tuple[Array, Averages]:
     """Attend to the tokens of the segment up to the query, then to those after it."""
     assert inputs.starts is not None

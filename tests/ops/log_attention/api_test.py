@@ -85,7 +85,7 @@ def call(inputs: Inputs, implementation=None, function=log_attention, **keywords
 
 @each_implementation
 def test_agrees_with_a_second_definition(implementation):
-    """Checks the oracle against eq. (1) step by step: exp, product, log, softmax, product."""
+    """Check the oracle against eq. (1) step by step: exp, product, log, softmax, product."""
     query, key, log_value, _ = inputs = random_inputs(Case(6, num_heads=2), 0)
     scores = np.log(np.exp(query.swapaxes(0, 1)) @ np.exp(key[:, 0].T))
     weights = np.exp(scores) * np.tri(6)

@@ -197,7 +197,7 @@ def assert_within(actual: Any, expected: Any, bound: Any, name: str = "") -> Non
 
 
 def assert_as_exact(actual: Result, expected: Result, std: float, unit: float = 5e-6) -> None:
-    """Return error bounds of float32: `unit` times the magnitudes that were added and subtracted.
+    """Assert float32 error bounds: `unit` times the magnitudes that were added and subtracted.
 
     The relative error of a share exp(term - total) is the absolute error of its exponent: gradients
     are compared in units of the largest one times the size of the exponents.

@@ -127,7 +127,7 @@ def test_an_accelerator_gets_few_large_operations(keywords, monkeypatch):
 
 
 def operations_of_first_tier(program: Any) -> set[str]:
-    """Yield the names of all primitives, for conditionals only of the first branch."""
+    """Return the names of all primitives, for conditionals only of the first branch."""
     found = set()
     for equation in program.eqns:
         found.add(equation.primitive.name)

@@ -330,8 +330,8 @@ def test_half_precision_inputs_have_float32_states(dtype, implementation):
     arrays = draw_arrays(0)
     arrays = {name: jnp.asarray(arrays[name], dtype) for name in ("query", "key", "value")}
     output, state = call(arrays, {}, log_attention, implementation)
-    widened = {name: x.astype(jnp.float32) for name, x in arrays.items()}
-    expected, end = call(widened, {}, log_attention, implementation)
+    in_float32 = {name: x.astype(jnp.float32) for name, x in arrays.items()}
+    expected, end = call(in_float32, {}, log_attention, implementation)
     assert output.dtype == dtype
     np.testing.assert_array_equal(output, expected.astype(dtype))
     for have, want in zip(jax.tree.leaves(state), jax.tree.leaves(end), strict=True):

@@ -17,7 +17,7 @@ from heinsen_jax.ops.log_attention import mosaic, reference
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.log_attention.mosaic import Fused
 from heinsen_jax.ops.log_attention.scan import Scan
-from heinsen_jax.ops.log_attention.variants import Implementation
+from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from tests.ops.log_attention.cases import assert_within
 
 # Interpreted products warn about the infinities and NaNs that kernels are tested for.
@@ -117,7 +117,7 @@ def differentiate(function: Callable, inputs: Inputs, state: Averages, seed: int
     return jax.tree.map(np.asarray, outputs_and_cotangents(inputs, state, d_outputs))
 
 
-def by(implementation: Implementation, *arrays: Tree, is_log: bool, seed: int = 0) -> Tree:
+def by(implementation: AttentionPasses, *arrays: Tree, is_log: bool, seed: int = 0) -> Tree:
     return differentiate(partial(implementation.causal, is_log=is_log), *arrays, seed)
 
 
@@ -137,15 +137,15 @@ def oracle(inputs: Inputs, state: Averages, *, is_log: bool, seed: int = 0) -> T
         )
         return y, Scan().causal(inputs, state, is_log=is_log)[1], after
 
-    def widened(x: np.ndarray) -> jax.Array:
+    def in_float64(x: np.ndarray) -> jax.Array:
         return jnp.asarray(x) if x.dtype == bool else jnp.asarray(x, jnp.float64)
 
     with jax.enable_x64(True):
-        return differentiate(define, *jax.tree.map(widened, (inputs, state)), seed)
+        return differentiate(define, *jax.tree.map(in_float64, (inputs, state)), seed)
 
 
 def assert_exact(actual: Tree, expected: Tree, size: float) -> None:
-    """Return float32 error bounds for inputs of this size."""
+    """Assert float32 error bounds for inputs of this size."""
     for have, want in zip(*map(jax.tree.leaves, (actual[0], expected[0])), strict=True):
         finite = np.where(np.isneginf(want), 0, want)
         assert_within(have, want, 5e-6 * (1 + np.abs(finite) + size), "value")

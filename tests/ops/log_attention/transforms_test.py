@@ -15,7 +15,7 @@ each_function = pytest.mark.parametrize("function", [log_attention, heinsen_atte
 
 
 def primitives(jaxpr: Any) -> set[str]:
-    """Yield the names of all primitives outside of branches of `cond`."""
+    """Return the names of all primitives outside of branches of `cond`."""
     names = set()
     for equation in jaxpr.eqns:
         names.add(equation.primitive.name)

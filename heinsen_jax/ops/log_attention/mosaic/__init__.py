@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.log_attention.mosaic.operands import DEPTHS
-from heinsen_jax.ops.log_attention.variants import Implementation
+from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.typing import Array, DTypeLike, Float
 
 DEEPEST_OF_FLOAT32 = 64
@@ -60,7 +60,7 @@ class Fused:
       otherwise: fallback for calls whose sums exceed the safe range of products.
     """
 
-    otherwise: Implementation = field(default_factory=Chunked)
+    otherwise: AttentionPasses = field(default_factory=Chunked)
 
     def causal(
         self, inputs: Inputs, state: Averages, *, is_log: bool

@@ -12,7 +12,7 @@ from heinsen_jax.ops.log_attention.chunked import Chunked
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs, Outputs, pad_tokens
 from heinsen_jax.ops.log_attention.mosaic import kernels
 from heinsen_jax.ops.log_attention.mosaic.operands import CHUNK, Operands, pad_features
-from heinsen_jax.ops.log_attention.variants import Implementation
+from heinsen_jax.ops.log_attention.variants import AttentionPasses
 from heinsen_jax.ops.numerics import reciprocal, safe_log, share
 from heinsen_jax.typing import Array, Float, Int
 
@@ -20,7 +20,7 @@ Residuals = tuple[Inputs, Averages, kernels.Forward, Int[Array, ""]]
 
 
 def causal(
-    otherwise: Implementation, inputs: Inputs, state: Averages, *, is_log: bool
+    otherwise: AttentionPasses, inputs: Inputs, state: Averages, *, is_log: bool
 ) -> tuple[Float[Array, "B T G R V"], Float[Array, "B T G R"], Averages]:
     """`Fused.causal`."""
     length = inputs.length
@@ -30,7 +30,7 @@ def causal(
 
 
 def _primal(
-    otherwise: Implementation, is_log: bool, inputs: Inputs, state: Averages
+    otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[Outputs, Averages]:
     """Return ((output, log Z), state after all tokens); their number is a multiple of the chunk
     size."""
@@ -38,7 +38,7 @@ def _primal(
 
 
 def _forward(
-    otherwise: Implementation, is_log: bool, inputs: Inputs, state: Averages
+    otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[tuple[Outputs, Averages], Residuals]:
     linear = _to_linear(state) if is_log else state
     found = kernels.forward(Operands.of(inputs, linear), is_log)
@@ -58,7 +58,7 @@ def _forward(
 
 
 def _backward(
-    otherwise: Implementation,
+    otherwise: AttentionPasses,
     is_log: bool,
     residuals: Residuals,
     cotangents: tuple[Outputs, Averages],
@@ -101,7 +101,7 @@ def _way(state: Averages, after: Averages, found: kernels.Forward, is_log: bool)
 
 
 def _exactly(
-    otherwise: Implementation, is_log: bool, inputs: Inputs, state: Averages
+    otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[Outputs, Averages]:
     query, key, value = (x.astype(jnp.float32) for x in (inputs.query, inputs.key, inputs.value))
     exact = replace(inputs, query=query, key=key, value=value)

@@ -234,6 +234,19 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         """Bytes of state that one sequence needs after context_length tokens."""
         return bytes_of_state(self, context_length)
 
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        """FLOPs of the mechanism's own matrix products, per token of a forward pass over `length`
+        tokens; 0 if they are not counted. Products with parameters are not included."""
+        del length, is_causal
+        return 0.0
+
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        """Options for sequences of `length` tokens, at least 16, where the default windows, blocks
+        and segments would cover whole sequences."""
+        del length
+        return {}
+
 
 @runtime_checkable
 class HasState(Protocol):

@@ -42,6 +42,10 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
     Config = BlockSparseConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"block_size": length // 8, "num_summaries": 2}
+
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
         if self.config.pattern != "fixed":  # its blocks start at the sequence, not at a document

@@ -35,9 +35,8 @@ class CausalConvolution(nnx.Module):
         taps = (small - 1 / size).at[-1].set(1.0)
         axes = () if logical_axis is None else (logical_axis,)
         self.taps = nnx.Param(taps, logical_axes=axes)
-        self.bias = None
-        if use_bias:
-            self.bias = nnx.Param(jnp.zeros(features, param_dtype), logical_axes=axes)
+        bias = jnp.zeros(features, param_dtype)
+        self.bias = nnx.Param(bias, logical_axes=axes) if use_bias else None
 
     def __call__(
         self,

@@ -39,7 +39,8 @@ class DeltaNetAttention(MatrixStateAttention[DeltaNetConfig]):
     """
 
     Config = DeltaNetConfig
-    is_gated = False
+    has_erasure = True
+    gate_activation = None
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

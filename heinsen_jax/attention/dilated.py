@@ -30,6 +30,10 @@ class DilatedAttention(RotaryAttention[DilatedConfig]):
     Config = DilatedConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"window_size": length // 8, "dilation": 4}
+
     def rule(self) -> Mask:
         return Window(self.reach()) & Strided(self.config.dilation)
 

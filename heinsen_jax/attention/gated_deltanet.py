@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from heinsen_jax.attention.deltanet import DeltaNetAttention
 from heinsen_jax.attention.layers import (
     LayerOptions,
+    inverse_softplus_of_log_uniform,
     linear,
     log_of_uniform,
     parameter,
-    inverse_softplus_of_log_uniform,
 )
 from heinsen_jax.attention.matrix_state import Gates, in_float32
 from heinsen_jax.typing import Features
@@ -31,7 +31,7 @@ class GatedDeltaNetAttention(DeltaNetAttention):
       Yang et al., 2025, Gated Delta Networks, arXiv:2412.06464.
     """
 
-    is_gated = True
+    gate_activation = "silu"
     key_width = 0.75
     value_width = 1.5
 

@@ -9,7 +9,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions, parameter, rms_norm
+from heinsen_jax.attention.layers import LayerOptions, parameter
 from heinsen_jax.attention.matrix_state import (
     Gates,
     MatrixStateAttention,
@@ -44,11 +44,11 @@ class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
     """
 
     Config = HGRN2Config
-    is_gated = False
+    gate_activation = None
+    norms_heads_jointly = True
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        self.norm = rms_norm(self.num_heads * self.value_depth, **options)
         if bound := self.config.lower_bound:
             logit = nnx.initializers.constant(math.log(bound / (1 - bound)))
             self.bound = parameter(logit, self.num_heads * self.key_depth, **options)
@@ -72,6 +72,3 @@ class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
         bound = jnp.broadcast_to(bound, logits.shape)
         # log(l + (1 - l) s) for l = sigmoid(c): logaddexp(c, log s) - softplus(c)
         return jnp.logaddexp(bound, jax.nn.log_sigmoid(logits)) - jax.nn.softplus(bound)
-
-    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
-        return self.output(self.norm(y.reshape(*x.shape[:-1], -1)))

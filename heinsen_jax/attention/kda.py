@@ -9,11 +9,11 @@ from heinsen_jax.attention.deltanet import DeltaNetAttention
 from heinsen_jax.attention.layers import (
     LayerOptions,
     LowRank,
+    inverse_softplus_of_log_uniform,
     log_of_uniform,
     parameter,
-    inverse_softplus_of_log_uniform,
 )
-from heinsen_jax.attention.matrix_state import Gates, OfHeads, in_float32
+from heinsen_jax.attention.matrix_state import Gates, in_float32
 from heinsen_jax.typing import Features
 
 
@@ -32,14 +32,17 @@ class KimiDeltaAttention(DeltaNetAttention):
       Kimi Team, 2025, Kimi Linear, arXiv:2510.26692.
     """
 
+    gate_activation = "sigmoid"
+
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        keys, values = (self.num_heads * x for x in (self.key_depth, self.value_depth))
-        rank = self.value_depth
+        keys, rank = self.num_heads * self.key_depth, self.value_depth
         self.decay = LowRank(self.model_dim, rank, keys, use_bias=False, **options)
         self.log_rate = parameter(log_of_uniform(1, 16), self.num_heads, **options)
         self.decay_bias = parameter(inverse_softplus_of_log_uniform(1e-3, 0.1), keys, **options)
-        self.gate = LowRank(self.model_dim, rank, values, **options)
+
+    def make_gate(self, values: int, **options: Unpack[LayerOptions]) -> LowRank:
+        return LowRank(self.model_dim, self.value_depth, values, **options)
 
     def gates(self, x: Features) -> Gates:
         logits = in_float32(self.decay(x))
@@ -48,7 +51,3 @@ class KimiDeltaAttention(DeltaNetAttention):
         rate = jnp.exp(in_float32(self.log_rate[...]))[:, None]
         decay = -jnp.broadcast_to(rate, logits.shape) * jax.nn.softplus(logits)
         return {"log_decay": decay, **super().gates(x)}
-
-    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
-        y = self.norm(y).reshape(*x.shape[:-1], -1)
-        return self.output(y * jax.nn.sigmoid(self.gate(x)))

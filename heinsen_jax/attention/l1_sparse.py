@@ -37,6 +37,14 @@ class L1SparseAttention(MaskedAttention[L1SparseConfig]):
     Config = L1SparseConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"window_size": length // 16}
+
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        depths = self.key_depth + self.value_depth
+        return 2.0 * self.num_heads * depths * len(self.distances(length))
+
     def distances(self, length: int) -> np.ndarray:
         """Distances from a query to the tokens that it attends to, below `length`."""
         near = self.config.window_size

@@ -119,6 +119,12 @@ def uniform(bound: float) -> nnx.Initializer:
     return init
 
 
+def identity(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
+    """An initializer of identity matrices over the last two axes."""
+    del key
+    return jnp.broadcast_to(jnp.eye(shape[-1], dtype=dtype), tuple(shape))
+
+
 def log_of_uniform(low: float, high: float) -> nnx.Initializer:
     """An initializer of logarithms of values uniform in [low, high]."""
 

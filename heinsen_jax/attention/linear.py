@@ -38,6 +38,9 @@ class LinearAttention(HeadedAttention[LinearConfig, LinearAttentionState]):
         empty = self.init_state(query.shape[:-3])
         return devices.recur(call, op, query, key, value, empty=empty)
 
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        return 4.0 * self.num_heads * self.key_depth * self.value_depth
+
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LinearAttentionState:

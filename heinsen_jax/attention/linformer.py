@@ -38,6 +38,11 @@ class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
         self.of_keys = parameter(init, *shape, **options)
         self.of_values = parameter(init, *shape, **options)
 
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        del length, is_causal
+        depths = self.key_depth + self.value_depth
+        return 2.0 * (self.num_heads + self.num_kv_heads) * depths * self.config.rank
+
     def attend(
         self, query: Query, key: Keys, value: Values, call: CallArguments[Never]
     ) -> tuple[Mixed, None]:

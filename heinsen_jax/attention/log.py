@@ -11,8 +11,8 @@ import pydantic
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import linear
+from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
+from heinsen_jax.attention.layers import identity, linear, parameter
 from heinsen_jax.ops.log_attention import (
     Chunked,
     HeinsenAttentionState,
@@ -21,7 +21,7 @@ from heinsen_jax.ops.log_attention import (
     log_attention,
 )
 from heinsen_jax.sharding import splits_tokens
-from heinsen_jax.typing import Array, config_dataclass
+from heinsen_jax.typing import Array, Features, Float, Keys, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -41,6 +41,9 @@ class LogConfig(HeadsConfig):
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
     """Initial time constant, in tokens, of the slowest-decaying head or feature. The fastest decay
     initially multiplies the state by 1/2 at each token."""
+    features: Literal["identity", "hedgehog"] = "identity"
+    """Log features of queries and keys: their projections; or twice as many, the logarithms of a
+    softmax of trained projections of each head and of their negatives, as in Hedgehog."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Implementation of `log_attention`; chosen automatically when None. "gpu" is experimental."""
 
@@ -68,6 +71,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
 
     def setup(self, **options: Any) -> None:
         super().setup(**options)
+        if self.config.features == "hedgehog":
+            shape = self.num_heads, self.key_depth, self.key_depth
+            self.query_features = parameter(identity, *shape, **options)
+            self.key_features = parameter(identity, self.num_kv_heads, *shape[1:], **options)
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         if self.config.decay is not None:
@@ -80,7 +87,24 @@ class LogAttention(HeadedAttention[LogConfig, State]):
 
     @property
     def _rates_of_a_head(self) -> int:
-        return {None: 0, "head": 1, "feature": self.key_depth}[self.config.decay]
+        return {None: 0, "head": 1, "feature": self.num_features}[self.config.decay]
+
+    @property
+    def num_features(self) -> int:
+        """Number of features of a query or key."""
+        return self.key_depth * (1 if self.config.features == "identity" else 2)
+
+    def heads(
+        self,
+        x: Features,
+        source: Float[Array, "*B S D"] | None = None,
+        project: HeadProjection | None = None,
+    ) -> tuple[Query, Keys, Values]:
+        query, key, value = super().heads(x, source, project)
+        if self.config.features == "hedgehog":
+            query = hedgehog_features(query, self.query_features[...])
+            key = hedgehog_features(key, self.key_features[...])
+        return query, key, value
 
     def apply(self, x: Array, call: CallArguments) -> tuple[Array, Any]:
         query, *arrays = self.heads(x, call.source)
@@ -176,6 +200,9 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         mixed = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=valid)
         return mixed[..., size:, :, :], after
 
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        return 4.0 * self.num_heads * self.num_features * self.value_depth
+
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LogAttentionState | HeinsenAttentionState | WindowCache:
@@ -184,11 +211,20 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         if self.config.window_size is None:
             is_log = self.config.values == "log"
             kind = LogAttentionState if is_log else HeinsenAttentionState
-            sizes = groups, self.key_depth, self.value_depth
+            sizes = groups, self.num_features, self.value_depth
             state = kind.empty(batch_shape, *sizes, dtype)
             if self.config.decay is None:
                 return state
             return dataclasses.replace(state, log_decay=jnp.zeros_like(state.log_z))
-        depths = self.key_depth, self.value_depth, self._rates_of_a_head
+        depths = self.num_features, self.value_depth, self._rates_of_a_head
         shapes = [(groups, depth) for depth in depths if depth]
         return WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)
+
+
+def hedgehog_features(
+    x: Float[Array, "*B T N K"], kernel: Float[Array, "N K K"]
+) -> Float[Array, "*B T N _"]:
+    """log softmax(x W) | log softmax(-x W) for the matrix W of each head: log-attention of these is
+    linear attention with Hedgehog's feature map (Zhang et al., 2024), without its clamp."""
+    projected = jnp.einsum("...nk,nkl->...nl", x, kernel.astype(x.dtype))
+    return jnp.concatenate([jax.nn.log_softmax(y, -1) for y in (projected, -projected)], -1)

@@ -62,6 +62,10 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
     Config = LongformerConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"window_size": length // 4, "num_global_tokens": 2}
+
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
         sizes = self.project.in_features, self.project.out_features

@@ -7,25 +7,21 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.attention.layers import (
     LayerOptions,
+    inverse_softplus_of_log_uniform,
     linear,
     log_of_uniform,
     parameter,
-    rms_norm,
-    inverse_softplus_of_log_uniform,
 )
 from heinsen_jax.attention.matrix_state import (
     ConvolvedConfig,
     Gates,
     MatrixStateAttention,
-    MatrixStates,
     OfHeads,
     in_float32,
 )
-from heinsen_jax.typing import Array, Features, config_dataclass
+from heinsen_jax.typing import Features, config_dataclass
 
 
 @config_dataclass
@@ -54,33 +50,20 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
 
     Config = Mamba2Config
     value_width = 2.0
+    shares_keys = True
+    has_convolution_bias = True
     scale = 1.0
+    norms_heads_jointly = True
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        depth, values = self.key_depth, self.num_heads * self.value_depth
-        axes = "embed", "heads"
-        shared = {"logical_axes": (), "use_bias": False, **options}
-        self.query, self.key = (linear(self.model_dim, depth, **shared) for _ in range(2))
-        size = self.config.convolution_size
-        self.convolutions = nnx.List(
-            CausalConvolution(size, width, axis, use_bias=True, **options)
-            for width, axis in ((depth, None), (depth, None), (values, "heads"))
+        self.step = linear(
+            self.model_dim, self.num_heads, ("embed", "heads"), use_bias=False, **options
         )
-        self.step = linear(self.model_dim, self.num_heads, axes, use_bias=False, **options)
         bias = inverse_softplus_of_log_uniform(1e-3, 0.1)
         self.step_bias = parameter(bias, self.num_heads, **options)
         self.log_rate = parameter(log_of_uniform(1, 16), self.num_heads, **options)
         self.skip = parameter(nnx.initializers.ones, self.num_heads, **options)
-        self.norm = rms_norm(values, **options)
-
-    def heads(
-        self, x: Features, call: CallArguments[MatrixStates]
-    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
-        query, key, value, after = self.convolved(x, call)
-        shape = *x.shape[:-1], self.num_heads, self.key_depth
-        query, key = (jnp.broadcast_to(x[..., None, :], shape) for x in (query, key))
-        return query, key, value.reshape(*shape[:-1], self.value_depth), after
 
     def gates(self, x: Features) -> Gates:
         logits = in_float32(self.step(x))
@@ -94,4 +77,4 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         skip = jnp.broadcast_to(self.skip[...].astype(x.dtype)[:, None], value.shape)
         y = (y + skip * value).reshape(*x.shape[:-1], -1)
-        return self.output(self.norm(y * jax.nn.silu(self.gate(x))))
+        return self.output(self.norm(y * self.activated_gate(x)))

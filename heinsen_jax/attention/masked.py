@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import TypeAlias, TypedDict, Unpack
 
 import jax.numpy as jnp
+import numpy as np
 
 from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.cache import TokenCache, WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadsT
-from heinsen_jax.ops.masks import Mask
+from heinsen_jax.ops.masks import Causal, Mask
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, Integer, Keys, Mixed, Query, Values
 
@@ -69,11 +70,7 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         query, key = self.with_positions(query, key, 0 if state is None else state.num_tokens)
         if state is None:
             return self.over_all(query, key, value, call), None
-        if call.segment_ids is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__}: segment_ids is unsupported with a "
-                "state; pass whole segments without a state"
-            )
+        self.check_segments(call)
         if isinstance(state, TokenCache):
             state, offset = state.append(key, value)
             y = self.between(query, *state.arrays, is_causal=True, query_offset=offset)
@@ -83,12 +80,33 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         keywords: MaskKeywords = {"query_offset": state.size, "key_value_seq_lengths": valid}
         return self.between(query, *arrays, is_causal=True, **keywords), after
 
+    def check_segments(self, call: CallArguments[TokenStates]) -> None:
+        """Refuse segments together with a state."""
+        if call.segment_ids is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: segment_ids is unsupported with a state; pass whole "
+                "segments without a state"
+            )
+
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:
         shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
         dtype, reach = jnp.dtype(self.dtype or self.param_dtype), self.reach()
         if reach is None:
             return TokenCache.empty(batch_shape, shapes, dtype, capacity)
         return WindowCache.empty(batch_shape, shapes, dtype, reach)
+
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        depths = self.key_depth + self.value_depth
+        return 2.0 * self.num_heads * depths * self._visible(length, is_causal)
+
+    def _visible(self, length: int, is_causal: bool) -> float:
+        """Visible keys per query, on average; estimated from some of the queries under a rule."""
+        rule = self.rule()
+        if rule is None:
+            return (length + 1) / 2 if is_causal else length
+        rule = rule & Causal() if is_causal else rule
+        queries = np.unique(np.linspace(0, length - 1, 256).round().astype(int))
+        return float(np.mean(np.sum(rule(queries[:, None], np.arange(length)[None]), 1)))
 
     def state_size(self, context_length: int) -> int:
         if self.reach() is not None:

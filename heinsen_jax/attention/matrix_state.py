@@ -2,8 +2,7 @@
 delta rule."""
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from heinsen_jax.ops.mlstm import MLSTMState
 from heinsen_jax.typing import Array, Features, Float, Integer, config_dataclass
 
 OfHeads = Float[Array, "*B T N _"]
-Width = float  # of all heads together, as a multiple of model_dim
 
 
 @config_dataclass
@@ -71,42 +69,65 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     """Attention with a matrix per head as its state.
 
         q | k | v = silu(convolution(x Wq | x Wk | x Wv))
-        y = output(gated_delta_rule(q, k, v, **gates(x)))
-        output(o) = (norm(o) * silu(x Wg)) Wo
+        y = (norm(gated_delta_rule(q, k, v, **gates(x))) * silu(x Wg)) Wo
 
-    where norm is an RMS norm of each head. Without convolutions there is no SiLU either, and a
-    subclass may have another output gate, or none. There are no biases unless stated.
+    where norm is an RMS norm of each head. There are no biases unless stated, and without
+    convolutions there is no SiLU of q, k and v. Subclasses set the attributes below, implement
+    `gates`, and override what is different.
 
-    Subclasses set the widths, implement `gates`, and override what is different.
+    Attributes:
+      key_width: width of the keys of all heads together, as a multiple of model_dim.
+      value_width: that of the values.
+      shares_keys: whether all heads share queries and keys.
+      has_convolution_bias: whether convolutions have a bias.
+      scale: factor of the outputs; 1 / sqrt(key_depth) when None.
+      norms_heads_jointly: whether the norm is over all heads together.
+      has_erasure: whether states are read to be erased, for `flops`.
+      gate_activation: activation of the output gate; no gate when None.
 
     Raises:
       ValueError: a head dimension is not given and not an integer by default.
     """
 
     capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
-    key_width: ClassVar[Width] = 1.0
-    value_width: ClassVar[Width] = 1.0
+    key_width: ClassVar[float] = 1.0
+    value_width: ClassVar[float] = 1.0
+    shares_keys: ClassVar[bool] = False
+    has_convolution_bias: ClassVar[bool] = False
     scale: ClassVar[float | None] = None
-    is_gated: ClassVar[bool] = True
+    norms_heads_jointly: ClassVar[bool] = False
+    has_erasure: ClassVar[bool] = False
+    gate_activation: ClassVar[Literal["silu", "sigmoid"] | None] = "silu"
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         model_dim, num_heads, config = self.model_dim, self.num_heads, self.config
         self.key_depth = config.key_depth or self._depth("key_depth", self.key_width)
         self.value_depth = config.value_depth or self._depth("value_depth", self.value_width)
-        keys, values = num_heads * self.key_depth, num_heads * self.value_depth
-        project = partial(linear, model_dim, logical_axes=("embed", "heads"), use_bias=False)
-        self.query, self.key, self.value = (project(x, **options) for x in (keys, keys, values))
-        size = getattr(config, "convolution_size", None)
-        widths = (keys, keys, values) if size else ()
-        self.convolutions = nnx.List(
-            CausalConvolution(size, width, "heads", **options) for width in widths
+        keys = self.key_depth if self.shares_keys else num_heads * self.key_depth
+        values = num_heads * self.value_depth
+        axes = "embed", "heads"
+        of_keys = () if self.shares_keys else axes
+        self.query, self.key = (
+            linear(model_dim, keys, of_keys, use_bias=False, **options) for _ in range(2)
         )
-        if self.is_gated:
-            self.gate = project(values, **options)
-        self.norm = rms_norm(self.value_depth, **options)
+        self.value = linear(model_dim, values, axes, use_bias=False, **options)
+        size = getattr(config, "convolution_size", None)
+        self.convolutions = nnx.List(
+            CausalConvolution(size, width, *axis[1:], use_bias=self.has_convolution_bias, **options)
+            for width, axis in ((keys, of_keys), (keys, of_keys), (values, axes))
+            if size
+        )
+        self.gate = self.make_gate(values, **options)
+        self.norm = rms_norm(values if self.norms_heads_jointly else self.value_depth, **options)
         self.output = linear(values, model_dim, ("heads", "embed"), use_bias=False, **options)
 
-    def _depth(self, name: str, width: Width) -> int:
+    def make_gate(self, values: int, **options: Unpack[LayerOptions]) -> nnx.Module | None:
+        """The projection of the output gate, if any."""
+        if self.gate_activation is None:
+            return None
+        return linear(self.model_dim, values, ("embed", "heads"), use_bias=False, **options)
+
+    def _depth(self, name: str, width: float) -> int:
         depth = width * self.model_dim / self.num_heads
         if depth != int(depth):
             raise ValueError(
@@ -124,23 +145,16 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         self, x: Features, call: CallArguments[MatrixStates]
     ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
         """Queries, keys and values `[..., T, N, depth]`, and the new states of the convolutions."""
-        *arrays, after = self.convolved(x, call)
-        query, key, value = (x.reshape(*x.shape[:-1], self.num_heads, -1) for x in arrays)
-        return query, key, value, after
-
-    def convolved(
-        self, x: Features, call: CallArguments[MatrixStates]
-    ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
-        """Queries, keys and values `[..., T, features]`, and the new states of the
-        convolutions."""
         arrays, after = [self.query(x), self.key(x), self.value(x)], []
         for index, convolve in enumerate(self.convolutions):
             before = None if call.state is None else call.state.convolutions[index]
             convolved, last = convolve(arrays[index], state=before, segment_ids=call.segment_ids)
             arrays[index] = jax.nn.silu(convolved)
             after.append(last)
-        query, key, value = arrays
-        return query, key, value, tuple(after)
+        keys = *x.shape[:-1], self.num_heads, self.key_depth
+        of_keys = (*keys[:-2], 1, keys[-1]) if self.shares_keys else keys
+        query, key = (jnp.broadcast_to(x.reshape(of_keys), keys) for x in arrays[:2])
+        return query, key, arrays[2].reshape(*keys[:-1], self.value_depth), tuple(after)
 
     def apply(
         self, x: Features, call: CallArguments[MatrixStates]
@@ -202,8 +216,18 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         """The output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""
         del value
-        y = self.norm(y).reshape(*x.shape[:-1], -1)
-        return self.output(y * jax.nn.silu(self.gate(x)) if self.is_gated else y)
+        flat = *x.shape[:-1], self.num_heads * self.value_depth
+        y = self.norm(y.reshape(flat) if self.norms_heads_jointly else y).reshape(flat)
+        return self.output(y if self.gate is None else y * self.activated_gate(x))
+
+    def activated_gate(self, x: Features) -> Array:
+        """The output gate `[..., T, N V]`"""
+        activation = jax.nn.silu if self.gate_activation == "silu" else jax.nn.sigmoid
+        return activation(self.gate(x))
+
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        products = 6.0 if self.has_erasure else 4.0
+        return products * self.num_heads * self.key_depth * self.value_depth
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -112,6 +112,10 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         shapes = (1, self.rank), (1, self.rotary_depth)
         return TokenCache.empty(batch_shape, shapes, dtype, capacity)
 
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        visible = (length + 1) / 2 if is_causal else length
+        return 2.0 * self.num_heads * (2 * self.rank + self.rotary_depth) * visible
+
     def state_size(self, context_length: int) -> int:
         itemsize = jnp.dtype(self.dtype or self.param_dtype).itemsize
         return context_length * (self.rank + self.rotary_depth) * itemsize

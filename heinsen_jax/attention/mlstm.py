@@ -39,6 +39,7 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
 
     Config = MatrixStateConfig
     key_width = 0.5
+    gate_activation = "sigmoid"
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
@@ -78,10 +79,6 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
 
         arrays = query, key, value, log_input, jax.nn.log_sigmoid(forget)
         return devices.recur(call.with_state(state), op, *arrays, empty=empty, summary=summary)
-
-    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
-        y = self.norm(y).reshape(*x.shape[:-1], -1)
-        return self.output(y * jax.nn.sigmoid(self.gate(x)))
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -50,6 +50,9 @@ class PerformerAttention(HeadedAttention[PerformerConfig, HeinsenAttentionState]
         empty = self.init_state(query.shape[:-3])
         return devices.recur(call, op, query, key, value, empty=empty)
 
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        return 4.0 * self.num_heads * self.num_features * self.value_depth
+
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> HeinsenAttentionState:

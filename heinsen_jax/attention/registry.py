@@ -9,20 +9,30 @@ from heinsen_jax.attention.additive import AdditiveAttention
 from heinsen_jax.attention.base import Attention, AttentionConfig
 from heinsen_jax.attention.block_sparse import BlockSparseAttention
 from heinsen_jax.attention.colt5 import ConditionalAttention
+from heinsen_jax.attention.deltanet import DeltaNetAttention
 from heinsen_jax.attention.dilated import DilatedAttention
+from heinsen_jax.attention.fox import ForgettingAttention
+from heinsen_jax.attention.gated_deltanet import GatedDeltaNetAttention
+from heinsen_jax.attention.gla import GatedLinearAttention
 from heinsen_jax.attention.gqa import GroupedQueryAttention
+from heinsen_jax.attention.hgrn2 import HGRN2Attention
+from heinsen_jax.attention.kda import KimiDeltaAttention
 from heinsen_jax.attention.l1 import L1Attention
 from heinsen_jax.attention.l1_sparse import L1SparseAttention
 from heinsen_jax.attention.linear import LinearAttention
 from heinsen_jax.attention.linformer import LinformerAttention
 from heinsen_jax.attention.log import LogAttention
 from heinsen_jax.attention.longformer import LongformerAttention
+from heinsen_jax.attention.mamba2 import Mamba2Attention
 from heinsen_jax.attention.memory_compressed import MemoryCompressedAttention
 from heinsen_jax.attention.mla import LatentAttention
+from heinsen_jax.attention.mlstm import MLSTMAttention
 from heinsen_jax.attention.performer import PerformerAttention
+from heinsen_jax.attention.retnet import RetentionAttention
 from heinsen_jax.attention.rmt import RecurrentMemoryAttention
 from heinsen_jax.attention.sliding_window import SlidingWindowAttention
 from heinsen_jax.attention.softmax import SoftmaxAttention
+from heinsen_jax.attention.taylor import TaylorAttention
 from heinsen_jax.attention.tglobal import TransientGlobalAttention
 from heinsen_jax.ops.log_attention import Chunked
 from heinsen_jax.typing import DTypeLike
@@ -49,6 +59,16 @@ _MECHANISMS: dict[str, type[Attention]] = {
     "l1": L1Attention,
     "l1_sparse": L1SparseAttention,
     "additive": AdditiveAttention,
+    "retnet": RetentionAttention,
+    "gla": GatedLinearAttention,
+    "hgrn2": HGRN2Attention,
+    "mamba2": Mamba2Attention,
+    "deltanet": DeltaNetAttention,
+    "gated_deltanet": GatedDeltaNetAttention,
+    "kda": KimiDeltaAttention,
+    "mlstm": MLSTMAttention,
+    "taylor": TaylorAttention,
+    "fox": ForgettingAttention,
 }
 
 

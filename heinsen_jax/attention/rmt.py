@@ -40,6 +40,10 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
     Config = RecurrentMemoryConfig
     capabilities = Capabilities(causal=True, streaming=True)
 
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"segment_length": length // 4, "num_memories": 4}
+
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
         self.attention = SoftmaxAttention(self.model_dim, self.num_heads, **options)

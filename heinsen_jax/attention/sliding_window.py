@@ -28,6 +28,10 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     Config = SlidingWindowConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"window_size": length // 4}
+
     def rule(self) -> Window:
         return Window(self.reach())
 

@@ -1,18 +1,26 @@
 """Multi-head softmax attention as a layer."""
 
-from typing import Literal
+from typing import Literal, Unpack
+
+import jax.numpy as jnp
+import numpy as np
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.masked import TokenStates
+from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.attention.masked import MaskKeywords, TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
+from heinsen_jax.typing import Array, Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
 class SoftmaxConfig(RotaryConfig):
     """Configuration of softmax attention."""
 
+    positions: Literal["none", "rotary", "alibi"] = "none"
+    """Position encoding: none; rotary, which rotates queries and keys by angles proportional to
+    their positions (RoPE); or alibi, which adds to the scores a bias proportional to the distance,
+    by head, and is causal only."""
     implementation: Literal["xla", "tiled", "cudnn"] | None = None
     """Implementation of `dot_product_attention`; chosen automatically when None."""
 
@@ -20,14 +28,23 @@ class SoftmaxConfig(RotaryConfig):
 class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
     """Multi-head softmax attention; the state has all keys and values.
 
+    With `positions="alibi"`, the score of head n = 1, ..., N decreases by 2^(-8 n / N) per token of
+    distance.
+
     References:
-      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762.
+      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762; Su et al., 2021, RoFormer,
+      arXiv:2104.09864; Press et al., 2022, Train Short, Test Long (ALiBi), arXiv:2108.12409.
     """
 
     Config = SoftmaxConfig
     capabilities = Capabilities(
         causal=True, bidirectional=True, streaming=True, cross=True, segments=True
     )
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
+        if self.config.positions == "alibi":
+            self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
     def over_all(
         self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
@@ -37,5 +54,29 @@ class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
             key,
             value,
             **call.keywords,
+            log_decay=self._log_decay(key),
             implementation=self.config.implementation,
         )
+
+    def between(
+        self,
+        query: Query,
+        key: Keys,
+        value: Values,
+        *,
+        is_causal: bool = True,
+        **keywords: Unpack[MaskKeywords],
+    ) -> Mixed:
+        decay = self._log_decay(key)
+        return dot_product_attention(
+            query, key, value, is_causal=is_causal, log_decay=decay, **keywords
+        )
+
+    def _log_decay(self, key: Keys) -> Array | None:
+        """The biases of ALiBi, as decays per token `[..., S, N]`."""
+        if self.config.positions != "alibi":
+            return None
+        heads = np.arange(1, self.num_heads + 1)
+        dtype = jnp.promote_types(key.dtype, jnp.float32)
+        slopes = jnp.asarray(2.0 ** (-8 * heads / self.num_heads), dtype)
+        return jnp.broadcast_to(-slopes, (*key.shape[:-2], self.num_heads))

@@ -86,6 +86,10 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     Config = TransientGlobalConfig
     capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"radius": length // 4 - 1, "block_size": 4}
+
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
         self.global_norm = rms_norm(self.model_dim, **options)

@@ -1,6 +1,7 @@
 """Language models that take an attention mechanism by name."""
 
-from heinsen_jax.models.config import LanguageModelConfig, flops_per_token
+from heinsen_jax.models.config import LanguageModelConfig
+from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.models.language_model import LanguageModel, LanguageModelState
 
 __all__ = ["LanguageModel", "LanguageModelConfig", "LanguageModelState", "flops_per_token"]

@@ -8,9 +8,9 @@ import jax
 from flax import nnx
 
 from heinsen_jax.attention import mechanism
+from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear
 from heinsen_jax.models.config import LanguageModelConfig
-from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, PyTree
 

@@ -163,25 +163,3 @@ class LanguageModelConfig:
             if of in (name, str(index)):
                 fields[field] = value
         return configure(name, **fields)
-
-
-def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -> float:
-    """Model FLOPs per token of a forward and backward pass, for model FLOPs utilization (MFU).
-
-    Each parameter counts 6, all parameters included; the tied embedding counts once. In addition,
-    each head of each layer, with head dimensions K of keys and V of values, counts 12 K V for log
-    and linear attention, which write and read their state once. For softmax, grouped-query and L1
-    attention it counts 6 (K + V) per visible token: on average (length + 1) / 2 tokens if causal,
-    otherwise `length`. Other mechanisms count nothing in addition.
-    """
-    key_depth = config.key_depth or config.model_dim // config.num_heads
-    value_depth = config.value_depth or config.model_dim // config.num_heads
-    visible = (length + 1) / 2 if config.is_causal else length
-    of_state, of_tokens = 12.0 * key_depth * value_depth, 6.0 * (key_depth + value_depth) * visible
-    known: dict[str, float] = {"log": of_state, "linear": of_state}
-    known |= {name: of_tokens for name in ("softmax", "gqa", "l1")}
-    of_pattern = sum(known.get(name, 0.0) for name in config.layer_pattern)
-    return (
-        6.0 * parameters
-        + of_pattern * config.num_layers / len(config.layer_pattern) * config.num_heads
-    )

@@ -13,6 +13,7 @@ from heinsen_jax.ops.colt5 import (
     soft_top_k,
 )
 from heinsen_jax.ops.context import over_context
+from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule, matrix_summary
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.ops.l1_sparse import edge_counts, l1_sparse_attention
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
@@ -38,10 +39,12 @@ from heinsen_jax.ops.memory_compressed import (
     memory_compressed_attention,
 )
 from heinsen_jax.ops.mla import latent_attention, mla_attention
+from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.ops.softmax import dot_product_attention
+from heinsen_jax.ops.taylor import taylor_attention, taylor_features
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
 
 __all__ = [
@@ -52,6 +55,8 @@ __all__ = [
     "HeinsenAttentionState",
     "LinearAttentionState",
     "LogAttentionState",
+    "MLSTMState",
+    "MatrixState",
     "Routing",
     "SegmentState",
     "additive_pooling",
@@ -63,6 +68,7 @@ __all__ = [
     "dilated_attention",
     "dot_product_attention",
     "edge_counts",
+    "gated_delta_rule",
     "heinsen_attention",
     "l1_attention",
     "l1_sparse_attention",
@@ -72,8 +78,11 @@ __all__ = [
     "log_attention",
     "log_linear_recurrence",
     "longformer_attention",
+    "matrix_summary",
     "memory_compressed_attention",
     "mla_attention",
+    "mlstm_attention",
+    "mlstm_summary",
     "orthogonal_features",
     "over_context",
     "performer_attention",
@@ -84,5 +93,7 @@ __all__ = [
     "sharded_log_attention",
     "sliding_window_attention",
     "soft_top_k",
+    "taylor_attention",
+    "taylor_features",
     "tglobal_attention",
 ]

@@ -233,7 +233,8 @@ def gated_delta_rule(
         """`[*B, T, N]` or `[*B, T, N, F]` -> `[B, T, N, 1 or F]`"""
         if x is None:
             return None
-        x = x.astype(dtype).reshape(size, length, heads, -1)
+        features = x.shape[-1] if x.ndim == len(batch) + 3 else 1
+        x = x.astype(dtype).reshape(size, length, heads, features)
         return x if valid is None else jnp.where(valid.reshape(size, length, 1, 1), x, 0)
 
     query, key, value = (per_token(x) for x in (query, key, value))
@@ -253,7 +254,8 @@ def gated_delta_rule(
         feature_decay,
         None if erase is None else erase * key,
     )
-    y, state = recur(tokens, initial_state.astype(dtype).reshape(-1, key_depth, value_depth))
+    state = initial_state.astype(dtype).reshape(size * heads, key_depth, value_depth)
+    y, state = recur(tokens, state)
     y = y.reshape(*batch, length, heads, value_depth).astype(output_dtype)
     if not return_state:
         return y

@@ -194,13 +194,14 @@ def _chunks(x: Array, axis: int, padding: float = 0.0) -> Array:
     size = math.isqrt(len(x) - 1) + 1
     widths = [(0, -len(x) % size), *[(0, 0)] * (x.ndim - 1)]
     x = jnp.pad(x, widths, constant_values=padding)
-    return jnp.swapaxes(x.reshape(-1, size, *x.shape[1:]), 0, 1)
+    return jnp.swapaxes(x.reshape(len(x) // size, size, *x.shape[1:]), 0, 1)
 
 
 def _join_chunks(x: Array, length: int, axis: int) -> Array:
     """Invert `_chunks`."""
     x = jnp.swapaxes(x, 0, 1)
-    return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[:length], 0, axis)
+    tokens = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+    return jnp.moveaxis(tokens[:length], 0, axis)
 
 
 @_log_linear_recurrence.defjvp

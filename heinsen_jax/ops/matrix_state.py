@@ -23,6 +23,7 @@ exception is the difference of sums in `_scores_by_feature`, which is taken only
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -67,9 +68,10 @@ def segment_decay(
     elsewhere; or None without segments."""
     if segment_ids is None:
         return None
+    *batch, length = segment_ids.shape
     starts = segment_starts(segment_ids, valid)
     decay = jnp.where(starts, -jnp.inf, jnp.zeros(starts.shape, dtype))
-    decay = decay.reshape(-1, starts.shape[-1], 1, 1)
+    decay = decay.reshape(math.prod(batch), length, 1, 1)
     return jnp.broadcast_to(decay, (*decay.shape[:2], groups, 1))
 
 
@@ -241,8 +243,9 @@ def _by_blocks(rows: Array, key: Array, decay: Array) -> _Scaled:
     (size, depth), shape = key.shape[2:], rows.shape
     c = min(TOKENS_OF_TERMS, size)
     n = size // c
-    key, decay = (x.reshape(-1, n, c, depth) for x in (key, decay))  # `[Y, n, c, K]`, Y = J X
-    rows = jnp.swapaxes(rows.reshape(len(key), -1, n, c, depth), 1, 2)  # `[Y, n, R, c, K]`
+    count, heads = shape[0] * shape[1], shape[2]  # Y = J X, R
+    key, decay = (x.reshape(count, n, c, depth) for x in (key, decay))
+    rows = jnp.swapaxes(rows.reshape(count, heads, n, c, depth), 1, 2)  # `[Y, n, R, c, K]`
     up_to = _up_to(decay)
     from_start = einsum("ts,ynsk->yntk", up_to, decay)
     to_end = einsum("ts,ynsk->yntk", 1 - up_to, decay)
@@ -251,10 +254,10 @@ def _by_blocks(rows: Array, key: Array, decay: Array) -> _Scaled:
     is_between = ((m < other) & (other < i)).astype(decay.dtype)
     between = einsum("imo,yok->yimk", is_between, of_block)
     keys = jnp.exp(to_end[:, None] + between[:, :, :, None]) * key[:, None]
-    keys = keys.reshape(-1, n + 1, size, depth)
+    keys = keys.reshape(count, n + 1, size, depth)
     near = rows * jnp.exp(from_start)[:, :, None]
-    scores = matmul(near.reshape(-1, n, shape[2] * c, depth), jnp.swapaxes(keys[:, :n], -1, -2))
-    scores = scores.reshape(-1, n, shape[2], c, n, c)
+    scores = matmul(near.reshape(count, n, heads * c, depth), jnp.swapaxes(keys[:, :n], -1, -2))
+    scores = scores.reshape(count, n, heads, c, n, c)
 
     t, s, u = _indices(c, c, c)
     inside = einsum("tsu,ynuk->yntsk", ((s < u) & (u <= t)).astype(decay.dtype), decay)

@@ -21,18 +21,19 @@ from heinsen_jax.ops.arguments import (
 from heinsen_jax.ops.layout import astype_like, varying_like
 from heinsen_jax.ops.linear_recurrence import log_linear_recurrence
 from heinsen_jax.ops.matrix_state import MatrixOperands, recur_with_normalizer, segment_decay
-from heinsen_jax.ops.numerics import divide_or_zero
+from heinsen_jax.ops.numerics import divide_or_zero, log_add_exp, share, where_empty
 from heinsen_jax.typing import Array, Float, Lengths, Segments, pytree_dataclass
 
 
 @pytree_dataclass
 class MLSTMState:
-    """State of mLSTM attention, relative to a stabilizer: exp(m) times c and n is the sum of tokens.
+    """State of mLSTM attention: C exp(-m), n exp(-m), and m, the log of the sum of the input gates,
+    which decays like C and n.
 
     Attributes:
-      c: matrix memory `[*B, N, K, V]`.
-      n: normalizer `[*B, N, K]`.
-      m: stabilizer `[*B, N]`, at least 0.
+      c: matrix memory C exp(-m) `[*B, N, K, V]`.
+      n: normalizer n exp(-m) `[*B, N, K]`.
+      m: stabilizer `[*B, N]`; -inf without tokens.
       log_forget: sum of the log forget gates of the tokens `[*B, N]`, by which earlier states decay;
         None in a state that is never merged into an earlier one.
     """
@@ -51,17 +52,18 @@ class MLSTMState:
         value_depth: int,
         dtype=jnp.float32,
     ) -> MLSTMState:
-        """Return the state of no tokens: 0."""
+        """Return the state of no tokens: sums of 0."""
         shape = (*batch_shape, num_heads)
         c = jnp.zeros((*shape, key_depth, value_depth), dtype)
-        return cls(c, jnp.zeros((*shape, key_depth), dtype), jnp.zeros(shape, dtype))
+        m = jnp.full(shape, -jnp.inf, dtype)
+        return cls(c, jnp.zeros((*shape, key_depth), dtype), m)
 
     def merge(self, other: MLSTMState) -> MLSTMState:
         """Return the state of these tokens followed by those of `other`."""
         assert other.log_forget is not None
         decayed = self.m + other.log_forget
-        m = jnp.maximum(decayed, other.m)
-        before, after = jnp.exp(decayed - m)[..., None], jnp.exp(other.m - m)[..., None]
+        m = log_add_exp(decayed, other.m)
+        before, after = share(decayed, m)[..., None], share(other.m, m)[..., None]
         c = before[..., None] * self.c + after[..., None] * other.c
         total = None if self.log_forget is None else self.log_forget + other.log_forget
         return MLSTMState(c, before * self.n + after * other.n, m, total)
@@ -115,9 +117,9 @@ def mlstm_attention(
         o_t = C_t^T q_t / max(|n_t . q_t|, 1)                                       (21), (22)
 
     with keys k scaled by 1 / sqrt(K), i = exp(log_input_gate) and f = exp(log_forget_gate). Sums are
-    relative to a stabilizer m_t >= log i_t, m_t >= m_(t-1) + log f_t, on which o does not depend:
-    C exp(-m) and n exp(-m) are computed, and the denominator is max(|n . q|, exp(-m)). Any input
-    gate is thus in range. Computed in chunks of tokens, in at least float32.
+    relative to a stabilizer m, on which o does not depend: C exp(-m) and n exp(-m) are computed, and
+    the denominator is max(|n . q|, exp(-m)). With m_t = log(f_t exp(m_(t-1)) + i_t) all factors are
+    at most 1, whatever the input gates. Computed in chunks of tokens, in at least float32.
 
     Args:
       query: q `[*B, T, N, K]`, with N heads.
@@ -182,14 +184,15 @@ def mlstm_attention(
     if separation is not None:
         log_forget = log_forget + separation.reshape(log_forget.shape)
 
-    # The log of a sum with terms of at least 1: a bound of the largest, whose gradients cancel.
-    inputs = jnp.maximum(log_input, 0)
-    first = initial_state.m.astype(dtype)
-    gates = lax.stop_gradient((log_forget, inputs, first))
-    m = log_linear_recurrence(gates[0], gates[1], initial=gates[2])
-    before = jnp.concatenate([gates[2][..., None, :], m], -2)[..., :-1, :]
-    decay = jnp.minimum(log_forget + (before - m), 0)
-    written = jnp.exp(log_input - m)[..., None] * key.astype(dtype) / math.sqrt(max(key_depth, 1))
+    # Outputs do not depend on m, so it needs no gradient.
+    first, *gates = lax.stop_gradient((initial_state.m.astype(dtype), log_forget, log_input))
+    m = log_linear_recurrence(*gates, initial=first)
+    each = jnp.concatenate([first[..., None, :], m], -2)
+    before, last = each[..., :-1, :], each[..., -1, :]
+    kept = log_forget + before - where_empty(m, 0)
+    kept = kept - lax.stop_gradient(jnp.maximum(kept, 0))  # rounded up from 0
+    decay = jnp.where(before == -jnp.inf, 0, kept)
+    written = share(log_input, m)[..., None] * key.astype(dtype) / math.sqrt(max(key_depth, 1))
 
     size = math.prod(batch)
     tokens = MatrixOperands(
@@ -198,8 +201,8 @@ def mlstm_attention(
         value.astype(dtype).reshape(size, length, heads, value_depth),
         decay.reshape(size, length, heads, 1),
     )
-    c = initial_state.c.astype(dtype).reshape(-1, key_depth, value_depth)
-    n = initial_state.n.astype(dtype).reshape(-1, key_depth)
+    c = initial_state.c.astype(dtype).reshape(size * heads, key_depth, value_depth)
+    n = initial_state.n.astype(dtype).reshape(size * heads, key_depth)
     (numerator, total), (c, n) = recur_with_normalizer(tokens, c, n)
     total = total.reshape(*batch, length, heads, 1)
     total = jnp.maximum(jnp.abs(total), jnp.exp(-m)[..., None])
@@ -207,7 +210,6 @@ def mlstm_attention(
     y = y.astype(output_dtype)
     if not return_state:
         return y
-    last = jnp.concatenate([gates[2][..., None, :], m], -2)[..., -1, :]
     after = MLSTMState(c.reshape(expected.c.shape), n.reshape(expected.n.shape), last)
     if initial_state.log_forget is not None:
         after = replace(after, log_forget=initial_state.log_forget + jnp.sum(log_forget, -2))

@@ -111,8 +111,6 @@ def taylor_attention(
             "an odd number, or pass allow_negative_weights=True"
         )
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
-    dtype = jnp.result_type(query, key, value)
-    wide = jnp.promote_types(dtype, jnp.float32)
     options: dict[str, Any] = {
         "is_causal": is_causal,
         "segment_ids": segment_ids,
@@ -122,17 +120,9 @@ def taylor_attention(
     }
 
     def features(x: Array) -> Array:
-        return taylor_features(x.astype(wide), num_terms, scale)
+        return taylor_features(x, num_terms, scale)
 
-    y = linear_attention(
-        query.astype(wide),
-        key.astype(wide),
-        value,
-        feature_map=features,
-        epsilon=0,
-        **options,
-    )
-    return (y[0].astype(dtype), y[1]) if return_state else y.astype(dtype)
+    return linear_attention(query, key, value, feature_map=features, epsilon=0, **options)
 
 
 def taylor_features(

@@ -82,8 +82,9 @@ def attention(
     length = query.shape[2]
     if query_decay is not None and key_decay is not None:
         query_decay = _tiles(query_decay, 0)
-        keys = jnp.moveaxis(key_decay, 1, 2)
-        key_decay = _tiles(keys.reshape(len(keys), 1, keys.shape[1], -1), 1)
+        folds, heads, sources, _ = key_decay.shape
+        keys = jnp.moveaxis(key_decay, 1, 2).reshape(folds, 1, sources, 2 * heads)
+        key_decay = _tiles(keys, 1)
     tiles = _SoftmaxTiles(
         _tiles(query, 0),
         _tiles(key[:, None], 1),
@@ -187,10 +188,10 @@ def _backward(problem: Problem, residuals, d_y: Array):
         d_value = jnp.einsum("xrv,xrl->xvl", d_y_row, weights)
         d_key_decay = sums.key_decay
         if d_key_decay is not None:
-            by_head = d_scores.reshape(len(query), -1, SIZE, d_scores.shape[-1])
-            d_fine = -jnp.sum(by_head, 2)
+            heads, columns_of = query.shape[1] // SIZE, d_scores.shape[-1]
+            d_fine = -jnp.sum(d_scores.reshape(len(query), heads, SIZE, columns_of), 2)
             both = jnp.stack([jnp.zeros_like(d_fine), d_fine], 2)
-            both = both.reshape(len(query), -1, d_scores.shape[-1])
+            both = both.reshape(len(query), 2 * heads, columns_of)
             d_key_decay = _add_columns(columns, d_key_decay, both)
         return _SoftmaxTiles(
             _set_row(row, sums.query, d_query + d_scores @ key),
@@ -242,7 +243,9 @@ def _scores(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array):
     by_head = scores.reshape(len(query), query.shape[1] // SIZE, SIZE, scores.shape[-1])
     if tiles.query_decay is not None and tiles.key_decay is not None:
         of_query = _row(tiles.query_decay, row).reshape(*by_head.shape[:3], 1, 2)
-        of_key = _columns(tiles.key_decay, columns).reshape(len(query), -1, by_head.shape[1], 2)
+        of_key = _columns(tiles.key_decay, columns).reshape(
+            len(query), by_head.shape[3], by_head.shape[1], 2
+        )
         by_head = by_head + jnp.sum(of_query - jnp.swapaxes(of_key, 1, 2)[:, :, None], -1)
     return jnp.where(visible, by_head, -jnp.inf).reshape(scores.shape), key, value
 

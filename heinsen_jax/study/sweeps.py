@@ -23,25 +23,18 @@ def causal_mechanisms(length: int) -> Sweep:
     """
     if length < 16:
         raise ValueError(f"length={length} must be at least 16: windows are fractions of it")
-    part = length // 4
-    options: dict[str, dict[str, int]] = {
-        "gqa": {"num_kv_heads": 1},
-        "sliding_window": {"window_size": part},
-        "dilated": {"window_size": part // 2, "dilation": 4},
-        "longformer": {"window_size": part, "num_global_tokens": 2},
-        "tglobal": {"radius": part - 1, "block_size": 4},
-        "block_sparse": {"block_size": part // 2, "num_summaries": 2},
-        "l1_sparse": {"window_size": part // 4},
-        "rmt": {"segment_length": part, "num_memories": 4},
-    }
     log: dict[str, dict[str, int | str]] = {
         "log": {},
         "log, linear values": {"values": "linear"},
         "log, decay by head": {"values": "linear", "decay": "head", "max_timescale": length},
         "log, decay by feature": {"values": "linear", "decay": "feature", "max_timescale": length},
     }
-    causal = [x for x in attention.names() if attention.mechanism(x).capabilities.causal]
-    others = {name: mechanism(name, **options.get(name, {})) for name in causal if name != "log"}
+    classes = {name: attention.mechanism(name) for name in attention.names() if name != "log"}
+    others = {
+        name: mechanism(name, **kind.short_options(length))
+        for name, kind in classes.items()
+        if kind.capabilities.causal
+    }
     return {label: mechanism("log", **chosen) for label, chosen in log.items()} | others
 
 

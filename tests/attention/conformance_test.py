@@ -18,7 +18,9 @@ MODEL_DIM, NUM_HEADS, BATCH = 24, 4, 2
 # Sizes small enough for few tokens. Default log-attention compiles slowly: `oracle_test` covers
 # more of its variants, tests/ops each keyword.
 NAMES = attention.names()
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in NAMES}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, attention.mechanism(name).short_options(20)) for name in NAMES
+}
 VARIANTS |= {
     "log, window": ("log", {"window_size": 5}),
     "log, decay of heads": ("log", {"decay": "head", "implementation": "scan"}),
@@ -32,23 +34,25 @@ VARIANTS |= {
     "log, linear values in chunks": ("log", {"values": "linear", "decay": "feature"}),
     "softmax, rotary": ("softmax", {"positions": "rotary", "query_key_norm": True}),
     "softmax, gated": ("softmax", {"gated": True, "key_depth": 3, "value_depth": 5}),
-    "sliding_window": ("sliding_window", {"window_size": 5}),
     "sliding_window, rotary": ("sliding_window", {"window_size": 5, "positions": "rotary"}),
     "sliding_window, itself": ("sliding_window", {"window_size": 1}),
-    "dilated": ("dilated", {"window_size": 3, "dilation": 4}),
+    "softmax, alibi": ("softmax", {"positions": "alibi"}),
+    "hgrn2, lower bound": ("hgrn2", {"lower_bound": 0.3}),
+    "log, hedgehog": ("log", {"features": "hedgehog", "decay": "feature", "values": "linear"}),
     "tglobal": ("tglobal", {"radius": 4, "block_size": 3, "capacity": 64}),
     "block_sparse, local": ("block_sparse", {"pattern": "local", "block_size": 6}),
     "block_sparse, strided": ("block_sparse", {"pattern": "strided", "block_size": 6}),
     "block_sparse": ("block_sparse", {"block_size": 6, "num_summaries": 2}),
     "rmt": ("rmt", {"segment_length": 16, "num_memories": 2}),
+    "mamba2": ("mamba2", {"key_depth": 8}),
 }
 
 
 # In the short suite: one variant per kind of state for streaming, and per kind of sum for half
 # precision; tests/ops covers every op.
 STREAMS = {"log", "softmax, rotary", "sliding_window, rotary", "mla", "longformer", "tglobal"}
-STREAMS |= {"memory_compressed", "rmt"}
-HALF = {"log", "softmax", "linear", "colt5", "additive"}
+STREAMS |= {"memory_compressed", "rmt", "mlstm", "fox", "retnet"}
+HALF = {"log", "softmax", "linear", "colt5", "additive", "kda"}
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
 LENGTH, CHUNK = 60, 20  # not a multiple of blocks, segments and windows
 
@@ -272,10 +276,10 @@ def test_state_size_is_that_of_the_state(variant):
         assert counts in (0, 4)
 
 
-CONSTANT = {"log", "sliding_window", "dilated"}
+CONSTANT = [name for name in NAMES if attention.mechanism(name).capabilities.mergeable]
 
 
-@pytest.mark.parametrize("name", sorted(CONSTANT & set(attention.names())))
+@pytest.mark.parametrize("name", [*CONSTANT, "sliding_window", "dilated", "rmt"])
 def test_states_of_constant_size(name):
     assert build(name).state_size(10) == build(name).state_size(10**6)
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.attention.matrix_oracles import MATRIX_ORACLES
+
 Array = np.ndarray
 Layer = Any
 Parameters = Mapping[str, Array]
@@ -289,6 +291,12 @@ def performer(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     return out_proj(layer, p, y)
 
 
+def hedgehog(x: Array) -> Array:
+    """log [softmax(x), softmax(-x)]"""
+    exps = (np.exp(y) for y in (x, -x))
+    return np.log(np.concatenate([y / y.sum(1, keepdims=True) for y in exps], 1))
+
+
 def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """log Y = log(weights V) - log(sum of weights), where weights_ts = sum_a exp(q_ta + k_sa); or Y
     itself for linear values.
@@ -306,6 +314,10 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         log_decay = -np.log1p(np.exp(-np.stack(np.split(rates, layer.num_kv_heads, axis=1))))
     y = []
     for head, (query, key, value) in enumerate(heads(layer, p, x)):
+        if config.features == "hedgehog":
+            group = head // (layer.num_heads // layer.num_kv_heads)
+            query = hedgehog(query @ p["query_features"][head])
+            key = hedgehog(key @ p["key_features"][group])
         decay = log_decay[head // (layer.num_heads // layer.num_kv_heads)]
         weights = np.zeros((length, length))
         for t, s in np.argwhere(visible):
@@ -315,6 +327,43 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
         averaged = average(weights, visible, np.exp(value) if is_log else value)
         y.append(np.log(averaged) if is_log else averaged)
     return out_proj(layer, p, y)
+
+
+def taylor(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """Weights 1 + u + u^2 / 2 + ..., u = q . k / sqrt(depth)."""
+    _, visible = positions(len(x), is_causal)
+    y = []
+    for query, key, value in heads(layer, p, x):
+        u = query @ key.T / math.sqrt(layer.key_depth)
+        terms = (u**n / math.factorial(n) for n in range(layer.config.num_terms))
+        y.append(average(sum(terms, np.zeros_like(u)), visible, value))
+    return out_proj(layer, p, y)
+
+
+def decayed_softmax(layer: Layer, p: Parameters, x: Array, log_decay: Array) -> Array:
+    """softmax(q_t . k_s / sqrt(depth) + sum of the log decays `[N, T]` after s up to t)."""
+    _, visible = positions(len(x), True)
+    y = []
+    for (query, key, value), decay in zip(heads(layer, p, x), log_decay, strict=True):
+        total = np.cumsum(decay)
+        weights = similarity(query, key) * np.exp(total[:, None] - total[None])
+        y.append(average(weights, visible, value))
+    return out_proj(layer, p, y)
+
+
+def forgetting(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    assert is_causal
+    logits = x @ p["forget_gate.kernel"] + p["forget_gate.bias"]
+    return decayed_softmax(layer, p, x, -np.log1p(np.exp(-logits)).T)
+
+
+def softmax(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """With ALiBi, head n decays by 2^(-8 n / N), n = 1, ..., N."""
+    if layer.config.positions != "alibi":
+        return masked(anywhere)(layer, p, x, is_causal)
+    assert is_causal
+    slopes = 2.0 ** (-8 * np.arange(1, layer.num_heads + 1) / layer.num_heads)
+    return decayed_softmax(layer, p, x, np.repeat(-slopes[:, None], len(x), 1))
 
 
 # Layers of several parts.
@@ -387,9 +436,11 @@ def recurrent_memory(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> 
     return np.concatenate(y)
 
 
-ORACLES: dict[str, Oracle] = {
+ORACLES: dict[str, Oracle] = MATRIX_ORACLES | {
     "log": log,
-    "softmax": masked(anywhere),
+    "softmax": softmax,
+    "taylor": taylor,
+    "fox": forgetting,
     "gqa": masked(anywhere),
     "mla": latent,
     "sliding_window": masked(within_window),

@@ -7,9 +7,9 @@ import pydantic
 import pytest
 from flax import nnx
 
+from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.attention.convolution import CausalConvolution
 from tests.models.small import apply, assert_greedy, random_model
 
 PARAMETERS = {"dtype": None, "param_dtype": jnp.float32}

@@ -16,12 +16,14 @@ from heinsen_jax.ops import (
     Compression,
     HeinsenAttentionState,
     LinearAttentionState,
+    MLSTMState,
     SegmentState,
     additive_pooling,
     block_sparse_attention,
     block_sums,
     dilated_attention,
     dot_product_attention,
+    gated_delta_rule,
     l1_attention,
     l1_sparse_attention,
     linear_attention,
@@ -29,14 +31,17 @@ from heinsen_jax.ops import (
     longformer_attention,
     memory_compressed_attention,
     mla_attention,
+    mlstm_attention,
     performer_attention,
     segment_recurrence,
     sliding_window_attention,
+    taylor_attention,
     tglobal_attention,
 )
 
 BATCH, LENGTH = 2, 131  # more than a block of 64 or 128 tokens, and odd
 QUERY_KEY_VALUE = (4, 3), (2, 3), (2, 2)
+HEADS = (2, 3), (2, 3), (2, 2)  # as many query heads as key/value heads
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,46 @@ def pooling_state(*, size: int | None) -> Callable[..., Any]:
 
 def linear_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LinearAttentionState:
     return LinearAttentionState.empty(batch, 2, 3, 2, dtype)
+
+
+def gated(
+    query: Any,
+    key: Any,
+    value: Any,
+    decay: Any,
+    erase: Any = None,
+    write: Any = None,
+    **options: Any,
+) -> Any:
+    """Gated delta rule with gates from arrays of any values; small shares are erased, so that the
+    state remains bounded."""
+    if erase is not None:
+        options["erase"] = jnp.clip(erase, 0, 0.25)
+    if write is not None:
+        options["write"] = write
+    return gated_delta_rule(query, key, value, log_decay=jnp.minimum(decay, 0), **options)
+
+
+def matrix_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> Any:
+    return jnp.zeros((*batch, 2, 3, 2), dtype)
+
+
+def mlstm(query: Any, key: Any, value: Any, inputs: Any, forget: Any, **options: Any) -> Any:
+    options |= {"log_input_gate": inputs, "log_forget_gate": jnp.minimum(forget, 0)}
+    return mlstm_attention(query, key, value, **options)
+
+
+def mlstm_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> MLSTMState:
+    return MLSTMState.empty(batch, 2, 3, 2, dtype)
+
+
+def taylor_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LinearAttentionState:
+    return LinearAttentionState.empty(batch, 2, 10, 2, dtype)
+
+
+def forgetting(query: Any, key: Any, value: Any, decay: Any, **options: Any) -> Any:
+    options |= {"is_causal": True, "log_decay": jnp.minimum(decay, 0)}
+    return dot_product_attention(query, key, value, **options)
 
 
 NUM_FEATURES = 5
@@ -187,6 +232,22 @@ OPS: dict[str, Op] = {
         constants=((NUM_FEATURES, 3),),
         **PACKED,
         state=relu_state,
+    ),
+    "gated, by head": Op(gated, (*HEADS, (2,)), **PACKED, state=matrix_state),
+    "gated, by feature": Op(gated, (*HEADS, (2, 3)), **PACKED, state=matrix_state),
+    "delta rule, by head": Op(
+        gated, (*HEADS, (2,), (2,), (2,)), **PACKED, state=matrix_state, largest=1
+    ),
+    "delta rule, by feature": Op(
+        gated, (*HEADS, (2, 3), (2, 3), (2, 2)), **PACKED, state=matrix_state, largest=1
+    ),
+    "mlstm": Op(mlstm, (*HEADS, (2,), (2,)), **PACKED, state=mlstm_state),
+    **both_directions(Op(taylor_attention, **PACKED, state=taylor_state), "taylor"),
+    "forgetting, xla": Op(
+        forgetting, (*QUERY_KEY_VALUE, (4,)), options={"implementation": "xla"}, **PACKED
+    ),
+    "forgetting, tiled": Op(
+        forgetting, (*QUERY_KEY_VALUE, (4,)), options={"implementation": "tiled"}, **PACKED
     ),
     **both_directions(Op(l1_attention, **PACKED), "l1"),
     "l1_sparse": Op(near_edges),

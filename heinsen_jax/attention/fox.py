@@ -1,0 +1,80 @@
+"""Forgetting attention: softmax attention with a forget gate, as a layer."""
+
+from collections.abc import Sequence
+from typing import Literal, Unpack
+
+import jax
+import jax.numpy as jnp
+
+from heinsen_jax.attention.base import CallArguments, Capabilities
+from heinsen_jax.attention.cache import TokenCache
+from heinsen_jax.attention.layers import LayerOptions, linear
+from heinsen_jax.attention.masked import TokenStates
+from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
+from heinsen_jax.ops.softmax import dot_product_attention
+from heinsen_jax.typing import Features, config_dataclass
+
+
+@config_dataclass
+class ForgettingConfig(RotaryConfig):
+    """Configuration of forgetting attention."""
+
+    implementation: Literal["xla", "tiled"] | None = None
+    """Implementation of `dot_product_attention`; chosen automatically when None."""
+
+
+class ForgettingAttention(RotaryAttention[ForgettingConfig]):
+    """Softmax attention whose scores decay by a forget gate per head and token (FoX).
+
+        P_ts = softmax_s(Q_t . K_s / sqrt(K) + sum_{s<r<=t} log f_r),    f = sigmoid(x Wf + bf)
+
+    The state has all keys, values and gates. There are no positions by default.
+
+    References:
+      Lin et al., 2025, Forgetting Transformer: Softmax Attention with a Forget Gate,
+      arXiv:2503.02130.
+    """
+
+    Config = ForgettingConfig
+    capabilities = Capabilities(causal=True, streaming=True, segments=True)
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
+        self.forget_gate = linear(self.model_dim, self.num_heads, ("embed", "heads"), **options)
+
+    def apply(
+        self, x: Features, call: CallArguments[TokenStates]
+    ) -> tuple[Features, TokenStates | None]:
+        query, key, value = self.heads(x)
+        state = call.state
+        query, key = self.with_positions(query, key, 0 if state is None else state.num_tokens)
+        logits = self.forget_gate(x)
+        log_forget = jax.nn.log_sigmoid(logits.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        with jax.named_scope("mechanism"):
+            if state is None:
+                y = dot_product_attention(
+                    query,
+                    key,
+                    value,
+                    **call.keywords,
+                    log_decay=log_forget,
+                    implementation=self.config.implementation,
+                )
+                return self.out_proj(y), None
+            self.check_segments(call)
+            assert isinstance(state, TokenCache)
+            state, offset = state.append(key, value, log_forget[..., None])
+            key, value, cached = state.arrays
+            y = dot_product_attention(
+                query, key, value, is_causal=True, query_offset=offset, log_decay=cached[..., 0]
+            )
+        return self.out_proj(state.or_nan(y)), state
+
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:
+        groups, dtype = self.num_kv_heads, jnp.dtype(self.dtype or self.param_dtype)
+        shapes = (groups, self.key_depth), (groups, self.value_depth), (self.num_heads, 1)
+        return TokenCache.empty(batch_shape, shapes, dtype, capacity)
+
+    def state_size(self, context_length: int) -> int:
+        gates = context_length * self.num_heads * jnp.dtype(self.dtype or self.param_dtype).itemsize
+        return super().state_size(context_length) + gates

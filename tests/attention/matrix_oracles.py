@@ -1,0 +1,212 @@
+"""Oracles of mechanisms whose state is a matrix per head: published recurrences, token by token.
+
+In NumPy's float64, without code of the package; see `oracles.py`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def silu(x: Array) -> Array:
+    return x * sigmoid(x)
+
+
+def softplus(x: Array) -> Array:
+    return np.log1p(np.exp(x))
+
+
+def rms(x: Array, scale: Array) -> Array:
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def unit(x: Array) -> Array:
+    return x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
+
+
+def convolve(p: Any, name: str, x: Array) -> Array:
+    """y_t = b + sum_i w_i x_(t - size + 1 + i), with zeros before the first token."""
+    taps = p[f"{name}.taps"]
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        for i, tap in enumerate(taps):
+            if (s := t - len(taps) + 1 + i) >= 0:
+                y[t] += tap * x[s]
+    return y + p.get(f"{name}.bias", 0)
+
+
+def projected(layer: Any, p: Any, x: Array) -> list[Array]:
+    """Queries, keys and values of all heads, convolved and followed by SiLU, if so configured."""
+    arrays = [x @ p[f"{name}.kernel"] for name in ("query", "key", "value")]
+    if getattr(layer.config, "convolution_size", None):
+        for index, array in enumerate(arrays):
+            arrays[index] = silu(convolve(p, f"convolutions.{index}", array))
+    return arrays
+
+
+def split(layer: Any, x: Array) -> Array:
+    """`[T, N F]` -> `[N, T, F]`"""
+    return np.stack(np.split(x, layer.num_heads, axis=1))
+
+
+def recurrence(
+    query: Array, key: Array, value: Array, decay: Array, erase: Array, scale: float
+) -> Array:
+    """S_t = (I - b_t k_t k_t^T) Diag(decay_t) S_(t-1) + k_t v_t^T,  o_t = scale S_t^T q_t, for one
+    head, with decay `[T, K]` or `[T, 1]` and b `[T]`."""
+    state, y = np.zeros((key.shape[1], value.shape[1])), []
+    for q, k, v, a, b in zip(query, key, value, decay, erase, strict=True):
+        state = a[:, None] * state
+        state = state - b * np.outer(k, k @ state) + np.outer(k, v)
+        y.append(scale * q @ state)
+    return np.stack(y)
+
+
+def output(p: Any, x: Array, y: list[Array], gate: Callable[[Array], Array] | None) -> Array:
+    """(rms(o) * gate(x Wg)) Wo, with a norm of each head."""
+    normed = np.concatenate([rms(o, p["norm.scale"]) for o in y], 1)
+    if gate is not None:
+        normed = normed * gate(x @ p["gate.kernel"])
+    return normed @ p["output.kernel"]
+
+
+def retnet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """sum_s gamma^(t - s) (q_t . k_s) v_s / sqrt(K), with rotary q and k."""
+    assert is_causal
+    y = []
+    for head, (query, key, value) in enumerate(zip(*heads_of(layer, p, x), strict=True)):
+        behind = np.arange(len(x))[:, None] - np.arange(len(x))[None]
+        gamma = 1 - 2.0 ** (-5 - head)
+        weights = np.where(behind >= 0, gamma ** np.maximum(behind, 0), 0)
+        scores = rotated(query) @ rotated(key).T / math.sqrt(layer.key_depth)
+        y.append((weights * scores) @ value)
+    return output(p, x, y, silu)
+
+
+def rotated(x: Array) -> Array:
+    length, depth = x.shape
+    angles = np.arange(length)[:, None] * 10000.0 ** (-2 * np.arange(depth // 2) / depth)
+    y = (x[:, ::2] + 1j * x[:, 1::2]) * np.exp(1j * angles)
+    return np.stack([y.real, y.imag], 2).reshape(length, depth)
+
+
+def heads_of(layer: Any, p: Any, x: Array) -> list[Array]:
+    return [split(layer, array) for array in projected(layer, p, x)]
+
+
+def gla(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """alpha = sigmoid(x Wf Wf' + b)^(1/16)"""
+    assert is_causal
+    logits = x @ p["decay.down.kernel"] @ p["decay.up.kernel"] + p["decay.up.bias"]
+    decay = split(layer, sigmoid(logits) ** (1 / 16))
+    nothing, scale = np.zeros(len(x)), layer.key_depth**-0.5
+    y = [
+        recurrence(q, k, v, a, nothing, scale)
+        for q, k, v, a in zip(*heads_of(layer, p, x), decay, strict=True)
+    ]
+    return output(p, x, y, silu)
+
+
+def hgrn2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """f = l + (1 - l) sigmoid(x Wf), keys 1 - f, and one norm for all heads."""
+    assert is_causal
+    bound = sigmoid(p["bound"]) if layer.config.lower_bound else 0
+    forget = split(layer, bound + (1 - bound) * sigmoid(x @ p["key.kernel"]))
+    query, value = (split(layer, x @ p[f"{name}.kernel"]) for name in ("query", "value"))
+    nothing, scale = np.zeros(len(x)), layer.key_depth**-0.5
+    y = [
+        recurrence(silu(q), 1 - f, v, f, nothing, scale)
+        for q, f, v in zip(query, forget, value, strict=True)
+    ]
+    return rms(np.concatenate(y, 1), p["norm.scale"]) @ p["output.kernel"]
+
+
+def mamba2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """h_t = exp(A dt) h_(t-1) + dt B x, y = C h + D x, with B and C of all heads."""
+    assert is_causal
+    c, b, value = projected(layer, p, x)
+    step = softplus(x @ p["step.kernel"] + p["step_bias"])
+    decay = np.exp(-np.exp(p["log_rate"]) * step)
+    y = []
+    for head, v in enumerate(split(layer, value)):
+        written = step[:, head, None] * v
+        o = recurrence(c, b, written, decay[:, head, None], np.zeros(len(x)), 1.0)
+        y.append(o + p["skip"][head] * v)
+    gated = np.concatenate(y, 1) * silu(x @ p["gate.kernel"])
+    return rms(gated, p["norm.scale"]) @ p["output.kernel"]
+
+
+def delta(layer: Any, p: Any, x: Array, decay: Array) -> list[Array]:
+    """The delta rule for q and k of norm 1 and beta = sigmoid(x Wb), or twice that."""
+    beta = sigmoid(x @ p["beta.kernel"]) * (2 if layer.config.negative_eigenvalues else 1)
+    y = []
+    for head, (q, k, v) in enumerate(zip(*heads_of(layer, p, x), strict=True)):
+        b = beta[:, head]
+        args = unit(q), unit(k), b[:, None] * v, decay[head], b, layer.key_depth**-0.5
+        y.append(recurrence(*args))
+    return y
+
+
+def deltanet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    assert is_causal
+    ones = np.ones((layer.num_heads, len(x), 1))
+    return output(p, x, delta(layer, p, x, ones), None)
+
+
+def gated_deltanet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """alpha = exp(-exp(a) softplus(x Wa + b))"""
+    assert is_causal
+    rates = -np.exp(p["log_rate"]) * softplus(x @ p["decay.kernel"] + p["decay_bias"])
+    return output(p, x, delta(layer, p, x, split(layer, np.exp(rates))), silu)
+
+
+def kda(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """As gated DeltaNet, with alpha by key feature and a low-rank gate."""
+    assert is_causal
+    logits = x @ p["decay.down.kernel"] @ p["decay.up.kernel"] + p["decay_bias"]
+    rates = -np.exp(p["log_rate"])[:, None, None] * softplus(split(layer, logits))
+    y = delta(layer, p, x, np.exp(rates))
+    gate = x @ p["gate.down.kernel"] @ p["gate.up.kernel"] + p["gate.up.bias"]
+    normed = np.concatenate([rms(o, p["norm.scale"]) for o in y], 1)
+    return (normed * sigmoid(gate)) @ p["output.kernel"]
+
+
+def mlstm(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
+    """C_t = f C_(t-1) + i k v^T, n_t = f n_(t-1) + i k, o = C^T q / max(|n . q|, 1)."""
+    assert is_causal
+    logits = {
+        name: 15 * np.tanh((x @ p[f"{name}.kernel"] + p[f"{name}.bias"]) / 15)
+        for name in ("input_gate", "forget_gate")
+    }
+    inputs, forget = np.exp(logits["input_gate"]), sigmoid(logits["forget_gate"])
+    y = []
+    for head, (query, key, value) in enumerate(zip(*heads_of(layer, p, x), strict=True)):
+        memory, normalizer = np.zeros((layer.key_depth, layer.value_depth)), 0
+        y.append([])
+        for t in range(len(x)):
+            k = inputs[t, head] * key[t] / math.sqrt(layer.key_depth)
+            memory = forget[t, head] * memory + np.outer(k, value[t])
+            normalizer = forget[t, head] * normalizer + k
+            y[-1].append(query[t] @ memory / max(abs(normalizer @ query[t]), 1))
+    normed = np.concatenate([rms(np.stack(o), p["norm.scale"]) for o in y], 1)
+    return (normed * sigmoid(x @ p["gate.kernel"])) @ p["output.kernel"]
+
+
+MATRIX_ORACLES: dict[str, Callable[[Any, Any, Array, bool], Array]] = {
+    "retnet": retnet,
+    "gla": gla,
+    "hgrn2": hgrn2,
+    "mamba2": mamba2,
+    "deltanet": deltanet,
+    "gated_deltanet": gated_deltanet,
+    "kda": kda,
+    "mlstm": mlstm,
+}

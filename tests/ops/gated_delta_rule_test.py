@@ -1,0 +1,232 @@
+"""The gated delta rule against its recurrence, token by token."""
+
+import itertools
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from heinsen_jax.ops import (
+    MatrixState,
+    gated_delta_rule,
+    linear_attention,
+    matrix_state,
+    matrix_summary,
+)
+
+BATCH, HEADS, KEY_DEPTH, VALUE_DEPTH = 2, 2, 5, 3
+NAMES = "query", "key", "value", "log_decay", "erase", "write", "initial_state"
+
+
+def recurrence(
+    query: Any,
+    key: Any,
+    value: Any,
+    log_decay: Any = 0.0,
+    erase: Any = 0.0,
+    write: Any = 1.0,
+    initial_state: Any = 0.0,
+    starts: Any = False,
+) -> tuple[Any, Any]:
+    """S_t = (I - k_t (b_t * k_t)^T) Diag(exp g_t) S_(t-1) + k_t (w_t * v_t)^T, o_t = S_t^T q_t /
+    sqrt(K), with S = 0 before tokens that start a segment."""
+    shape = *key.shape[:-1], 1
+    tokens = {
+        "query": query,
+        "key": key,
+        "value": value,
+        "decay": jnp.exp(expand(log_decay, key)),
+        "erase": expand(erase, key),
+        "write": expand(write, value),
+        "keep": jnp.broadcast_to(~jnp.asarray(starts)[..., None, None], shape).astype(key.dtype),
+    }
+    state = jnp.broadcast_to(initial_state, (*key.shape[:1], *key.shape[2:], value.shape[-1]))
+
+    def step(state: Any, token: Any) -> tuple[Any, Any]:
+        k = token["key"]
+        state = (token["keep"] * token["decay"])[..., None] * state
+        read = jnp.einsum("bnk,bnkv->bnv", token["erase"] * k, state)
+        written = token["write"] * token["value"] - read
+        state = state + jnp.einsum("bnk,bnv->bnkv", k, written)
+        return state, jnp.einsum("bnk,bnkv->bnv", token["query"], state)
+
+    tokens = {name: jnp.moveaxis(x, 1, 0) for name, x in tokens.items()}
+    state, y = lax.scan(step, state, tokens)
+    return jnp.moveaxis(y, 0, 1) / np.sqrt(key.shape[-1]), state
+
+
+def expand(x: Any, like: Any) -> Any:
+    """A gate of heads, or a number, as one of features."""
+    x = jnp.asarray(x, like.dtype)
+    x = x[..., None] if 0 < x.ndim < like.ndim else x
+    return jnp.broadcast_to(x, like.shape)
+
+
+class Case(NamedTuple):
+    length: int
+    decay: str | None = None
+    erase: str | None = None
+    write: str | None = None
+    strength: float = 0.1
+    segments: bool = False
+
+    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
+        rng = np.random.default_rng(seed)
+        tokens = BATCH, self.length, HEADS
+        query, key = rng.standard_normal((2, *tokens, KEY_DEPTH))
+        arrays = {"query": query, "key": key / np.linalg.norm(key, axis=-1, keepdims=True)}
+        arrays["value"] = rng.standard_normal((*tokens, VALUE_DEPTH))
+        if self.decay is not None:
+            decay = -self.strength * rng.exponential(size=shape(tokens, self.decay, KEY_DEPTH))
+            if self.strength > 1:
+                special = rng.choice([0, -1e6, -np.inf], decay.shape)
+                decay = np.where(rng.uniform(size=decay.shape) < 0.1, special, decay)
+            arrays["log_decay"] = decay
+        if self.erase is not None:
+            arrays["erase"] = rng.uniform(0, 2, shape(tokens, self.erase, KEY_DEPTH))
+        if self.write is not None:
+            arrays["write"] = rng.standard_normal(shape(tokens, self.write, VALUE_DEPTH))
+        arrays["initial_state"] = rng.standard_normal((BATCH, HEADS, KEY_DEPTH, VALUE_DEPTH))
+        return arrays
+
+    def segment_ids(self) -> np.ndarray | None:
+        if not self.segments:
+            return None
+        rng = np.random.default_rng(1)
+        return np.cumsum(rng.uniform(size=(BATCH, self.length)) < 0.05, 1).astype(np.int32)
+
+
+def shape(tokens: tuple[int, ...], kind: str, depth: int) -> tuple[int, ...]:
+    return tokens if kind == "head" else (*tokens, depth)
+
+
+CASES = [
+    Case(1, "feature", "head", "head"),
+    Case(33, None, None, None),
+    Case(100, "head", None, "head"),
+    Case(67, "feature", None, "feature", segments=True),
+    Case(150, None, "head", "head"),
+    Case(63, "head", "feature", None, segments=True),
+    Case(150, "feature", "head", "head"),
+    Case(70, "head", None, None, strength=20, segments=True),
+    Case(70, "feature", None, None, strength=20),
+    Case(150, "feature", "feature", "feature", strength=5, segments=True),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("x64")
+def test_values_and_gradients_equal_the_recurrence(case):
+    arrays, ids = case.arrays(), case.segment_ids()
+    starts = np.zeros((BATCH, case.length), bool)
+    if ids is not None:
+        starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    rng = np.random.default_rng(2)
+    y, state = recurrence(**arrays, starts=starts)
+    cotangents = rng.standard_normal(y.shape), rng.standard_normal(state.shape)
+
+    def differentiate(function: Any) -> Any:
+        @jax.jit
+        def run(arrays: Any) -> Any:
+            result, pullback = jax.vjp(lambda arrays: function(**arrays), arrays)
+            return result, pullback(cotangents)[0]
+
+        return run(arrays)
+
+    have = differentiate(partial(gated_delta_rule, segment_ids=ids, return_state=True))
+    want = differentiate(partial(recurrence, starts=starts))
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("strength", [1e-3, 0.5, 30.0])
+@pytest.mark.parametrize("kind", ["head", "feature"])
+@pytest.mark.usefixtures("as_users_compile")
+def test_float32_is_accurate_for_any_decay(kind, strength):
+    arrays = {k: np.float32(x) for k, x in Case(300, kind, strength=strength).arrays().items()}
+    y, state = jax.jit(partial(gated_delta_rule, return_state=True))(**arrays)
+    with jax.enable_x64(True):
+        expected = recurrence(**{name: np.float64(x) for name, x in arrays.items()})
+    for have, want in zip((y, state), expected, strict=True):
+        assert have.dtype == np.float32
+        np.testing.assert_allclose(have, want, rtol=0, atol=2e-6 * np.abs(want).max())
+
+
+@pytest.mark.usefixtures("x64")
+def test_states_of_chunks_merge():
+    """With every kind of gate, in any grouping."""
+    for decay, erase in itertools.product((None, "head", "feature"), (None, "head")):
+        arrays = Case(90, decay, erase, "head").arrays()
+        initial = arrays.pop("initial_state")
+
+        def summary(*tokens: int, arrays: dict = arrays) -> MatrixState:
+            return matrix_summary(**{name: x[:, slice(*tokens)] for name, x in arrays.items()})
+
+        first, second, third = summary(0, 40), summary(40, 41), summary(41, 90)
+        _, whole = recurrence(**arrays, initial_state=initial)
+        state = MatrixState(initial)
+        for after in (
+            state.merge(first).merge(second).merge(third),
+            state.merge(first.merge(second.merge(third))),
+        ):
+            np.testing.assert_allclose(after.matrix, whole, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_padding_has_no_effect_on_a_summary():
+    arrays = Case(60, "feature", "head", "feature").arrays()
+    del arrays["initial_state"]
+    bounds = np.array([[20, 50]] * BATCH)
+    padded = {name: x.copy() for name, x in arrays.items()}
+    for x in padded.values():
+        x[:, :20], x[:, 50:] = np.nan, np.nan
+    have = matrix_summary(**padded, key_value_seq_lengths=bounds)
+    want = matrix_summary(**{name: x[:, 20:50] for name, x in arrays.items()})
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-12)
+
+
+@pytest.mark.usefixtures("x64")
+def test_without_gates_it_is_the_numerator_of_linear_attention():
+    arrays = Case(50).arrays()
+    del arrays["initial_state"]
+    y = gated_delta_rule(**arrays, scale=1.0)
+    ones = np.ones_like(arrays["value"][..., :1])
+    total = gated_delta_rule(**{**arrays, "value": ones}, scale=1.0)
+    expected = linear_attention(**arrays, feature_map="identity", epsilon=0)
+    np.testing.assert_allclose(y / total, expected, rtol=1e-9)
+
+
+def test_a_choice_per_block_does_not_change_results(monkeypatch):
+    """Sums of decays are subtracted where they are small; elsewhere they are summed apart."""
+    arrays = {k: np.float32(x) for k, x in Case(64, "feature", "head").arrays().items()}
+    outputs = []
+    for limit in (1e9, -1.0):
+        monkeypatch.setattr(matrix_state, "SMALL_DECAY", limit)
+        jax.clear_caches()
+        outputs.append(gated_delta_rule(**arrays))
+    assert np.any(outputs[0] != outputs[1])
+    np.testing.assert_allclose(*outputs, atol=2e-6)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": (1, 4, 4, 3)}, "query and key must have the same heads"),
+        ({"query": (1, 3, 2, 3)}, "gated_delta_rule needs as many queries as keys"),
+        ({"log_decay": (1, 4, 3)}, r"log_decay must have shape \(1, 4, 2\) or \(1, 4, 2, 3\)"),
+        ({"erase": (1, 4)}, "erase must have shape"),
+        ({"write": (1, 4, 2, 3)}, r"write must have shape \(1, 4, 2\) or \(1, 4, 2, 5\)"),
+        ({"initial_state": (1, 2, 5, 3)}, r"initial_state must have shape \(1, 2, 3, 5\)"),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_invalid_arguments_raise(change, message):
+    shapes = {"query": (1, 4, 2, 3), "key": (1, 4, 2, 3), "value": (1, 4, 2, 5)} | change
+    with pytest.raises(ValueError, match=message):
+        gated_delta_rule(**{name: np.zeros(shape, np.float32) for name, shape in shapes.items()})

@@ -1,0 +1,111 @@
+"""mLSTM attention against its recurrence, token by token."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from heinsen_jax.ops import MLSTMState, mlstm_attention, mlstm_summary
+
+BATCH, LENGTH, HEADS, KEY_DEPTH, VALUE_DEPTH = 2, 101, 2, 5, 3
+
+
+def draw(strength: float) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    tokens = BATCH, LENGTH, HEADS
+    query, key = rng.standard_normal((2, *tokens, KEY_DEPTH))
+    return {
+        "query": query,
+        "key": key,
+        "value": rng.standard_normal((*tokens, VALUE_DEPTH)),
+        "log_input_gate": strength * rng.standard_normal(tokens),
+        "log_forget_gate": -0.1 * strength * rng.exponential(size=tokens),
+    }
+
+
+def recurrence(
+    query: Any, key: Any, value: Any, log_input_gate: Any, log_forget_gate: Any
+) -> tuple[Any, Any]:
+    """C and n relative to exp(m), m_t = max(log f_t + m_(t-1), log i_t): eqs. (19) to (27) of
+    Beck et al. (2024). Returns o, and C and n themselves as a pair with m."""
+
+    def step(carry: Any, token: Any) -> tuple[Any, Any]:
+        memory, normalizer, m = carry
+        q, k, v, log_i, log_f = token
+        after = jnp.maximum(log_f + m, log_i)
+        forget, write = jnp.exp(log_f + m - after), jnp.exp(log_i - after)
+        k = write[..., None] * k / np.sqrt(KEY_DEPTH)
+        memory = forget[..., None, None] * memory + jnp.einsum("bnk,bnv->bnkv", k, v)
+        normalizer = forget[..., None] * normalizer + k
+        total = jnp.abs(jnp.sum(normalizer * q, -1))
+        y = jnp.einsum("bnk,bnkv->bnv", q, memory)
+        y = y / jnp.maximum(total, jnp.exp(-after))[..., None]
+        return (memory, normalizer, after), y
+
+    zeros = jnp.zeros((BATCH, HEADS, KEY_DEPTH, VALUE_DEPTH))
+    first = zeros, zeros[..., 0], jnp.full((BATCH, HEADS), -1e300)
+    arrays = query, key, value, log_input_gate, log_forget_gate
+    after, y = lax.scan(step, first, tuple(jnp.moveaxis(x, 1, 0) for x in arrays))
+    return jnp.moveaxis(y, 0, 1), after
+
+
+@pytest.mark.parametrize("strength", [0.1, 1.0, 30.0])
+@pytest.mark.usefixtures("x64")
+def test_values_and_gradients_equal_the_recurrence(strength):
+    arrays = draw(strength)
+    cotangent = np.random.default_rng(1).standard_normal(arrays["value"].shape)
+
+    def differentiate(function: Any) -> Any:
+        y, pullback = jax.vjp(lambda arrays: function(**arrays), arrays)
+        return y, pullback(cotangent)[0]
+
+    have = jax.jit(partial(differentiate, mlstm_attention))()
+    want = jax.jit(partial(differentiate, lambda **arrays: recurrence(**arrays)[0]))()
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.usefixtures("x64")
+def test_states_equal_the_recurrence_and_merge():
+    arrays = draw(3.0)
+    _, (memory, normalizer, m) = recurrence(**arrays)
+
+    def check(state: MLSTMState) -> None:
+        factor = np.exp(state.m - m)
+        np.testing.assert_allclose(state.c * factor[..., None, None], memory, atol=1e-12)
+        np.testing.assert_allclose(state.n * factor[..., None], normalizer, atol=1e-12)
+
+    _, state = mlstm_attention(**arrays, return_state=True)
+    check(state)
+    parts = [
+        mlstm_summary(**{name: x[:, slice(*tokens)] for name, x in arrays.items()})
+        for tokens in ((0, 40), (40, 41), (41, LENGTH))
+    ]
+    empty = MLSTMState.empty((BATCH,), HEADS, KEY_DEPTH, VALUE_DEPTH, jnp.float64)
+    for merged in (
+        empty.merge(parts[0]).merge(parts[1]).merge(parts[2]),
+        empty.merge(parts[0].merge(parts[1].merge(parts[2]))),
+    ):
+        check(merged)
+        np.testing.assert_allclose(merged.m, state.m, atol=1e-12)
+
+
+def test_gates_of_any_size_are_in_range():
+    arrays = {name: np.float32(x) for name, x in draw(1e3).items()}
+    y, pullback = jax.vjp(lambda arrays: mlstm_attention(**arrays), arrays)
+    for x in jax.tree.leaves((y, pullback(y))):
+        assert np.all(np.isfinite(x))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_invalid_arguments_raise():
+    arrays = {name: np.float32(x) for name, x in draw(1.0).items()}
+    with pytest.raises(ValueError, match="log_input_gate must have shape"):
+        mlstm_attention(**arrays | {"log_input_gate": arrays["value"]})
+    state = MLSTMState.empty((BATCH,), HEADS, VALUE_DEPTH, KEY_DEPTH)
+    with pytest.raises(ValueError, match=r"initial_state.c must have shape"):
+        mlstm_attention(**arrays, initial_state=state)

@@ -41,7 +41,7 @@ BANNED = {
     r"(is|are) there": "exists, valid",
     r"nobody|whoever|whom": "the caller, the process",
     r"asked for": "requested",
-    r"forgets?|forgot": "decays",
+    r"forgets|forgot|forgotten": "decays",
     r"misspelt": "misspelled",
     rf"\w*({AMERICAN})is(e|ed|es|ing|ation)": "American spelling",
     r"labell\w*|modell\w*|cent(re|red|res|ring)|licences?|towards": "American spelling",

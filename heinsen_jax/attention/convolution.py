@@ -66,7 +66,7 @@ class CausalConvolution(nnx.Module):
             y = y + jnp.broadcast_to(self.bias[...].astype(x.dtype), x.shape)
         if segments is not None:
             together = jnp.where(segments == segments[..., -1:, :], together, 0)
-        return y, together[..., length:, :]
+        return y, together[..., length:, :].astype(state.dtype)
 
     def init_state(self, batch_shape: Sequence[int]) -> Float[Array, "*B last D"]:
         size, features = self.taps.shape

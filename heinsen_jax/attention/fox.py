@@ -28,7 +28,7 @@ class ForgettingAttention(RotaryAttention[ForgettingConfig]):
 
         P_ts = softmax_s(Q_t . K_s / sqrt(K) + sum_{s<r<=t} log f_r),    f = sigmoid(x Wf + bf)
 
-    The state has all keys, values and gates. There are no positions by default.
+    The state has all keys, values and gates. By default positions are not encoded.
 
     References:
       Lin et al., 2025, Forgetting Transformer: Softmax Attention with a Forget Gate,

@@ -26,9 +26,9 @@ class HGRN2Config(MatrixStateConfig):
     """Configuration of HGRN2."""
 
     lower_bound: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
-    """Initial lower bound of the forget gates, which is trained for each key feature; there is none
-    if 0. As published it increases from layer to layer, from 0 in the first one: give it by layer,
-    as `1.lower_bound`."""
+    """Initial lower bound of the forget gates, trained for each key feature; none if 0. As published
+    it increases from layer to layer, from 0 in the first one: set it by layer, as
+    `1.lower_bound`."""
 
 
 class HGRN2Attention(MatrixStateAttention[HGRN2Config]):

@@ -76,5 +76,5 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         skip = jnp.broadcast_to(self.skip[...].astype(x.dtype)[:, None], value.shape)
-        y = (y + skip * value).reshape(*x.shape[:-1], -1)
+        y = (y + skip * value).reshape(*x.shape[:-1], self.num_heads * self.value_depth)
         return self.output(self.norm(y * self.activated_gate(x)))

@@ -25,10 +25,11 @@ class MatrixStateConfig(AttentionConfig):
     """Head dimensions."""
 
     key_depth: pydantic.PositiveInt | None = None
-    """Head dimension of queries and keys; by default a published multiple of model_dim /
-    num_heads."""
+    """Head dimension of queries and keys; by default the published multiple of model_dim /
+    num_heads, rounded."""
     value_depth: pydantic.PositiveInt | None = None
-    """Head dimension of values; by default a published multiple of model_dim / num_heads."""
+    """Head dimension of values; by default the published multiple of model_dim / num_heads,
+    rounded."""
 
 
 @config_dataclass
@@ -54,12 +55,12 @@ class MatrixStates(NamedTuple):
     Attributes:
       matrix: state of the mechanism.
       convolutions: the last inputs of the convolutions of queries, keys and values, if any.
-      num_tokens: number of tokens so far, a scalar, for position encodings; 0 if there are none.
+      num_tokens: number of tokens so far, a scalar, for position encodings; None without any.
     """
 
     matrix: MatrixState | MLSTMState
     convolutions: tuple[Float[Array, "*B last _"], ...] = ()
-    num_tokens: Integer[Array, ""] | int = 0
+    num_tokens: Integer[Array, ""] | None = None
 
 
 ConfigT = TypeVar("ConfigT", bound=MatrixStateConfig)
@@ -71,27 +72,26 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         q | k | v = silu(convolution(x Wq | x Wk | x Wv))
         y = (norm(gated_delta_rule(q, k, v, **gates(x))) * silu(x Wg)) Wo
 
-    where norm is an RMS norm of each head. There are no biases unless stated, and without
-    convolutions there is no SiLU of q, k and v. Subclasses set the attributes below, implement
+    where norm is an RMS norm of each head. Products have no biases unless stated; without
+    convolutions q, k and v have no SiLU either. Subclasses set the attributes below, implement
     `gates`, and override what is different.
 
     Attributes:
       key_width: width of the keys of all heads together, as a multiple of model_dim.
       value_width: that of the values.
+      depth_multiple: default head dimensions are multiples of it.
       shares_keys: whether all heads share queries and keys.
       has_convolution_bias: whether convolutions have a bias.
       scale: factor of the outputs; 1 / sqrt(key_depth) when None.
       norms_heads_jointly: whether the norm is over all heads together.
       has_erasure: whether states are read to be erased, for `flops`.
       gate_activation: activation of the output gate; no gate when None.
-
-    Raises:
-      ValueError: a head dimension is not given and not an integer by default.
     """
 
     capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
     key_width: ClassVar[float] = 1.0
     value_width: ClassVar[float] = 1.0
+    depth_multiple: ClassVar[int] = 1
     shares_keys: ClassVar[bool] = False
     has_convolution_bias: ClassVar[bool] = False
     scale: ClassVar[float | None] = None
@@ -101,8 +101,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         model_dim, num_heads, config = self.model_dim, self.num_heads, self.config
-        self.key_depth = config.key_depth or self._depth("key_depth", self.key_width)
-        self.value_depth = config.value_depth or self._depth("value_depth", self.value_width)
+        self.key_depth = config.key_depth or self._depth(self.key_width)
+        self.value_depth = config.value_depth or self._depth(self.value_width)
         keys = self.key_depth if self.shares_keys else num_heads * self.key_depth
         values = num_heads * self.value_depth
         axes = "embed", "heads"
@@ -127,15 +127,10 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
             return None
         return linear(self.model_dim, values, ("embed", "heads"), use_bias=False, **options)
 
-    def _depth(self, name: str, width: float) -> int:
-        depth = width * self.model_dim / self.num_heads
-        if depth != int(depth):
-            raise ValueError(
-                f"{name}={depth:g} is {width:g} model_dim / num_heads = {width:g} * "
-                f"{self.model_dim} / {self.num_heads}, and not an integer: give {name}, or change "
-                "num_heads"
-            )
-        return int(depth)
+    def _depth(self, width: float) -> int:
+        multiple = self.depth_multiple
+        depth = round(width * self.model_dim / self.num_heads / multiple) * multiple
+        return max(depth, multiple)
 
     def gates(self, x: Features) -> Gates:
         """The gates of the tokens, in at least float32."""
@@ -165,12 +160,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         y = self.finish(x, y.astype(x.dtype), value)
         if matrix is None or call.state is None:
             return y, None
-        return y, MatrixStates(matrix, convolutions, self.count(call.state, x.shape[-2]))
-
-    def count(self, state: MatrixStates, length: int) -> Integer[Array, ""] | int:
-        """The number of tokens after `length` more, where it is needed."""
-        del length
-        return state.num_tokens
+        count = call.state.num_tokens
+        return y, MatrixStates(matrix, convolutions, None if count is None else count + x.shape[-2])
 
     def recur(
         self,

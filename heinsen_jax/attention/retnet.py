@@ -17,7 +17,7 @@ from heinsen_jax.attention.matrix_state import (
 )
 from heinsen_jax.attention.rotary import check_pairs
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, Features, Integer
+from heinsen_jax.typing import Array, Features
 
 
 class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
@@ -33,6 +33,7 @@ class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
 
     Config = MatrixStateConfig
     value_width = 2.0
+    depth_multiple = 2  # of which rotations need pairs
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
@@ -51,9 +52,6 @@ class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         shape = *x.shape[:-1], self.num_heads
         return {"log_decay": jnp.broadcast_to(jnp.asarray(decay, dtype), shape)}
-
-    def count(self, state: MatrixStates, length: int) -> Integer[Array, ""] | int:
-        return state.num_tokens + length
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -13,7 +13,7 @@ from heinsen_jax.ops.colt5 import (
     soft_top_k,
 )
 from heinsen_jax.ops.context import over_context
-from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule, matrix_summary
+from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.ops.l1_sparse import edge_counts, l1_sparse_attention
 from heinsen_jax.ops.linear import LinearAttentionState, linear_attention
@@ -39,7 +39,7 @@ from heinsen_jax.ops.memory_compressed import (
     memory_compressed_attention,
 )
 from heinsen_jax.ops.mla import latent_attention, mla_attention
-from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
+from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention
 from heinsen_jax.ops.performer import orthogonal_features, performer_attention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
 from heinsen_jax.ops.rotary import rotary
@@ -78,11 +78,9 @@ __all__ = [
     "log_attention",
     "log_linear_recurrence",
     "longformer_attention",
-    "matrix_summary",
     "memory_compressed_attention",
     "mla_attention",
     "mlstm_attention",
-    "mlstm_summary",
     "orthogonal_features",
     "over_context",
     "performer_attention",

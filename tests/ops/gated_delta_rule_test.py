@@ -15,8 +15,8 @@ from heinsen_jax.ops import (
     gated_delta_rule,
     linear_attention,
     matrix_state,
-    matrix_summary,
 )
+from heinsen_jax.ops.gated_delta_rule import matrix_summary
 
 BATCH, HEADS, KEY_DEPTH, VALUE_DEPTH = 2, 2, 5, 3
 NAMES = "query", "key", "value", "log_decay", "erase", "write", "initial_state"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from heinsen_jax.ops import MLSTMState, mlstm_attention, mlstm_summary
+from heinsen_jax.ops import MLSTMState, mlstm_attention
+from heinsen_jax.ops.mlstm import mlstm_summary
 
 BATCH, LENGTH, HEADS, KEY_DEPTH, VALUE_DEPTH = 2, 101, 2, 5, 3
 

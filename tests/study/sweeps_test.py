@@ -21,7 +21,8 @@ def test_every_sweep_limits_windows_and_blocks(length):
             assert limit is None or 1 <= limit < length, label
     names = {fields["model.attention"] for fields in chosen.values()}
     assert names == {x for x in attention.names() if attention.mechanism(x).capabilities.causal}
-    assert len(set(map(str, found.values()))) == len(chosen)
+    pairs = {(chosen[label]["model.attention"], str(x)) for label, x in found.items()}
+    assert len(pairs) == len(chosen)
 
 
 def test_a_short_length_is_refused():

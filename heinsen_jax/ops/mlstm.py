@@ -61,9 +61,11 @@ class MLSTMState:
     def merge(self, other: MLSTMState) -> MLSTMState:
         """Return the state of these tokens followed by those of `other`."""
         assert other.log_forget is not None
-        decayed = self.m + other.log_forget
-        m = log_add_exp(decayed, other.m)
-        before, after = share(decayed, m)[..., None], share(other.m, m)[..., None]
+        # Sums do not depend on stabilizers, which have no gradient.
+        first, second = lax.stop_gradient((self.m, other.m))
+        decayed = first + other.log_forget
+        m = lax.stop_gradient(log_add_exp(decayed, second))
+        before, after = share(decayed, m)[..., None], share(second, m)[..., None]
         c = before[..., None] * self.c + after[..., None] * other.c
         total = None if self.log_forget is None else self.log_forget + other.log_forget
         return MLSTMState(c, before * self.n + after * other.n, m, total)

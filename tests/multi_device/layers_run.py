@@ -1,4 +1,4 @@
-"""Program with 8 virtual devices: layers on a mesh of rows and tokens.
+"""Program with 8 virtual devices: layers on a mesh of rows, heads and tokens.
 
 Prints the differences of outputs, states and gradients from those without a mesh, for packed
 documents and for a sequence that continues from a state; and the error of a layer whose states do
@@ -14,6 +14,7 @@ import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_enable_x64", True)  # small outputs are normalized: rounding is amplified
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -28,13 +29,14 @@ OPTIONS = {"log": {"implementation": "scan", "decay": "feature"}}
 
 def layer(name: str) -> Attention:
     options = OPTIONS.get(name, {})
-    return build(name, model_dim=WIDTH, num_heads=2, rngs=nnx.Rngs(0), **options)
+    sizes = {"model_dim": WIDTH, "num_heads": 2, "dtype": jnp.float64, "param_dtype": jnp.float64}
+    return build(name, **sizes, rngs=nnx.Rngs(0), **options)
 
 
 def on_and_off(function: Callable, *arguments: Any) -> float:
     """Return the largest relative difference between results on the mesh and without one."""
     expected = jax.jit(function)(*arguments)
-    with jax.set_mesh(make_mesh(MeshConfig(data=2, context=4))):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=2, context=2))):
         actual = jax.jit(function)(*arguments)
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     finite = [(np.where(np.isfinite(b), a, 0), np.where(np.isfinite(b), b, 0)) for a, b in pairs]
@@ -44,7 +46,7 @@ def on_and_off(function: Callable, *arguments: Any) -> float:
 def errors(name: str) -> dict[str, float]:
     graph, parameters = nnx.split(layer(name))
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((ROWS, LENGTH, WIDTH)).astype(np.float32)
+    x = rng.standard_normal((ROWS, LENGTH, WIDTH))
     segments = np.cumsum(rng.uniform(size=(ROWS, LENGTH)) < 0.1, 1).astype(np.int32)
 
     def packed(x: jax.Array) -> Any:
@@ -65,7 +67,7 @@ def errors(name: str) -> dict[str, float]:
 
 def refusal(name: str) -> str:
     module = layer(name)
-    with jax.set_mesh(make_mesh(MeshConfig(data=2, context=4))):
+    with jax.set_mesh(make_mesh(MeshConfig(data=2, tensor=2, context=2))):
         try:
             module(jnp.zeros((ROWS, LENGTH, WIDTH)))
         except NotImplementedError as error:

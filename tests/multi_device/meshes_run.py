@@ -42,7 +42,8 @@ def part_of_moment(config: LanguageModelConfig, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of a device's part of the optimizer state of one parameter."""
     init = initializer(config, make_optimizer(OptimizerConfig(warmup_steps=1), 10), 0)
     moments = abstract_state(init, mesh).optimizer[1][0].mu
-    (kernel,) = jax.tree.leaves(moments["blocks"][0]["attention"]["project"]["kernel"])
+    attention = moments["blocks"][0]["attention"]
+    (kernel,) = jax.tree.leaves(attention.get("project", attention.get("value"))["kernel"])
     return kernel.sharding.shard_shape(kernel.shape)
 
 

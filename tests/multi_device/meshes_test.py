@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from heinsen_jax.attention import mechanism, names
 from tests.multi_device.apart import run_apart
 
 LINEAR = {"attention": "linear"}
@@ -52,12 +53,17 @@ def test_devices_exchange_a_minimum():
 
 
 @pytest.mark.parametrize(
-    "names",
-    [["linear"], pytest.param(["log", "performer", "additive"], marks=pytest.mark.nightly)],
+    "mechanisms",
+    [
+        ["linear", "kda"],
+        pytest.param(
+            [x for x in names() if mechanism(x).capabilities.mergeable], marks=pytest.mark.nightly
+        ),
+    ],
 )
-def test_layers_pack_and_stream_over_devices_or_raise(names):
-    found = run_apart("layers_run.py", json.dumps(names))
+def test_layers_pack_and_stream_over_devices_or_raise(mechanisms):
+    found = run_apart("layers_run.py", json.dumps(mechanisms))
     for name, errors in found["errors"].items():
-        assert errors["packed"] < 1e-5, (name, errors)
-        assert errors["streamed"] < 1e-4, (name, errors)
+        assert errors["packed"] < 1e-9, (name, errors)
+        assert errors["streamed"] < 1e-9, (name, errors)
     assert "SoftmaxAttention is not mergeable" in found["refusal"]

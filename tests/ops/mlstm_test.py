@@ -95,6 +95,27 @@ def test_states_equal_the_recurrence_and_merge():
         np.testing.assert_allclose(merged.m, state.m, atol=1e-12)
 
 
+@pytest.mark.usefixtures("x64")
+def test_gradients_flow_through_merged_states():
+    arrays = draw(1.0)
+
+    def part(arrays: Any, *tokens: int) -> dict[str, Any]:
+        return {name: x[:, slice(*tokens)] for name, x in arrays.items()}
+
+    def merged(arrays: Any) -> Any:
+        state = MLSTMState.empty((BATCH,), HEADS, KEY_DEPTH, VALUE_DEPTH, jnp.float64)
+        for tokens in ((0, 30), (30, 60)):
+            state = state.merge(mlstm_summary(**part(arrays, *tokens)))
+        return jnp.sum(jnp.sin(mlstm_attention(**part(arrays, 60, LENGTH), initial_state=state)))
+
+    def whole(arrays: Any) -> Any:
+        return jnp.sum(jnp.sin(recurrence(**arrays)[0][:, 60:]))
+
+    have, want = (jax.jit(jax.grad(function))(arrays) for function in (merged, whole))
+    for name, x in want.items():
+        np.testing.assert_allclose(have[name], x, atol=1e-10, err_msg=name)
+
+
 def test_gates_of_any_size_are_in_range():
     arrays = {name: np.float32(x) for name, x in draw(1e3).items()}
     y, pullback = jax.vjp(lambda arrays: mlstm_attention(**arrays), arrays)

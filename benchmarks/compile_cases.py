@@ -20,6 +20,7 @@ WIDTH = HEADS * DEPTH
 BLOCK = 16  # tokens that `tglobal_attention` summarizes
 ROUTED = 64  # tokens in the heavy branches of CoLT5
 HEINSEN, LOG, WITH_OPTIONS, OTHER = 8.0, 12.0, 14.0, 6.0  # maximum multiple of the baseline
+GATED = 8.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,27 @@ def lower(case: Case) -> jax.stages.Lowered:
 def decayed(attention: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
     *tokens, log_decay = arrays
     return attention(*tokens, log_decay=log_decay)
+
+
+def gated(query: jax.Array, key: jax.Array, value: jax.Array, *gates: jax.Array) -> jax.Array:
+    """Gated delta rule with log decays and, if given, the share that is erased and written."""
+    log_decay, *share = gates
+    options: dict[str, Any] = {"erase": share[0], "write": share[0]} if share else {}
+    return ops.gated_delta_rule(query, key, value, log_decay=log_decay, **options)
+
+
+def delta(query: jax.Array, key: jax.Array, value: jax.Array, share: jax.Array) -> jax.Array:
+    return ops.gated_delta_rule(query, key, value, erase=share, write=share)
+
+
+def mlstm(*arrays: jax.Array) -> jax.Array:
+    *tokens, log_input, log_forget = arrays
+    return ops.mlstm_attention(*tokens, log_input_gate=log_input, log_forget_gate=log_forget)
+
+
+def forgetting(*arrays: jax.Array) -> jax.Array:
+    *tokens, log_decay = arrays
+    return ops.dot_product_attention(*tokens, log_decay=log_decay, is_causal=True)
 
 
 def sharded(*arrays: jax.Array) -> jax.Array:
@@ -169,7 +191,25 @@ LOG_ATTENTION = {
     "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH))),
 }
 
+GATED_DELTA_RULE = {
+    "gated_delta_rule": Case(ops.gated_delta_rule, QKV, GATED, max_bytes=40_000),
+    "gated_delta_rule, decay by head": Case(gated, (*QKV, LOGITS), GATED, max_bytes=65_000),
+    "gated_delta_rule, decay by feature": Case(gated, (*QKV, TOKENS), GATED, max_bytes=100_000),
+    "gated_delta_rule, erasure": Case(delta, (*QKV, LOGITS), GATED, max_bytes=70_000),
+    "gated_delta_rule, decay by head, erasure": Case(
+        gated, (*QKV, LOGITS, LOGITS), GATED, max_bytes=95_000
+    ),
+    "gated_delta_rule, decay by feature, erasure": Case(
+        gated, (*QKV, TOKENS, LOGITS), GATED, max_bytes=130_000
+    ),
+    "mlstm_attention": Case(mlstm, (*QKV, LOGITS, LOGITS), GATED, max_bytes=110_000),
+}
+
 OTHERS = {
+    "taylor_attention": Case(
+        ops.taylor_attention, ((1, LENGTH, HEADS, 8), (1, LENGTH, HEADS, 8), TOKENS)
+    ),
+    "dot_product_attention, decay": Case(forgetting, (*QKV, LOGITS)),
     "log_linear_recurrence": Case(ops.log_linear_recurrence, ((8, LENGTH, DEPTH),) * 2),
     "linear_attention": Case(ops.linear_attention, QKV),
     "linear_attention, segments": Case(ops.linear_attention, QKV, integers=SEGMENTS),
@@ -226,4 +266,4 @@ OTHERS = {
     "rotary": Case(lambda x: ops.rotary(x, jnp.arange(LENGTH)), (TOKENS,)),
 }
 
-CASES: dict[str, Case] = LOG_ATTENTION | OTHERS
+CASES: dict[str, Case] = LOG_ATTENTION | GATED_DELTA_RULE | OTHERS

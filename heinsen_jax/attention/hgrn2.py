@@ -26,8 +26,8 @@ class HGRN2Config(MatrixStateConfig):
     """Configuration of HGRN2."""
 
     lower_bound: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.0
-    """Initial lower bound of the forget gates, trained for each key feature; none if 0. As published
-    it increases from layer to layer, from 0 in the first one: set it by layer, as
+    """Initial lower bound of the forget gates, trained for each key feature; none if 0. As
+    published it increases from layer to layer, from 0 in the first one: set it by layer, as
     `1.lower_bound`."""
 
 

@@ -2,7 +2,7 @@
 delta rule."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.convolution import CausalConvolution
-from heinsen_jax.attention.layers import LayerOptions, linear, rms_norm
+from heinsen_jax.attention.layers import LayerOptions, LowRank, linear, rms_norm
 from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule, matrix_summary
 from heinsen_jax.ops.mlstm import MLSTMState
 from heinsen_jax.typing import Array, Features, Float, Integer, config_dataclass
@@ -37,8 +37,8 @@ class ConvolvedConfig(MatrixStateConfig):
     """Head dimensions, and convolutions of queries, keys and values."""
 
     convolution_size: pydantic.PositiveInt | None = 4
-    """Kernel size, in tokens, of the causal depthwise convolutions of queries, keys and values, each
-    followed by SiLU; none of both when None."""
+    """Kernel size, in tokens, of the causal depthwise convolutions of queries, keys and values,
+    each followed by SiLU; neither of the two when None."""
 
 
 class Gates(TypedDict, total=False):
@@ -121,7 +121,9 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         self.norm = rms_norm(values if self.norms_heads_jointly else self.value_depth, **options)
         self.output = linear(values, model_dim, ("heads", "embed"), use_bias=False, **options)
 
-    def make_gate(self, values: int, **options: Unpack[LayerOptions]) -> nnx.Module | None:
+    def make_gate(
+        self, values: int, **options: Unpack[LayerOptions]
+    ) -> nnx.Linear | LowRank | None:
         """The projection of the output gate, if any."""
         if self.gate_activation is None:
             return None
@@ -172,7 +174,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         value: OfHeads,
     ) -> tuple[OfHeads, MatrixState | MLSTMState | None]:
         """The mechanism: `[..., T, N, V]`, and the new state if the call has one."""
-        gates = self.gates(x)
+        gates = cast("dict[str, Array]", self.gates(x))
         names = tuple(gates)
 
         def of_gates(*arrays: Array) -> dict[str, Array]:
@@ -213,6 +215,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
 
     def activated_gate(self, x: Features) -> Array:
         """The output gate `[..., T, N V]`"""
+        assert self.gate is not None
         activation = jax.nn.silu if self.gate_activation == "silu" else jax.nn.sigmoid
         return activation(self.gate(x))
 

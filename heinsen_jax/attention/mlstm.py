@@ -78,7 +78,10 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
             return {"log_input_gate": log_input, "log_forget_gate": log_forget}
 
         arrays = query, key, value, log_input, jax.nn.log_sigmoid(forget)
-        return devices.recur(call.with_state(state), op, *arrays, empty=empty, summary=summary)
+        state = call.with_state(state)
+        y, after = devices.recur(state, op, *arrays, empty=empty, summary=summary)
+        assert after is None or isinstance(after, MLSTMState)
+        return y, after
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -43,7 +43,8 @@ class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
         self, x: Features, call: CallArguments[MatrixStates]
     ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
         query, key, value, after = super().heads(x, call)
-        before = 0 if call.state is None else call.state.num_tokens
+        count = None if call.state is None else call.state.num_tokens
+        before = 0 if count is None else count
         positions = before + jnp.arange(x.shape[-2])
         return rotary(query, positions), rotary(key, positions), value, after
 

@@ -12,15 +12,25 @@ from heinsen_jax.typing import Array, Integer, Keys, Query, config_dataclass
 
 
 @config_dataclass
-class RotaryConfig(HeadsConfig):
+class PositionsConfig(HeadsConfig):
     """Configuration of softmax attention with scaled dot products."""
+
+    positions: Literal["none", "rotary", "alibi"] = "none"
+    """Position encoding: none; rotary, which rotates queries and keys by angles proportional to
+    their positions (RoPE), so that scores depend on distances; or alibi, which adds to the scores a
+    bias proportional to the distance, by head, and is causal only."""
+
+
+@config_dataclass
+class RotaryConfig(PositionsConfig):
+    """Configuration of softmax attention without ALiBi."""
 
     positions: Literal["none", "rotary"] = "none"
     """Position encoding: none; or rotary, which rotates queries and keys by angles proportional to
     their positions (RoPE), so that scores depend on distances."""
 
 
-RotaryT = TypeVar("RotaryT", bound=RotaryConfig)
+RotaryT = TypeVar("RotaryT", bound=PositionsConfig)
 
 
 class RotaryAttention(MaskedAttention[RotaryT]):
@@ -30,7 +40,7 @@ class RotaryAttention(MaskedAttention[RotaryT]):
       ValueError: rotary, and key_depth is odd.
     """
 
-    Config = RotaryConfig
+    Config = PositionsConfig
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

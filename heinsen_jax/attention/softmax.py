@@ -8,19 +8,15 @@ import numpy as np
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.attention.masked import MaskKeywords, TokenStates
-from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
+from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
-class SoftmaxConfig(RotaryConfig):
+class SoftmaxConfig(PositionsConfig):
     """Configuration of softmax attention."""
 
-    positions: Literal["none", "rotary", "alibi"] = "none"
-    """Position encoding: none; rotary, which rotates queries and keys by angles proportional to
-    their positions (RoPE); or alibi, which adds to the scores a bias proportional to the distance,
-    by head, and is causal only."""
     implementation: Literal["xla", "tiled", "cudnn"] | None = None
     """Implementation of `dot_product_attention`; chosen automatically when None."""
 

@@ -46,8 +46,8 @@ class TaylorAttention(HeadedAttention[TaylorConfig, LinearAttentionState]):
         super().setup(**options)
         if self.config.num_terms % 2 == 0 and not self.config.allow_negative_weights:
             raise ValueError(
-                f"num_terms={self.config.num_terms} is even, so weights may be negative; use an odd "
-                "number, or set allow_negative_weights"
+                f"num_terms={self.config.num_terms} is even, so weights may be negative; use an "
+                "odd number, or set allow_negative_weights"
             )
 
     @property

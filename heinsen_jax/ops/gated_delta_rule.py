@@ -24,8 +24,8 @@ from heinsen_jax.typing import Array, DTypeLike, Float, Lengths, Segments, pytre
 
 @pytree_dataclass
 class MatrixState:
-    """State of `gated_delta_rule` that merges with those of other tokens: S -> A S + B, in which the
-    tokens' own state B is what they leave of S = 0.
+    """State of `gated_delta_rule` that merges with those of other tokens: tokens map the state S
+    before them to A S + B.
 
     Attributes:
       matrix: B `[*B, N, K, V]`.
@@ -160,21 +160,21 @@ def gated_delta_rule(
         S_t = (I - k_t (b_t * k_t)^T) Diag(exp g_t) S_(t-1) + k_t (w_t * v_t)^T
         o_t = scale S_t^T q_t
 
-    The state S `[K, V]` decays by g (`log_decay`); b (`erase`) is the share of what it holds for the
-    key that is removed, and w (`write`) the share of the value that is added. With `_` for any
-    value, the published mechanisms are
+    The state S `[K, V]` decays by g (`log_decay`); b (`erase`) is the share of the value stored for
+    the key that is removed, and w (`write`) the share of the new value that is added. Published
+    mechanisms, with beta in [0, 1]:
 
         b       w       g                   mechanism
-        _       b       0                   DeltaNet
-        _       b       by head             Gated DeltaNet
-        _       b       by key feature      Kimi Delta Attention
-        None    None    None                linear attention without a normalizer
-        None    None    constant by head    RetNet, Lightning Attention
-        None    _       by head             Mamba-2 (SSD)
-        None    None    by key feature      GLA, HGRN2
+        beta    beta    0                   DeltaNet
+        beta    beta    by head             Gated DeltaNet
+        beta    beta    by key feature      Kimi Delta Attention
+        0       1       0                   linear attention without a normalizer
+        0       1       constant by head    RetNet, Lightning Attention
+        0       step    by head             Mamba-2 (SSD)
+        0       1       by key feature      GLA, HGRN2
 
-    Exact for any decay, -inf included: exponents are at most 0. Sums are at least float32. With
-    erasure, states remain bounded if b |k|^2 <= 2.
+    Accurate for any decay, -inf included: no exponential exceeds the range of floating point. Sums
+    are computed in float32 (or float64). With erasure, states remain bounded if b |k|^2 <= 2.
 
     Args:
       query: q `[*B, T, N, K]`, with N heads.
@@ -208,8 +208,8 @@ def gated_delta_rule(
 
     References:
       Yang et al., 2024, Gated Delta Networks, arXiv:2412.06464; Kimi Team, 2025, Kimi Linear,
-      arXiv:2510.26692; Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060; Yang et al., 2023,
-      Gated Linear Attention, arXiv:2312.06635.
+      arXiv:2510.26692; Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060; Yang et al.,
+      2023, Gated Linear Attention, arXiv:2312.06635.
     """
     _check(query, key, value, segment_ids, key_value_seq_lengths)
     *batch, length, heads, key_depth = key.shape
@@ -229,17 +229,17 @@ def gated_delta_rule(
         valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)
 
-    def per_token(x: Array | None) -> Array | None:
-        """`[*B, T, N]` or `[*B, T, N, F]` -> `[B, T, N, 1 or F]`"""
-        if x is None:
-            return None
+    def per_token(x: Array) -> Array:
+        """`[*B, T, N]` or `[*B, T, N, F]` -> `[B, T, N, 1 or F]`, 0 at padding."""
         features = x.shape[-1] if x.ndim == len(batch) + 3 else 1
         x = x.astype(dtype).reshape(size, length, heads, features)
         return x if valid is None else jnp.where(valid.reshape(size, length, 1, 1), x, 0)
 
     query, key, value = (per_token(x) for x in (query, key, value))
     by_feature = log_decay is not None and log_decay.ndim == len(batch) + 3
-    log_decay, erase, write = (per_token(x) for x in (log_decay, erase, write))
+    log_decay, erase, write = (
+        None if x is None else per_token(x) for x in (log_decay, erase, write)
+    )
     head_decay, feature_decay = (None, log_decay) if by_feature else (log_decay, None)
     separation = segment_decay(segment_ids, valid, heads, dtype)
     if separation is not None:

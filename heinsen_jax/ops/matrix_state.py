@@ -4,21 +4,22 @@ The recurrence, with keys k, values v, log decays g <= 0 and erasing vectors r, 
 
     S_t = (I - k_t r_t^T) Diag(exp g_t) S_(t-1) + k_t v_t^T,      o_t = S_t^T q_t
 
-in the state S `[K, V]`. Let G_t be the sum of the log decays of a chunk up to token t, and S the state
-before the chunk. With the scores of tokens s <= t of the chunk,
+in the state S `[K, V]`. Let G_t be the sum of the log decays of a chunk up to token t, and S the
+state before the chunk. With the scores of tokens s <= t of the chunk,
 
     P_ts = sum_c q_tc k_sc exp(G_tc - G_sc),    A_ts = sum_c r_tc k_sc exp(G_tc - G_sc),  s < t
 
-the values to be written, U, solve a triangular system, and outputs and state follow by matrix products
-(Yang et al., 2024, arXiv:2406.06484 and arXiv:2412.06464):
+the values to be written, U, solve a triangular system, and outputs and state follow by matrix
+products (Yang et al., 2024, arXiv:2406.06484 and arXiv:2412.06464):
 
     U = (I + A)^-1 (v - (r exp G) S)
     o = (q exp G) S + P U,      S <- exp(G_C) S + (k exp(G_C - G))^T U
 
 Without erasure U = v. All but the terms in S is computed for the chunks of a block in parallel.
 
-Every exponent is a sum of decays, hence at most 0, and exact for any decay, -inf included. The one
-exception is the difference of sums in `_scores_by_feature`, which is taken only where sums are small.
+Decays are accurate whatever their size, -inf included: exponents are sums of decays, hence at most
+0. In two places sums are subtracted instead: decays of heads in two parts, of which one has exact
+sums; and decays by feature where their sums in a chunk are small (`_by_differences`).
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ class MatrixOperands(NamedTuple):
 def segment_decay(
     segment_ids: Array | None, valid: Array | None, groups: int, dtype: DTypeLike
 ) -> Array | None:
-    """Return log decays of heads `[B, T, G, 1]` that separate segments: -inf where one starts, and 0
-    elsewhere; or None without segments."""
+    """Return log decays of heads `[B, T, G, 1]` that separate segments: -inf where one starts,
+    otherwise 0; or None without segments."""
     if segment_ids is None:
         return None
     *batch, length = segment_ids.shape

@@ -34,8 +34,8 @@ class MLSTMState:
       c: matrix memory C exp(-m) `[*B, N, K, V]`.
       n: normalizer n exp(-m) `[*B, N, K]`.
       m: stabilizer `[*B, N]`; -inf without tokens.
-      log_forget: sum of the log forget gates of the tokens `[*B, N]`, by which earlier states decay;
-        None in a state that is never merged into an earlier one.
+      log_forget: sum of the log forget gates of the tokens `[*B, N]`, by which earlier states
+        decay; None in a state that is never merged into an earlier one.
     """
 
     c: Float[Array, "*B N K V"]
@@ -118,10 +118,10 @@ def mlstm_attention(
         C_t = f_t C_(t-1) + i_t k_t v_t^T,    n_t = f_t n_(t-1) + i_t k_t           (19), (20)
         o_t = C_t^T q_t / max(|n_t . q_t|, 1)                                       (21), (22)
 
-    with keys k scaled by 1 / sqrt(K), i = exp(log_input_gate) and f = exp(log_forget_gate). Sums are
-    relative to a stabilizer m, on which o does not depend: C exp(-m) and n exp(-m) are computed, and
-    the denominator is max(|n . q|, exp(-m)). With m_t = log(f_t exp(m_(t-1)) + i_t) all factors are
-    at most 1, whatever the input gates. Computed in chunks of tokens, in at least float32.
+    with keys k scaled by 1 / sqrt(K), i = exp(log_input_gate) and f = exp(log_forget_gate). C and n
+    are represented by C exp(-m) and n exp(-m), with max(|n . q|, exp(-m)) as denominator; o does
+    not depend on m. With m_t = log(f_t exp(m_(t-1)) + i_t) all factors are at most 1, whatever the
+    input gates. Sums are computed in chunks of tokens, in float32 (or float64).
 
     Args:
       query: q `[*B, T, N, K]`, with N heads.

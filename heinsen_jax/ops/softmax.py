@@ -58,10 +58,10 @@ def dot_product_attention(
 
         Y_t = sum_s P_ts V_s,    P_ts = softmax_s(scale Q_t . K_s + bias_ts + D_ts)       (1)
 
-    over the keys s visible to t, where D_ts is the sum of the log decays of the tokens after s up to
-    t. It has these differences from `jax.nn.dot_product_attention`: it accepts any number of batch
-    axes, masks as rules, and decays; an integer `local_window_size` counts the query itself; and a
-    query without visible keys has the output 0, not the average of all values.
+    over the keys s visible to t, where D_ts is the sum of the log decays of the tokens after s, up
+    to t. It has these differences from `jax.nn.dot_product_attention`: it accepts any number of
+    batch axes, masks as rules, and decays; an integer `local_window_size` counts the query itself;
+    and a query without visible keys has the output 0, not the average of all values.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
@@ -100,8 +100,8 @@ def dot_product_attention(
       [2.0, 3.0, 6.0]
 
     References:
-      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762; Lin et al., 2025, Forgetting
-      Transformer, arXiv:2503.02130.
+      Vaswani et al., 2017, Attention Is All You Need, arXiv:1706.03762; Lin et al., 2025,
+      Forgetting Transformer, arXiv:2503.02130.
     """
     check_heads(query, key, value)
     check_tokens(

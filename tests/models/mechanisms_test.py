@@ -27,25 +27,19 @@ def few_or_nightly(names: Sequence[str], few: Sequence[str]) -> Any:
     return pytest.mark.parametrize("name", params)
 
 
-SMALL_SIZES = (
-    ("log.implementation", "scan"),  # compiles faster
-    ("sliding_window.window_size", 5),
-    ("dilated.window_size", 3),
-    ("longformer.window_size", 5),
-    ("tglobal.radius", 4),
-    ("tglobal.block_size", 4),
-    ("tglobal.capacity", 8),
-    ("block_sparse.block_size", 8),
-    ("memory_compressed.capacity", 8),
-    ("l1_sparse.window_size", 3),
-    ("rmt.segment_length", 7),
-    ("rmt.num_memories", 2),
-)
+SMALL = {"log.implementation": "scan", "tglobal.capacity": 8, "memory_compressed.capacity": 8}
+"""Options of some mechanisms, besides those for short sequences, that compile faster."""
 
 
 def configured(*pattern: str, options: tuple = (), **fields: Any) -> LanguageModelConfig:
-    small = (pair for pair in SMALL_SIZES if pair[0].partition(".")[0] in pattern)
-    options += tuple(pair for pair in small if pair[0] not in dict(options))
+    short = {
+        f"{name}.{field}": value
+        for name in pattern
+        for field, value in attention.mechanism(name).short_options(20).items()
+        if name != "gqa"
+    }
+    short |= {option: x for option, x in SMALL.items() if option.partition(".")[0] in pattern}
+    options += tuple((option, x) for option, x in short.items() if option not in dict(options))
     sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2 * len(pattern)}
     return LanguageModelConfig(attention=pattern, attention_options=options, **sizes | fields)
 

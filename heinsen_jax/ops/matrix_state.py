@@ -40,8 +40,7 @@ from heinsen_jax.ops.numerics import einsum, matmul
 from heinsen_jax.typing import Array, DTypeLike, Float
 
 TOKENS_IN_BLOCK = 128  # computed in parallel; the backward pass saves one state per block
-CHUNK = 32
-TOKENS_OF_TERMS = 4  # scores of as many tokens are summed term by term, if decays are large
+CHUNK, SMALL_CHUNK = 32, 16  # the latter with decay by feature or with erasure
 SMALL_DECAY = 64.0  # nats of decay in a chunk up to which sums may be subtracted
 INVERSE = "inverse"  # the one intermediate result that is not recomputed in the backward pass
 QUANTUM = 2.0**-10  # of the part of a decay whose sums are exact
@@ -114,7 +113,8 @@ def recur_with_normalizer(
 def _in_chunks(tokens: MatrixOperands) -> MatrixOperands:
     """`[I, J, X, R C, K]`, `[I, J, X, C, K]` and so on, padded with tokens without any effect."""
     length = tokens.key.shape[1]
-    size = CHUNK
+    is_plain = tokens.feature_decay is None and tokens.erase is None
+    size = CHUNK if is_plain else SMALL_CHUNK
     while size // 2 >= length > 0:
         size //= 2
     chunks = max(1, -(-length // size))
@@ -205,7 +205,7 @@ def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
         summed = jnp.sum(decay, -2, keepdims=True)
         largest = -jnp.min(lax.stop_gradient(summed), initial=0.0)
         way = first_safe(largest[None] - SMALL_DECAY)
-        scaled = lax.switch(way, (_by_differences, _by_blocks), rows, key, decay)
+        scaled = lax.switch(way, (_by_differences, _by_levels), rows, key, decay)
         total = jnp.exp(summed)
     if chunks.head_decay is not None:
         # Sums of multiples of a quantum are exact and may be subtracted; the rest is small.
@@ -235,45 +235,29 @@ def _by_differences(rows: Array, key: Array, decay: Array) -> _Scaled:
     return _Scaled(scores, rows, key * jnp.exp(sums[:, :, -1:]))
 
 
-def _by_blocks(rows: Array, key: Array, decay: Array) -> _Scaled:
-    """Sum decays by feature, of any size, in n blocks of c tokens.
+def _by_levels(rows: Array, key: Array, decay: Array) -> _Scaled:
+    """Sum decays by feature, of any size, without subtraction.
 
-    A key decays up to the start of a later block, for all rows of that block; a row from there. In
-    a block, scores are summed term by term.
+    The decay from s to t is one from s up to a boundary between them, times one from there to t: of
+    the boundaries at multiples of 1, 2, 4, ... tokens, the only one between them of the largest
+    such multiple. Each level of boundaries is one product of rows and keys with their decays.
     """
-    (size, depth), shape = key.shape[2:], rows.shape
-    c = min(TOKENS_OF_TERMS, size)
-    n = size // c
-    count, heads = shape[0] * shape[1], shape[2]  # Y = J X, R
-    key, decay = (x.reshape(count, n, c, depth) for x in (key, decay))
-    rows = jnp.swapaxes(rows.reshape(count, heads, n, c, depth), 1, 2)  # `[Y, n, R, c, K]`
-    up_to = _up_to(decay)
-    from_start = einsum("ts,ynsk->yntk", up_to, decay)
-    to_end = einsum("ts,ynsk->yntk", 1 - up_to, decay)
-    of_block = from_start[:, :, -1]
-    i, m, other = _indices(n + 1, n, n)  # from block m to block i; n is the end of the chunk
-    is_between = ((m < other) & (other < i)).astype(decay.dtype)
-    between = einsum("imo,yok->yimk", is_between, of_block)
-    keys = jnp.exp(to_end[:, None] + between[:, :, :, None]) * key[:, None]
-    keys = keys.reshape(count, n + 1, size, depth)
-    near = rows * jnp.exp(from_start)[:, :, None]
-    scores = matmul(near.reshape(count, n, heads * c, depth), jnp.swapaxes(keys[:, :n], -1, -2))
-    scores = scores.reshape(count, n, heads, c, n, c)
-
-    t, s, u = _indices(c, c, c)
-    inside = einsum("tsu,ynuk->yntsk", ((s < u) & (u <= t)).astype(decay.dtype), decay)
-    terms = jnp.exp(inside) * key[:, :, None]
-    own = jnp.sum(rows[..., None, :] * terms[:, :, None], -1)  # `[Y, n, R, c, c]`
-    i, _, _, m, _ = _indices(n, 1, 1, n, 1)
-    is_own, is_earlier = (x.astype(decay.dtype)[None] for x in (i == m, m < i))
-    scores = scores * is_earlier + own[..., None, :] * is_own
-
-    first = jnp.exp(einsum("im,ymk->yik", _up_to(of_block) - jnp.eye(n), of_block))
-    rows = near * first[:, :, None, None]
+    size, up_to = key.shape[-2], _up_to(decay)
+    levels = (size - 1).bit_length() + 1
+    level, t, s = _indices(levels, size, size)
+    half = (1 << level) >> 1  # tokens on each side of a boundary; 0 for a token and itself
+    boundary = t // jnp.maximum(2 * half, 1) * 2 * half + half
+    summed = ((boundary <= s) & (s <= t)) | ((t < s) & (s < boundary))
+    summed = (summed & (half > 0)).astype(decay.dtype)
+    decays = jnp.exp(einsum("lts,jxsk->jxltk", summed, decay))
+    scores = jnp.einsum(
+        "jxrltk,jxlsk->jxrlts", rows[:, :, :, None] * decays[:, :, None], key[:, :, None] * decays
+    )
+    pairs = ((t ^ s) >> level == 0) & ((t ^ s) >= half) & (t >= s)
     return _Scaled(
-        jnp.swapaxes(scores, 1, 2).reshape(*shape[:-1], size),
-        jnp.swapaxes(rows, 1, 2).reshape(shape),
-        keys[:, n].reshape(*shape[:2], size, depth),
+        jnp.sum(scores * pairs.astype(decay.dtype)[None, None, None], 3),
+        rows * jnp.exp(einsum("ts,jxsk->jxtk", up_to, decay))[:, :, None],
+        key * jnp.exp(einsum("ts,jxsk->jxtk", 1 - up_to, decay)),
     )
 
 

@@ -5,6 +5,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -75,7 +76,7 @@ def size_row(label: str) -> str:
     fields = (option.split("=") for option in options)
     config = {field: ast.literal_eval(value) for field, value in fields}
     build = partial(attention.build, name, model_dim=128, num_heads=4, **config)
-    layer = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    layer: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
     state_bytes = f"{layer.state_size(1):,}"
     if layer.state_size(2) != layer.state_size(1):

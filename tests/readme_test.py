@@ -1,13 +1,19 @@
 """Examples of the README and docs run; their figures are those of the committed results."""
 
+import ast
 import json
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from heinsen_jax import attention
+from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.config import as_json, load_config
 from heinsen_jax.study import load_study, results_of
 from heinsen_jax.study.report import table
@@ -54,15 +60,40 @@ def test_links_are_valid():
 
 
 def test_the_number_of_mechanisms_is_right():
-    words = {17: "seventeen"}
-    count = words[len(attention.names()) - 1]
-    assert f"the {count} mechanisms that log-attention is compared with" in README_TEXT
+    others = len(attention.names()) - 1
+    assert f"the {others} mechanisms that log-attention is compared with" in README_TEXT
 
 
 def test_the_table_of_mechanisms_names_all():
     table = README.partition("| name | mechanism | state | |")[2].partition("\n\n")[0]
     cells = (row.split("|")[1] for row in table.splitlines() if row.startswith("| `"))
     assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(attention.names())
+
+
+def size_row(label: str) -> str:
+    """Return the row of the table of sizes for a layer and its options, such as `gated=False`."""
+    name, *options = re.findall("`(.*?)`", label)
+    fields = (option.split("=") for option in options)
+    config = {field: ast.literal_eval(value) for field, value in fields}
+    build = partial(attention.build, name, model_dim=128, num_heads=4, **config)
+    layer: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
+    state_bytes = f"{layer.state_size(1):,}"
+    if layer.state_size(2) != layer.state_size(1):
+        state_bytes += " per token"
+    depths = f"{layer.key_depth} | {layer.value_depth}"
+    return f"| {label} | {depths} | {parameters:,} | {state_bytes} |"
+
+
+def test_sizes_of_layers_are_those_of_the_table():
+    page = (ROOT / "docs/mechanisms.md").read_text()
+    table = page.partition("<!-- sizes -->\n")[2].partition("\n\n")[0]
+    rows = {row.split("|")[1].strip(): row for row in table.splitlines()[2:]}
+    assert {label: size_row(label) for label in rows} == rows
+    kinds = {name: attention.mechanism(name) for name in attention.names()}
+    named = {f"`{x}`" for x, kind in kinds.items() if issubclass(kind, MatrixStateAttention)}
+    assert named
+    assert named <= rows.keys()
 
 
 def test_the_readme_is_short():

@@ -1,4 +1,5 @@
-"""Speed of log-attention and of other implementations of it and of attention, in interleaved runs.
+"""Speed of log-attention, of the gated delta rule, and of other implementations of them and of
+attention, in interleaved runs.
 
     pip install torch        # for this benchmark only; or: pip install jax-linear-attention
     python benchmarks/comparison.py --peers torch
@@ -11,6 +12,8 @@ gradients. Peers:
 - softmax: `torch.nn.functional.scaled_dot_product_attention`;
 - jla: jax-linear-attention's chunked linear attention, on exponentiated queries and keys. It has no
 scaling: correct for moderate inputs only.
+
+With jla, `gated_delta_rule` is compared with that library's functions of the same mechanisms, too.
 
 Needs about 2 minutes on 2 cores of an AMD EPYC. Writes one JSON record per group of peers.
 """
@@ -39,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.environment import environment
-from heinsen_jax.ops import log_attention
+from heinsen_jax.ops import gated_delta_rule, log_attention
 
 LENGTHS = (1024, 4096)
 REQUIRED = {  # required speed-up over each peer, at each length
@@ -47,6 +50,7 @@ REQUIRED = {  # required speed-up over each peer, at each length
     "softmax": {1024: 4, 4096: 10},
     "jla": {1024: 1, 4096: 1},
 }
+GATED_REQUIRED = 1 / 1.2  # of `gated_delta_rule`, over jla
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,69 @@ def jla(query, key, log_value):
     no_decay = jnp.zeros(query.shape[:-1])
     sums, _ = simple_gla(jnp.exp(query), jnp.exp(key), value, no_decay, scale=1.0)
     return jnp.log(sums[..., :-1]) - jnp.log(sums[..., -1:])
+
+
+def gated_mechanisms() -> dict[str, tuple[Callable, Callable]]:
+    """Return `gated_delta_rule` and jla's function of each mechanism, called with query, key, value,
+    log decays by head and by feature, and the share that is erased and written."""
+    chunked = importlib.import_module("jla.ops.chunked")
+
+    def gated(by_feature: bool, erases: bool) -> Callable:
+        def call(query, key, value, of_heads, of_features, share):
+            options = {"erase": share, "write": share} if erases else {}
+            decay = of_features if by_feature else of_heads
+            return gated_delta_rule(query, key, value, log_decay=decay, **options)
+
+        return call
+
+    return {
+        "mamba2": (gated(False, False), lambda q, k, v, g, f, b: chunked.simple_gla(q, k, v, g)[0]),
+        "gla": (gated(True, False), lambda q, k, v, g, f, b: chunked.gla(q, k, v, f)[0]),
+        "gated_deltanet": (
+            gated(False, True),
+            lambda q, k, v, g, f, b: chunked.gated_delta_rule(q, k, v, g, b)[0],
+        ),
+        "kda": (gated(True, True), lambda q, k, v, g, f, b: chunked.kda(q, k, v, f, b)[0]),
+    }
+
+
+def compare_gated(length: int, repeats: int) -> dict[str, Any]:
+    """Return seconds and the speed-up of each mechanism, whose results must be equal."""
+    query, key, value, cotangent = random_tokens(length)
+    query, key = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    rng = np.random.default_rng(1)
+    of_features = -0.05 * rng.exponential(size=key.shape).astype(np.float32)
+    of_heads = -0.1 * rng.exponential(size=key.shape[:-1]).astype(np.float32)
+    share = rng.uniform(size=key.shape[:-1]).astype(np.float32)
+    arrays = query, key, value, jnp.asarray(of_heads), jnp.asarray(of_features), jnp.asarray(share)
+    results = {}
+    for name, pair in gated_mechanisms().items():
+
+        def differentiate(function: Callable) -> Callable:
+            @jax.jit
+            def run(arrays, cotangent):
+                output, pullback = jax.vjp(lambda *arrays: function(*arrays), *arrays)
+                return output, pullback(cotangent)
+
+            return partial(run, arrays, cotangent)
+
+        calls = dict(zip(("ours", "jla"), map(differentiate, pair), strict=True))
+        outputs = [jax.tree.leaves(call()) for call in calls.values()]
+        error = max(
+            float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
+            for a, b in zip(*outputs)
+            if jnp.any(b)
+        )
+        assert error < 1e-5, f"{name} differs by {error:.1e}"
+        seconds = interleaved_medians(calls, repeats)
+        ratio = seconds["jla"] / seconds["ours"]
+        results[name] = {
+            "seconds": seconds,
+            "times_as_fast": ratio,
+            "largest_difference": error,
+            "met": ratio >= GATED_REQUIRED,
+        }
+    return results
 
 
 def in_torch(function: Callable) -> Callable:
@@ -155,6 +222,14 @@ def main(options: Options) -> int:
                 ratio = f"{result['times_as_fast'][name]:.1f}"
                 cells = [ratio, str(REQUIRED[name][length]), met]
             table.add_row(str(length), name, f"{1e3 * seconds:.2f}", *cells)
+    if options.peers == "jla":
+        record["gated_delta_rule"] = {n: compare_gated(n, options.repeats) for n in LENGTHS}
+        for length, results in record["gated_delta_rule"].items():
+            for name, result in results.items():
+                seconds, met = result["seconds"], "yes" if result["met"] else "no"
+                table.add_row(str(length), f"{name}, ours", f"{1e3 * seconds['ours']:.2f}")
+                ratio = f"{result['times_as_fast']:.2f}", f"{GATED_REQUIRED:.2f}", met
+                table.add_row(str(length), f"{name}, jla", f"{1e3 * seconds['jla']:.2f}", *ratio)
     console.print(table)
     output = options.output or ROOT / f"benchmarks/results/comparison_{options.peers}.json"
     output.write_text(json.dumps(record, indent=2) + "\n")

@@ -1,34 +1,36 @@
 """Forgetting attention: softmax attention with a forget gate, as a layer."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
+from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions, linear
-from heinsen_jax.attention.masked import TokenStates
-from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
+from heinsen_jax.attention.masked import MaskedAttention, TokenStates
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Features, config_dataclass
 
 
 @config_dataclass
-class ForgettingConfig(RotaryConfig):
+class ForgettingConfig(HeadsConfig):
     """Configuration of forgetting attention."""
 
     implementation: Literal["xla", "tiled"] | None = None
     """Implementation of `dot_product_attention`; chosen automatically when None."""
 
 
-class ForgettingAttention(RotaryAttention[ForgettingConfig]):
+class ForgettingAttention(MaskedAttention[ForgettingConfig]):
     """Softmax attention whose scores decay by a forget gate per head and token (FoX).
 
         P_ts = softmax_s(Q_t . K_s / sqrt(K) + sum_{s<r<=t} log f_r),    f = sigmoid(x Wf + bf)
 
-    The state has all keys, values and gates. By default positions are not encoded.
+    The state has all keys, values and gates. Positions are not encoded.
 
     References:
       Lin et al., 2025, Forgetting Transformer: Softmax Attention with a Forget Gate,
@@ -47,7 +49,6 @@ class ForgettingAttention(RotaryAttention[ForgettingConfig]):
     ) -> tuple[Features, TokenStates | None]:
         query, key, value = self.heads(x)
         state = call.state
-        query, key = self.with_positions(query, key, 0 if state is None else state.num_tokens)
         logits = self.forget_gate(x)
         log_forget = jax.nn.log_sigmoid(logits.astype(jnp.promote_types(x.dtype, jnp.float32)))
         with jax.named_scope("mechanism"):
@@ -73,8 +74,15 @@ class ForgettingAttention(RotaryAttention[ForgettingConfig]):
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:
         groups, dtype = self.num_kv_heads, jnp.dtype(self.dtype or self.param_dtype)
         shapes = (groups, self.key_depth), (groups, self.value_depth), (self.num_heads, 1)
-        return TokenCache.empty(batch_shape, shapes, dtype, capacity)
+        cache = TokenCache.empty(batch_shape, shapes, dtype, capacity)
+        *arrays, gates = cache.arrays
+        return replace(cache, arrays=(*arrays, gates.astype(self._gate_dtype)))
 
     def state_size(self, context_length: int) -> int:
-        gates = context_length * self.num_heads * jnp.dtype(self.dtype or self.param_dtype).itemsize
+        gates = context_length * self.num_heads * self._gate_dtype.itemsize
         return super().state_size(context_length) + gates
+
+    @property
+    def _gate_dtype(self) -> np.dtype:
+        """Sums of gates are differences of large numbers: at least float32."""
+        return jnp.promote_types(self.param_dtype, jnp.float32)

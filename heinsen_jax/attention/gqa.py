@@ -12,10 +12,6 @@ class GroupedQueryAttention(SoftmaxAttention):
       Ainslie et al., 2023, GQA, arXiv:2305.13245.
     """
 
-    @classmethod
-    def short_options(cls, length: int) -> dict[str, int]:
-        return {"num_kv_heads": 1}
-
     def default_kv_heads(self) -> int:
         shared = self.num_heads // 4 if self.num_heads % 4 == 0 else 1
         return self.config.num_kv_heads or shared

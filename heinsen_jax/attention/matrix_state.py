@@ -36,9 +36,9 @@ class MatrixStateConfig(AttentionConfig):
 class ConvolvedConfig(MatrixStateConfig):
     """Head dimensions, and convolutions of queries, keys and values."""
 
-    convolution_size: pydantic.PositiveInt | None = 4
+    convolution_size: pydantic.NonNegativeInt = 4
     """Kernel size, in tokens, of the causal depthwise convolutions of queries, keys and values,
-    each followed by SiLU; neither of the two when None."""
+    each followed by SiLU; neither of the two if 0."""
 
 
 class Gates(TypedDict, total=False):
@@ -111,7 +111,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
             linear(model_dim, keys, of_keys, use_bias=False, **options) for _ in range(2)
         )
         self.value = linear(model_dim, values, axes, use_bias=False, **options)
-        size = getattr(config, "convolution_size", None)
+        size = getattr(config, "convolution_size", 0)
         self.convolutions = nnx.List(
             CausalConvolution(size, width, *axis[1:], use_bias=self.has_convolution_bias, **options)
             for width, axis in ((keys, of_keys), (keys, of_keys), (values, axes))

@@ -5,10 +5,11 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions, linear
+from heinsen_jax.attention.layers import LayerOptions, linear, parameter
 from heinsen_jax.attention.matrix_state import (
     MatrixStateAttention,
     MatrixStateConfig,
@@ -27,11 +28,12 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
     """mLSTM: a matrix memory with an exponential input gate and a forget gate.
 
         C_t = f_t C_(t-1) + i_t k_t v_t^T,    n_t = f_t n_(t-1) + i_t k_t
-        y = (norm(C^T q / max(|n . q|, 1)) * sigmoid(x Wg)) Wo
+        y = (norm(C^T q / max(|n . q|, 1)) * sigmoid(x Wg)) Wo,    norm(o) = w layer_norm(o)
         log i = cap(x Wi + bi),    log f = log sigmoid(cap(x Wf + bf))
 
-    with cap(x) = 15 tanh(x / 15). At initialization bi = 0, and bf is linear from 3 in the first
-    head to 6 in the last. The width of keys is half the model's.
+    with cap(x) = 15 tanh(x / 15), and a layer norm of each head, scaled by feature. At
+    initialization bi = 0, and bf is linear from 3 in the first head to 6 in the last. The width of
+    keys is half the model's.
 
     References:
       Beck et al., 2024, xLSTM, arXiv:2405.04517; Beck et al., 2025, xLSTM 7B, arXiv:2503.13427.
@@ -43,6 +45,12 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
+        norm_options = {"param_dtype": options["param_dtype"], "rngs": options["rngs"]}
+        self.norm = nnx.LayerNorm(
+            self.value_depth, epsilon=1e-6, use_bias=False, use_scale=False, **norm_options
+        )
+        values = self.num_heads * self.value_depth
+        self.norm_scale = parameter(nnx.initializers.ones, values, **options)
         axes = "embed", "heads"
         self.input_gate, self.forget_gate = (
             linear(self.model_dim, self.num_heads, axes, **options) for _ in range(2)
@@ -82,6 +90,11 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
         y, after = devices.recur(state, op, *arrays, empty=empty, summary=summary)
         assert after is None or isinstance(after, MLSTMState)
         return y, after
+
+    def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
+        y = self.norm(y).reshape(*x.shape[:-1], self.num_heads * self.value_depth)
+        scale = jnp.broadcast_to(self.norm_scale[...].astype(y.dtype), y.shape)
+        return self.output(y * scale * self.activated_gate(x))
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None

@@ -58,8 +58,8 @@ class LanguageModelConfig:
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
     branch instead of a position encoding, values of any sign, decay by head, and rotary queries and
-    keys for mechanisms with an option `rotary`. fastformer: as standard, without biases in the MLP;
-    the residual stream continues from the normalized input of the attention."""
+    keys for mechanisms with an option `positions`. fastformer: as standard, without biases in the
+    MLP; the residual stream continues from the normalized input of the attention."""
     mlp_ratio: pydantic.PositiveInt = 4
     """Width of the MLP divided by model_dim; the paper's block has no MLP."""
     embedding_style: Literal["paper", "fastformer"] = "paper"

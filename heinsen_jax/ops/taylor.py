@@ -143,7 +143,7 @@ def taylor_features(
 
     Examples:
       >>> q, k = jnp.array([1.0, 2.0]), jnp.array([0.5, -1.0])
-      >>> float(taylor_features(q) @ taylor_features(k))  # 1 - 1.5 + 1.5^2 / 2
+      >>> round(float(taylor_features(q) @ taylor_features(k)), 3)  # 1 - 1.5 + 1.5^2 / 2
       0.625
     """
     parts = [jnp.ones_like(x[..., :1])]

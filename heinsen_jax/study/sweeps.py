@@ -35,6 +35,7 @@ def causal_mechanisms(length: int) -> Sweep:
         for name, kind in classes.items()
         if kind.capabilities.causal
     }
+    others["gqa"] = mechanism("gqa", num_kv_heads=1)
     return {label: mechanism("log", **chosen) for label, chosen in log.items()} | others
 
 

@@ -196,8 +196,12 @@ def mlstm(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
             memory = forget[t, head] * memory + np.outer(k, value[t])
             normalizer = forget[t, head] * normalizer + k
             y[-1].append(query[t] @ memory / max(abs(normalizer @ query[t]), 1))
-    normed = np.concatenate([rms(np.stack(o), p["norm.scale"]) for o in y], 1)
-    return (normed * sigmoid(x @ p["gate.kernel"])) @ p["output.kernel"]
+    normed = []
+    for o in map(np.stack, y):
+        centered = o - o.mean(1, keepdims=True)
+        normed.append(centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-6))
+    scaled = np.concatenate(normed, 1) * p["norm_scale"]
+    return (scaled * sigmoid(x @ p["gate.kernel"])) @ p["output.kernel"]
 
 
 MATRIX_ORACLES: dict[str, Callable[[Any, Any, Array, bool], Array]] = {

@@ -84,14 +84,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hgrn2, lower bound": ("hgrn2", {"lower_bound": 0.3, "key_depth": 5}),
     "mamba2": ("mamba2", {"key_depth": 5}),
     "deltanet": ("deltanet", {}),
-    "deltanet, no convolutions": ("deltanet", {"convolution_size": None, "value_depth": 3}),
+    "deltanet, no convolutions": ("deltanet", {"convolution_size": 0, "value_depth": 3}),
     "gated_deltanet": ("gated_deltanet", {"key_depth": 3, "negative_eigenvalues": True}),
     "kda": ("kda", {}),
     "mlstm": ("mlstm", {}),
     "taylor": ("taylor", {"key_depth": 4, "num_kv_heads": 2}),
     "taylor, five terms": ("taylor", {"key_depth": 2, "num_terms": 5}),
     "fox": ("fox", {"num_kv_heads": 2}),
-    "fox, rotary": ("fox", {"positions": "rotary", "gated": True}),
+    "fox, gated": ("fox", {"gated": True, "query_key_norm": True}),
     "additive, window": ("additive", {"window_size": 4}),
 }
 

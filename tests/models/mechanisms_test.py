@@ -36,7 +36,6 @@ def configured(*pattern: str, options: tuple = (), **fields: Any) -> LanguageMod
         f"{name}.{field}": value
         for name in pattern
         for field, value in attention.mechanism(name).short_options(20).items()
-        if name != "gqa"
     }
     short |= {option: x for option, x in SMALL.items() if option.partition(".")[0] in pattern}
     options += tuple((option, x) for option, x in short.items() if option not in dict(options))

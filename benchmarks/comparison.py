@@ -89,8 +89,8 @@ def jla(query, key, log_value):
 
 
 def gated_mechanisms() -> dict[str, tuple[Callable, Callable]]:
-    """Return `gated_delta_rule` and jla's function of each mechanism, called with query, key, value,
-    log decays by head and by feature, and the share that is erased and written."""
+    """Return `gated_delta_rule` and jla's function of each mechanism, called with query, key,
+    value, log decays by head and by feature, and the share that is erased and written."""
     chunked = importlib.import_module("jla.ops.chunked")
 
     def gated(by_feature: bool, erases: bool) -> Callable:
@@ -132,13 +132,11 @@ def compare_gated(length: int, repeats: int) -> dict[str, Any]:
 
             return partial(run, arrays, cotangent)
 
-        calls = dict(zip(("ours", "jla"), map(differentiate, pair), strict=True))
+        ours, peer = map(differentiate, pair)
+        calls: dict[str, Callable[[], Any]] = {"ours": ours, "jla": peer}
         outputs = [jax.tree.leaves(call()) for call in calls.values()]
-        error = max(
-            float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b)))
-            for a, b in zip(*outputs)
-            if jnp.any(b)
-        )
+        pairs = [(a, b) for a, b in zip(*outputs, strict=True) if jnp.any(b)]
+        error = max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
         assert error < 1e-5, f"{name} differs by {error:.1e}"
         seconds = interleaved_medians(calls, repeats)
         ratio = seconds["jla"] / seconds["ours"]

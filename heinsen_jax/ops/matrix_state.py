@@ -39,8 +39,8 @@ from heinsen_jax.ops.layout import chunk, unchunk, varying_like
 from heinsen_jax.ops.numerics import einsum, matmul
 from heinsen_jax.typing import Array, DTypeLike, Float
 
-TOKENS_IN_BLOCK = 128  # computed in parallel; the backward pass saves one state per block
-CHUNK, SMALL_CHUNK = 32, 16  # the latter with decay by feature or with erasure
+CHUNK, SMALL_CHUNK = 32, 16  # tokens; the latter with decay by feature or with erasure
+CHUNKS_IN_BLOCK = 8  # computed in parallel; the backward pass saves one state per block
 SMALL_DECAY = 64.0  # nats of decay in a chunk up to which sums may be subtracted
 INVERSE = "inverse"  # the one intermediate result that is not recomputed in the backward pass
 QUANTUM = 2.0**-10  # of the part of a decay whose sums are exact
@@ -118,7 +118,7 @@ def _in_chunks(tokens: MatrixOperands) -> MatrixOperands:
     while size // 2 >= length > 0:
         size //= 2
     chunks = max(1, -(-length // size))
-    blocks = -(-chunks * size // TOKENS_IN_BLOCK)
+    blocks = -(-chunks // CHUNKS_IN_BLOCK)
     in_block = -(-chunks // blocks)
     missing = blocks * in_block * size - length
 
@@ -165,7 +165,7 @@ def _block(
 @jax.custom_jvp
 def _inverse(lower: Float[Array, "J X C C"]) -> Float[Array, "J X C C"]:
     """(I + A)^-1 for A below the diagonal, by (X + A)^-1 = X^-1 - X^-1 A X^-1 for diagonal blocks X
-    of 1, 2, 4, ... rows, and A between two of them."""
+    of 1, 2, 4, ... rows, and A between two of them: forward substitution in matrix products."""
     size = lower.shape[-1]
     t, s = _indices(size, size)
     level = t ^ s  # its highest bit is the number of rows of the blocks that (t, s) is between
@@ -212,9 +212,10 @@ def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
         decay = _finite(chunks.head_decay)
         coarse = lax.stop_gradient(QUANTUM * jnp.round(decay / QUANTUM))
         parts = jnp.concatenate([coarse, decay - coarse], -1)
-        sums = einsum("ts,jxsf->jxtf", _up_to(decay), parts)
-        between = jnp.exp(jnp.tril(jnp.sum(sums[:, :, :, None] - sums[:, :, None], -1)))
-        from_start = jnp.exp(jnp.sum(sums, -1, keepdims=True))
+        sums = einsum("ts,jxsf->jxft", _up_to(decay), parts)[..., None]
+        between = jnp.tril(sum(x - jnp.swapaxes(x, -1, -2) for x in (sums[:, :, 0], sums[:, :, 1])))
+        between = jnp.exp(between)
+        from_start = jnp.exp(sums[:, :, 0] + sums[:, :, 1])
         to_end = jnp.swapaxes(between[:, :, -1:], -1, -2)
         scores, rows, key = scaled
         scores, rows = scores * between[:, :, None], rows * from_start[:, :, None]

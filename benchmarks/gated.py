@@ -1,0 +1,169 @@
+"""Speed of the gated delta rule and of mLSTM beside linear attention and log-attention.
+
+    python benchmarks/gated.py [--length 4096] [--repeats 9]
+
+Forward and backward, float32, one sequence, 8 heads of dimension 32, interleaved in one process.
+Decays are those of layers at initialization, or large ones, whose sums exceed what the fast form
+of decays by feature admits. A sequence is also split over two devices, the cores of this machine,
+that exchange states: bytes per device, and time relative to one device. Exits with 1 if a
+requirement is not met. Needs about a minute on 2 cores of an AMD EPYC.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_tokens
+from compile_cases import delta, gated, mlstm
+from jax.sharding import AxisType, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax.environment import environment
+from heinsen_jax.ops import (
+    MatrixState,
+    gated_delta_rule,
+    heinsen_attention,
+    linear_attention,
+    over_context,
+)
+from heinsen_jax.ops.gated_delta_rule import matrix_summary
+
+REQUIRED = {  # maximum time, as a multiple of linear attention's
+    "mamba2": 1.5,
+    "gla": 1.5,
+    "deltanet": 3.0,
+    "gated_deltanet": 3.0,
+    "kda": 3.0,
+}
+LARGE = 100.0  # factor of large decays
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure the gated delta rule.
+
+    Attributes:
+      length: number of tokens.
+      repeats: number of measurements of which the median is reported.
+      output: path of the JSON record.
+    """
+
+    length: int = 4096
+    repeats: int = 9
+    output: Path = ROOT / "benchmarks/results/gated.json"
+
+
+def cases(length: int) -> dict[str, tuple[Callable, tuple[jax.Array, ...]]]:
+    """Return each function with its arguments."""
+    query, key, value, _ = random_tokens(length)
+    unit_query, unit_key = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    rng = np.random.default_rng(1)
+    of_features = jnp.asarray(-0.05 * rng.exponential(size=key.shape), jnp.float32)
+    of_heads = jnp.asarray(-0.1 * rng.exponential(size=key.shape[:-1]), jnp.float32)
+    share = jnp.asarray(rng.uniform(size=key.shape[:-1]), jnp.float32)
+    plain, unit = (query, key, value), (unit_query, unit_key, value)
+    return {
+        "linear": (linear_attention, plain),
+        "log": (heinsen_attention, plain),
+        "no gates": (gated_delta_rule, plain),
+        "mamba2": (gated, (*plain, of_heads)),
+        "gla": (gated, (*plain, of_features)),
+        "gla, large decays": (gated, (*plain, LARGE * of_features)),
+        "deltanet": (delta, (*unit, share)),
+        "gated_deltanet": (gated, (*unit, of_heads, share)),
+        "kda": (gated, (*unit, of_features, share)),
+        "kda, large decays": (gated, (*unit, LARGE * of_features, share)),
+        "mlstm": (mlstm, (*plain, of_heads, of_heads)),
+    }
+
+
+def differentiated(function: Callable, arrays: tuple[jax.Array, ...]) -> Callable[[], Any]:
+    @jax.jit
+    def run(arrays: tuple[jax.Array, ...]) -> Any:
+        output, pullback = jax.vjp(function, *arrays)
+        return output, pullback(output)
+
+    return partial(run, arrays)
+
+
+def split(arrays: tuple[jax.Array, ...]) -> Callable:
+    """Return the gated delta rule with the sequence split over two devices."""
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec(None, "context")
+
+    def options(gates: tuple[jax.Array, ...]) -> dict[str, Any]:
+        log_decay, *share = gates
+        erasure = {"erase": share[0], "write": share[0]} if share else {}
+        return {"log_decay": log_decay, **erasure}
+
+    def op(query: Any, key: Any, value: Any, *gates: Any, initial_state: Any, **_: Any) -> Any:
+        state = initial_state.matrix
+        y, matrix = gated_delta_rule(
+            query, key, value, **options(gates), initial_state=state, return_state=True
+        )
+        return y, MatrixState(matrix)
+
+    def summary(query: Any, key: Any, value: Any, *gates: Any) -> MatrixState:
+        return matrix_summary(query, key, value, **options(gates))
+
+    def on_device(*arrays: jax.Array) -> jax.Array:
+        empty = MatrixState.empty((1,), HEADS, DEPTH, DEPTH)
+        return over_context(op, *arrays, summary=summary, empty=empty)[0]
+
+    specs = (spec,) * len(arrays)
+    return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=spec)
+
+
+def exchanged_bytes(arrays: tuple[jax.Array, ...]) -> int:
+    """Return the bytes of a device's state and transition."""
+    query, key, value, log_decay, *share = arrays
+    options = {"erase": share[0], "write": share[0]} if share else {}
+    call = partial(matrix_summary, log_decay=log_decay, **options)
+    return sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(call, query, key, value))
+    )
+
+
+def main(options: Options) -> int:
+    jax.config.update("jax_num_cpu_devices", 2)
+    found = cases(options.length)
+    calls = {name: differentiated(*case) for name, case in found.items()}
+    names = "mamba2", "gla", "gated_deltanet", "kda"
+    for name in names:
+        arrays = found[name][1]
+        calls[f"{name}, two devices"] = differentiated(split(arrays), arrays)
+        for a, b in zip(
+            *(jax.tree.leaves(calls[x]()) for x in (name, f"{name}, two devices")), strict=True
+        ):
+            np.testing.assert_allclose(a, b, atol=1e-4 * float(jnp.max(jnp.abs(a))))
+    seconds = interleaved_medians(calls, options.repeats)
+    ratios = {name: x / seconds["linear"] for name, x in seconds.items()}
+    met = {name: ratios[name] <= limit for name, limit in REQUIRED.items()}
+    record = {
+        "environment": environment(),
+        "setting": SETTING | {"length": options.length, "large_decays": LARGE},
+        "seconds": seconds,
+        "times_linear": ratios,
+        "requirements": met,
+        "exchanged_bytes": {name: exchanged_bytes(found[name][1]) for name in names},
+    }
+    table = Table("", "ms", "times linear", "at most")
+    for name, ratio in ratios.items():
+        limit = f"{REQUIRED[name]:g}" if name in REQUIRED else ""
+        table.add_row(name, f"{1e3 * seconds[name]:.1f}", f"{ratio:.2f}", limit)
+    Console().print(table)
+    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    return 0 if all(met.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

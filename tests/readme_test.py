@@ -163,6 +163,27 @@ def test_comparisons_are_those_of_the_results(peers, name):
         assert f"{min(ratios):.0f} times as fast as the original" in README
 
 
+def test_times_of_the_gated_delta_rule_are_those_of_the_results():
+    measured = result("gated")
+    assert all(measured["requirements"].values())
+    table = PAGES.partition("<!-- gated -->")[2].partition("\n\n")[0]
+    times = measured["times_linear"]
+    cells = [row.split("|")[2].strip() for row in table.strip().splitlines()[2:]]
+    names = [name for name in times if "devices" not in name]
+    assert sorted(cells) == sorted(f"{times[name]:.2f}" for name in names)
+    text = " ".join(PAGES.split())
+    for name in ("gla", "kda"):
+        assert f"{measured['exchanged_bytes'][name]:,}" in text
+        assert f"{times[f'{name}, two devices'] / times[name]:.2f} times" in text
+    mechanisms = result("comparison_jla")["gated_delta_rule"]
+    for name, of_short in mechanisms["1024"].items():
+        of_long = mechanisms["4096"][name]
+        assert of_short["met"]
+        assert of_long["met"]
+        ratios = of_short["times_as_fast"], of_long["times_as_fast"]
+        assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in PAGES
+
+
 def test_costs_of_exactness_are_those_of_the_results():
     measured = result("tiers")
     table = PAGES.partition("<!-- tiers -->")[2].partition("\n\n")[0]

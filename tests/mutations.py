@@ -1,4 +1,4 @@
-"""Mutation testing: thirteen faults are inserted into copies of the package, one by one.
+"""Mutation testing: sixteen faults are inserted into copies of the package, one by one.
 
     python tests/mutations.py [NAME ...]
 
@@ -86,6 +86,24 @@ FAULTS = {
     ),
     "a causal mask of softmax off by one": Fault(
         "heinsen_jax/ops/masks.py", "return key <= query", "return key < query", "tests/ops"
+    ),
+    "a value that is not erased": Fault(
+        "heinsen_jax/ops/matrix_state.py",
+        "value = value - matmul(erase, state)",
+        "value = value - 0 * matmul(erase, state)",
+        "tests/ops/gated_delta_rule_test.py",
+    ),
+    "a decay of features one token late": Fault(
+        "heinsen_jax/ops/matrix_state.py",
+        "summed = ((boundary <= s) & (s <= t)) | ((t < s) & (s < boundary))",
+        "summed = ((boundary < s) & (s <= t)) | ((t < s) & (s < boundary))",
+        "tests/ops/gated_delta_rule_test.py",
+    ),
+    "a stabilizer with a cotangent": Fault(
+        "heinsen_jax/ops/mlstm.py",
+        "first, second = lax.stop_gradient((self.m, other.m))",
+        "first, second = self.m, other.m",
+        "tests/ops/mlstm_test.py",
     ),
     "positions that ignore the state": Fault(
         "heinsen_jax/models/position.py",

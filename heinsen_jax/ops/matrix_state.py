@@ -231,9 +231,10 @@ def _finite(decay: Array) -> Array:
 def _by_differences(rows: Array, key: Array, decay: Array) -> _Scaled:
     """Subtract sums of decays by feature, which are small."""
     sums = einsum("ts,jxsk->jxtk", _up_to(decay), decay)
-    rows, key = rows * jnp.exp(sums)[:, :, None], key * jnp.exp(-sums)
-    scores = jnp.einsum("jxrtk,jxsk->jxrts", rows, key)
-    return _Scaled(scores, rows, key * jnp.exp(sums[:, :, -1:]))
+    half = sums[:, :, -1:] / 2  # exponents are at most this
+    rows, key = rows * jnp.exp(sums - half)[:, :, None], key * jnp.exp(half - sums)
+    scores, to_edge = jnp.einsum("jxrtk,jxsk->jxrts", rows, key), jnp.exp(half)
+    return _Scaled(scores, rows * to_edge[:, :, None], key * to_edge)
 
 
 def _by_levels(rows: Array, key: Array, decay: Array) -> _Scaled:

@@ -22,6 +22,9 @@ STEP = 1e-6  # step of differences: errors are near 1e-11, and few kinks, as of 
 # Sizes at which windows, blocks and segments end within the tokens. Default log-attention compiles
 # slowly.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (name, attention.mechanism(name).short_options(16)) for name in attention.names()
+}
+VARIANTS |= {
     "log": ("log", {}),
     "log, window": ("log", {"window_size": 5, "implementation": "scan"}),
     "log, decay of heads": ("log", {"decay": "head", "implementation": "scan"}),
@@ -59,7 +62,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tglobal": ("tglobal", {"radius": 4, "block_size": 4, "num_buckets": 6, "max_distance": 6}),
     "block_sparse, local": ("block_sparse", {"pattern": "local", "block_size": 4}),
     "block_sparse, strided": ("block_sparse", {"pattern": "strided", "block_size": 4}),
-    "block_sparse, fixed": ("block_sparse", {"block_size": 5, "num_summaries": 2}),
+    "block_sparse": ("block_sparse", {"block_size": 5, "num_summaries": 2}),
     "memory_compressed": ("memory_compressed", {"num_kv_heads": 2, "value_depth": 5}),
     "linformer": ("linformer", {"max_length": 16, "rank": 5, "num_kv_heads": 2}),
     "linear": ("linear", {}),

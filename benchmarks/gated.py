@@ -133,10 +133,27 @@ def exchanged_bytes(arrays: tuple[jax.Array, ...]) -> int:
     )
 
 
+def check(name: str, arrays: tuple[jax.Array, ...], output: jax.Array) -> None:
+    """Compare the first tokens of `gated_delta_rule` with its recurrence in float64."""
+    query, key, value, log_decay, *share = (np.asarray(x, np.float64)[0] for x in arrays)
+    gate = share[0] if share else np.zeros(key.shape[:-1])
+    state = np.zeros((HEADS, DEPTH, DEPTH))
+    for t in range(64):
+        k, v, b = key[t], value[t], gate[t][:, None]
+        state = np.exp(log_decay[t].reshape(HEADS, -1))[..., None] * state
+        read = np.einsum("nk,nkv->nv", b * k, state)
+        state += np.einsum("nk,nv->nkv", k, (b if share else 1) * v - read)
+        y = np.einsum("nk,nkv->nv", query[t], state) / DEPTH**0.5
+        np.testing.assert_allclose(output[0, t], y, atol=1e-5, err_msg=name)
+
+
 def main(options: Options) -> int:
     jax.config.update("jax_num_cpu_devices", 2)
     found = cases(options.length)
     calls = {name: differentiated(*case) for name, case in found.items()}
+    for name, (function, arrays) in found.items():
+        if function is gated:
+            check(name, arrays, jax.jit(gated)(*arrays))
     names = "mamba2", "gla", "gated_deltanet", "kda"
     for name in names:
         arrays = found[name][1]

@@ -43,6 +43,14 @@ PANELS = {
     "decode_seconds": ("decoding a token", "seconds", "tokens of context"),
     "state_bytes": ("state or cache", "bytes", "tokens of context"),
 }
+HIGHLIGHTED = {  # color and width of lines; the others are gray
+    "log": ("black", 3.0),
+    "softmax": ("C0", 2.0),
+    "linear": ("C1", 2.0),
+    "gla": ("C2", 2.0),
+    "gated_deltanet": ("C3", 2.0),
+    "mamba2": ("C4", 2.0),
+}
 Measured = dict[str, dict[int, float]]
 
 
@@ -163,21 +171,20 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot the measurements, labeled at the end of each line, with log-attention highlighted."""
+    """Plot the measurements, labeled at the end of each line, with some mechanisms highlighted."""
     figure = matplotlib.figure.Figure(figsize=(13, 11), layout="constrained")
     for axes, (panel, (title, unit, across)) in zip(
         figure.subplots(2, 2).flat, PANELS.items(), strict=True
     ):
         ends = []
-        for index, (name, of_one) in enumerate(record["mechanisms"].items()):
+        for name, of_one in record["mechanisms"].items():
             points = [(int(length), value) for length, value in of_one[panel].items()]
             if not points:
                 continue
-            is_ours = name == "log"
-            style = ["-", "--", ":"][index % 3]
-            color = "black" if is_ours else f"C{index % 10}"
+            color, width = HIGHLIGHTED.get(name, ("0.75", 1.0))
+            order = 2 if name in HIGHLIGHTED else 1
             (line,) = axes.loglog(
-                *zip(*points, strict=True), style, color=color, linewidth=3 if is_ours else 1.3
+                *zip(*points, strict=True), color=color, linewidth=width, zorder=order
             )
             ends.append((points[-1], name, line.get_color()))
         label(axes, ends)
@@ -201,7 +208,7 @@ def label(axes: Any, ends: list[tuple[tuple[int, float], str, Any]]) -> None:
             (length, value),
             xytext=(1.02, (place + 0.5) / len(ends)),
             textcoords="axes fraction",
-            color=color,
+            color="0.5" if color == "0.75" else color,
             fontsize=9,
             va="center",
             arrowprops={"arrowstyle": "-", "color": color, "alpha": 0.3, "linewidth": 0.6},

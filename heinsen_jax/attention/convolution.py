@@ -24,7 +24,7 @@ class CausalConvolution(nnx.Module):
         self,
         size: int,
         features: int,
-        logical_axis: str | None = "embed",
+        logical_axis: str | None,
         *,
         use_bias: bool = False,
         **options: Unpack[LayerOptions],

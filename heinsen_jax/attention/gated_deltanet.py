@@ -2,18 +2,12 @@
 
 from typing import Unpack
 
-import jax
-import jax.numpy as jnp
-
 from heinsen_jax.attention.deltanet import DeltaNetAttention
 from heinsen_jax.attention.layers import (
     LayerOptions,
-    inverse_softplus_of_log_uniform,
     linear,
-    log_of_uniform,
-    parameter,
 )
-from heinsen_jax.attention.matrix_state import Gates, in_float32
+from heinsen_jax.attention.matrix_state import Gates, SoftplusDecay
 from heinsen_jax.typing import Features
 
 
@@ -24,8 +18,8 @@ class GatedDeltaNetAttention(DeltaNetAttention):
         g = -exp(a) softplus(x Wa + b),    beta = sigmoid(x Wb)
 
     by head, with q and k of norm 1, after convolutions and SiLU, and an output gate. At
-    initialization exp(a) is uniform in [1, 16] and softplus(b) log-uniform in [0.001, 0.1]. The
-    widths of keys and values are 3/4 and 3/2 of the model's.
+    initialization exp(a) is uniform in [1, 16] (published: in [0, 16]) and softplus(b) log-uniform
+    in [0.001, 0.1]. The widths of keys and values are 3/4 and 3/2 of the model's.
 
     References:
       Yang et al., 2025, Gated Delta Networks, arXiv:2412.06464.
@@ -37,20 +31,10 @@ class GatedDeltaNetAttention(DeltaNetAttention):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        axes = "embed", "heads"
+        axes, heads = ("embed", "heads"), (self.num_heads,)
         self.decay = linear(self.model_dim, self.num_heads, axes, use_bias=False, **options)
-        self.log_rate = parameter(log_of_uniform(1, 16), self.num_heads, **options)
-        bias = inverse_softplus_of_log_uniform(1e-3, 0.1)
-        self.decay_bias = parameter(bias, self.num_heads, **options)
+        self.to_log_decay = SoftplusDecay(heads, heads, **options)
 
     def gates(self, x: Features) -> Gates:
-        return {"log_decay": self.log_decay(x), **super().gates(x)}
-
-    def log_decay(self, x: Features) -> jax.Array:
-        """`[..., T, N]`"""
-        logits = in_float32(self.decay(x))
-        bias, rate = (
-            jnp.broadcast_to(in_float32(p[...]), logits.shape)
-            for p in (self.decay_bias, self.log_rate)
-        )
-        return -jnp.exp(rate) * jax.nn.softplus(logits + bias)
+        _, log_decay = self.to_log_decay(self.decay(x))
+        return {"log_decay": log_decay, **super().gates(x)}

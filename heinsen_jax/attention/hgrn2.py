@@ -37,7 +37,8 @@ class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
         S_t = Diag(f_t) S_(t-1) + (1 - f_t) v_t^T,    f = l + (1 - l) sigmoid(x Wf)
         y = norm(S^T silu(x Wq)) Wo
 
-    with a lower bound l = sigmoid(c) by key feature, and an RMS norm over all heads.
+    with a lower bound l = sigmoid(c) by key feature, and an RMS norm over all heads. (Published:
+    bounds of all layers together, as the cumulative sum of a softmax over layers.)
 
     References:
       Qin et al., 2024, HGRN2: Gated Linear RNNs with State Expansion, arXiv:2404.07904.

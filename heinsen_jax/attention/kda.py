@@ -2,23 +2,17 @@
 
 from typing import Unpack
 
-import jax
-import jax.numpy as jnp
-
 from heinsen_jax.attention.deltanet import DeltaNetAttention
 from heinsen_jax.attention.layers import (
     LayerOptions,
     LowRank,
-    inverse_softplus_of_log_uniform,
-    log_of_uniform,
-    parameter,
 )
-from heinsen_jax.attention.matrix_state import Gates, in_float32
+from heinsen_jax.attention.matrix_state import Gates, SoftplusDecay
 from heinsen_jax.typing import Features
 
 
 class KimiDeltaAttention(DeltaNetAttention):
-    """Kimi Delta Attention: the delta rule in a state of which each key feature decays by its rate.
+    """Kimi Delta Attention: the delta rule, with a decay rate per key feature.
 
         S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_(t-1) + beta_t k_t v_t^T
         g = -exp(a) softplus(x Wf Wf' + b),    beta = sigmoid(x Wb)
@@ -36,18 +30,16 @@ class KimiDeltaAttention(DeltaNetAttention):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        keys, rank = self.num_heads * self.key_depth, self.value_depth
-        self.decay = LowRank(self.model_dim, rank, keys, use_bias=False, **options)
-        self.log_rate = parameter(log_of_uniform(1, 16), self.num_heads, **options)
-        self.decay_bias = parameter(inverse_softplus_of_log_uniform(1e-3, 0.1), keys, **options)
+        heads, depth = self.num_heads, self.key_depth
+        self.decay = LowRank(
+            self.model_dim, self.value_depth, heads * depth, use_bias=False, **options
+        )
+        self.to_log_decay = SoftplusDecay((heads, 1), (heads, depth), **options)
 
     def make_gate(self, values: int, **options: Unpack[LayerOptions]) -> LowRank:
         return LowRank(self.model_dim, self.value_depth, values, **options)
 
     def gates(self, x: Features) -> Gates:
-        logits = in_float32(self.decay(x))
-        logits = logits + jnp.broadcast_to(in_float32(self.decay_bias[...]), logits.shape)
-        logits = logits.reshape(*x.shape[:-1], self.num_heads, self.key_depth)
-        rate = jnp.exp(in_float32(self.log_rate[...]))[:, None]
-        decay = -jnp.broadcast_to(rate, logits.shape) * jax.nn.softplus(logits)
-        return {"log_decay": decay, **super().gates(x)}
+        shape = *x.shape[:-1], self.num_heads, self.key_depth
+        _, log_decay = self.to_log_decay(self.decay(x).reshape(shape))
+        return {"log_decay": log_decay, **super().gates(x)}

@@ -2,16 +2,13 @@
 
 from typing import Unpack
 
-import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.layers import (
     LayerOptions,
-    inverse_softplus_of_log_uniform,
     linear,
-    log_of_uniform,
     parameter,
 )
 from heinsen_jax.attention.matrix_state import (
@@ -19,7 +16,7 @@ from heinsen_jax.attention.matrix_state import (
     Gates,
     MatrixStateAttention,
     OfHeads,
-    in_float32,
+    SoftplusDecay,
 )
 from heinsen_jax.typing import Features, config_dataclass
 
@@ -61,19 +58,12 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
         self.step = linear(
             self.model_dim, self.num_heads, ("embed", "heads"), use_bias=False, **options
         )
-        bias = inverse_softplus_of_log_uniform(1e-3, 0.1)
-        self.step_bias = parameter(bias, self.num_heads, **options)
-        self.log_rate = parameter(log_of_uniform(1, 16), self.num_heads, **options)
+        self.to_log_decay = SoftplusDecay((self.num_heads,), (self.num_heads,), **options)
         self.skip = parameter(nnx.initializers.ones, self.num_heads, **options)
 
     def gates(self, x: Features) -> Gates:
-        logits = in_float32(self.step(x))
-        bias, log_rate = (
-            jnp.broadcast_to(in_float32(p[...]), logits.shape)
-            for p in (self.step_bias, self.log_rate)
-        )
-        step = jax.nn.softplus(logits + bias)
-        return {"log_decay": -jnp.exp(log_rate) * step, "write": step}
+        step, log_decay = self.to_log_decay(self.step(x))
+        return {"log_decay": log_decay, "write": step}
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         skip = jnp.broadcast_to(self.skip[...].astype(x.dtype)[:, None], value.shape)

@@ -1,7 +1,8 @@
 """Base class of mechanisms whose state is a matrix per head: linear attention with gates and the
 delta rule."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
 
 import jax
@@ -12,7 +13,15 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.convolution import CausalConvolution
-from heinsen_jax.attention.layers import LayerOptions, LowRank, linear, rms_norm
+from heinsen_jax.attention.layers import (
+    LayerOptions,
+    LowRank,
+    inverse_softplus_of_log_uniform,
+    linear,
+    log_of_uniform,
+    parameter,
+    rms_norm,
+)
 from heinsen_jax.ops.gated_delta_rule import MatrixState, gated_delta_rule, matrix_summary
 from heinsen_jax.ops.mlstm import MLSTMState
 from heinsen_jax.typing import Array, Features, Float, Integer, config_dataclass
@@ -38,7 +47,7 @@ class ConvolvedConfig(MatrixStateConfig):
 
     convolution_size: pydantic.NonNegativeInt = 4
     """Kernel size, in tokens, of the causal depthwise convolutions of queries, keys and values,
-    each followed by SiLU; neither of the two if 0."""
+    which SiLU follows; SiLU alone if 0."""
 
 
 class Gates(TypedDict, total=False):
@@ -47,6 +56,20 @@ class Gates(TypedDict, total=False):
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
     erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
     write: Float[Array, "*B T N"] | Float[Array, "*B T N V"]
+
+
+class Mechanism(NamedTuple):
+    """A mechanism between queries, keys and values.
+
+    Attributes:
+      op: called with these, the gates, `initial_state`, `return_state` and `segment_ids`.
+      summary: computes the state of their tokens, with what merging it into earlier ones needs.
+      gates: further arrays `[*B, T, N, ...]`, by argument name.
+    """
+
+    op: Callable[..., Any]
+    summary: Callable[..., MatrixState | MLSTMState]
+    gates: dict[str, Array]
 
 
 class MatrixStates(NamedTuple):
@@ -72,8 +95,9 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         q | k | v = silu(convolution(x Wq | x Wk | x Wv))
         y = (norm(gated_delta_rule(q, k, v, **gates(x))) * silu(x Wg)) Wo
 
-    where norm is an RMS norm of each head. Products have no biases unless stated; without
-    convolutions q, k and v have no SiLU either. Subclasses set the attributes below, implement
+    where norm is an RMS norm of each head with epsilon 1e-6 (1e-5 in flash-linear-attention, whose
+    layers these follow). Products have no biases unless stated; mechanisms published without
+    convolutions have no SiLU of q, k and v. Subclasses set the attributes below, implement
     `gates`, and override what is different.
 
     Attributes:
@@ -111,10 +135,11 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
             linear(model_dim, keys, of_keys, use_bias=False, **options) for _ in range(2)
         )
         self.value = linear(model_dim, values, axes, use_bias=False, **options)
-        size = getattr(config, "convolution_size", 0)
+        size = config.convolution_size if isinstance(config, ConvolvedConfig) else 0
+        key_axis = None if self.shares_keys else "heads"
         self.convolutions = nnx.List(
-            CausalConvolution(size, width, *axis[1:], use_bias=self.has_convolution_bias, **options)
-            for width, axis in ((keys, of_keys), (keys, of_keys), (values, axes))
+            CausalConvolution(size, width, axis, use_bias=self.has_convolution_bias, **options)
+            for width, axis in ((keys, key_axis), (keys, key_axis), (values, "heads"))
             if size
         )
         self.gate = self.make_gate(values, **options)
@@ -145,9 +170,12 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         arrays, after = [self.query(x), self.key(x), self.value(x)], []
         for index, convolve in enumerate(self.convolutions):
             before = None if call.state is None else call.state.convolutions[index]
-            convolved, last = convolve(arrays[index], state=before, segment_ids=call.segment_ids)
-            arrays[index] = jax.nn.silu(convolved)
+            arrays[index], last = convolve(
+                arrays[index], state=before, segment_ids=call.segment_ids
+            )
             after.append(last)
+        if isinstance(self.config, ConvolvedConfig):
+            arrays = [jax.nn.silu(x) for x in arrays]
         keys = *x.shape[:-1], self.num_heads, self.key_depth
         of_keys = (*keys[:-2], 1, keys[-1]) if self.shares_keys else keys
         query, key = (jnp.broadcast_to(x.reshape(of_keys), keys) for x in arrays[:2])
@@ -165,6 +193,11 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         count = call.state.num_tokens
         return y, MatrixStates(matrix, convolutions, None if count is None else count + x.shape[-2])
 
+    def mechanism(self, x: Features) -> Mechanism:
+        """The op, and the gates of the tokens."""
+        gates = cast("dict[str, Array]", self.gates(x))
+        return Mechanism(partial(_gated_delta_rule, scale=self.scale), matrix_summary, gates)
+
     def recur(
         self,
         call: CallArguments[MatrixStates],
@@ -174,37 +207,22 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         value: OfHeads,
     ) -> tuple[OfHeads, MatrixState | MLSTMState | None]:
         """The mechanism: `[..., T, N, V]`, and the new state if the call has one."""
-        gates = cast("dict[str, Array]", self.gates(x))
-        names = tuple(gates)
+        op, summary, gates = self.mechanism(x)
 
-        def of_gates(*arrays: Array) -> dict[str, Array]:
-            return dict(zip(names, arrays, strict=True))
+        def with_gates(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
+                del is_causal
+                return function(*arrays[:3], **dict(zip(gates, arrays[3:], strict=True)), **options)
 
-        def op(
-            query: Array,
-            key: Array,
-            value: Array,
-            *arrays: Array,
-            is_causal: bool = True,
-            initial_state: MatrixState | None = None,
-            return_state: bool = False,
-            **options: Any,
-        ) -> Any:
-            del is_causal
-            if initial_state is not None:
-                options["initial_state"] = initial_state.matrix
-            options |= {"scale": self.scale, "return_state": return_state}
-            result = gated_delta_rule(query, key, value, **of_gates(*arrays), **options)
-            return (result[0], MatrixState(result[1])) if return_state else result
+            return call
 
-        def summary(query: Array, key: Array, value: Array, *arrays: Array, **options: Any) -> Any:
-            return matrix_summary(query, key, value, **of_gates(*arrays), **options)
-
-        empty = self.init_state(query.shape[:-3]).matrix
-        assert isinstance(empty, MatrixState)
-        state = None if call.state is None else call.state.matrix
-        arrays = query, key, value, *gates.values()
-        return devices.recur(call.with_state(state), op, *arrays, empty=empty, summary=summary)
+        return devices.recur(
+            call.with_state(None if call.state is None else call.state.matrix),
+            with_gates(op),
+            *(query, key, value, *gates.values()),
+            empty=self.init_state(query.shape[:-3]).matrix,
+            summary=with_gates(summary),
+        )
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         """The output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""
@@ -231,6 +249,45 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         dtype = jnp.promote_types(self.param_dtype, jnp.float32)
         convolutions = tuple(x.init_state(batch_shape) for x in self.convolutions)
         return MatrixStates(MatrixState.empty(batch_shape, *sizes, dtype), convolutions)
+
+
+def _gated_delta_rule(
+    *arrays: Array,
+    initial_state: MatrixState | None = None,
+    return_state: bool = False,
+    **options: Any,
+) -> Any:
+    """`gated_delta_rule` with a `MatrixState`."""
+    if initial_state is not None:
+        options["initial_state"] = initial_state.matrix
+    result = gated_delta_rule(*arrays, return_state=return_state, **options)
+    return (result[0], MatrixState(result[1])) if return_state else result
+
+
+class SoftplusDecay(nnx.Module):
+    """Steps d = softplus(x + b), and log decays -exp(a) d, in at least float32.
+
+    At initialization exp(a) is uniform in [1, 16], and softplus(b) log-uniform in [0.001, 0.1].
+
+    Args:
+      rates: shape of a; the last axes of x.
+      biases: shape of b; the last axes of x.
+    """
+
+    def __init__(
+        self, rates: tuple[int, ...], biases: tuple[int, ...], **options: Unpack[LayerOptions]
+    ) -> None:
+        self.log_rate = parameter(log_of_uniform(1, 16), *rates, **options)
+        bias = inverse_softplus_of_log_uniform(1e-3, 0.1)
+        self.bias = parameter(bias, *biases, **options)
+
+    def __call__(self, x: Array) -> tuple[Array, Array]:
+        x = in_float32(x)
+        bias, log_rate = (
+            jnp.broadcast_to(in_float32(p[...]), x.shape) for p in (self.bias, self.log_rate)
+        )
+        step = jax.nn.softplus(x + bias)
+        return step, -jnp.exp(log_rate) * step
 
 
 def in_float32(x: Array) -> Array:

@@ -1,24 +1,23 @@
 """mLSTM: a matrix memory with exponential gates, as a layer."""
 
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention import devices
-from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.layers import LayerOptions, linear, parameter
 from heinsen_jax.attention.matrix_state import (
     MatrixStateAttention,
     MatrixStateConfig,
     MatrixStates,
+    Mechanism,
     OfHeads,
     in_float32,
 )
 from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
-from heinsen_jax.typing import Array, Features
+from heinsen_jax.typing import Features
 
 SOFT_CAP = 15.0
 """Bound of the gates' logits, by 15 tanh(logit / 15)."""
@@ -32,8 +31,9 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
         log i = cap(x Wi + bi),    log f = log sigmoid(cap(x Wf + bf))
 
     with cap(x) = 15 tanh(x / 15), and a layer norm of each head, scaled by feature. At
-    initialization bi = 0, and bf is linear from 3 in the first head to 6 in the last. The width of
-    keys is half the model's.
+    initialization bi = 0, and bf is linear from 3 in the first head to 6 in the last. (Published:
+    gates whose weights start at 0, and bi normal with standard deviation 0.1.) The width of keys is
+    half the model's.
 
     References:
       Beck et al., 2024, xLSTM, arXiv:2405.04517; Beck et al., 2025, xLSTM 7B, arXiv:2503.13427.
@@ -61,35 +61,11 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
         self.input_gate.bias[...] = jnp.zeros(self.num_heads, dtype)
         self.forget_gate.bias[...] = jnp.linspace(3, 6, self.num_heads, dtype=dtype)
 
-    def recur(
-        self,
-        call: CallArguments[MatrixStates],
-        x: Features,
-        query: OfHeads,
-        key: OfHeads,
-        value: OfHeads,
-    ) -> tuple[OfHeads, MLSTMState | None]:
+    def mechanism(self, x: Features) -> Mechanism:
         logits = (in_float32(gate(x)) for gate in (self.input_gate, self.forget_gate))
         log_input, forget = (SOFT_CAP * jnp.tanh(x / SOFT_CAP) for x in logits)
-        empty = self.init_state(query.shape[:-3]).matrix
-        state = None if call.state is None else call.state.matrix
-        assert isinstance(empty, MLSTMState)
-
-        def op(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
-            del is_causal
-            return mlstm_attention(*arrays[:3], **gates(*arrays[3:]), **options)
-
-        def summary(*arrays: Array, **options: Any) -> MLSTMState:
-            return mlstm_summary(*arrays[:3], **gates(*arrays[3:]), **options)
-
-        def gates(log_input: Array, log_forget: Array) -> dict[str, Array]:
-            return {"log_input_gate": log_input, "log_forget_gate": log_forget}
-
-        arrays = query, key, value, log_input, jax.nn.log_sigmoid(forget)
-        state = call.with_state(state)
-        y, after = devices.recur(state, op, *arrays, empty=empty, summary=summary)
-        assert after is None or isinstance(after, MLSTMState)
-        return y, after
+        gates = {"log_input_gate": log_input, "log_forget_gate": jax.nn.log_sigmoid(forget)}
+        return Mechanism(mlstm_attention, mlstm_summary, gates)
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         y = self.norm(y).reshape(*x.shape[:-1], self.num_heads * self.value_depth)

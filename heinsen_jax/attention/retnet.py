@@ -23,9 +23,11 @@ from heinsen_jax.typing import Array, Features
 class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
     """Retention (RetNet): linear attention with rotary queries and keys, and a decay by head.
 
-        S_t = (1 - 2^(-5 - n)) S_(t-1) + k_t v_t^T    for head n = 0, 1, ...
+        S_t = (1 - 2^(-5 - n)) S_(t-1) + k_t v_t^T,    o_t = S_t^T q_t / sqrt(K)
 
-    with an output gate. The width of values is twice the model's.
+    for head n = 0, 1, ..., with q and k rotated in adjacent pairs of features, and an output gate.
+    The RMS norm of each head replaces the published group norm. The width of values is twice the
+    model's.
 
     References:
       Sun et al., 2023, Retentive Network, arXiv:2307.08621.

@@ -13,7 +13,7 @@ from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.ops.linear import LinearAttentionState
-from heinsen_jax.ops.taylor import taylor_attention
+from heinsen_jax.ops.taylor import check_num_terms, taylor_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
@@ -44,11 +44,7 @@ class TaylorAttention(HeadedAttention[TaylorConfig, LinearAttentionState]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        if self.config.num_terms % 2 == 0 and not self.config.allow_negative_weights:
-            raise ValueError(
-                f"num_terms={self.config.num_terms} is even, so weights may be negative; use an "
-                "odd number, or set allow_negative_weights"
-            )
+        check_num_terms(self.config.num_terms, self.config.allow_negative_weights)
 
     @property
     def num_features(self) -> int:

@@ -51,7 +51,7 @@ class Block(nnx.Module):
             self.mlp = MLP(config.model_dim, wide, use_bias=has_bias, **options)
         size, branches = config.convolution or 0, 1 if self.kind == "paper" else 2
         self.convolutions = nnx.List(
-            CausalConvolution(size, config.model_dim, **options)
+            CausalConvolution(size, config.model_dim, "embed", **options)
             for _ in range(branches if size else 0)
         )
 

@@ -50,7 +50,11 @@ class MatrixState:
 
     def merge(self, other: MatrixState) -> MatrixState:
         """Return the state of these tokens followed by those of `other`."""
-        assert other.transition is not None
+        if other.transition is None:
+            raise ValueError(
+                "other.transition is None: the later state lacks its transition; compute it with "
+                "`heinsen_jax.ops.gated_delta_rule.matrix_summary`"
+            )
         matrix = _transit(other.transition, self.matrix) + other.matrix
         if self.transition is None:
             return MatrixState(matrix)
@@ -141,6 +145,23 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B N K V"]]: ...
 
 
+@overload
+def gated_delta_rule(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
+    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: Float[Array, "*B N K V"] | None = None,
+    return_state: bool,
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B N K V"]]: ...
+
+
 def gated_delta_rule(
     query: Float[Array, "*B T N K"],
     key: Float[Array, "*B T N K"],
@@ -223,8 +244,7 @@ def gated_delta_rule(
     output_dtype = jnp.result_type(query, key, value)
     states = () if initial_state is None else (initial_state,)
     dtype = jnp.promote_types(jnp.result_type(output_dtype, *states), jnp.float32)
-    size = math.prod(batch)
-    valid = None
+    size, valid = math.prod(batch), None
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)

@@ -17,9 +17,9 @@ products (Yang et al., 2024, arXiv:2406.06484 and arXiv:2412.06464):
 
 Without erasure U = v. All but the terms in S is computed for the chunks of a block in parallel.
 
-Decays are accurate whatever their size, -inf included: exponents are sums of decays, hence at most
-0. In two places sums are subtracted instead: decays of heads in two parts, of which one has exact
-sums; and decays by feature where their sums in a chunk are small (`_by_differences`).
+Values and gradients are accurate for decays of any size, -inf included: exponents are sums of log
+decays, at most 0, except in two places, where differences of sums are exact (`_between`) or small
+(`by_differences`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from heinsen_jax.typing import Array, DTypeLike, Float
 
 CHUNK, SMALL_CHUNK = 32, 16  # tokens; the latter with decay by feature or with erasure
 CHUNKS_IN_BLOCK = 8  # computed in parallel; the backward pass saves one state per block
-SMALL_DECAY = 64.0  # nats of decay in a chunk up to which sums may be subtracted
+SMALL_DECAY = 32.0  # nats of decay in a chunk up to which sums may be subtracted
 INVERSE = "inverse"  # the one intermediate result that is not recomputed in the backward pass
 QUANTUM = 2.0**-10  # of the part of a decay whose sums are exact
 
@@ -140,7 +140,7 @@ def _block(
     rows = chunks.query.reshape(*key.shape[:2], heads, *key.shape[2:])
     if erase is not None:
         rows = jnp.concatenate([rows, erase[:, :, None]], 2)
-    (scores, rows, key), kept = _scaled(rows, chunks)
+    (scores, rows, key), decay = _scaled(rows, chunks)
     written = jnp.swapaxes(key, -1, -2)
     if erase is not None:
         inverse = _inverse(jnp.tril(scores[:, :, -1], -1))
@@ -150,15 +150,15 @@ def _block(
     def step(
         state: Array, chunk: tuple[Array, Array, Array, Array | None]
     ) -> tuple[Array, tuple[Array, Array]]:
-        kept, written, value, erase = chunk
+        decay, written, value, erase = chunk
         if erase is not None:
             value = value - matmul(erase, state)
-        return kept * state + matmul(written, value), (state, value)
+        return decay * state + matmul(written, value), (state, value)
 
-    state, (before, value) = lax.scan(step, state, (kept, written, value, erase))
+    state, (before, value) = lax.scan(step, state, (decay, written, value, erase))
     scores = jnp.tril(scores[:, :, :heads], 0 if attends_to_itself else -1)
-    y = jnp.einsum("jxrts,jxsv->jxrtv", scores, value)
-    y = y + jnp.einsum("jxrtk,jxkv->jxrtv", rows[:, :, :heads], before)
+    y = einsum("jxrts,jxsv->jxrtv", scores, value)
+    y = y + einsum("jxrtk,jxkv->jxrtv", rows[:, :, :heads], before)
     return state, lax.collapse(y, 2, 4)
 
 
@@ -198,53 +198,70 @@ class _Scaled(NamedTuple):
 def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
     """Return the operands with decays, and exp(G_C) `[J, X, K or 1, 1]`."""
     key, total = chunks.key, jnp.ones_like(chunks.key[..., :1, :1])
-    if chunks.feature_decay is None:
-        scaled = _Scaled(jnp.einsum("jxrtk,jxsk->jxrts", rows, key), rows, key)
-    else:
+    scores = None
+    if chunks.feature_decay is not None:
         decay = _finite(chunks.feature_decay)
-        summed = jnp.sum(decay, -2, keepdims=True)
-        largest = -jnp.min(lax.stop_gradient(summed), initial=0.0)
-        way = first_safe(largest[None] - SMALL_DECAY)
-        scaled = lax.switch(way, (_by_differences, _by_levels), rows, key, decay)
-        total = jnp.exp(summed)
+        from_start, to_end = _edges(decay)
+        scaled = rows * from_start[:, :, None]
+        largest = -jnp.min(lax.stop_gradient(jnp.sum(decay, -2)), initial=0.0)
+
+        def by_differences() -> Array:
+            return einsum("jxrtk,jxsk->jxrts", scaled, key / from_start)
+
+        branches = by_differences, partial(_by_levels, rows, key, decay)
+        scores = lax.switch(first_safe(largest[None] - SMALL_DECAY), branches)
+        rows, key, total = scaled, key * to_end, from_start[:, :, -1:]
+    if scores is None:
+        scores = einsum("jxrtk,jxsk->jxrts", rows, key)
     if chunks.head_decay is not None:
-        # Sums of multiples of a quantum are exact and may be subtracted; the rest is small.
         decay = _finite(chunks.head_decay)
-        coarse = lax.stop_gradient(QUANTUM * jnp.round(decay / QUANTUM))
-        parts = jnp.concatenate([coarse, decay - coarse], -1)
-        sums = einsum("ts,jxsf->jxft", _up_to(decay), parts)[..., None]
-        between = jnp.tril(sum(x - jnp.swapaxes(x, -1, -2) for x in (sums[:, :, 0], sums[:, :, 1])))
-        between = jnp.exp(between)
-        from_start = jnp.exp(sums[:, :, 0] + sums[:, :, 1])
-        to_end = jnp.swapaxes(between[:, :, -1:], -1, -2)
-        scores, rows, key = scaled
-        scores, rows = scores * between[:, :, None], rows * from_start[:, :, None]
-        scaled, total = _Scaled(scores, rows, key * to_end), total * from_start[:, :, -1:]
-    return scaled, jnp.swapaxes(total, -1, -2)
+        scores = scores * _between(decay)[:, :, None]
+        from_start, to_end = _edges(decay)
+        rows, key = rows * from_start[:, :, None], key * to_end
+        total = total * from_start[:, :, -1:]
+    return _Scaled(scores, rows, key), jnp.swapaxes(total, -1, -2)
+
+
+def _edges(decay: Float[Array, "J X C F"]) -> tuple[Array, Array]:
+    """Return exp(G) and exp(G_C - G)."""
+    up_to = _up_to(decay)
+    sums = (einsum("ts,jxsf->jxtf", x, decay) for x in (up_to, 1 - up_to))
+    from_start, to_end = map(jnp.exp, sums)
+    return from_start, to_end
+
+
+@jax.custom_jvp
+def _between(decay: Float[Array, "J X C 1"]) -> Float[Array, "J X C C"]:
+    """Return the exponential of the sum of the decays after token s up to token t; 1 for s >= t."""
+    # Sums of multiples of a quantum are exact and may be subtracted; the rest is small.
+    coarse = QUANTUM * jnp.round(decay / QUANTUM)
+    parts = jnp.concatenate([coarse, decay - coarse], -1)
+    sums = einsum("ts,jxsf->fjxt", _up_to(decay), parts)[..., None]
+    coarse, fine = sums - jnp.swapaxes(sums, -1, -2)
+    return jnp.exp(jnp.tril(coarse + fine))
+
+
+@_between.defjvp
+def _between_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    """The sums of tangents, and of cotangents, are not differences of larger ones."""
+    between, up_to = _between(*primals), _up_to(*primals)
+    after = tangents[0] * (1 - up_to.T)[None, None]  # `[J, X, r, s]`, 0 unless r > s
+    return between, between * einsum("tr,jxrs->jxts", up_to, after)
 
 
 def _finite(decay: Array) -> Array:
-    """Replace decays whose exponential is 0, times any number, by a finite one, as that of -inf."""
+    """Clip log decays, so that -inf is finite; the exponential is 0 in either case."""
     return jnp.maximum(decay, -256.0 if decay.dtype == jnp.float32 else -2048.0)
 
 
-def _by_differences(rows: Array, key: Array, decay: Array) -> _Scaled:
-    """Subtract sums of decays by feature, which are small."""
-    sums = einsum("ts,jxsk->jxtk", _up_to(decay), decay)
-    half = sums[:, :, -1:] / 2  # exponents are at most this
-    rows, key = rows * jnp.exp(sums - half)[:, :, None], key * jnp.exp(half - sums)
-    scores, to_edge = jnp.einsum("jxrtk,jxsk->jxrts", rows, key), jnp.exp(half)
-    return _Scaled(scores, rows * to_edge[:, :, None], key * to_edge)
-
-
-def _by_levels(rows: Array, key: Array, decay: Array) -> _Scaled:
-    """Sum decays by feature, of any size, without subtraction.
+def _by_levels(rows: Array, key: Array, decay: Array) -> Array:
+    """Return the scores, with decays by feature of any size.
 
     The decay from s to t is one from s up to a boundary between them, times one from there to t: of
     the boundaries at multiples of 1, 2, 4, ... tokens, the only one between them of the largest
     such multiple. Each level of boundaries is one product of rows and keys with their decays.
     """
-    size, up_to = key.shape[-2], _up_to(decay)
+    size = key.shape[-2]
     levels = (size - 1).bit_length() + 1
     level, t, s = _indices(levels, size, size)
     half = (1 << level) >> 1  # tokens on each side of a boundary; 0 for a token and itself
@@ -252,15 +269,11 @@ def _by_levels(rows: Array, key: Array, decay: Array) -> _Scaled:
     summed = ((boundary <= s) & (s <= t)) | ((t < s) & (s < boundary))
     summed = (summed & (half > 0)).astype(decay.dtype)
     decays = jnp.exp(einsum("lts,jxsk->jxltk", summed, decay))
-    scores = jnp.einsum(
+    scores = einsum(
         "jxrltk,jxlsk->jxrlts", rows[:, :, :, None] * decays[:, :, None], key[:, :, None] * decays
     )
     pairs = ((t ^ s) >> level == 0) & ((t ^ s) >= half) & (t >= s)
-    return _Scaled(
-        jnp.sum(scores * pairs.astype(decay.dtype)[None, None, None], 3),
-        rows * jnp.exp(einsum("ts,jxsk->jxtk", up_to, decay))[:, :, None],
-        key * jnp.exp(einsum("ts,jxsk->jxtk", 1 - up_to, decay)),
-    )
+    return jnp.sum(scores * pairs.astype(decay.dtype)[None, None, None], 3)
 
 
 def _up_to(decay: Float[Array, "*_ C F"]) -> Float[Array, "C C"]:

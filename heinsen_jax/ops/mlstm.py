@@ -60,7 +60,11 @@ class MLSTMState:
 
     def merge(self, other: MLSTMState) -> MLSTMState:
         """Return the state of these tokens followed by those of `other`."""
-        assert other.log_forget is not None
+        if other.log_forget is None:
+            raise ValueError(
+                "other.log_forget is None: the later state lacks the sum of its log forget gates; "
+                "compute it with `heinsen_jax.ops.mlstm.mlstm_summary`"
+            )
         # Sums do not depend on stabilizers, which have no gradient.
         first, second = lax.stop_gradient((self.m, other.m))
         decayed = first + other.log_forget
@@ -101,6 +105,21 @@ def mlstm_attention(
 ) -> tuple[Float[Array, "*B T N V"], MLSTMState]: ...
 
 
+@overload
+def mlstm_attention(
+    query: Float[Array, "*B T N K"],
+    key: Float[Array, "*B T N K"],
+    value: Float[Array, "*B T N V"],
+    *,
+    log_input_gate: Float[Array, "*B T N"],
+    log_forget_gate: Float[Array, "*B T N"],
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    initial_state: MLSTMState | None = None,
+    return_state: bool,
+) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], MLSTMState]: ...
+
+
 def mlstm_attention(
     query: Float[Array, "*B T N K"],
     key: Float[Array, "*B T N K"],
@@ -120,8 +139,8 @@ def mlstm_attention(
 
     with keys k scaled by 1 / sqrt(K), i = exp(log_input_gate) and f = exp(log_forget_gate). C and n
     are represented by C exp(-m) and n exp(-m), with max(|n . q|, exp(-m)) as denominator; o does
-    not depend on m. With m_t = log(f_t exp(m_(t-1)) + i_t) all factors are at most 1, whatever the
-    input gates. Sums are computed in chunks of tokens, in float32 (or float64).
+    not depend on m. With m_t = log(f_t exp(m_(t-1)) + i_t) all factors are at most 1, for any input
+    gate. Sums are computed in chunks of tokens, in float32 (or float64).
 
     Args:
       query: q `[*B, T, N, K]`, with N heads.
@@ -186,16 +205,8 @@ def mlstm_attention(
     if separation is not None:
         log_forget = log_forget + separation.reshape(log_forget.shape)
 
-    # Outputs do not depend on m, so it needs no gradient.
-    first, *gates = lax.stop_gradient((initial_state.m.astype(dtype), log_forget, log_input))
-    m = log_linear_recurrence(*gates, initial=first)
-    each = jnp.concatenate([first[..., None, :], m], -2)
-    before, last = each[..., :-1, :], each[..., -1, :]
-    kept = log_forget + before - where_empty(m, 0)
-    kept = kept - lax.stop_gradient(jnp.maximum(kept, 0))  # rounded up from 0
-    decay = jnp.where(before == -jnp.inf, 0, kept)
-    written = share(log_input, m)[..., None] * key.astype(dtype) / math.sqrt(max(key_depth, 1))
-
+    m, decay, weight = _relative_gates(log_input, log_forget, initial_state.m.astype(dtype))
+    written = weight[..., None] * key.astype(dtype) / math.sqrt(max(key_depth, 1))
     size = math.prod(batch)
     tokens = MatrixOperands(
         query.astype(dtype).reshape(size, length, heads, 1, key_depth),
@@ -207,15 +218,33 @@ def mlstm_attention(
     n = initial_state.n.astype(dtype).reshape(size * heads, key_depth)
     (numerator, total), (c, n) = recur_with_normalizer(tokens, c, n)
     total = total.reshape(*batch, length, heads, 1)
-    total = jnp.maximum(jnp.abs(total), jnp.exp(-m)[..., None])
+    total = jnp.maximum(jnp.abs(total), jnp.exp(-m[..., 1:, :])[..., None])
     y = divide_or_zero(numerator.reshape(*batch, length, heads, value_depth), total)
     y = y.astype(output_dtype)
     if not return_state:
         return y
-    after = MLSTMState(c.reshape(expected.c.shape), n.reshape(expected.n.shape), last)
+    after = MLSTMState(c.reshape(expected.c.shape), n.reshape(expected.n.shape), m[..., -1, :])
     if initial_state.log_forget is not None:
         after = replace(after, log_forget=initial_state.log_forget + jnp.sum(log_forget, -2))
     return y, astype_like(after, initial_state)
+
+
+def _relative_gates(
+    log_input: Array, log_forget: Array, first: Array
+) -> tuple[Array, Array, Array]:
+    """Return the stabilizers before the first token, which is given, and after each `[*B, T + 1,
+    N]`; and relative to them the log forget gates and the input gates `[*B, T, N]`.
+
+    Outputs do not depend on stabilizers, which have no gradient.
+    """
+    inputs, gates, first = lax.stop_gradient((log_input, log_forget, first))
+    m = log_linear_recurrence(gates, inputs, initial=first)
+    each = jnp.concatenate([first[..., None, :], m], -2)
+    finite = where_empty(each, 0)
+    # The difference of near stabilizers is exact: rounding errors do not accumulate over tokens.
+    relative = log_forget - (finite[..., 1:, :] - finite[..., :-1, :])
+    decay = jnp.where(each[..., :-1, :] == -jnp.inf, 0, relative)
+    return each, decay, share(log_input, m)
 
 
 def mlstm_summary(

@@ -220,8 +220,9 @@ def _dense(query, key, value, bias, mask, rule, ids, decays, offset, scale) -> A
     key, values = fold_heads(key, groups)[:, 0], fold_heads(value, groups)[:, 0]
     scores = scale * jnp.einsum("xrtk,xsk->xrts", fold_heads(query, groups), key)
     if decays[0] is not None:
-        of_query, of_key = (fold_heads(x, groups) for x in decays)
-        scores = scores + jnp.sum(of_query[..., :, None, :] - of_key[..., None, :, :], -1)
+        of_query, of_key = (jnp.moveaxis(fold_heads(x, groups), -1, 0) for x in decays)
+        coarse, fine = of_query[..., :, None] - of_key[..., None, :]
+        scores = scores + coarse + fine
     full = *batch, heads, length, sources
     if bias is not None:
         scores = scores + jnp.broadcast_to(bias, full).reshape(scores.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from functools import lru_cache
 from typing import Any, Literal, overload
 
 import jax.numpy as jnp
@@ -48,6 +49,23 @@ def taylor_attention(
 ) -> tuple[Mixed, LinearAttentionState]: ...
 
 
+@overload
+def taylor_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    *,
+    num_terms: int = 3,
+    scale: float | None = None,
+    is_causal: bool = True,
+    segment_ids: Segments | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    allow_negative_weights: bool = False,
+    initial_state: LinearAttentionState | None = None,
+    return_state: bool,
+) -> Mixed | tuple[Mixed, LinearAttentionState]: ...
+
+
 def taylor_attention(
     query: Query,
     key: Keys,
@@ -78,7 +96,7 @@ def taylor_attention(
       value: V `[*B, S, num_kv_heads, value_depth]`.
       num_terms: P. With odd P all weights are positive; with even P the weights of large negative
         scores are negative, and the normalizer may approach 0.
-      scale: factor of the dot products; 1 / sqrt(key_depth) when None.
+      scale: factor of the dot products, positive; 1 / sqrt(key_depth) when None.
       is_causal: whether tokens attend only to themselves and earlier tokens; then S must equal T.
       segment_ids: as in `linear_attention`.
       key_value_seq_lengths: as in `linear_attention`.
@@ -90,8 +108,8 @@ def taylor_attention(
       Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LinearAttentionState`.
 
     Raises:
-      ValueError: num_terms is below 1, or even without `allow_negative_weights`; or shapes, dtypes
-        or the state do not fit.
+      ValueError: num_terms is below 1, or even without `allow_negative_weights`; scale is not
+        positive; or shapes, dtypes or the state do not fit.
 
     Examples:
       >>> key = jnp.zeros((3, 1, 2))  # three tokens, one head
@@ -103,13 +121,7 @@ def taylor_attention(
       Heinsen and Kozachkov, 2026, Self-Attention at Constant Cost per Token via Symmetry-Aware
       Taylor Approximation, arXiv:2602.00294; Arora et al., 2024, arXiv:2402.18668.
     """
-    if num_terms < 1:
-        raise ValueError(f"num_terms must be at least 1, got {num_terms}")
-    if num_terms % 2 == 0 and not allow_negative_weights:
-        raise ValueError(
-            f"num_terms={num_terms} is even, so weights of large negative scores are negative; use "
-            "an odd number, or pass allow_negative_weights=True"
-        )
+    check_num_terms(num_terms, allow_negative_weights)
     scale = 1 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
     options: dict[str, Any] = {
         "is_causal": is_causal,
@@ -141,11 +153,16 @@ def taylor_features(
     Returns:
       `[*B, F]`, F = C(K + P - 1, P - 1).
 
+    Raises:
+      ValueError: scale is not positive.
+
     Examples:
       >>> q, k = jnp.array([1.0, 2.0]), jnp.array([0.5, -1.0])
       >>> round(float(taylor_features(q) @ taylor_features(k)), 3)  # 1 - 1.5 + 1.5^2 / 2
       0.625
     """
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}; negate the queries instead")
     parts = [jnp.ones_like(x[..., :1])]
     for power in range(1, num_terms):
         indices, coefficients = _monomials(x.shape[-1], power)
@@ -155,9 +172,21 @@ def taylor_features(
     return jnp.concatenate(parts, -1)
 
 
+def check_num_terms(num_terms: int, allow_negative_weights: bool) -> None:
+    """Raise ValueError unless the number of terms is positive, and odd or allowed to be even."""
+    if num_terms < 1:
+        raise ValueError(f"num_terms must be at least 1, got {num_terms}")
+    if num_terms % 2 == 0 and not allow_negative_weights:
+        raise ValueError(
+            f"num_terms={num_terms} is even, so weights of large negative scores are negative; use "
+            "an odd number, or allow_negative_weights=True"
+        )
+
+
+@lru_cache(maxsize=64)
 def _monomials(depth: int, power: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the multisets of indices `[F, power]`, and sqrt(permutations / power!) `[F]`."""
     multisets = list(itertools.combinations_with_replacement(range(depth), power))
     # The number of permutations is power! divided by the factorials of the multiplicities.
     divisors = [math.prod(map(math.factorial, Counter(x).values())) for x in multisets]
-    return np.array(multisets).reshape(-1, power), np.array(divisors, float) ** -0.5
+    return np.array(multisets, np.int32).reshape(-1, power), np.array(divisors) ** -0.5

@@ -178,8 +178,8 @@ def _backward(problem: Problem, residuals, d_y: Array):
 
     def step(sums: _SoftmaxTiles, row: Array, columns: Array) -> _SoftmaxTiles:
         scores, key, value = _scores(problem, tiles, row, columns)
-        query, d_y_row, mean_row, m, d_query = _row(
-            (tiles.query, d_y, mean, largest, sums.query), row
+        query, d_y_row, mean_row, m, d_query, d_query_decay = _row(
+            (tiles.query, d_y, mean, largest, sums.query, sums.query_decay), row
         )
         # A recomputed score may be rounded up from the maximum.
         weights = share(jnp.minimum(scores, m), m)
@@ -187,7 +187,10 @@ def _backward(problem: Problem, residuals, d_y: Array):
         d_key = jnp.einsum("xrk,xrl->xkl", query, d_scores)  # transposing the result is cheap
         d_value = jnp.einsum("xrv,xrl->xvl", d_y_row, weights)
         d_key_decay = sums.key_decay
-        if d_key_decay is not None:
+        if d_key_decay is not None and sums.query_decay is not None:
+            # The sums of a query are nearly 0, but they cancel the rounding errors of the others.
+            of_query = jnp.stack([jnp.zeros_like(d_scores[..., 0]), jnp.sum(d_scores, -1)], -1)
+            d_query_decay = _set_row(row, sums.query_decay, d_query_decay + of_query)
             heads, columns_of = query.shape[1] // SIZE, d_scores.shape[-1]
             d_fine = -jnp.sum(d_scores.reshape(len(query), heads, SIZE, columns_of), 2)
             both = jnp.stack([jnp.zeros_like(d_fine), d_fine], 2)
@@ -197,7 +200,7 @@ def _backward(problem: Problem, residuals, d_y: Array):
             _set_row(row, sums.query, d_query + d_scores @ key),
             _add_columns(columns, sums.key, d_key),
             _add_columns(columns, sums.value, d_value),
-            query_decay=sums.query_decay,  # 0, as the sum of the scores' cotangents of a query
+            query_decay=d_query_decay,
             key_decay=d_key_decay,
         )
 
@@ -246,7 +249,9 @@ def _scores(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array):
         of_key = _columns(tiles.key_decay, columns).reshape(
             len(query), by_head.shape[3], by_head.shape[1], 2
         )
-        by_head = by_head + jnp.sum(of_query - jnp.swapaxes(of_key, 1, 2)[:, :, None], -1)
+        of_key = jnp.transpose(of_key, (3, 0, 2, 1))[:, :, :, None]
+        coarse, fine = jnp.moveaxis(of_query, -1, 0) - of_key
+        by_head = by_head + coarse + fine
     return jnp.where(visible, by_head, -jnp.inf).reshape(scores.shape), key, value
 
 

@@ -46,10 +46,11 @@ def convolve(p: Any, name: str, x: Array) -> Array:
 def projected(layer: Any, p: Any, x: Array) -> list[Array]:
     """Queries, keys and values of all heads, convolved and followed by SiLU, if so configured."""
     arrays = [x @ p[f"{name}.kernel"] for name in ("query", "key", "value")]
-    if getattr(layer.config, "convolution_size", None):
-        for index, array in enumerate(arrays):
-            arrays[index] = silu(convolve(p, f"convolutions.{index}", array))
-    return arrays
+    if not hasattr(layer.config, "convolution_size"):
+        return arrays
+    if layer.config.convolution_size:
+        arrays = [convolve(p, f"convolutions.{index}", x) for index, x in enumerate(arrays)]
+    return [silu(x) for x in arrays]
 
 
 def split(layer: Any, x: Array) -> Array:
@@ -133,8 +134,8 @@ def mamba2(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     """h_t = exp(A dt) h_(t-1) + dt B x, y = C h + D x, with B and C of all heads."""
     assert is_causal
     c, b, value = projected(layer, p, x)
-    step = softplus(x @ p["step.kernel"] + p["step_bias"])
-    decay = np.exp(-np.exp(p["log_rate"]) * step)
+    step = softplus(x @ p["step.kernel"] + p["to_log_decay.bias"])
+    decay = np.exp(-np.exp(p["to_log_decay.log_rate"]) * step)
     y = []
     for head, v in enumerate(split(layer, value)):
         written = step[:, head, None] * v
@@ -164,15 +165,18 @@ def deltanet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
 def gated_deltanet(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     """alpha = exp(-exp(a) softplus(x Wa + b))"""
     assert is_causal
-    rates = -np.exp(p["log_rate"]) * softplus(x @ p["decay.kernel"] + p["decay_bias"])
+    rates = -np.exp(p["to_log_decay.log_rate"]) * softplus(
+        x @ p["decay.kernel"] + p["to_log_decay.bias"]
+    )
     return output(p, x, delta(layer, p, x, split(layer, np.exp(rates))), silu)
 
 
 def kda(layer: Any, p: Any, x: Array, is_causal: bool) -> Array:
     """As gated DeltaNet, with alpha by key feature and a low-rank gate."""
     assert is_causal
-    logits = x @ p["decay.down.kernel"] @ p["decay.up.kernel"] + p["decay_bias"]
-    rates = -np.exp(p["log_rate"])[:, None, None] * softplus(split(layer, logits))
+    logits = x @ p["decay.down.kernel"] @ p["decay.up.kernel"]
+    logits = logits + p["to_log_decay.bias"].reshape(-1)
+    rates = -np.exp(p["to_log_decay.log_rate"])[..., None] * softplus(split(layer, logits))
     y = delta(layer, p, x, np.exp(rates))
     gate = x @ p["gate.down.kernel"] @ p["gate.up.kernel"] + p["gate.up.bias"]
     normed = np.concatenate([rms(o, p["norm.scale"]) for o in y], 1)

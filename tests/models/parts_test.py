@@ -24,7 +24,7 @@ def model(**fields) -> LanguageModel:
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_convolution_is_the_sum_of_weighted_earlier_tokens(size):
-    layer = CausalConvolution(size, 5, **PARAMETERS, rngs=nnx.Rngs(0))
+    layer = CausalConvolution(size, 5, "embed", **PARAMETERS, rngs=nnx.Rngs(0))
     x = np.asarray(jax.random.normal(jax.random.key(0), (2, 9, 5)))
     y, last = layer(jnp.asarray(x), state=None)
     taps, expected = np.asarray(layer.taps[...]), np.zeros_like(x)

@@ -31,6 +31,7 @@ SHORT = OPS.keys() - TWINS
 # The others differ from one of these by a mask, or their tests have inputs as extreme.
 SINGLE = {"linear", "l1", "softmax, xla", "softmax, tiled", "sliding_window", "tglobal", "rmt"}
 SINGLE |= {"additive, window", "mla, absorbed", "memory_compressed", "linformer"}
+SINGLE |= {"gated, by feature", "delta rule, by feature", "mlstm"}
 
 
 def ops_with(condition: Callable[[Op], Any], short: Collection[str] = SHORT) -> Any:

@@ -143,17 +143,28 @@ def test_values_and_gradients_equal_the_recurrence(case):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("strength", [1e-3, 0.5, 30.0])
+@pytest.mark.parametrize("decay", [1e-3, 0.5, 1.9, 12.0, 30.0])
 @pytest.mark.parametrize("kind", ["head", "feature"])
 @pytest.mark.usefixtures("as_users_compile")
-def test_float32_is_accurate_for_any_decay(kind, strength):
-    arrays = {k: np.float32(x) for k, x in Case(300, kind, strength=strength).arrays().items()}
-    y, state = jax.jit(partial(gated_delta_rule, return_state=True))(**arrays)
+def test_float32_is_accurate_for_any_decay(kind, decay):
+    """Values, and gradients relative to their own size, with decays of similar sizes."""
+    arrays = {k: np.float32(x) for k, x in Case(100, kind).arrays().items()}
+    noise = np.random.default_rng(3).uniform(0.9, 1.1, arrays["log_decay"].shape)
+    arrays["log_decay"] = np.float32(-decay * noise)
+    del arrays["initial_state"]
+    cotangent = np.random.default_rng(4).standard_normal(arrays["value"].shape).astype(np.float32)
+
+    def differentiate(function: Any, arrays: Any, cotangent: Any) -> Any:
+        y, pullback = jax.vjp(lambda arrays: function(**arrays), arrays)
+        return y, pullback(cotangent)[0]
+
+    have = jax.jit(partial(differentiate, gated_delta_rule))(arrays, cotangent)
     with jax.enable_x64(True):
-        expected = recurrence(**{name: np.float64(x) for name, x in arrays.items()})
-    for have, want in zip((y, state), expected, strict=True):
-        assert have.dtype == np.float32
-        np.testing.assert_allclose(have, want, rtol=0, atol=2e-6 * np.abs(want).max())
+        wide = jax.tree.map(np.float64, (arrays, cotangent))
+        want = jax.jit(partial(differentiate, lambda **x: recurrence(**x)[0]))(*wide)
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        assert a.dtype == np.float32
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
 @pytest.mark.usefixtures("x64")
@@ -205,13 +216,22 @@ def test_a_choice_per_block_does_not_change_results(monkeypatch):
     """Sums of decays are subtracted where they are small; elsewhere they are summed apart."""
     arrays = {k: np.float32(x) for k, x in Case(64, "feature", "head").arrays().items()}
     outputs = []
-    for limit in (1e9, -1.0):
-        monkeypatch.setattr(matrix_state, "SMALL_DECAY", limit)
+    try:
+        for limit in (1e9, -1.0):
+            monkeypatch.setattr(matrix_state, "SMALL_DECAY", limit)
+            jax.clear_caches()
+            outputs.append(gated_delta_rule(**arrays))
+    finally:
         jax.clear_caches()
-        outputs.append(gated_delta_rule(**arrays))
     assert np.any(outputs[0] != outputs[1])
     np.testing.assert_allclose(*outputs, atol=2e-6)
-    jax.clear_caches()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_state_without_its_transition_does_not_merge_into_another():
+    state = MatrixState.empty((), 1, 2, 3)
+    with pytest.raises(ValueError, match=r"other\.transition is None"):
+        state.merge(state)
 
 
 @pytest.mark.parametrize(

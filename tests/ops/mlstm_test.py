@@ -116,6 +116,33 @@ def test_gradients_flow_through_merged_states():
         np.testing.assert_allclose(have[name], x, atol=1e-10, err_msg=name)
 
 
+@pytest.mark.usefixtures("as_users_compile")
+def test_rounding_errors_do_not_accumulate():
+    """After a burst of large input gates, thousands of small ones with weak decay."""
+    length, level = 20_000, 15.0
+    rng = np.random.default_rng(0)
+    tokens = 1, length, 1
+    query, key, value = (rng.standard_normal((*tokens, 2)).astype(np.float32) for _ in range(3))
+    log_input = np.full(tokens, -level, np.float32)
+    log_input[:, :10] = level
+    log_forget = np.float32(-1e-4 * rng.uniform(size=tokens))
+    gates = {"log_input_gate": log_input, "log_forget_gate": log_forget}
+    _, state = jax.jit(partial(mlstm_attention, return_state=True))(query, key, value, **gates)
+    total = np.cumsum(np.float64(log_forget)[0, ::-1, 0])[::-1]
+    after = np.append(total[1:], 0)
+    weights = np.exp(np.float64(log_input)[0, :, 0] + after)[:, None]
+    normalizer = np.sum(weights * np.float64(key)[0, :, 0] / np.sqrt(2), 0)
+    have = np.float64(state.n)[0, 0] * np.exp(np.float64(state.m)[0, 0])
+    np.testing.assert_allclose(have, normalizer, rtol=5e-5)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_state_without_its_decay_does_not_merge_into_another():
+    state = MLSTMState.empty((), 1, 2, 3)
+    with pytest.raises(ValueError, match=r"other\.log_forget is None"):
+        state.merge(state)
+
+
 def test_gates_of_any_size_are_in_range():
     arrays = {name: np.float32(x) for name, x in draw(1e3).items()}
     y, pullback = jax.vjp(lambda arrays: mlstm_attention(**arrays), arrays)

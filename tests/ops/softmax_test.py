@@ -346,3 +346,49 @@ def test_published_sparse_patterns(golden, name, pattern, summaries):
 def test_unsupported_calls_raise(function, keywords, error, message):
     with pytest.raises(error, match=message):
         function(*[jnp.zeros((2, 4, 1, 3))] * 3, **keywords)
+
+
+@each_implementation
+@pytest.mark.parametrize("decay", [1e-3, 1.0, 12.0])
+@pytest.mark.usefixtures("as_users_compile")
+def test_decays_are_accurate_in_float32(implementation, decay):
+    """Values and gradients, also far from the first token."""
+    rng = np.random.default_rng(0)
+    tokens, heads, groups = (1, 600), 4, 2
+    query = rng.standard_normal((*tokens, heads, 8)).astype(np.float32)
+    key, value = rng.standard_normal((2, *tokens, groups, 8)).astype(np.float32)
+    log_decay = np.float32(-decay * rng.uniform(0.9, 1.1, (*tokens, heads)))
+    cotangent = rng.standard_normal(query.shape).astype(np.float32)
+    arrays = query, key, value, log_decay
+
+    def definition(query, key, value, log_decay):
+        key, value = (jnp.repeat(x, heads // groups, 2) for x in (key, value))
+        total = jnp.cumsum(log_decay, 1)
+        scores = jnp.einsum("btnk,bsnk->btsn", query, key) / np.sqrt(8)
+        scores = scores + total[:, :, None] - total[:, None]
+        visible = np.tri(600, dtype=bool)[None, :, :, None]
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), 2)
+        return jnp.einsum("btsn,bsnv->btnv", weights, value)
+
+    def ours(query, key, value, log_decay):
+        options = {"is_causal": True, "implementation": implementation}
+        return dot_product_attention(query, key, value, log_decay=log_decay, **options)
+
+    def differentiate(function, arrays, cotangent):
+        y, pullback = jax.vjp(function, *arrays)
+        return y, *pullback(cotangent)
+
+    have = jax.jit(partial(differentiate, ours))(arrays, cotangent)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(np.float64, (arrays, cotangent))
+        want = jax.jit(partial(differentiate, definition))(*wide)
+    for a, b in zip(have, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max() + 4e-6)
+
+
+def test_decays_must_fit():
+    x, decay = np.zeros((1, 4, 2, 3), np.float32), np.zeros((1, 4, 2), np.float32)
+    with pytest.raises(ValueError, match="log_decay: decays are of causal attention"):
+        dot_product_attention(x, x, x, log_decay=decay)
+    with pytest.raises(ValueError, match=r"log_decay: 4 queries from query_offset=1 on"):
+        dot_product_attention(x, x, x, log_decay=decay, is_causal=True, query_offset=1)

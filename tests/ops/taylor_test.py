@@ -62,6 +62,8 @@ def test_an_even_number_of_terms_must_be_allowed():
     np.testing.assert_allclose(y, dense(*arrays, 4, 0.1, True), atol=1e-10)
     with pytest.raises(ValueError, match="num_terms must be at least 1"):
         taylor_attention(*arrays, num_terms=0)
+    with pytest.raises(ValueError, match="scale must be positive"):
+        taylor_attention(*arrays, scale=-0.5)
 
 
 @pytest.mark.parametrize(("depth", "num_terms"), [(4, 3), (16, 3), (5, 4)])

@@ -47,7 +47,7 @@ QUANTUM = 2.0**-10  # of the part of a decay whose sums are exact
 
 
 class MatrixOperands(NamedTuple):
-    """Operands of the recurrence; after `_in_chunks`, all of them `[..., C, features]`.
+    """Operands of the recurrence; after `chunk`, all of them `[J, X, C, features]`.
 
     query `[B, T, G, R, K]`, key `[B, T, G, K]`, value `[B, T, G, V]`; log decays of heads
     `[B, T, G, 1]` and of key features `[B, T, G, K]`, and erasing vectors `[B, T, G, K]`, or None.
@@ -84,14 +84,20 @@ def recur(
 
     If `attends_to_itself` is False, without erasure only, o_t lacks the term of token t.
     """
-    _, length, groups, heads, _ = tokens.query.shape
-    chunks = _in_chunks(tokens)
-    block = partial(_block, heads=heads, attends_to_itself=attends_to_itself)
-    if len(chunks.key) > 1:
+    batch, length, groups, heads, _ = tokens.query.shape
+    size, blocks = _in_blocks(tokens)
+
+    def block(state: Array, tokens: MatrixOperands) -> tuple[Array, Array]:
+        chunks = jax.tree.map(partial(chunk, size=size), tokens)
+        state, y = _block(state, chunks, heads=heads, attends_to_itself=attends_to_itself)
+        return state, unchunk(y, groups, heads)
+
+    if len(blocks.key) > 1:
         saved = jax.checkpoint_policies.save_only_these_names(INVERSE)
         block = jax.checkpoint(block, prevent_cse=False, policy=saved)
-    after, output = lax.scan(block, varying_like(state, tokens), chunks)
-    return unchunk(lax.collapse(output, 0, 2), groups, heads)[:, :length], after
+    after, y = lax.scan(block, varying_like(state, tokens), blocks)
+    y = jnp.moveaxis(y, 0, 1).reshape(batch, y.shape[0] * y.shape[2], *y.shape[3:])
+    return y[:, :length], after
 
 
 def recur_with_normalizer(
@@ -110,25 +116,25 @@ def recur_with_normalizer(
     return (y[..., :-1], y[..., -1:]), (after[..., :-1], after[..., -1])
 
 
-def _in_chunks(tokens: MatrixOperands) -> MatrixOperands:
-    """`[I, J, X, R C, K]`, `[I, J, X, C, K]` and so on, padded with tokens without any effect."""
-    length = tokens.key.shape[1]
+def _in_blocks(tokens: MatrixOperands) -> tuple[int, MatrixOperands]:
+    """Return the size of a chunk, and the tokens in blocks of chunks `[I, B, J C, ...]`, padded
+    with tokens without any effect."""
+    batch, length = tokens.key.shape[:2]
     is_plain = tokens.feature_decay is None and tokens.erase is None
     size = CHUNK if is_plain else SMALL_CHUNK
     while size // 2 >= length > 0:
         size //= 2
     chunks = max(1, -(-length // size))
     blocks = -(-chunks // CHUNKS_IN_BLOCK)
-    in_block = -(-chunks // blocks)
-    missing = blocks * in_block * size - length
+    in_block = -(-chunks // blocks) * size
+    missing = blocks * in_block - length
 
     def split(x: Array) -> Array:
         if missing:
             x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
-        x = chunk(x, size)
-        return x.reshape(blocks, in_block, *x.shape[1:])
+        return jnp.moveaxis(x.reshape(batch, blocks, in_block, *x.shape[2:]), 1, 0)
 
-    return jax.tree.map(split, tokens)
+    return size, jax.tree.map(split, tokens)
 
 
 def _block(
@@ -198,36 +204,41 @@ class _Scaled(NamedTuple):
 def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
     """Return the operands with decays, and exp(G_C) `[J, X, K or 1, 1]`."""
     key, total = chunks.key, jnp.ones_like(chunks.key[..., :1, :1])
-    scores = None
-    if chunks.feature_decay is not None:
-        decay = _finite(chunks.feature_decay)
-        from_start, to_end = _edges(decay)
-        scaled = rows * from_start[:, :, None]
-        largest = -jnp.min(lax.stop_gradient(jnp.sum(decay, -2)), initial=0.0)
-
-        def by_differences() -> Array:
-            return einsum("jxrtk,jxsk->jxrts", scaled, key / from_start)
-
-        branches = by_differences, partial(_by_levels, rows, key, decay)
-        scores = lax.switch(first_safe(largest[None] - SMALL_DECAY), branches)
-        rows, key, total = scaled, key * to_end, from_start[:, :, -1:]
-    if scores is None:
+    if chunks.feature_decay is None:
         scores = einsum("jxrtk,jxsk->jxrts", rows, key)
+    else:
+        decay = _finite(chunks.feature_decay)
+        from_start = jnp.exp(_sum_up_to(decay))
+        total, scaled = from_start[:, :, -1:], rows * from_start[:, :, None]
+
+        def by_differences() -> tuple[Array, Array]:
+            relative = key / from_start
+            return einsum("jxrtk,jxsk->jxrts", scaled, relative), relative * total
+
+        def by_sums() -> tuple[Array, Array]:
+            return _by_levels(rows, key, decay), key * jnp.exp(_sum_after(decay))
+
+        largest = -jnp.min(lax.stop_gradient(jnp.sum(decay, -2)), initial=0.0)
+        way = first_safe(largest[None] - SMALL_DECAY)
+        scores, key = lax.switch(way, (by_differences, by_sums))
+        rows = scaled
     if chunks.head_decay is not None:
         decay = _finite(chunks.head_decay)
-        scores = scores * _between(decay)[:, :, None]
-        from_start, to_end = _edges(decay)
-        rows, key = rows * from_start[:, :, None], key * to_end
+        from_start, between = jnp.exp(_sum_up_to(decay)), _between(decay)
+        scores, rows = scores * between[:, :, None], rows * from_start[:, :, None]
+        key = key * jnp.swapaxes(between[:, :, -1:], -1, -2)
         total = total * from_start[:, :, -1:]
     return _Scaled(scores, rows, key), jnp.swapaxes(total, -1, -2)
 
 
-def _edges(decay: Float[Array, "J X C F"]) -> tuple[Array, Array]:
-    """Return exp(G) and exp(G_C - G)."""
-    up_to = _up_to(decay)
-    sums = (einsum("ts,jxsf->jxtf", x, decay) for x in (up_to, 1 - up_to))
-    from_start, to_end = map(jnp.exp, sums)
-    return from_start, to_end
+def _sum_up_to(decay: Float[Array, "J X C F"]) -> Float[Array, "J X C F"]:
+    """Return G: the sums up to each token, which is included."""
+    return einsum("ts,jxsf->jxtf", _up_to(decay), decay)
+
+
+def _sum_after(decay: Float[Array, "J X C F"]) -> Float[Array, "J X C F"]:
+    """Return G_C - G without subtraction: the sums after each token."""
+    return einsum("ts,jxsf->jxtf", 1 - _up_to(decay), decay)
 
 
 @jax.custom_jvp

@@ -1,3 +1,26 @@
-"""Log-attention (Heinsen, 2024), and the attention mechanisms that it is compared with."""
+"""Log-attention (Heinsen, 2024), and the attention mechanisms that it is compared with.
+
+Subpackages, and the names of `heinsen_jax.attention`, are attributes that are imported on first
+use: `heinsen_jax.log_attention`, `heinsen_jax.attention.build`.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_SUBPACKAGES = ("attention", "data", "generate", "models", "ops", "sharding", "training")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    attention = importlib.import_module(f"{__name__}.attention")
+    if name in attention.__all__:
+        return getattr(attention, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    attention = importlib.import_module(f"{__name__}.attention")
+    return sorted({*globals(), *_SUBPACKAGES, *attention.__all__})

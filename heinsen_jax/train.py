@@ -31,7 +31,7 @@ from heinsen_jax.config import (
     record,
     set_aside,
 )
-from heinsen_jax.errors import command_line
+from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.field_help import print_help
 from heinsen_jax.generate import sample
 from heinsen_jax.locks import locked
@@ -105,6 +105,11 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     with ExitStack() as held:
         with distributed.together():
             config = override(load_config(options.config), overrides)
+            if "://" in (options.workdir or ""):
+                raise UserError(
+                    f"--workdir {options.workdir}: buckets are not supported; give a local folder, "
+                    "or one that all hosts mount"
+                )
             workdir = Path(options.workdir or Path("runs") / _name(Path(options.config)))
             check_writable(workdir)
             if jax.process_index() == 0 and not options.dry_run:

@@ -106,6 +106,15 @@ def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     assert "--config is missing: give a name" in capsys.readouterr().err
 
 
+def test_a_bucket_as_a_folder_is_refused(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
+    monkeypatch.setattr(sys, "argv", [*train("--workdir", "gs://bucket/run")])
+    assert main() == 2
+    assert "gs://bucket/run: buckets are not supported" in capsys.readouterr().err
+    assert not (place / "gs:").exists()
+
+
 def train_here(place: Path, workdir: str) -> str:
     """Run the command in this process; return its output."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:

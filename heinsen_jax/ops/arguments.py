@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from heinsen_jax.typing import Array
 
@@ -72,6 +73,20 @@ def check_array(name: str, x: Array | None, shapes: tuple, kind: Any) -> None:
         raise ValueError(f"{name} must have shape {expected}, got {x.shape}")
     if not jnp.issubdtype(x.dtype, kind):
         raise ValueError(f"{name} must have a dtype of kind {kind.__name__}, got {x.dtype}")
+
+
+def check_decay(name: str, log_decay: Array | None) -> None:
+    """Raise ValueError if a log decay is above 0. Values are unknown, and not checked, under a
+    transformation such as `jit`."""
+    if log_decay is None or isinstance(log_decay, jax.core.Tracer):
+        return
+    if isinstance(log_decay, jax.Array) and not log_decay.is_fully_addressable:
+        return
+    if np.any(np.asarray(log_decay) > 0):
+        raise ValueError(
+            f"{name} must be at most 0, got {np.nanmax(np.asarray(log_decay, np.float32)):g}; give "
+            "the logarithm of a factor in [0, 1], such as jax.nn.log_sigmoid(x)"
+        )
 
 
 def valid_tokens(key_value_seq_lengths: Array, batch: tuple[int, ...], length: int) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from heinsen_jax.ops.arguments import (
     check_array,
+    check_decay,
     check_heads,
     check_same_length,
     check_tokens,
@@ -217,7 +218,8 @@ def gated_delta_rule(
       o `[*B, T, N, V]`, or the pair of it and S.
 
     Raises:
-      ValueError: shapes or dtypes do not fit; the message says which.
+      ValueError: shapes or dtypes do not fit, or, outside of transformations such as `jit`, a log
+        decay is above 0; the message says which.
 
     Examples:
       >>> key = jnp.ones((3, 1, 1))  # three tokens, one head
@@ -236,6 +238,7 @@ def gated_delta_rule(
     *batch, length, heads, key_depth = key.shape
     value_depth = value.shape[-1]
     check_array("log_decay", log_decay, (key.shape[:-1], key.shape), jnp.floating)
+    check_decay("log_decay", log_decay)
     check_array("erase", erase, (key.shape[:-1], key.shape), jnp.floating)
     check_array("write", write, (key.shape[:-1], value.shape), jnp.floating)
     state_shape = (*batch, heads, key_depth, value_depth)

@@ -12,6 +12,7 @@ from jax import lax
 
 from heinsen_jax.ops.arguments import (
     check_array,
+    check_decay,
     check_heads,
     check_same_length,
     check_tokens,
@@ -160,7 +161,8 @@ def mlstm_attention(
       o `[*B, T, N, V]`, or the pair of it and an `MLSTMState`.
 
     Raises:
-      ValueError: shapes or dtypes do not fit; the message says which.
+      ValueError: shapes or dtypes do not fit, or, outside of transformations such as `jit`, a log
+        decay is above 0; the message says which.
 
     Examples:
       >>> key = jnp.ones((3, 1, 1))  # three tokens, one head
@@ -183,6 +185,7 @@ def mlstm_attention(
     gates = {"log_input_gate": log_input_gate, "log_forget_gate": log_forget_gate}
     for name, gate in gates.items():
         check_array(name, gate, (key.shape[:-1],), jnp.floating)
+    check_decay("log_forget_gate", log_forget_gate)
     output_dtype = jnp.result_type(query, key, value)
     states = () if initial_state is None else (initial_state.c,)
     dtype = jnp.promote_types(jnp.result_type(output_dtype, *states), jnp.float32)

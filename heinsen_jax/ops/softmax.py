@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from heinsen_jax.ops import masks, tiled
 from heinsen_jax.ops.arguments import (
     check_array,
+    check_decay,
     check_heads,
     check_segments,
     check_tokens,
@@ -110,6 +111,7 @@ def dot_product_attention(
     check_segments(segment_ids, query, key)
     heads = *key.shape[:-2], query.shape[-2]
     check_array("log_decay", log_decay, (heads,), jnp.floating)
+    check_decay("log_decay", log_decay)
     if log_decay is not None:
         _check_decay(query, key, is_causal, query_offset)
     query, key, value = without_padding(query, key, value, key_value_seq_lengths)

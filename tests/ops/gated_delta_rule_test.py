@@ -12,9 +12,12 @@ from jax import lax
 
 from heinsen_jax.ops import (
     MatrixState,
+    dot_product_attention,
     gated_delta_rule,
     linear_attention,
+    log_attention,
     matrix_state,
+    mlstm_attention,
 )
 from heinsen_jax.ops.gated_delta_rule import matrix_summary
 
@@ -210,6 +213,20 @@ def test_without_gates_it_is_the_numerator_of_linear_attention():
     total = gated_delta_rule(**{**arrays, "value": ones}, scale=1.0)
     expected = linear_attention(**arrays, feature_map="identity", epsilon=0)
     np.testing.assert_allclose(y / total, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("op", ["gated", "mlstm", "log", "softmax"])
+def test_positive_decays_are_refused(op):
+    """Outside of transformations, under which values are unknown."""
+    x, decay = np.ones((1, 4, 2, 3), np.float32), np.full((1, 4, 2), 0.1, np.float32)
+    calls = {
+        "gated": lambda: gated_delta_rule(x, x, x, log_decay=decay),
+        "mlstm": lambda: mlstm_attention(x, x, x, log_input_gate=decay, log_forget_gate=decay),
+        "log": lambda: log_attention(x, x, x, log_decay=decay),
+        "softmax": lambda: dot_product_attention(x, x, x, log_decay=decay, is_causal=True),
+    }
+    with pytest.raises(ValueError, match=r"must be at most 0, got 0\.1"):
+        calls[op]()
 
 
 def test_a_choice_per_block_does_not_change_results(monkeypatch):

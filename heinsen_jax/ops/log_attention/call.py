@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from heinsen_jax.ops.arguments import (
     check_array,
+    check_decay,
     check_heads,
     check_same_length,
     check_tokens,
@@ -265,6 +266,7 @@ def _check_arrays(arguments: Arguments) -> None:
     )
     decays = key.shape[:-1], key.shape
     check_array("log_decay", arguments.log_decay, decays, jnp.floating)
+    check_decay("log_decay", arguments.log_decay)
 
 
 def _check_state(arguments: Arguments, state: State) -> None:

@@ -61,7 +61,7 @@ def test_links_are_valid():
 
 def test_the_number_of_mechanisms_is_right():
     others = len(attention.names()) - 1
-    assert f"the {others} mechanisms that log-attention is compared with" in README_TEXT
+    assert f"It also has {others} other mechanisms" in README_TEXT
 
 
 def test_the_table_of_mechanisms_names_all():

@@ -178,7 +178,8 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
           source: `[..., S, D]`, tokens to attend to instead of x (cross-attention).
           is_causal: whether tokens attend only to themselves and earlier tokens. When None, True
             if the mechanism is causal and no source is given.
-          segment_ids: `[..., T]`; tokens attend only to their own segment, a run of equal ids.
+          segment_ids: `[..., T]`; tokens attend only to their own segment. Each segment is one run
+            of equal ids, and its id must not recur: some mechanisms compare ids only for equality.
           state: state after the tokens before x; the empty state when None.
           return_state: whether to return the state after x, too.
 

@@ -42,8 +42,9 @@ class LogConfig(HeadsConfig):
     """Initial time constant, in tokens, of the slowest-decaying head or feature. The fastest decay
     initially multiplies the state by 1/2 at each token."""
     features: Literal["identity", "hedgehog"] = "identity"
-    """Log features of queries and keys: their projections; or twice as many, the logarithms of a
-    softmax of trained projections of each head and of their negatives, as in Hedgehog."""
+    """Log features of queries and keys. identity: the projections themselves. hedgehog:
+    log softmax(x W) and log softmax(-x W), with a trained matrix W per head; twice as many
+    features."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Implementation of `log_attention`; chosen automatically when None. "gpu" is experimental."""
 

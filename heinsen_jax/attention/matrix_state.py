@@ -59,11 +59,12 @@ class Gates(TypedDict, total=False):
 
 
 class Mechanism(NamedTuple):
-    """A mechanism between queries, keys and values.
+    """An op, its summary and its gates.
 
     Attributes:
-      op: called with these, the gates, `initial_state`, `return_state` and `segment_ids`.
-      summary: computes the state of their tokens, with what merging it into earlier ones needs.
+      op: function of queries, keys, values, the gates, `initial_state`, `return_state` and
+        `segment_ids`.
+      summary: computes the state of the tokens alone, with the transition that `merge` needs.
       gates: further arrays `[*B, T, N, ...]`, by argument name.
     """
 
@@ -108,7 +109,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
       has_convolution_bias: whether convolutions have a bias.
       scale: factor of the outputs; 1 / sqrt(key_depth) when None.
       norms_heads_jointly: whether the norm is over all heads together.
-      has_erasure: whether states are read to be erased, for `flops`.
+      has_erasure: whether the mechanism erases, which `flops` counts as one more product.
       gate_activation: activation of the output gate; no gate when None.
     """
 

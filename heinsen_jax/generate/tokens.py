@@ -97,6 +97,7 @@ def generate(
     Raises:
       UserError: an argument is out of its range, or the model has too few positions; the message
         names the argument.
+      ValueError: tokens are not integers, or an id is not in the vocabulary.
       NotImplementedError: `return_state` with `lengths`, for states that have one token count for
         all rows, such as caches.
 

@@ -58,10 +58,10 @@ class LanguageModel(nnx.Module):
 
     E `[vocab_size, D]` is the embedding, b a bias, and D is model_dim.
 
-    Blocks are stacked and scanned, so compile time does not depend on their number. For a single
-    token up to `MAX_UNROLLED` blocks are unrolled, since a loop would copy their weights at every
-    step. The state is an argument and a result: a sequence may be fed in chunks of any lengths,
-    with the logits of one pass.
+    The layer pattern is scanned, so compile time does not depend on the number of its repeats. For
+    a single token, up to `MAX_UNROLLED` repeats are unrolled, since a loop would copy their weights
+    at every step. The state is an argument and a result: a sequence may be fed in chunks of any
+    lengths; the logits equal those of a single call.
 
     Args:
       config: the architecture.
@@ -302,7 +302,8 @@ def _is_unrolled(repeats: int, length: int) -> bool:
 
 
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary, for which an embedding lookup returns NaN."""
+    """Refuse ids outside the vocabulary: an embedding lookup returns NaN for large ids, and another
+    row for negative ones."""
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers, got {tokens.dtype}")
     if isinstance(tokens, Tracer) or tokens.size == 0:

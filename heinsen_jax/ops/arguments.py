@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from heinsen_jax.typing import Array
 
@@ -78,7 +79,7 @@ def check_array(name: str, x: Array | None, shapes: tuple, kind: Any) -> None:
 def check_decay(name: str, log_decay: Array | None) -> None:
     """Raise ValueError if a log decay is above 0. Values are unknown, and not checked, under a
     transformation such as `jit`."""
-    if log_decay is None or isinstance(log_decay, jax.core.Tracer):
+    if log_decay is None or isinstance(log_decay, Tracer):
         return
     if isinstance(log_decay, jax.Array) and not log_decay.is_fully_addressable:
         return

@@ -25,8 +25,8 @@ from heinsen_jax.typing import Array, DTypeLike, Float, Lengths, Segments, pytre
 
 @pytree_dataclass
 class MatrixState:
-    """State of `gated_delta_rule` that merges with those of other tokens: tokens map the state S
-    before them to A S + B.
+    """Mergeable state of `gated_delta_rule`. A chunk of tokens maps the preceding state S to
+    A S + B; `gated_delta_rule` takes and returns only the matrix.
 
     Attributes:
       matrix: B `[*B, N, K, V]`.
@@ -182,8 +182,8 @@ def gated_delta_rule(
         S_t = (I - k_t (b_t * k_t)^T) Diag(exp g_t) S_(t-1) + k_t (w_t * v_t)^T
         o_t = scale S_t^T q_t
 
-    The state S `[K, V]` decays by g (`log_decay`); b (`erase`) is the share of the value stored for
-    the key that is removed, and w (`write`) the share of the new value that is added. Published
+    The state S `[K, V]` decays by g (`log_decay`); b (`erase`) is the fraction of the value stored
+    under the key k that is erased, and w (`write`) the factor of the new value. Published
     mechanisms, with beta in [0, 1]:
 
         b       w       g                   mechanism
@@ -196,7 +196,8 @@ def gated_delta_rule(
         0       1       by key feature      GLA, HGRN2
 
     Accurate for any decay, -inf included: no exponential exceeds the range of floating point. Sums
-    are computed in float32 (or float64). With erasure, states remain bounded if b |k|^2 <= 2.
+    are computed in float32 (or float64). With
+    b by head and b |k|^2 <= 2, the transition does not enlarge the state.
 
     Args:
       query: q `[*B, T, N, K]`, with N heads.

@@ -28,8 +28,8 @@ from heinsen_jax.typing import Array, Float, Lengths, Segments, pytree_dataclass
 
 @pytree_dataclass
 class MLSTMState:
-    """State of mLSTM attention: C exp(-m), n exp(-m), and m, the log of the sum of the input gates,
-    which decays like C and n.
+    """State of mLSTM attention: C exp(-m), n exp(-m) and the stabilizer m, the log of the sum of
+    the input gates, a sum that decays like C and n.
 
     Attributes:
       c: matrix memory C exp(-m) `[*B, N, K, V]`.

@@ -91,7 +91,9 @@ def dot_product_attention(
       Y `[*B, T, num_heads, value_depth]`. Rows without visible keys are 0, with zero gradients.
 
     Raises:
-      ValueError: shapes or dtypes do not fit; the message says which.
+      ValueError: shapes or dtypes do not fit; `log_decay` is given without `is_causal=True`, is
+        above 0, or is not that of all queries; or the implementation is unknown. The message says
+        which.
       NotImplementedError: the named implementation does not support the call.
 
     Examples:

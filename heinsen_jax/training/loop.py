@@ -71,8 +71,9 @@ class TrainingResult:
     """Result of training.
 
     Attributes:
-      step: number of the last step, each of which is one update.
-      metrics: metrics of the last evaluation; empty if a signal came before any.
+      step: number of the last step; a step is one update.
+      metrics: metrics of the last evaluation; empty if a signal stopped this call before its
+        first one.
       signal: number of the signal that stopped training, or None.
     """
 

@@ -468,8 +468,8 @@ ROUTING = Routing(jnp.zeros((3, 2), jnp.int32), jnp.ones((3, 2)), jnp.ones((3, 2
         (lambda: layer_of(jnp.zeros(3)), "x must be"),
         (lambda: layer_of(jnp.zeros((5, 4))), "routing must have the batch axes"),
         (lambda: layer_of(residual=jnp.zeros((3, 5, 1))), "residual must have shape"),
-        (lambda: layer_of(light=lambda x: x[..., :1]), "light returns must have shape"),
-        (lambda: layer_of(heavy=lambda x: x[..., :1]), "heavy returns must have shape"),
+        (lambda: layer_of(light=lambda x: x[..., :1]), "the result of light must have shape"),
+        (lambda: layer_of(heavy=lambda x: x[..., :1]), "the result of heavy must have shape"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

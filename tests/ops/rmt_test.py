@@ -305,7 +305,7 @@ X, MEMORY = jnp.zeros((2, 7, WIDTH)), jnp.zeros((2, SIZE, WIDTH))
         ({"memory": jnp.zeros((SIZE, WIDTH + 1))}, "memory must have shape"),
         ({"memory": None, "initial_state": start(MEMORY, 6)}, "initial_state.tokens must have"),
         ({"memory": None, "initial_state": start(MEMORY[0])}, "initial_state.memory must have"),
-        ({"layer": lambda x: x[..., :-1, :]}, "layer returns must have shape"),
+        ({"layer": lambda x: x[..., :-1, :]}, "the result of layer must have shape"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")

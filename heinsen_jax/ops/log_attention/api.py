@@ -116,9 +116,9 @@ def log_attention(
         If not causal, every query reads the last state.
       initial_state: state after the preceding tokens; the empty state when None.
       return_state: whether to also return the state after all S tokens. Its `log_decay` is the
-        total decay (-inf after the start of a segment); it is None if the initial state has none,
-        or if neither `log_decay`, `segment_ids` nor the initial state is given. The state's dtype
-        is that of the initial state, or else of the sums: float64 if an input is float64,
+        total decay (-inf after the start of a segment). With an initial state, it is None if that
+        state has none; without one, if neither `log_decay` nor `segment_ids` is given. The state's
+        dtype is that of the initial state, or else of the sums: float64 if an input is float64,
         otherwise float32.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
         "chunked" (matrix products over chunks, by the cheapest tier that is exact for the inputs;

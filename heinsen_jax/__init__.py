@@ -10,17 +10,33 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBPACKAGES = ("attention", "data", "generate", "models", "ops", "sharding", "training")
+_OF_ATTENTION = (
+    "Attention",
+    "AttentionConfig",
+    "Capabilities",
+    "Chunked",
+    "HeadsConfig",
+    "HeinsenAttentionState",
+    "LogAttention",
+    "LogAttentionState",
+    "build",
+    "configure",
+    "heinsen_attention",
+    "log_attention",
+    "log_attention_fn",
+    "mechanism",
+    "names",
+    "sharded_log_attention",
+)
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    attention = importlib.import_module(f"{__name__}.attention")
-    if name in attention.__all__:
-        return getattr(attention, name)
+    if name in _OF_ATTENTION:
+        return getattr(importlib.import_module(f"{__name__}.attention"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    attention = importlib.import_module(f"{__name__}.attention")
-    return sorted({*globals(), *_SUBPACKAGES, *attention.__all__})
+    return sorted({*globals(), *_SUBPACKAGES, *_OF_ATTENTION})

@@ -12,11 +12,13 @@ from heinsen_jax import attention
 def test_names_of_attention_are_attributes():
     assert heinsen_jax.log_attention is attention.log_attention
     assert heinsen_jax.attention is attention
+    assert sorted(heinsen_jax._OF_ATTENTION) == sorted(attention.__all__)
     assert {"build", "models", "__version__"} <= set(dir(heinsen_jax))
     with pytest.raises(AttributeError, match="no attribute 'log_atention'"):
         _ = heinsen_jax.log_atention
 
 
 def test_the_import_alone_loads_no_jax():
-    program = "import heinsen_jax, sys; sys.exit('jax' in sys.modules)"
+    """Nor does importing a submodule that needs none."""
+    program = "from heinsen_jax import locks; import sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

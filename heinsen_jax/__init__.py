@@ -1,7 +1,7 @@
 """Log-attention (Heinsen, 2024), and the attention mechanisms that it is compared with.
 
-Subpackages, and the names of `heinsen_jax.attention`, are attributes that are imported on first
-use: `heinsen_jax.log_attention`, `heinsen_jax.attention.build`.
+Subpackages and the main functions are attributes that are imported on first use, such as
+`heinsen_jax.log_attention` and `heinsen_jax.attention.build`.
 """
 
 import importlib
@@ -10,24 +10,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _SUBPACKAGES = ("attention", "data", "generate", "models", "ops", "sharding", "training")
-_OF_ATTENTION = (
-    "Attention",
-    "AttentionConfig",
-    "Capabilities",
-    "Chunked",
-    "HeadsConfig",
-    "HeinsenAttentionState",
-    "LogAttention",
-    "LogAttentionState",
-    "build",
-    "configure",
-    "heinsen_attention",
-    "log_attention",
-    "log_attention_fn",
-    "mechanism",
-    "names",
-    "sharded_log_attention",
-)
+_OF_ATTENTION = ("heinsen_attention", "log_attention", "log_attention_fn")
 
 
 def __getattr__(name: str) -> Any:

@@ -12,8 +12,8 @@ from heinsen_jax import attention
 def test_names_of_attention_are_attributes():
     assert heinsen_jax.log_attention is attention.log_attention
     assert heinsen_jax.attention is attention
-    assert sorted(heinsen_jax._OF_ATTENTION) == sorted(attention.__all__)
-    assert {"build", "models", "__version__"} <= set(dir(heinsen_jax))
+    assert heinsen_jax.heinsen_attention is attention.heinsen_attention
+    assert {"log_attention_fn", "models", "__version__"} <= set(dir(heinsen_jax))
     with pytest.raises(AttributeError, match="no attribute 'log_atention'"):
         _ = heinsen_jax.log_atention
 

@@ -5,14 +5,13 @@ from typing import Unpack
 import jax
 
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions, linear
+from heinsen_jax.attention.layers import LayerOptions, in_float32, linear
 from heinsen_jax.attention.matrix_state import (
     ConvolvedConfig,
     Gates,
     MatrixStateAttention,
     MatrixStates,
     OfHeads,
-    in_float32,
     l2_normalized,
 )
 from heinsen_jax.typing import Array, Features, config_dataclass

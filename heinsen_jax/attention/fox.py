@@ -11,7 +11,7 @@ import numpy as np
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions, linear
+from heinsen_jax.attention.layers import LayerOptions, in_float32, linear
 from heinsen_jax.attention.masked import MaskedAttention, TokenStates
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Features, config_dataclass
@@ -49,8 +49,7 @@ class ForgettingAttention(MaskedAttention[ForgettingConfig]):
     ) -> tuple[Features, TokenStates | None]:
         query, key, value = self.heads(x)
         state = call.state
-        logits = self.forget_gate(x)
-        log_forget = jax.nn.log_sigmoid(logits.astype(jnp.promote_types(x.dtype, jnp.float32)))
+        log_forget = jax.nn.log_sigmoid(in_float32(self.forget_gate(x)))
         with jax.named_scope("mechanism"):
             if state is None:
                 y = dot_product_attention(

@@ -5,12 +5,11 @@ from typing import Unpack
 import jax
 import pydantic
 
-from heinsen_jax.attention.layers import LayerOptions, LowRank
+from heinsen_jax.attention.layers import LayerOptions, LowRank, in_float32
 from heinsen_jax.attention.matrix_state import (
     Gates,
     MatrixStateAttention,
     MatrixStateConfig,
-    in_float32,
 )
 from heinsen_jax.typing import Features, config_dataclass
 

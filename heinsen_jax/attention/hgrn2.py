@@ -9,14 +9,13 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions, parameter
+from heinsen_jax.attention.layers import LayerOptions, in_float32, parameter
 from heinsen_jax.attention.matrix_state import (
     Gates,
     MatrixStateAttention,
     MatrixStateConfig,
     MatrixStates,
     OfHeads,
-    in_float32,
 )
 from heinsen_jax.typing import Array, Features, config_dataclass
 

@@ -119,6 +119,11 @@ def uniform(bound: float) -> nnx.Initializer:
     return init
 
 
+def in_float32(x: Array) -> Array:
+    """x in at least float32, for gates."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def identity(key: Key[Array, ""], shape: Sequence[int], dtype: DTypeLike = jnp.float32) -> Array:
     """An initializer of identity matrices over the last two axes."""
     del key

@@ -16,6 +16,7 @@ from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.attention.layers import (
     LayerOptions,
     LowRank,
+    in_float32,
     inverse_softplus_of_log_uniform,
     linear,
     log_of_uniform,
@@ -102,6 +103,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     `gates`, and override what is different.
 
     Attributes:
+      state_type: class of the mechanism's state.
       key_width: width of the keys of all heads together, as a multiple of model_dim.
       value_width: that of the values.
       depth_multiple: default head dimensions are multiples of it.
@@ -114,6 +116,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     """
 
     capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
+    state_type: ClassVar[type[MatrixState] | type[MLSTMState]] = MatrixState
     key_width: ClassVar[float] = 1.0
     value_width: ClassVar[float] = 1.0
     depth_multiple: ClassVar[int] = 1
@@ -249,7 +252,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         sizes = self.num_heads, self.key_depth, self.value_depth
         dtype = jnp.promote_types(self.param_dtype, jnp.float32)
         convolutions = tuple(x.init_state(batch_shape) for x in self.convolutions)
-        return MatrixStates(MatrixState.empty(batch_shape, *sizes, dtype), convolutions)
+        return MatrixStates(self.state_type.empty(batch_shape, *sizes, dtype), convolutions)
 
 
 def _gated_delta_rule(
@@ -289,11 +292,6 @@ class SoftplusDecay(nnx.Module):
         )
         step = jax.nn.softplus(x + bias)
         return step, -jnp.exp(log_rate) * step
-
-
-def in_float32(x: Array) -> Array:
-    """x in at least float32, for gates."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def l2_normalized(x: OfHeads) -> OfHeads:

@@ -1,20 +1,17 @@
 """mLSTM: a matrix memory with exponential gates, as a layer."""
 
-from collections.abc import Sequence
 from typing import Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.layers import LayerOptions, linear, parameter
+from heinsen_jax.attention.layers import LayerOptions, in_float32, linear, parameter
 from heinsen_jax.attention.matrix_state import (
     MatrixStateAttention,
     MatrixStateConfig,
-    MatrixStates,
     Mechanism,
     OfHeads,
-    in_float32,
 )
 from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
 from heinsen_jax.typing import Features
@@ -40,6 +37,7 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
     """
 
     Config = MatrixStateConfig
+    state_type = MLSTMState
     key_width = 0.5
     gate_activation = "sigmoid"
 
@@ -71,11 +69,3 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
         y = self.norm(y).reshape(*x.shape[:-1], self.num_heads * self.value_depth)
         scale = jnp.broadcast_to(self.norm_scale[...].astype(y.dtype), y.shape)
         return self.output(y * scale * self.activated_gate(x))
-
-    def init_state(
-        self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> MatrixStates:
-        del capacity  # the same for any number of tokens
-        sizes = self.num_heads, self.key_depth, self.value_depth
-        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
-        return MatrixStates(MLSTMState.empty(batch_shape, *sizes, dtype))

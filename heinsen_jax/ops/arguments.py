@@ -48,6 +48,18 @@ def check_same_length(
         )
 
 
+def check_paired_heads(name: str, query: Array, key: Array, value: Array) -> None:
+    """Raise ValueError unless queries, keys and values of a causal op have the same tokens and
+    heads."""
+    check_heads(query, key, value)
+    check_same_length(query, key, name, "it is causal only")
+    if query.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            f"query and key must have the same heads, got query {query.shape}, key {key.shape}; "
+            "repeat the keys and values"
+        )
+
+
 def check_segments(segment_ids: Array | None, query: Array, key: Array) -> None:
     """Raise ValueError if segment ids of keys are given and the number of queries differs."""
     if segment_ids is not None:

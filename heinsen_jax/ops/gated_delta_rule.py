@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from heinsen_jax.ops.arguments import (
     check_array,
     check_decay,
-    check_heads,
-    check_same_length,
+    check_paired_heads,
     check_tokens,
     valid_tokens,
     without_padding,
@@ -196,8 +195,8 @@ def gated_delta_rule(
         0       1       by key feature      GLA, HGRN2
 
     Accurate for any decay, -inf included: no exponential exceeds the range of floating point. Sums
-    are computed in float32 (or float64). With
-    b by head and b |k|^2 <= 2, the transition does not enlarge the state.
+    are computed in float32 (or float64). With b by head and b |k|^2 <= 2, the transition does not
+    enlarge the state.
 
     Args:
       query: q `[*B, T, N, K]`, with N heads.
@@ -235,7 +234,10 @@ def gated_delta_rule(
       arXiv:2510.26692; Dao and Gu, 2024, Transformers are SSMs, arXiv:2405.21060; Yang et al.,
       2023, Gated Linear Attention, arXiv:2312.06635.
     """
-    _check(query, key, value, segment_ids, key_value_seq_lengths)
+    check_paired_heads("gated_delta_rule", query, key, value)
+    check_tokens(
+        key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
+    )
     *batch, length, heads, key_depth = key.shape
     value_depth = value.shape[-1]
     check_array("log_decay", log_decay, (key.shape[:-1], key.shape), jnp.floating)
@@ -284,16 +286,3 @@ def gated_delta_rule(
     if not return_state:
         return y
     return y, state.reshape(state_shape).astype(initial_state.dtype)
-
-
-def _check(query, key, value, segment_ids, key_value_seq_lengths) -> None:
-    check_heads(query, key, value)
-    check_same_length(query, key, "gated_delta_rule", "it is causal only")
-    if query.shape[-2] != key.shape[-2]:
-        raise ValueError(
-            f"query and key must have the same heads, got query {query.shape}, key {key.shape}; "
-            "repeat the keys and values"
-        )
-    check_tokens(
-        key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
-    )

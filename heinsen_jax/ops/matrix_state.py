@@ -36,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.choice import first_safe
 from heinsen_jax.ops.layout import chunk, unchunk, varying_like
-from heinsen_jax.ops.numerics import einsum, matmul
+from heinsen_jax.ops.numerics import einsum, matmul, split_exact
 from heinsen_jax.typing import Array, DTypeLike, Float
 
 CHUNK, SMALL_CHUNK = 32, 16  # tokens; the latter with decay by feature or with erasure
@@ -244,10 +244,8 @@ def _sum_after(decay: Float[Array, "J X C F"]) -> Float[Array, "J X C F"]:
 @jax.custom_jvp
 def _between(decay: Float[Array, "J X C 1"]) -> Float[Array, "J X C C"]:
     """Return the exponential of the sum of the decays after token s up to token t; 1 for s >= t."""
-    # Sums of multiples of a quantum are exact and may be subtracted; the rest is small.
-    coarse = QUANTUM * jnp.round(decay / QUANTUM)
-    parts = jnp.concatenate([coarse, decay - coarse], -1)
-    sums = einsum("ts,jxsf->fjxt", _up_to(decay), parts)[..., None]
+    # Exact sums may be subtracted, and those of the rests are small.
+    sums = einsum("ts,pjxsf->pjxtf", _up_to(decay), split_exact(decay, QUANTUM))
     coarse, fine = sums - jnp.swapaxes(sums, -1, -2)
     return jnp.exp(jnp.tril(coarse + fine))
 

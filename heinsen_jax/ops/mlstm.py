@@ -13,8 +13,7 @@ from jax import lax
 from heinsen_jax.ops.arguments import (
     check_array,
     check_decay,
-    check_heads,
-    check_same_length,
+    check_paired_heads,
     check_tokens,
     valid_tokens,
     without_padding,
@@ -175,13 +174,11 @@ def mlstm_attention(
     References:
       Beck et al., 2024, xLSTM: Extended Long Short-Term Memory, arXiv:2405.04517.
     """
-    check_heads(query, key, value)
-    check_same_length(query, key, "mlstm_attention", "it is causal only")
+    check_paired_heads("mlstm_attention", query, key, value)
     check_tokens(
         key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=key_value_seq_lengths
     )
     *batch, length, heads, key_depth = key.shape
-    check_array("query", query, (key.shape,), jnp.floating)
     gates = {"log_input_gate": log_input_gate, "log_forget_gate": log_forget_gate}
     for name, gate in gates.items():
         check_array(name, gate, (key.shape[:-1],), jnp.floating)

@@ -255,6 +255,14 @@ def reciprocal(x: Array) -> Array:
     return jnp.where(x == 0, 0.0, 1 / jnp.where(x == 0, 1, x))
 
 
+def split_exact(x: Array, quantum: float) -> Array:
+    """Return x as two parts `[2, ...]` that add up to it: multiples of a power of two, whose sums
+    are exact as long as they need no more bits than the dtype has, without gradient; and rests of
+    at most half of it."""
+    coarse = lax.stop_gradient(quantum * jnp.round(x / quantum))
+    return jnp.stack([coarse, x - coarse])
+
+
 def divide_or_zero(numerator: Array, total: Array) -> Array:
     """numerator / total; 0, without gradient, if the total is too small to divide by."""
     limits = jnp.finfo(total.dtype)

@@ -18,7 +18,7 @@ from heinsen_jax.ops.arguments import (
 )
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.ops.numerics import where_empty
+from heinsen_jax.ops.numerics import split_exact, where_empty
 from heinsen_jax.typing import (
     Array,
     Bool,
@@ -211,8 +211,7 @@ def _decays(
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, log_decay.shape[:-2], log_decay.shape[-2])
         log_decay = jnp.where(valid[..., None], log_decay, 0)
-    coarse = jax.lax.stop_gradient(QUANTUM * jnp.round(log_decay / QUANTUM))
-    of_key = jnp.cumsum(jnp.stack([coarse, log_decay - coarse], -1), -3)
+    of_key = jnp.cumsum(jnp.moveaxis(split_exact(log_decay, QUANTUM), 0, -1), -3)
     axis = of_key.ndim - 3
     of_query = jax.lax.dynamic_slice_in_dim(of_key, offset, query.shape[-3], axis)
     return of_query, of_key

@@ -20,6 +20,7 @@ from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, i
 from heinsen_jax.training.step import make_train_step
 
 CONTAINERS = ("while", "call", "cond")  # their time includes the operations that they run
+KEY_DATA = np.zeros(2, np.uint32)
 PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer")
 
 
@@ -27,7 +28,7 @@ class TrainingStep:
     """Compiled update, which donates its state, on a random batch of tokens below `vocabulary`."""
 
     def __init__(self, config: ExperimentConfig, vocabulary: int) -> None:
-        optimizer = make_optimizer(config.optimizer, config.training.steps)
+        optimizer = make_optimizer(config.optimizer)
         init = initializer(config.model, optimizer, config.seed)
         abstract = abstract_state(init, make_mesh(MeshConfig()))
         self.state = init_sharded(init, abstract)
@@ -41,10 +42,11 @@ class TrainingStep:
             accumulation_steps=1,
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
         )
-        self.compiled = step.lower(self.state, self.batch).compile()
+        self.others = self.batch, np.float32(config.optimizer.learning_rate), KEY_DATA
+        self.compiled = step.lower(self.state, *self.others).compile()
 
     def __call__(self) -> Any:
-        self.state, metrics = self.compiled(self.state, self.batch)
+        self.state, metrics = self.compiled(self.state, *self.others)
         return metrics
 
 

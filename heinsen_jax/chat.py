@@ -33,7 +33,7 @@ class Chat:
     Attributes:
       model, tokenizer: the model and its tokenizer.
       max_new_tokens: maximum number of tokens of an answer.
-      temperature, top_k, seed: as for `generate`.
+      temperature, top_k, seed, top_p: as for `generate`.
 
     Raises:
       UserError: the model cannot generate, or an option is out of its range.
@@ -45,13 +45,15 @@ class Chat:
     temperature: float
     top_k: int | None
     seed: int
+    top_p: float | None = None
 
     def __post_init__(self) -> None:
         self.state: LanguageModelState | None = None
         self.unread: list[int] = []  # the last sampled token, which is not in the state yet
         self.turns = 0
         key = jax.random.key(self.seed)
-        Sampler.of(self.model, self.temperature, self.top_k, key, self.tokenizer.n_vocab)
+        num_tokens = self.tokenizer.n_vocab
+        Sampler.of(self.model, self.temperature, self.top_k, key, num_tokens, self.top_p)
 
     def answer(self, line: str) -> Iterator[str]:
         """Yield the answer of the model to a line, up to the end of a line."""
@@ -63,7 +65,9 @@ class Chat:
     def _tokens(self, tokens: list[int]) -> Iterator[int]:
         key = jax.random.fold_in(jax.random.key(self.seed), self.turns)
         self.turns += 1
-        state = self.model.init_state(()) if self.state is None else self.state
+        state = self.state
+        if state is None:  # on its device like later states, so that both share compiled functions
+            state = jax.device_put(self.model.init_state(()), jax.devices()[0])
         if self.model.remaining(state) < (needed := len(tokens) + self.max_new_tokens):
             raise UserError("the conversation has reached model.max_length: /reset starts over")
         self.state = self.model.ensure_capacity(state, needed)  # in one call, not per token
@@ -75,6 +79,7 @@ class Chat:
                 1,
                 temperature=self.temperature,
                 top_k=self.top_k,
+                top_p=self.top_p,
                 key=jax.random.fold_in(key, position),
                 state=self.state,
                 num_tokens=self.tokenizer.n_vocab,
@@ -122,6 +127,7 @@ def main() -> None:
         options.temperature,
         options.top_k,
         options.seed,
+        options.top_p,
     )
     print(HELP)
     while (line := _line()) not in (None, "/quit"):

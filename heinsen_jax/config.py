@@ -40,6 +40,13 @@ NOT_ARCHITECTURE = {"dtype", "remat", "remat_policy"}
 OWN_TO_A_HOST = {"data.corpus", "data.cache", "data.tokenizer", "training.compilation_cache"}
 """Paths, which may differ between the hosts of a run. The content of the data is compared
 instead."""
+AFFECT_RESULT = {
+    "training.evaluation_batches",
+    "training.masked_fraction",
+    "training.skip_grad_norm_ratio",
+}
+"""Fields of training that, besides its length, affect the result of a run."""
+CONTENT = "data.content"
 SET_ASIDE = "before-restart"
 DATA_FILE = "data_manifest.json"
 """Manifest of the prepared data of a run."""
@@ -210,22 +217,52 @@ def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -
         )
 
 
-def changed_settings(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> list[str]:
-    """Describe the differences between the current settings and those that a run recorded."""
+def check_changes(
+    workdir: Path, config: ExperimentConfig, dataset: Dataset, *, allowed: bool
+) -> list[str]:
+    """Describe the differences between the current settings and those that a run recorded.
+
+    Args:
+      workdir: the run's folder.
+      config: the current settings.
+      dataset: the current data set.
+      allowed: whether changes that affect the result are allowed.
+
+    Raises:
+      UserError: such settings have changed, and `allowed` is false; the message names them.
+    """
     if (recorded := read_config(workdir)) is None:
         return []
     ours, theirs = _flat(as_json(config)), _flat(recorded)
-    changed = [
-        f"{name} {value!r} (was {theirs[name]!r})"
+    changed = {
+        name: f"{name} {value!r} (was {theirs[name]!r})"
         for name, value in ours.items()
         if name in theirs and value != theirs[name]
-    ]
+    }
     path = workdir / DATA_FILE
-    if not isinstance(dataset, TokenDataset) or not path.exists():
-        return changed
-    if path.read_bytes() != dataset.manifest.as_bytes():
-        changed.append(f"the content of data.corpus ({path} records the previous one)")
-    return changed
+    if isinstance(dataset, TokenDataset) and _differs(path, dataset.manifest.as_bytes()):
+        changed[CONTENT] = f"the content of data.corpus ({path} records the previous one)"
+    refused = [said for name, said in changed.items() if _affects_result(name)]
+    if refused and not allowed:
+        raise UserError(
+            f"--workdir {workdir} holds a run with other settings: {'; '.join(refused)}; restore "
+            "them, give --allow-change to resume with the new ones, or --restart to begin again"
+        )
+    return [*changed.values()]
+
+
+def _differs(path: Path, content: bytes) -> bool:
+    """Whether a file exists and has another content."""
+    return path.exists() and path.read_bytes() != content
+
+
+def _affects_result(name: str) -> bool:
+    """Whether a field, if changed, makes a resumed run differ from an uninterrupted one, or its
+    losses incomparable."""
+    section = name.partition(".")[0]
+    if section in ("seed", "data", "optimizer"):
+        return name not in OWN_TO_A_HOST | {"data.verify", "data.test_lengths"}
+    return name in AFFECT_RESULT
 
 
 def set_aside(workdir: Path) -> None:

@@ -16,6 +16,7 @@ import tyro
 from flax import nnx
 
 from heinsen_jax import data as text
+from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.config import load_config
 from heinsen_jax.data import DataConfig, Dataset, TokenDataset
 from heinsen_jax.data.text import load_text
@@ -88,6 +89,7 @@ def main() -> None:
         else:
             _run_text(workdir, data, sequence_length, max_batches, latest)
 
+    cache_compilations()
     with exit_immediately():
         tyro.cli(run, prog="python -m heinsen_jax.evaluate")
 

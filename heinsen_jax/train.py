@@ -5,7 +5,8 @@
 A configuration is a Python file, a run's config.json, or the name of a shipped configuration. In a
 clone, `python train.py --config configs/quickstart.py` is the same.
 
-The same command resumes a run that was stopped or killed, also on other devices. Exit codes: 130
+The same command resumes a run that was stopped or killed, also on other devices; with other data,
+another seed or optimizer, only with --allow-change. Exit codes: 130
 after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after saving a checkpoint; 124
 if saving needs longer than --training.shutdown_timeout; 2 after invalid input.
 HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
@@ -21,7 +22,7 @@ import jax
 
 from heinsen_jax import data, distributed
 from heinsen_jax.config import (
-    changed_settings,
+    check_changes,
     check_tokenizer,
     check_workdir,
     check_writable,
@@ -65,6 +66,11 @@ def main() -> int:
         action="store_true",
         help="start at step 1 and move a run in the folder into a subfolder; give it once, not in "
         "a command that a scheduler repeats",
+    )
+    parser.add_argument(
+        "--allow-change",
+        action="store_true",
+        help="resume although settings that affect the result, or the data, have changed",
     )
     parser.add_argument(
         "--dry-run",
@@ -123,6 +129,7 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
             "--dry-run": options.dry_run,
             "--profile": options.profile,
             "--restart": options.restart,
+            "--allow-change": options.allow_change,
         }
         with distributed.together():
             alike = identity(config, dataset) | modes
@@ -134,7 +141,8 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
                 if options.restart:
                     set_aside(workdir)
                 check_tokenizer(workdir, config, dataset)
-                if changed := changed_settings(workdir, config, dataset):
+                allowed = options.allow_change
+                if changed := check_changes(workdir, config, dataset, allowed=allowed):
                     print(f"changed since the last start: {'; '.join(changed)}", flush=True)
         result = train(
             workdir,

@@ -22,6 +22,7 @@ import pytest
 
 CHECKED = [
     "heinsen_jax.attention",
+    "heinsen_jax.compilation",
     "heinsen_jax.config",
     "heinsen_jax.data",
     "heinsen_jax.distributed",

@@ -32,13 +32,14 @@ def config(name: str) -> LanguageModelConfig:
 
 @each
 def test_an_update(name):
-    optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+    optimizer = make_optimizer(OptimizerConfig())
     state = jax.eval_shape(initializer(config(name), optimizer, 0))
     step = make_train_step(
         graph_of(config(name)), optimizer, accumulation_steps=1, out_shardings=None
     )
     batch = Batch(*map(jax.ShapeDtypeStruct, ((2, 33), (2, 32)), (jnp.int32, jnp.bool_)))
-    exported = jax.export.export(step, platforms=PLATFORMS)(state, batch)
+    others = jnp.float32(1e-3), jax.random.key_data(jax.random.key(0))
+    exported = jax.export.export(step, platforms=PLATFORMS)(state, batch, *others)
     assert exported.platforms == PLATFORMS
 
 

@@ -14,6 +14,13 @@ from heinsen_jax.typing import Array, DTypeLike, Float, Integer, pytree_dataclas
 AXIS = -3  # the axis of tokens
 
 
+def bucket(length: int, smallest: int = 256) -> int:
+    """Round up to a multiple of `smallest`, and to one of eight lengths between two powers of two,
+    so that functions of padded sequences are compiled for few lengths."""
+    step = max(smallest, 1 << max(length - 1, 0).bit_length() >> 3)
+    return max(step, -(-length // step) * step)
+
+
 @runtime_checkable
 class Cache(Protocol):
     """A state that holds all tokens, up to its capacity."""

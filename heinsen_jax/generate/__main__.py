@@ -3,7 +3,9 @@
 python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ import tyro
 
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import TextOptions
-from heinsen_jax.generate.text import decode_stream, until_end
+from heinsen_jax.generate.text import complete, decode_stream, until_end
 from heinsen_jax.generate.tokens import stream
 
 
@@ -20,27 +22,54 @@ class PromptOptions(TextOptions):
     """Continue a prompt with a trained model, and print text as it is sampled."""
 
     prompt: str
+    num_samples: Annotated[
+        int,
+        tyro.conf.arg(help="continuations; several are printed when all are complete"),
+    ] = 1
 
 
 @command_line
 def main() -> None:
     options = tyro.cli(PromptOptions, prog="python -m heinsen_jax.generate")
+    if options.num_samples < 1:
+        raise UserError(f"--num-samples {options.num_samples} must be at least 1")
+    for text in _continuations(options):
+        print(text, end="", flush=True)
+    print()
+
+
+def _continuations(options: PromptOptions) -> Iterator[str]:
+    """The prompt and its continuation, as it is sampled; of several samples, one after another."""
     model, tokenizer = options.load()
-    tokens = tokenizer.encode_ordinary(options.prompt)
+    prompt, number, key = options.prompt, options.max_new_tokens, jax.random.key(options.seed)
+    tokens = tokenizer.encode_ordinary(prompt)
     if not tokens:
         raise UserError("--prompt is empty: give at least one character")
+    if options.num_samples > 1:
+        (texts,) = complete(
+            model,
+            tokenizer,
+            [tokens],
+            number,
+            num_samples=options.num_samples,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            key=key,
+        )
+        yield "\n\n".join(f"--- sample {i} ---\n{prompt}{x}" for i, x in enumerate(texts, start=1))
+        return
     sampled = stream(
         model,
         jnp.asarray(tokens, jnp.int32),
         temperature=options.temperature,
         top_k=options.top_k,
-        key=jax.random.key(options.seed),
+        top_p=options.top_p,
+        key=key,
         num_tokens=tokenizer.n_vocab,
     )
-    print(options.prompt, end="", flush=True)
-    for text in decode_stream(tokenizer, until_end(sampled, tokenizer, options.max_new_tokens)):
-        print(text, end="", flush=True)
-    print()
+    yield prompt
+    yield from decode_stream(tokenizer, until_end(sampled, tokenizer, number))
 
 
 if __name__ == "__main__":

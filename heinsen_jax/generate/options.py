@@ -6,6 +6,7 @@ from typing import Annotated
 import tiktoken
 import tyro
 
+from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_text_run
@@ -18,7 +19,10 @@ class TextOptions:
     workdir: str
     max_new_tokens: int = 256
     temperature: Annotated[float, tyro.conf.arg(help="above 0; lower is more deterministic")] = 0.8
-    top_k: Annotated[int | None, tyro.conf.arg(help="candidates; 1 is greedy")] = None
+    top_k: Annotated[int | None, tyro.conf.arg(help="number of candidates; 1 is greedy")] = None
+    top_p: Annotated[
+        float | None, tyro.conf.arg(help="probability of the candidates together; all by default")
+    ] = None
     seed: int = 0
     latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False
 
@@ -30,5 +34,6 @@ class TextOptions:
         """
         if self.max_new_tokens < 1:
             raise UserError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+        cache_compilations()
         model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest)
         return model, tokenizer

@@ -1,6 +1,7 @@
 """Prompts of different lengths in one batch, each processed as if it were alone."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal, TypeAlias
 
 import jax
@@ -8,16 +9,32 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.states import Read, where_rows
 from heinsen_jax.models import LanguageModelState
-from heinsen_jax.typing import Array, ArrayLike, Bool, Float, Integer
+from heinsen_jax.typing import Array, ArrayLike, Float, Integer
 
-CHUNK = 32  # tokens that are processed in one call
+CHUNKS = (512, 32, 1)
+"""Numbers of tokens that are processed in one call: as often as they fit, the largest first."""
 
 Padding = Literal["right", "left"]
 PromptLengths: TypeAlias = ArrayLike | Sequence[int]
-Carry: TypeAlias = tuple[Float[Array, "B 1 D"], LanguageModelState]
+Carry: TypeAlias = tuple[Float[Array, "*B 1 D"], LanguageModelState]
+
+
+def padded(
+    tokens: Integer[Array, "*B T"], lengths: Integer[Array, "B"] | None = None
+) -> tuple[Integer[Array, "*B T2"], Integer[Array, "*#B"]]:
+    """Pad prompts to one of few lengths; also return their lengths, a scalar if all are equal.
+
+    Single tokens stay as they are.
+    """
+    length = tokens.shape[-1]
+    if length > 1:
+        padding = [(0, 0)] * (tokens.ndim - 1) + [(0, bucket(length) - length)]
+        tokens = jnp.pad(tokens, padding)
+    return tokens, jnp.asarray(length, jnp.int32) if lengths is None else lengths
 
 
 def right_padded(
@@ -48,35 +65,50 @@ def right_padded(
 
 def read(
     advance: Read,
-    tokens: Integer[Array, "B T"],
-    lengths: Integer[Array, "B"],
+    tokens: Integer[Array, "*B T"],
+    lengths: Integer[Array, "*#B"],
     state: LanguageModelState,
-) -> tuple[Float[Array, "B 1 D"], LanguageModelState]:
-    """Features `[B, 1, D]` of the last token of each row, and the states after it.
+) -> Carry:
+    """Features `[*B, 1, D]` of the last token of each row, and the states after it.
 
-    All rows are processed together, CHUNK tokens at a time and then one by one; the states of rows
-    that have ended do not change.
+    Args:
+      advance: maps tokens `[*B, n]` and a state to features and the state after them.
+      tokens: the prompts, padded on the right.
+      lengths: length of all prompts, or one `[B]` for each; then the states of rows that have ended
+        do not change.
+      state: state before the prompts.
+
+    The number of calls depends on the lengths, not on the padding, so that prompts of any lengths
+    up to T share one compiled function.
     """
-    length = tokens.shape[1]
-
-    def step(carry: Carry, here: Integer[Array, "B T"], is_read: Bool[Array, "B"]) -> Carry:
-        features, state = carry
-        new, after = advance(here, state)
-        features = jnp.where(is_read[:, None, None], new[:, -1:], features)
-        return features, where_rows(is_read, after, state)
-
-    def chunk(carry: Carry, index: Integer[Array, ""]) -> tuple[Carry, None]:
-        here = lax.dynamic_slice_in_dim(tokens, index * CHUNK, CHUNK, 1)
-        return step(carry, here, (index + 1) * CHUNK <= lengths), None
-
-    def one(carry: Carry, index: Integer[Array, ""]) -> tuple[Carry, None]:
-        place = lengths // CHUNK * CHUNK + index
-        here = jnp.take_along_axis(tokens, place[:, None], 1, mode="clip")
-        return step(carry, here, place < lengths), None
-
-    features, _ = jax.eval_shape(advance, tokens[:, :1], state)
+    if tokens.shape[-1] == 1 and not lengths.ndim:
+        return advance(tokens, state)
+    features, _ = jax.eval_shape(advance, tokens[..., :1], state)
     carry = jnp.zeros(features.shape, features.dtype), state
-    if length >= CHUNK:
-        carry, _ = lax.scan(chunk, carry, jnp.arange(length // CHUNK))
-    carry, _ = lax.scan(one, carry, jnp.arange(min(CHUNK, length)))
+    done = jnp.zeros_like(lengths)
+    for size in (size for size in CHUNKS if size <= tokens.shape[-1]):
+        step = partial(_read_chunk, advance, tokens, lengths, done, size)
+        carry = lax.fori_loop(0, jnp.max((lengths - done) // size), step, carry)
+        done = lengths // size * size
     return carry
+
+
+def _read_chunk(
+    advance: Read,
+    tokens: Integer[Array, "*B T"],
+    lengths: Integer[Array, "*#B"],
+    done: Integer[Array, "*#B"],
+    size: int,
+    index: Integer[Array, ""],
+    carry: Carry,
+) -> Carry:
+    """Process the chunk `index` of `size` tokens after those that are done."""
+    first = done + index * size
+    if not lengths.ndim:
+        new, state = advance(lax.dynamic_slice_in_dim(tokens, first, size, -1), carry[1])
+        return new[..., -1:, :], state
+    places = first[:, None] + jnp.arange(size)[None]
+    new, state = advance(jnp.take_along_axis(tokens, places, 1, mode="clip"), carry[1])
+    is_read = first + size <= lengths
+    features = jnp.where(is_read[:, None, None], new[:, -1:], carry[0])
+    return features, where_rows(is_read, state, carry[1])

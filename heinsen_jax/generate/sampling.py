@@ -13,14 +13,30 @@ from heinsen_jax.typing import Array, Float, Integer, Key, Shaped, pytree_datacl
 
 
 def filter_logits(
-    logits: Float[Array, "*B V"], temperature: float | Float[Array, ""], top_k: int | None
+    logits: Float[Array, "*B V"],
+    temperature: float | Float[Array, ""],
+    top_k: int | None,
+    top_p: float | Float[Array, ""] | None = None,
 ) -> Float[Array, "*B V"]:
-    """logits / temperature, with -inf for all strictly below the k-th largest."""
+    """logits / temperature, with -inf for all strictly below the k-th largest, and then for all
+    below the smallest set of the largest whose probabilities add up to `top_p` or more (nucleus
+    sampling). Ties with the last candidate are kept.
+
+    References:
+      Holtzman, Buys, Du, Forbes, Choi, 2020, The Curious Case of Neural Text Degeneration,
+      arXiv:1904.09751, section 3.1.
+    """
     logits = logits / temperature
-    if top_k is None:
-        return logits
-    kth = lax.top_k(logits, top_k)[0][..., -1:]
-    return jnp.where(logits < kth, -jnp.inf, logits)
+    if top_k is not None:
+        kth = lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits < kth, -jnp.inf, logits)
+    if top_p is not None:
+        largest_first = jnp.sort(logits, -1, descending=True)
+        p = jax.nn.softmax(largest_first, -1)
+        is_candidate = jnp.cumsum(p, -1) - p < top_p  # the largest always is
+        last = jnp.min(largest_first, -1, keepdims=True, where=is_candidate, initial=jnp.inf)
+        logits = jnp.where(logits < last, -jnp.inf, logits)
+    return logits
 
 
 @pytree_dataclass
@@ -32,12 +48,14 @@ class Sampler:
       temperature: divisor of the logits.
       top_k: number of candidates; all when None, greedy when 1.
       num_tokens: only ids below this are sampled.
+      top_p: probability that the candidates have together; 1 when None.
     """
 
     key: Key[Array, "*B"]
     temperature: float | Float[Array, ""]
     top_k: int | None = field(metadata={"static": True})
     num_tokens: int = field(metadata={"static": True})
+    top_p: float | Float[Array, ""] | None = None
 
     @classmethod
     def of(
@@ -47,6 +65,7 @@ class Sampler:
         top_k: int | None,
         key: Shaped[Array, "..."] | None,
         num_tokens: int | None,
+        top_p: float | None = None,
     ) -> "Sampler":
         """Create the parameters, checked against the model.
 
@@ -65,12 +84,14 @@ class Sampler:
             raise UserError(f"temperature={temperature} must be above 0; for greedy use top_k=1")
         if top_k is not None and not 1 <= top_k <= num_tokens:
             raise UserError(f"top_k={top_k} must be in 1 .. {num_tokens}, the number of tokens")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise UserError(f"top_p={top_p} must be above 0 and at most 1")
         if key is None and top_k != 1:
             raise UserError("sampling needs key=jax.random.key(seed); only top_k=1 does without")
         drawn = jax.random.key(0) if key is None else key
         if not jnp.issubdtype(drawn.dtype, jax.dtypes.prng_key):
             drawn = jax.random.wrap_key_data(drawn)  # a key of jax.random.PRNGKey
-        return cls(drawn, temperature, top_k, num_tokens)
+        return cls(drawn, temperature, top_k, num_tokens, top_p)
 
     def keys(self, position: int | Integer[Array, ""]) -> Key[Array, "*B"]:
         """Random keys for the new token at a position."""
@@ -84,7 +105,7 @@ class Sampler:
         logits = logits[..., : self.num_tokens]
         if self.top_k == 1:
             return jnp.argmax(logits, -1)
-        logits = filter_logits(logits, self.temperature, self.top_k)
+        logits = filter_logits(logits, self.temperature, self.top_k, self.top_p)
         choose = jax.random.categorical
         for _ in keys.shape:
             choose = jax.vmap(choose)

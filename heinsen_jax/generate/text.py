@@ -13,10 +13,10 @@ from flax import nnx
 
 from heinsen_jax.data import end_of_text_id
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.prompts import read
+from heinsen_jax.generate.prompts import padded, read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import init_rows, make_advance, select_rows
-from heinsen_jax.generate.tokens import Carry, check_capacity, draw, draw_further, generate
+from heinsen_jax.generate.tokens import Carry, check_capacity, draw, further_tokens, generate
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, Integer, Shaped
 
@@ -33,6 +33,7 @@ def complete(
     num_samples: int = 1,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
 ) -> list[list[str]]:
@@ -49,7 +50,7 @@ def complete(
       max_new_tokens: maximum number of tokens; the end-of-text token ends a text earlier.
       stop: strings that end a text and are not part of it.
       num_samples: samples per prompt.
-      temperature, top_k, key: as for `generate`.
+      temperature, top_k, top_p, key: as for `generate`.
       state: state of one sequence that precedes every prompt; None at the start.
 
     Raises:
@@ -65,7 +66,7 @@ def complete(
       >>> [len(samples) for samples in texts]
       [3, 3]
     """
-    sampler = Sampler.of(model, temperature, top_k, key, tokenizer.n_vocab)
+    sampler = Sampler.of(model, temperature, top_k, key, tokenizer.n_vocab, top_p)
     if sampler.key.shape:
         raise UserError("key must be one jax.random.key: samples fold their number into it")
     if isinstance(prompts, str) or isinstance(stop, str):
@@ -95,7 +96,8 @@ def complete(
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
     of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
     writer = _Writer(model, tokenizer, stop, of_rows, independent_rows)
-    written = writer.write(jnp.asarray(tokens), jnp.asarray(lengths), state, max_new_tokens)
+    fed, lengths = padded(jnp.asarray(tokens), jnp.asarray(lengths))
+    written = writer.write(fed, lengths, state, max_new_tokens)
     return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
 
 
@@ -123,7 +125,7 @@ class _Writer:
         for position in range(1, max_new_tokens, CHECK_EVERY):
             if all(self.ended(row)[1] for row in rows):
                 break
-            carry, new = _more(*options, carry, position)
+            carry, new = further_tokens(*options, CHECK_EVERY, carry, position, CHECK_EVERY)
             rows = np.concatenate([rows, np.asarray(new)], 1)
         return [self.ended(row[:max_new_tokens])[0] for row in rows]
 
@@ -155,19 +157,6 @@ def _begin(
     each = jnp.repeat(jnp.arange(len(tokens)), samples)
     first = draw(graph, parameters, features[each], sampler, sampler.keys(0), tokens.dtype)
     return first, select_rows(state, each)
-
-
-@partial(jax.jit, static_argnames=("graph", "independent_rows"), donate_argnames="carry")
-def _more(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    sampler: Sampler,
-    independent_rows: bool,
-    carry: Carry,
-    position: Integer[Array, ""],
-) -> tuple[Carry, Integer[Array, "B new"]]:
-    rows = make_advance(graph, parameters, independent_rows)
-    return draw_further(graph, parameters, rows, sampler, carry, position + jnp.arange(CHECK_EVERY))
 
 
 def sample(

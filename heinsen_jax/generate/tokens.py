@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.prompts import Padding, PromptLengths, read, right_padded
+from heinsen_jax.generate.prompts import Padding, PromptLengths, padded, read, right_padded
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import Read, has_independent_rows, make_advance, to_rows
+from heinsen_jax.generate.states import has_independent_rows, make_advance, to_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
 
@@ -30,6 +31,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
     num_tokens: int | None = None,
@@ -47,6 +49,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
     num_tokens: int | None = None,
@@ -63,6 +66,7 @@ def generate(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
     num_tokens: int | None = None,
@@ -72,8 +76,8 @@ def generate(
 ) -> Integer[Array, "*B new"] | tuple[Integer[Array, "*B new"], LanguageModelState]:
     """Continue each row of tokens.
 
-    Logits are divided by the temperature. Those below the k-th largest are then masked (ties with
-    it are kept), and a token is sampled from the softmax of the others.
+    Logits are divided by the temperature and filtered by `top_k` and `top_p`, as by
+    `filter_logits`; a token is sampled from the softmax of the remaining ones.
 
     Args:
       model: the model.
@@ -81,6 +85,7 @@ def generate(
       max_new_tokens: number of tokens to generate.
       temperature: > 0.
       top_k: number of candidates; all when None, greedy (no `key` needed) when 1.
+      top_p: probability that the candidates have together, in (0, 1]; 1 when None.
       key: a `jax.random.key`; or one per row, `[*B]`, so that rows are sampled as they would be
         alone.
       state: state before `tokens`; None at the start of a sequence.
@@ -110,7 +115,7 @@ def generate(
       (2, 5)
     """
     tokens = jnp.asarray(tokens)
-    sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
+    sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
     check_prompts(model, tokens)
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
@@ -124,28 +129,29 @@ def generate(
             f"key{[*sampler.key.shape]} must be one jax.random.key, or one for each row "
             f"{[*tokens.shape[:-1]]}"
         )
-    if lengths is not None:
-        tokens, lengths = right_padded(tokens, lengths, padding)
-    graph, parameters = nnx.split(model)
     fed = tokens.shape[-1] + max(max_new_tokens - 1, 0)
     state = model.init_state(tokens.shape[:-1]) if state is None else state
     check_capacity(model, state, max_new_tokens, fed)
     state = model.ensure_capacity(state, fed)
     independent_rows = lengths is None or has_independent_rows(model, state)
-    if not independent_rows:
-        if return_state:
+    if lengths is not None:
+        tokens, lengths = right_padded(tokens, lengths, padding)
+        if not independent_rows and return_state:
             raise NotImplementedError(
                 f"return_state=True with lengths: states of attention={model.config.attention!r} "
                 "count the tokens of all rows together; continue each prompt by itself"
             )
-        state = to_rows(model, state, len(tokens))
+        state = state if independent_rows else to_rows(model, state, len(tokens))
+    tokens, lengths = padded(tokens, lengths)
     if max_new_tokens == 0:
-        new, after = jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype), state
-    else:
-        new, after = _generate(
-            graph, parameters, tokens, lengths, state, sampler, max_new_tokens, independent_rows
-        )
-    return (new, after) if return_state else new
+        return jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
+    options = *nnx.split(model), sampler, independent_rows
+    carry: Carry = next_token(*options, tokens, lengths, state, 0)
+    new, further = carry[0][..., None], max_new_tokens - 1
+    if further > 0:
+        carry, rest = further_tokens(*options, bucket(further), carry, 1, further)
+        new = jnp.concatenate([new, rest[..., :further]], -1)
+    return (new, carry[1]) if return_state else new
 
 
 def check_capacity(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
@@ -164,6 +170,7 @@ def stream(
     *,
     temperature: float = 1.0,
     top_k: int | None = None,
+    top_p: float | None = None,
     key: Shaped[Array, "..."] | None = None,
     num_tokens: int | None = None,
 ) -> Iterator[int]:
@@ -173,40 +180,44 @@ def stream(
       UserError: an argument is out of its range; or, later, the model has no further positions.
     """
     prompt = jnp.asarray(tokens)
-    sampler = Sampler.of(model, temperature, top_k, key, num_tokens)
+    sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
     check_prompts(model, prompt)
     return _stream(model, prompt, sampler)
 
 
 def _stream(
-    model: LanguageModel, fed: Integer[Array, "T"], sampler: Sampler
+    model: LanguageModel, prompt: Integer[Array, "T"], sampler: Sampler
 ) -> Generator[int, None, None]:
-    graph, parameters = nnx.split(model)
+    options = *nnx.split(model), sampler, True
     state, free = model.init_state(()), 0
-    left = model.remaining(state)
+    left, needed = model.remaining(state), prompt.shape[-1]
+    fed, length = padded(prompt)
     for position in range(sys.maxsize):
-        if (needed := fed.shape[-1]) > free:  # rarely, since every new shape is compiled
+        if needed > free:  # rarely, since every new shape is compiled
             free = needed + MORE_TOKENS + position
             state = model.ensure_capacity(state, free)
         free -= needed
         if (left := left - needed) < 0:
             raise UserError("the sequence has reached model.max_length: generation ends here")
-        token, state = _next_token(graph, parameters, fed, state, sampler, position)
+        token, state = next_token(*options, fed, length, state, position)
         yield int(token)
-        fed = token[None]
+        fed, length, needed = token[None], jnp.ones((), jnp.int32), 1
 
 
-@partial(jax.jit, static_argnames="graph")
-def _next_token(
+@partial(jax.jit, static_argnames=("graph", "independent_rows"))
+def next_token(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
-    tokens: Integer[Array, "*B T"],
-    state: LanguageModelState,
     sampler: Sampler,
+    independent_rows: bool,
+    tokens: Integer[Array, "*B T"],
+    lengths: Integer[Array, "*#B"],
+    state: LanguageModelState,
     position: Integer[Array, ""],
 ) -> Carry:
-    """Feed tokens `[*B, T]` and sample the next one."""
-    features, state = make_advance(graph, parameters, True)(tokens, state)
+    """Process padded prompts and sample the next token of each; also return the state before it."""
+    advance = make_advance(graph, parameters, independent_rows)
+    features, state = read(advance, tokens, lengths, state)
     keys = sampler.keys(position)
     return draw(graph, parameters, features, sampler, keys, tokens.dtype), state
 
@@ -224,43 +235,29 @@ def draw(
     return sampler.draw(logits, keys).astype(dtype)
 
 
-@partial(jax.jit, static_argnames=("graph", "max_new_tokens", "independent_rows"))
-def _generate(
+@partial(jax.jit, static_argnames=("graph", "independent_rows", "size"), donate_argnames="carry")
+def further_tokens(
     graph: nnx.GraphDef[LanguageModel],
     parameters: nnx.State,
-    tokens: Integer[Array, "*B T"],
-    lengths: Integer[Array, "B"] | None,
-    state: LanguageModelState,
     sampler: Sampler,
-    max_new_tokens: int,
     independent_rows: bool,
-) -> tuple[Integer[Array, "*B new"], LanguageModelState]:
-    rows = make_advance(graph, parameters, independent_rows)
-    if lengths is None:
-        features, state = rows(tokens, state)
-    else:
-        features, state = read(rows, tokens, lengths, state)
-    first = draw(graph, parameters, features, sampler, sampler.keys(0), tokens.dtype)
-    draw_rest = partial(draw_further, graph, parameters, rows, sampler)
-    (_, state), rest = draw_rest((first, state), jnp.arange(1, max_new_tokens))
-    return jnp.concatenate([first[..., None], rest], -1), state
-
-
-def draw_further(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    rows: Read,
-    sampler: Sampler,
+    size: int,
     carry: Carry,
-    positions: Integer[Array, "new"],
-) -> tuple[Carry, Integer[Array, "*B new"]]:
-    """Generate further tokens `[*B, positions]`; also return (last token, state before it)."""
+    position: Integer[Array, ""],
+    count: Integer[Array, ""],
+) -> tuple[Carry, Integer[Array, "*B size"]]:
+    """Generate `count` further tokens, at most `size`, from a position on; also return the last
+    token and the state before it."""
+    advance = make_advance(graph, parameters, independent_rows)
 
-    def step(carry: Carry, keys: Key[Array, "*_"]) -> tuple[Carry, Integer[Array, "*B"]]:
-        token, state = carry
-        features, state = rows(token[..., None], state)
+    def step(
+        index: Integer[Array, ""], carry: tuple[Carry, Integer[Array, "*B size"]]
+    ) -> tuple[Carry, Integer[Array, "*B size"]]:
+        (token, state), new = carry
+        features, state = advance(token[..., None], state)
+        keys = sampler.keys(position + index)
         token = draw(graph, parameters, features, sampler, keys, token.dtype)
-        return (token, state), token
+        return (token, state), new.at[..., index].set(token)
 
-    carry, new = lax.scan(step, carry, jax.vmap(sampler.keys)(positions))
-    return carry, jnp.moveaxis(new, 0, -1)
+    new = jnp.zeros((*carry[0].shape, size), carry[0].dtype)
+    return lax.fori_loop(0, count, step, (carry, new))

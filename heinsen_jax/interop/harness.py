@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from heinsen_jax.attention.cache import bucket
 from heinsen_jax.data import end_of_text_id
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
@@ -64,6 +65,7 @@ class CompleteKeywords(TypedDict, total=False):
     stop: Required[list[str]]
     max_new_tokens: Required[int]
     top_k: int | None
+    top_p: float | None
     temperature: float
     key: Key[Array, ""]
 
@@ -191,7 +193,7 @@ class HarnessModel(TemplateLM):
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
         for part in _by(self.batch_size, order):
             longest = len(texts[part[0]])
-            chunk = min(CHUNK, _rounded(longest))
+            chunk = min(CHUNK, bucket(longest, SMALLEST))
             state, _ = init_rows(self.model, self.batch_size, -(-longest // chunk) * chunk)
             for start in range(0, longest, chunk):
                 here = slice(start, start + chunk)
@@ -245,25 +247,31 @@ class HarnessModel(TemplateLM):
         until = given.pop("until", None) or []
         stop = [until] if isinstance(until, str) else [*until]
         max_new_tokens = int(given.pop("max_gen_toks", self.max_gen_toks))
-        temperature, top_k = given.pop("temperature", None), given.pop("top_k", None)
+        temperature, top_k, top_p = map(given.pop, ("temperature", "top_k", "top_p"), [None] * 3)
         is_random = given.pop("do_sample", temperature not in (None, 0, 0.0))
         key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), repetition)
         if given:
             raise UserError(
                 f"generation_kwargs.{min(given)}={given[min(given)]!r}: unknown argument; choose "
-                "from until, max_gen_toks, do_sample, temperature, top_k, seed"
+                "from until, max_gen_toks, do_sample, temperature, top_k, top_p, seed"
             )
         options: CompleteKeywords = {"stop": stop, "max_new_tokens": max_new_tokens}
         if not is_random or temperature == 0:
             return {**options, "top_k": 1}
         temperature = 1.0 if temperature is None else temperature
-        return {**options, "key": key, "temperature": temperature, "top_k": top_k}
+        return {
+            **options,
+            "key": key,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
 
     def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
         tokens = _padded(contexts, self.batch_size)
         lengths = _padded_row([len(context) for context in contexts], self.batch_size)
-        capacity = tokens.shape[1] + _rounded(more)
+        capacity = tokens.shape[1] + bucket(more, SMALLEST)
         state, independent_rows = init_rows(self.model, self.batch_size, capacity)
         return _read(self.graph, self.parameters, independent_rows, tokens, lengths, state)
 
@@ -337,15 +345,10 @@ def _by(number: int, items: Sequence[T]) -> Iterator[Sequence[T]]:
     return (items[start : start + number] for start in range(0, len(items), number))
 
 
-def _rounded(length: int) -> int:
-    """Round up to one of eight lengths between two powers of two."""
-    step = max(SMALLEST, 1 << max(length - 1, 0).bit_length() >> 3)
-    return max(step, -(-length // step) * step)
-
-
 def _padded(rows: list[list[int]], number: int, length: int = SMALLEST) -> Array:
     """Pad to `[number, T]` with zeros, where T has few values."""
-    tokens = np.zeros((number, max(length, _rounded(max(map(len, rows), default=0)))), np.int32)
+    longest = max(map(len, rows), default=0)
+    tokens = np.zeros((number, max(length, bucket(longest, SMALLEST))), np.int32)
     for row, given in zip(tokens, rows, strict=False):
         row[: len(given)] = given
     return jnp.asarray(tokens)

@@ -15,7 +15,7 @@ from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.attention.base import bytes_of_state
-from heinsen_jax.attention.cache import Cache
+from heinsen_jax.attention.cache import Cache, bucket
 from heinsen_jax.attention.layers import LayerOptions, layer_norm, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
@@ -219,7 +219,8 @@ class LanguageModel(nnx.Module):
         return self.position.remaining(state.position)
 
     def ensure_capacity(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
-        """The state, with capacity for further tokens in mechanisms that store every token."""
+        """The state, with capacity for at least `num_tokens` further tokens in mechanisms that
+        store every token. Capacities have few values, since functions are compiled for each."""
 
         def grow(node: Cache | Array) -> Cache | Array:
             if not isinstance(node, Cache) or isinstance(node.length, Tracer):
@@ -227,7 +228,7 @@ class LanguageModel(nnx.Module):
             taken = node.capacity if node.length is None else int(jnp.max(node.length))
             if node.length is not None and taken + num_tokens <= node.capacity:
                 return node
-            return jax.vmap(lambda cache: cache.with_capacity(taken + num_tokens))(node)
+            return jax.vmap(lambda cache: cache.with_capacity(bucket(taken + num_tokens)))(node)
 
         def is_cache(node: PyTree) -> bool:
             return isinstance(node, Cache)

@@ -13,10 +13,12 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tiktoken
 from flax import nnx
 from jax.sharding import Mesh
 
+from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Batch, Dataset, train_batches
 from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
 from heinsen_jax.errors import UserError
@@ -32,7 +34,7 @@ from heinsen_jax.training.metrics import (
     read_metrics,
 )
 from heinsen_jax.training.objective import objective_of
-from heinsen_jax.training.optimizer import learning_rate, make_optimizer
+from heinsen_jax.training.optimizer import learning_rates, make_optimizer
 from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
 from heinsen_jax.training.settings import Experiment, check_settings
 from heinsen_jax.training.signals import Signals
@@ -113,10 +115,8 @@ def train(
         written.
       Diverged: `max_consecutive_skips` consecutive updates were skipped.
     """
+    cache_compilations(experiment.training.compilation_cache)
     mesh = check_settings(dataset, experiment)
-    if experiment.training.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", experiment.training.compilation_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     with jax.set_mesh(mesh):
         run = _Run(workdir, dataset, experiment, mesh, profile, on_start, sample_fn)
         return run.dry_run() if dry_run else run()
@@ -140,8 +140,9 @@ class _Run:
         self.model, self.data = experiment.model, experiment.data
         self.training, self.profile = experiment.training, profile
         self.on_start, self.sample_fn = on_start, sample_fn
-        self.schedule = learning_rate(experiment.optimizer, self.training.steps)
-        self.transform = make_optimizer(experiment.optimizer, self.training.steps)
+        self.learning_rates = learning_rates(experiment.optimizer, self.training.steps)
+        self.key_data = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
+        self.transform = make_optimizer(experiment.optimizer)
         self.graph = graph_of(self.model)
         fraction = self.training.masked_fraction
         self.objective = objective_of(self.model, fraction, dataset.vocab_size)
@@ -231,7 +232,8 @@ class _Run:
         update = self._compiled()
         state = init_sharded(self.init, self.abstract)
         batch = shard_batch(next(self._batches(0)), self.mesh)
-        said = [*self._described(update), time_updates(update, state, batch, self.training.steps)]
+        time = time_updates(update, state, (batch, *self._scalars(0)), self.training.steps)
+        said = [*self._described(update), time]
         if jax.process_index() == 0:
             print("\n".join(said))
         return TrainingResult(0, {})
@@ -244,13 +246,16 @@ class _Run:
             accumulation_steps=self.training.accumulation_steps,
             out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
             objective=self.objective,
-            seed=self.seed,
             skip_grad_norm_ratio=self.training.skip_grad_norm_ratio,
         )
         rows, length = self.data.batch_size, self.data.sequence_length
         of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
         batch = Batch._make([of_rows((rows, length + 1), jnp.int32), of_rows((rows, length), bool)])
-        return step.lower(self.abstract, batch).compile()
+        return step.lower(self.abstract, batch, *self._scalars(0)).compile()
+
+    def _scalars(self, step: int) -> tuple[np.float32, np.ndarray]:
+        """Learning rate of a step, counted from 0, and the data of the run's random key."""
+        return self.learning_rates[step], self.key_data
 
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
@@ -279,7 +284,8 @@ class _Run:
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
             tracer(step)
-            state, measured = update(state, shard_batch(next(batches), self.mesh))
+            batch = shard_batch(next(batches), self.mesh)
+            state, measured = update(state, batch, *self._scalars(step - 1))
             last, stopped_by = step == training.steps, delayed_max(self.signals.first)
             if pending is not None:
                 self._report(*pending, clock)
@@ -318,7 +324,7 @@ class _Run:
                 "Try a smaller optimizer.learning_rate, or check the data near this step"
             )
         tokens = tokens_per_update(self.data)
-        values["learning_rate"] = float(jnp.asarray(self.schedule(step - 1)))
+        values["learning_rate"] = float(self.learning_rates[step - 1])
         values["tokens_per_second"] = rate = tokens * clock.steps_per_second(step)
         utilization = model_flops_utilization(rate, self.flops_per_token)
         if utilization is not None:

@@ -3,6 +3,8 @@
 from typing import Annotated
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pydantic
 
@@ -33,8 +35,9 @@ class OptimizerConfig:
     """Global norm to which gradients are clipped."""
 
 
-def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up to the peak rate, then a cosine schedule to the last one at `steps`.
+def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
+    """Learning rate of every step: linear warm-up to the peak rate, then a cosine schedule that
+    would reach the last rate one step after the end.
 
     Raises:
       UserError: warm-up is not shorter than training.
@@ -44,19 +47,21 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
             f"optimizer.warmup_steps={config.warmup_steps} is not less than training.steps={steps};"
             " make it smaller, or train for more steps"
         )
-    return optax.warmup_cosine_decay_schedule(
+    schedule = optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
         peak_value=config.learning_rate,
         warmup_steps=config.warmup_steps,
         decay_steps=steps,
         end_value=config.end_learning_rate,
     )
+    return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(steps)), np.float32)
 
 
-def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW."""
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Clipping by global norm, then AdamW with learning rate 1: the update multiplies its result by
+    the rate of the step, so that the compiled update does not depend on the schedule."""
     adamw = optax.adamw(
-        learning_rate(config, steps),
+        1.0,
         b1=config.beta1,
         b2=config.beta2,
         weight_decay=config.weight_decay,

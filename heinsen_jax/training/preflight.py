@@ -4,6 +4,7 @@ import math
 import time
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from heinsen_jax.data import Batch, Dataset
@@ -62,12 +63,18 @@ def memory(compiled: jax.stages.Compiled) -> str:
     return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} temporary)"
 
 
-def time_updates(update: jax.stages.Compiled, state: TrainState, batch: Batch, steps: int) -> str:
-    """Time a few updates, discard their result, and estimate the time of all."""
+def time_updates(
+    update: jax.stages.Compiled,
+    state: TrainState,
+    others: tuple[Batch, np.float32, np.ndarray],
+    steps: int,
+) -> str:
+    """Time a few updates with the same arguments besides the state, discard their results, and
+    estimate the time of all."""
     seconds = 0.0
     for turn in range(TIMED):
         start = time.perf_counter()
-        state, _ = jax.block_until_ready(update(state, batch))
+        state, _ = jax.block_until_ready(update(state, *others))
         if turn:
             seconds += (time.perf_counter() - start) / (TIMED - 1)
     return f"an update needs {seconds:.3g} s: {_duration(steps * seconds)} for {steps:,} updates"

@@ -12,7 +12,7 @@ from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
-from heinsen_jax.training.optimizer import OptimizerConfig, learning_rate
+from heinsen_jax.training.optimizer import OptimizerConfig, learning_rates
 from heinsen_jax.typing import config_dataclass
 
 
@@ -49,7 +49,8 @@ class TrainingConfig:
     data_timeout: pydantic.PositiveFloat = 600.0
     """Seconds to wait for the next batch before the run ends with an error."""
     compilation_cache: str | None = None
-    """Folder of JAX's persistent compilation cache, for restarts and runs with equal settings."""
+    """Folder of JAX's persistent compilation cache, for restarts and runs with equal settings; a
+    run of one process has one in the user's cache folder by default."""
     masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     """Fraction of the tokens that a bidirectional model is trained to predict."""
 
@@ -102,7 +103,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
         )
     dataset.train_row(data, experiment.seed)
     dataset.validation_rows(data)
-    learning_rate(experiment.optimizer, training.steps)
+    learning_rates(experiment.optimizer, training.steps)
     mesh = make_mesh(experiment.mesh)
     share_of_process(mesh)
     parts = mesh.shape["data"] * mesh.shape["fsdp"]

@@ -30,12 +30,12 @@ def make_train_step(
     accumulation_steps: int,
     out_shardings: TrainState | None,
     objective: Objective = next_token,
-    seed: int = 0,
     skip_grad_norm_ratio: float | None = None,
 ) -> jax.stages.Wrapped:
-    """Return the jitted update, (state, batch) -> (state, metrics), which donates its input state.
+    """Return the jitted update, (state, batch, learning rate, key data) -> (state, metrics),
+    which donates its input state.
 
-    Random numbers of the objective depend only on the seed and the step. An update that `Guard`
+    Random numbers of the objective depend only on the key and the step. An update that `Guard`
     rejects changes neither the parameters nor the optimizer state.
 
     With accumulation, the gradients of `accumulation_steps` microbatches are summed in a loop: the
@@ -44,13 +44,19 @@ def make_train_step(
 
     gradient = _make_gradient(graph, accumulation_steps, objective)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+    def train_step(
+        state: TrainState,
+        batch: Batch,
+        learning_rate: Float[Array, ""],
+        key_data: Integer[Array, "_"],
+    ) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(key_data), state.step)
         loss, gradients = gradient(state.parameters, batch, key)
         with jax.named_scope("optimizer"):
             updates, optimizer_state = optimizer.update(
                 gradients, state.optimizer, state.parameters
             )
+            updates = optax.tree.scale(learning_rate, updates)
             is_good, guard = state.guard.check_update(
                 loss, gradients, updates, skip_grad_norm_ratio
             )

@@ -110,11 +110,18 @@ def test_a_run_without_a_checkpoint_yet_starts_again(place, run, monkeypatch, ca
     assert said(main, monkeypatch, capsys, "--config", "tiny.py", *few) == (0, "")
 
 
-def test_changed_settings_are_named(place, run, monkeypatch, capsys):
+def test_changed_settings_are_refused_unless_allowed(place, run, monkeypatch, capsys):
     monkeypatch.chdir(place)
     monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
     more = "--workdir", str(run), "--training.steps", "20", "--optimizer.learning_rate", "0.02"
+    before = (run / "config.json").read_bytes()
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", "tiny.py", *more])
+    assert main() == 2
+    said = capsys.readouterr().err
+    assert "other settings: optimizer.learning_rate 0.02 (was 0.01); restore" in said
+    assert "give --allow-change to resume" in said
+    assert (run / "config.json").read_bytes() == before
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", "tiny.py", *more, "--allow-change"])
     assert main() == 0
     said = capsys.readouterr().out
     changed = "optimizer.learning_rate 0.02 (was 0.01); training.steps 20 (was 40)"
@@ -141,7 +148,7 @@ def test_a_finished_run_has_the_metrics_of_its_last_evaluation(place, run, monke
     assert read_metrics(run)[-1] == pytest.approx(recorded, rel=1e-5)
 
 
-def test_a_resumed_run_names_changed_text(place, run, monkeypatch, capsys):
+def test_a_resumed_run_refuses_changed_text(place, run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)
     monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)
     words = (place / "words.txt").read_text()
@@ -149,10 +156,8 @@ def test_a_resumed_run_names_changed_text(place, run, monkeypatch, capsys):
         (run.parent / "words.txt").write_text(text)
         more = "--workdir", str(run), "--training.steps", "40"
         monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(place / "tiny.py"), *more])
-        assert main() == 0
-        assert (
-            "changed since the last start: the content of data.corpus" in (capsys.readouterr().out)
-        ) is says
+        assert main() == (2 if says else 0)
+        assert ("other settings: the content of data.corpus" in capsys.readouterr().err) is says
 
 
 def test_a_newest_checkpoint_that_is_gone_is_named(place, run, monkeypatch, capsys):

@@ -7,11 +7,12 @@ import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
-from heinsen_jax.generate.prompts import CHUNK
+from heinsen_jax.generate.prompts import CHUNKS
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
 from tests.models.small import apply, assert_greedy
 
 SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
+CHUNK = CHUNKS[1]
 LENGTHS = np.array([CHUNK + 5, 1, CHUNK])
 
 
@@ -43,6 +44,15 @@ def test_greedily_after_a_state():
     more = generate(model, together[:, -1:], 6, top_k=1, state=after)
     whole = [np.concatenate([first, row]) for first, row in zip(before, rows, strict=True)]
     assert_greedy(model, whole, np.concatenate([together, more], 1))
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, None])
+def test_chunks_of_all_sizes(lengths, monkeypatch):
+    monkeypatch.setattr("heinsen_jax.generate.prompts.CHUNKS", (16, 4, 1))
+    model = build("log", **SIZES | {"model_dim": 24})  # a shape that no other test compiles
+    tokens, rows = prompts("right")
+    rows = tokens if lengths is None else rows
+    assert_greedy(model, rows, generate(model, tokens, 6, top_k=1, lengths=lengths))
 
 
 def test_learned_positions():

@@ -9,7 +9,7 @@ from flax import nnx
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.generate import decode_stream, filter_logits, generate, stream
 from heinsen_jax.generate.sampling import Sampler
-from heinsen_jax.generate.tokens import _generate
+from heinsen_jax.generate.tokens import further_tokens, next_token
 from heinsen_jax.interop.torch import from_state_dict
 from heinsen_jax.models import LanguageModel, language_model
 from tests.models.mechanisms_test import build
@@ -48,6 +48,28 @@ def test_ties_with_the_last_candidate_stay(x64, golden):
     np.testing.assert_allclose(probabilities, case["gen/tie/top2_probs"], atol=1e-12)
 
 
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_candidates_of_top_p_are_the_fewest_that_reach_it(top_k):
+    p = np.array([[0.05, 0.4, 0.3, 0.15, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]])
+    for top_p in (1e-6, 0.39, 0.41, 0.69, 0.8, 0.9, 1.0):
+        filtered = filter_logits(jnp.log(jnp.asarray(p)) * 0.7, 0.7, top_k, top_p)
+        for row, have in zip(p, np.isfinite(filtered), strict=True):
+            order = np.argsort(-row)[: top_k or 5]
+            reached = np.cumsum(row[order]) / row[order].sum()
+            least = row[order[np.argmax(reached >= min(top_p, reached[-1]))]]
+            floor = row[order[-1]]
+            np.testing.assert_array_equal(have, row >= max(least, floor))
+
+
+def test_prompts_and_numbers_of_new_tokens_share_compiled_functions():
+    model = build("softmax", num_layers=1, model_dim=20)  # a shape that no other test compiles
+    functions = next_token, further_tokens
+    counts = [function._cache_size() for function in functions]
+    for length, number in ((3, 2), (9, 5), (40, 17), (100, 100)):
+        generate(model, jnp.ones((2, length), jnp.int32), number, top_k=1)
+    assert [function._cache_size() for function in functions] == [x + 1 for x in counts]
+
+
 def test_greedy_equals_recomputing_everything_also_after_a_state(model):
     tokens = jnp.array([[3, 1, 4], [1, 5, 9]])
     first, state = generate(model, tokens, 12, top_k=1, return_state=True)
@@ -61,8 +83,8 @@ def test_decoding_loops_hold_unstacked_weights(model):
     graph, parameters = nnx.split(model)
     stack = parameters["blocks"][0]["attention"]["project"]["kernel"][...].shape
     sampler = Sampler.of(model, 1.0, 1, None, None)
-    state = model.init_state(())
-    lowered = _generate.lower(graph, parameters, PROMPT[:1], None, state, sampler, 8, True)
+    carry = PROMPT[0], model.init_state(())
+    lowered = further_tokens.lower(graph, parameters, sampler, True, 8, carry, 1, 7)
     lines = lowered.compile().as_text().splitlines()
     (loop,) = [line for line in lines if " while(" in line]
     layer = "f32[{},{}]".format(*stack[1:])
@@ -126,6 +148,7 @@ def test_zero_new_tokens(model):
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
         ({"top_k": 0}, "top_k=0 must be in 1 .. 17"),
         ({"top_k": 18}, "top_k=18 must be in 1 .. 17"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
         ({"key": None}, "sampling needs key"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1"),
         ({"num_tokens": 18}, "num_tokens=18"),

@@ -9,6 +9,7 @@ from heinsen_jax import chat
 from heinsen_jax.chat import Chat
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
+from heinsen_jax.generate.tokens import next_token
 from heinsen_jax.training.checkpoint import load_run
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
@@ -23,7 +24,6 @@ def new(run):
 
 
 def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):
-    """Lines and turns have few lengths, since each is compiled."""
     one, other, said = new(), new(), ""
     for line in ("exact", "cost"):
         said += f"{line}\n" + "".join(one.answer(line))
@@ -50,6 +50,15 @@ def test_capacity_for_a_turn_is_allocated_once(tmp_path):
     chat.command(f"/save {tmp_path / 'state'}")
     chat.command(f"/load {tmp_path / 'state'}")
     np.testing.assert_array_equal(chat.state.blocks[0].attention.length, read + 1)
+
+
+def test_lines_of_any_length_share_compiled_functions(new):
+    chat = new()
+    "".join(chat.answer("a line"))
+    count = next_token._cache_size()
+    for line in ("b", "a longer line", "the longest line of all"):
+        "".join(chat.answer(line))
+    assert next_token._cache_size() == count
 
 
 def test_a_model_that_cannot_generate_is_refused():

@@ -192,8 +192,8 @@ def test_samples_end_at_stop_strings(adapter):
     assert len({*adapter.generate_until(requests)}) == 2
     again = request("generate_until", "where", sampled)
     assert len({*adapter.generate_until([again] * 5)}) > 1  # as often as requested
-    with pytest.raises(UserError, match=r"generation_kwargs\.top_p=0.9: unknown argument"):
-        adapter.generate_until([request("generate_until", "a", {"top_p": 0.9})])
+    with pytest.raises(UserError, match=r"generation_kwargs\.num_beams=2: unknown argument"):
+        adapter.generate_until([request("generate_until", "a", {"num_beams": 2})])
 
 
 TASKS = {

@@ -40,7 +40,7 @@ def mesh_of(sizes: dict[str, int]) -> Mesh:
 
 def part_of_moment(config: LanguageModelConfig, mesh: Mesh) -> tuple[int, ...]:
     """Return the shape of a device's part of the optimizer state of one parameter."""
-    init = initializer(config, make_optimizer(OptimizerConfig(warmup_steps=1), 10), 0)
+    init = initializer(config, make_optimizer(OptimizerConfig()), 0)
     moments = abstract_state(init, mesh).optimizer[1][0].mu
     attention = moments["blocks"][0]["attention"]
     (kernel,) = jax.tree.leaves(attention.get("project", attention.get("value"))["kernel"])

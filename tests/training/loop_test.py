@@ -29,9 +29,7 @@ def run(workdir, config, **options) -> TrainingResult:
 
 def final_bytes(workdir, config) -> list[bytes]:
     """Return the last checkpoint: step, parameters and optimizer state."""
-    init = initializer(
-        config.model, make_optimizer(config.optimizer, config.training.steps), config.seed
-    )
+    init = initializer(config.model, make_optimizer(config.optimizer), config.seed)
     with Checkpoints(workdir) as checkpoints:
         assert checkpoints.latest_step() == config.training.steps
         abstract = abstract_state(init, make_mesh(config.mesh))

@@ -11,7 +11,7 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.optimizer import (
     OptimizerConfig,
     decay_mask,
-    learning_rate,
+    learning_rates,
     make_optimizer,
 )
 
@@ -44,23 +44,36 @@ def test_decay_groups_equal_the_originals_by_name(golden):
 
 def test_learning_rate_warms_up_linearly_and_decays_along_a_cosine():
     config = OptimizerConfig(learning_rate=6e-4, end_learning_rate=6e-5, warmup_steps=10)
-    rate = learning_rate(config, 110)
+    rates = learning_rates(config, 110)
+    assert rates.shape == (110,)
+    last = 6e-5 + (6e-4 - 6e-5) * (1 + np.cos(np.pi * 99 / 100)) / 2
     np.testing.assert_allclose(
-        [rate(0), rate(5), rate(10), rate(60), rate(110), rate(500)],
-        [6e-4 / 11, 6e-4 * (1 / 11 + 1) / 2, 6e-4, 3.3e-4, 6e-5, 6e-5],
+        rates[[0, 5, 10, 60, 109]],
+        [6e-4 / 11, 6e-4 * (1 / 11 + 1) / 2, 6e-4, 3.3e-4, last],
         rtol=1e-5,
     )
 
 
+def test_an_update_is_that_of_adamw_at_the_rate():
+    """Also its decay: gradients of 1 at first move a parameter by the rate, and decay by more."""
+    config = OptimizerConfig(weight_decay=0.1)
+    parameters = {"kernel": jnp.full(1, 2.0), "bias": jnp.full(1, 2.0)}
+    optimizer = make_optimizer(config)
+    gradients = jax.tree.map(jnp.ones_like, parameters)
+    updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    np.testing.assert_allclose(updates["kernel"], -1.2, rtol=1e-5)
+    np.testing.assert_allclose(updates["bias"], -1.0, rtol=1e-5)
+
+
 def test_warm_up_must_end_before_training_does():
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps=10 .* training\.steps=10"):
-        learning_rate(OptimizerConfig(warmup_steps=10), 10)
+        learning_rates(OptimizerConfig(warmup_steps=10), 10)
 
 
 def test_gradients_are_clipped_by_their_global_norm():
     parameters = {"kernel": jnp.zeros(4), "bias": jnp.zeros(1)}
     config = OptimizerConfig(clip_norm=1.0, warmup_steps=1, weight_decay=0.0)
-    optimizer = make_optimizer(config, 10)
+    optimizer = make_optimizer(config)
 
     def moments(scale):
         gradients = jax.tree.map(lambda x: jnp.full(x.shape, scale), parameters)

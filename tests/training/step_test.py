@@ -42,7 +42,7 @@ class Parts:
     """A model, its initial state, and updates that are compiled once."""
 
     def __init__(self, model):
-        self.optimizer = make_optimizer(OptimizerConfig(warmup_steps=1), 10)
+        self.optimizer = make_optimizer(OptimizerConfig())
         self.graph = graph_of(model)
         init = initializer(model, self.optimizer, seed=0)
         self.abstract = abstract_state(init, make_mesh(MeshConfig()))
@@ -59,7 +59,8 @@ class Parts:
             out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
             **options,
         )
-        return lambda state, batch: step(jax.tree.map(jnp.copy, state), batch)
+        others = jnp.float32(3e-4), jax.random.key_data(jax.random.key(0))
+        return lambda state, batch: step(jax.tree.map(jnp.copy, state), batch, *others)
 
 
 @pytest.fixture(scope="module")

@@ -150,11 +150,19 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
     reason, *rest = re.split(rf" (?={parts})", body)
     similar = " ".join(x.split(":", 1)[1] for x in rest if x.startswith(("Perhaps", "Arguments")))
     reason = reason.removeprefix("Error parsing ")
-    if names := dict.fromkeys(re.findall(r"--[a-z][\w.-]+", similar)):
+    names = dict.fromkeys(re.findall(r"--[a-z][\w.-]+", similar)) or _same_field(config, reason)
+    if names:
         return f"{reason}; perhaps {' or '.join(names)} is meant"
     if reason.endswith(("True", "False", "true", "false")):
         return f"{reason}; a switch has no value: --section.field, or --section.no-field"
     return f"{reason}; --help SECTION lists the fields of a section"
+
+
+def _same_field(config: ExperimentConfig, reason: str) -> list[str]:
+    """Flags of fields that are named in the reason without their section."""
+    given = {x.replace("-", "_") for x in re.findall(r"--([a-z][\w-]+)", reason)}
+    fields = (name for name in _flat(as_json(config)) if name.partition(".")[2] in given)
+    return [f"--{name.replace('_', '-')}" for name in fields]
 
 
 def check_writable(workdir: Path) -> None:

@@ -188,7 +188,13 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
 
         Raises:
           NotImplementedError: the mechanism lacks a capability that the call needs.
+          ValueError: x or source is not of width D.
         """
+        for name, tokens in (("x", x), ("source", source)):
+            if tokens is not None and tokens.shape[-1] != self.model_dim:
+                raise ValueError(
+                    f"{name} {[*tokens.shape]} must have width model_dim={self.model_dim}"
+                )
         if is_causal is None:
             is_causal = self.capabilities.causal and source is None
         streams = state is not None or return_state

@@ -1,8 +1,10 @@
 """Registry of attention mechanisms."""
 
+import dataclasses
 from typing import TypeAlias
 
 import jax.numpy as jnp
+import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.additive import AdditiveAttention
@@ -34,6 +36,7 @@ from heinsen_jax.attention.sliding_window import SlidingWindowAttention
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.attention.taylor import TaylorAttention
 from heinsen_jax.attention.tglobal import TransientGlobalAttention
+from heinsen_jax.errors import UserError, explain
 from heinsen_jax.ops.log_attention import Chunked
 from heinsen_jax.typing import DTypeLike
 
@@ -103,14 +106,18 @@ def configure(name: str, **config: FieldValue) -> AttentionConfig:
     """A mechanism's configuration.
 
     Raises:
-      ValueError: unknown mechanism or field, or a value is out of its
-        range (a `pydantic.ValidationError`, which names the field).
+      UserError: unknown mechanism or field, or a value is out of its range; the message names it.
 
     Examples:
       >>> configure("sliding_window", window_size=16).window_size
       16
     """
-    return mechanism(name).Config(**config)
+    kind = mechanism(name).Config
+    try:
+        return kind(**config)
+    except pydantic.ValidationError as error:
+        known = ", ".join(field.name for field in dataclasses.fields(kind))
+        raise UserError(f"{explain(error, name)}; the options of {name} are {known}") from None
 
 
 def build(

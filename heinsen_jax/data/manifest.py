@@ -14,7 +14,7 @@ from heinsen_jax.errors import UserError
 MANIFEST_FILE = "manifest.json"
 
 DtypeName = Literal["uint16", "uint32"]
-SplitKind = Literal["document", "tail", "published", "validation"]
+SplitKind = Literal["document", "tail", "tails", "published", "validation"]
 
 
 def token_dtype(vocab_size: int) -> DtypeName:

@@ -52,7 +52,9 @@ from heinsen_jax.data.units import (
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.locks import locked
 
-DEFAULT_FRACTIONS = {"tail": 0.1, "document": 0.01}
+DEFAULT_FRACTIONS = {"tail": 0.1, "tails": 0.1, "document": 0.01}
+FEW_DOCUMENTS = 5
+"""With fewer validation documents, on average, a random choice could be empty or unbalanced."""
 
 LARGE = 1 << 30
 """Size of the inputs, in bytes, above which hashing has a progress bar."""
@@ -81,9 +83,9 @@ def prepare(
       tokenizer: as for `get_tokenizer`.
       output: folder of the data set; it must not have a data set from other inputs.
       validation_fraction: fraction for validation; by default 0.1 with `tail`, else 0.01.
-      split: `tail` uses the end of a single text file for validation, `document` a random part
-        of the documents, `validation` everything; `auto` is `tail` for one text file, else
-        `document`.
+      split: `tail` uses the end of each document for validation, `document` a random part of the
+        documents, `validation` everything; `auto` is `tail` for one text file or a folder of few,
+        else `document`.
       downloads: folder of downloaded corpora.
       executor: `local`, in this process, or `ray`, on a Ray cluster whose nodes share the inputs
         and the output under the same names. The result is the same.
@@ -151,9 +153,6 @@ def sources_of(name: str, downloads: Path) -> list[Source]:
 def _split_rule(
     choice: SplitChoice, fraction: float | None, sources: Sequence[Source]
 ) -> SplitRule:
-    is_single_text = len(sources) == 1 and sources[0].kind == "text"
-    if choice == "tail" and not is_single_text:
-        raise UserError("split=tail needs exactly one plain text: use split=document")
     if all(source.has_published_split for source in sources):
         if choice != "auto" or fraction is not None:
             raise UserError(
@@ -168,7 +167,11 @@ def _split_rule(
                 "all text; leave it out"
             )
         return SplitRule("validation", None)
-    kind = "tail" if choice == "tail" or (choice == "auto" and is_single_text) else "document"
+    kind = "document"
+    are_texts = all(source.kind in ("text", "python") for source in sources)  # a document each
+    wanted = len(sources) * (fraction or DEFAULT_FRACTIONS[kind])
+    if choice == "tail" or (choice == "auto" and are_texts and wanted < FEW_DOCUMENTS):
+        kind = "tail" if len(sources) == 1 and are_texts else "tails"
     if fraction is None:
         fraction = DEFAULT_FRACTIONS[kind]
     if not 0 < fraction < 1:
@@ -306,7 +309,8 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
     change = "smaller" if empty == ["train"] else "larger"
     raise UserError(
         f"{names}: no text is left for {empty[0]} with validation_fraction="
-        f"{recipe.validation_fraction}; make validation_fraction {change}, or give more text"
+        f"{recipe.validation_fraction}; make validation_fraction {change}, give more text, or use "
+        "the end of each document: python -m heinsen_jax.data.prepare ... --split tail"
     )
 
 

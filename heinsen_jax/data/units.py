@@ -26,6 +26,7 @@ class SplitRule:
 
     - `document`: by a hash of each document's content, so that equal documents stay together.
     - `tail`: the last characters of the only document are for validation.
+    - `tails`: the last characters of each document are for validation.
     - `published`: as published.
     - `validation`: everything is for validation.
 
@@ -44,7 +45,7 @@ class SplitRule:
             yield document.split, document.text
         elif fraction is None:
             raise ValueError("a document without a published split needs a validation fraction")
-        elif self.kind == "tail":
+        elif self.kind in ("tail", "tails"):
             cut = int((1 - fraction) * len(document.text))
             yield "train", document.text[:cut]
             yield "validation", document.text[cut:]

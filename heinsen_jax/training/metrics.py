@@ -27,6 +27,8 @@ from heinsen_jax.errors import UserError
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
+SHOWN_FIRST = "loss", "tokens_per_second"
+SHORT_NAMES = {"tokens_per_second": "tokens/s"}
 FLUSH_SECONDS = 30
 """Maximum delay of TensorBoard events."""
 
@@ -80,7 +82,7 @@ class Reporter:
         self._bar = Progress(
             TextColumn("step", table_column=Column(no_wrap=True)),
             MofNCompleteColumn(table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=20, table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=10, table_column=Column(no_wrap=True)),
             TimeRemainingColumn(table_column=Column(no_wrap=True)),
             TextColumn("{task.description}", table_column=rest),
             expand=True,
@@ -128,7 +130,10 @@ class Reporter:
         self._record("train", step, metrics)
         if not self.active:
             return
-        text = "  ".join(f"{name.replace('_', ' ')} {_short(x)}" for name, x in metrics.items())
+        shown = {name: metrics[name] for name in SHOWN_FIRST if name in metrics} | metrics
+        if not shown.get("skipped"):
+            shown.pop("skipped", None)
+        text = _described(shown)
         self._bar.update(self._task, completed=step, description=text)
         if not self.console.is_terminal:
             elapsed = time.monotonic() - self._started
@@ -138,8 +143,7 @@ class Reporter:
     def validation(self, step: int, metrics: dict[str, float]) -> None:
         """Record validation metrics."""
         self._record("validation", step, metrics)
-        text = "  ".join(f"{name.replace('_', ' ')} {_short(x)}" for name, x in metrics.items())
-        self.line(f"step {step}/{self._steps}  validation  {text}")
+        self.line(f"step {step}/{self._steps}  validation  {_described(metrics)}")
 
     def sample(self, step: int, text: str) -> None:
         """Record a sample, also in a separate file."""
@@ -272,6 +276,13 @@ def plot_losses(workdir: Path) -> Path:
     with writing(workdir):
         figure.savefig(workdir / PLOT_FILE, dpi=150)
     return workdir / PLOT_FILE
+
+
+def _described(metrics: dict[str, float]) -> str:
+    return "  ".join(
+        f"{SHORT_NAMES.get(name, name.replace('_', ' '))} {_short(x)}"
+        for name, x in metrics.items()
+    )
 
 
 def _short(x: float) -> str:

@@ -341,6 +341,8 @@ def test_undeclared_capabilities_raise(variant):
     if not layer.capabilities.streaming:
         with pytest.raises(NotImplementedError, match="does not stream"):
             layer.init_state((BATCH,))
+    with pytest.raises(ValueError, match=f"must have width model_dim={x.shape[-1]}"):
+        layer(x[..., 1:])
 
 
 @pytest.mark.parametrize("name", attention.names())

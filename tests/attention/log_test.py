@@ -36,6 +36,13 @@ def test_an_unknown_name_lists_the_known_ones():
         attention.build("nope", model_dim=12, num_heads=3, rngs=nnx.Rngs(0))
 
 
+def test_unknown_options_are_named_with_the_known_ones():
+    with pytest.raises(
+        ValueError, match=r"log\.widnow: no such field; the options of log are .*window_"
+    ):
+        attention.build("log", model_dim=12, num_heads=3, widnow=4, rngs=nnx.Rngs(0))
+
+
 def test_heads_must_divide_the_width():
     with pytest.raises(ValueError, match="num_heads=5 does not divide model_dim=12"):
         attention.build("log", model_dim=12, num_heads=5, rngs=nnx.Rngs(0))

@@ -273,7 +273,7 @@ def test_empty_split_is_named_with_its_remedy(tmp_path: Path, fraction: float, s
     folder = make_folder(tmp_path / "in")
     out = tmp_path / "out"
     with pytest.raises(UserError, match=f"no text is left for {split} .*make validation_fraction"):
-        prepare([str(folder)], "bytes", out, validation_fraction=fraction)
+        prepare([str(folder)], "bytes", out, validation_fraction=fraction, split="document")
     prepare([str(folder)], "bytes", out, validation_fraction=0.3)
     assert len(documents_of(out, "train") + documents_of(out, "validation")) == 40
 
@@ -301,10 +301,20 @@ def test_invalid_inputs_are_named(tmp_path: Path) -> None:
             prepare(inputs, "bytes", tmp_path / "out")
 
 
-def test_tail_needs_a_single_text(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "in", 3)
-    with pytest.raises(UserError, match="split=tail needs exactly one plain text"):
-        prepare([str(folder)], "bytes", tmp_path / "out", split="tail")
+def test_few_files_are_split_at_their_tails(tmp_path: Path) -> None:
+    """Seven files of different sizes: a random choice of documents would be empty or large."""
+    folder = tmp_path / "notes"
+    folder.mkdir()
+    for number in range(7):
+        (folder / f"{number}.txt").write_text(f"{number}" * 100 * (number + 1))
+    for fraction in (None, 0.3):
+        output = tmp_path / f"out{fraction}"
+        manifest = prepare([str(folder)], "bytes", output, validation_fraction=fraction)
+        assert manifest.split == "tails"
+        train, validation = (manifest.splits[name] for name in ("train", "validation"))
+        assert validation.documents == train.documents == 7
+        assert validation.bytes == pytest.approx(2800 * (fraction or 0.1), abs=1)
+        assert tokens(output, "train").count(256) == 7  # ends of documents
 
 
 def test_published_split_is_kept(tmp_path: Path) -> None:

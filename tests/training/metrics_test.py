@@ -33,7 +33,7 @@ def test_rows_are_written_immediately_and_lines_are_plain(tmp_path):
             {"step": 10, "validation/loss": 2.0},
         ]
     text = screen.file.getvalue()
-    assert "step 5/10  loss 2.5  tokens per second 12,346" in text
+    assert "step 5/10  loss 2.5  tokens/s 12,346" in text
     assert "step 10/10  validation  loss 2" in text
     assert "\x1b" not in text
     assert list((tmp_path / "tensorboard").glob("events*"))
@@ -108,7 +108,9 @@ def test_a_narrow_terminal_shows_the_step_and_the_time_left(tmp_path):
         reporter.training(6789, dict.fromkeys(names, 2.5))
     shown = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.file.getvalue()).split("\r")
     last = next(line for line in reversed(shown) if "6789" in line).splitlines()[0]
-    assert re.fullmatch(r"step +6789/12345 \S+ +(\d+:\d\d:\d\d|-:--:--) loss 2.5.*…", last), last
+    assert re.fullmatch(
+        r"step +6789/12345 \S+ +(\d+:\d\d:\d\d|-:--:--) loss 2.5  tokens/s 2.5.*…", last
+    ), last
     assert len(last) <= 80
 
 

@@ -136,6 +136,8 @@ def test_speeds_are_those_of_the_results():
         assert f"{ratios['decoding']:.2f} times" in page
     per_token = {n: 1e6 * s / int(n) for n, s in measured["seconds_per_length"].items()}
     times = f"{per_token['1024']:.1f} µs at 1024 tokens, {per_token['4096']:.1f} at 4096"
+    decoding = 1e6 * measured["decoding_seconds"]["1000000"]
+    assert f"Decoding a token needs {decoding:.1f} µs after 1,000,000" in PAGES
     assert f"{times} and {per_token['65536']:.1f} at 65,536" in PAGES
 
 

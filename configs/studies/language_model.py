@@ -23,9 +23,8 @@ COLORS = {
     "log, decay by head": sweeps.COLORS["log, decay by head"],
     "log, the paper's model": sweeps.COLORS["log"],
     "softmax, rotary": sweeps.COLORS["softmax"],
-    "softmax, learned positions": "C9",
+    "softmax, learned positions": sweeps.COLORS["softmax"],
 }
-"""Colors of the models, also in the README's first figure."""
 
 
 def get_study() -> Study:

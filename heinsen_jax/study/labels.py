@@ -58,17 +58,18 @@ def label_at_right(axes: Axes, lines: Sequence[Line], size: float = 8) -> None:
     rank = gap * np.arange(len(lines))
     heights = isotonic_regression(ends[:, 1] - rank).x  # least squares, at least `gap` apart
     heights = np.clip(heights, 0, max(0, 1 - rank[-1])) + rank
+    leader = {"arrowstyle": "-", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkA": 0, "shrinkB": 0}
     for line, height in zip(lines, heights, strict=True):
         axes.annotate(
             line.name,
             (line.x[-1], line.y[-1]),
-            xytext=(1.03, height),
+            xytext=(1.08, height),
             textcoords="axes fraction",
             color=line.text_color,
             weight=line.weight,
             fontsize=size,
             va="center",
-            arrowprops={"arrowstyle": "-", "color": line.color, "linewidth": 0.6, "shrinkB": 0},
+            arrowprops=leader | {"color": line.color},
         )
 
 

@@ -17,6 +17,7 @@ from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.config import as_json, load_config
 from heinsen_jax.study import load_study, results_of
 from heinsen_jax.study.report import table
+from heinsen_jax.study.runner import run_study
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -48,9 +49,21 @@ def test_examples_run(name, capsys):
     exec(compile(EXAMPLES[name], name, "exec"), defined)
     if name == "tiny":
         defined["get_config"]()
-    elif name not in ("keywords", "data"):
+    elif name not in ("keywords", "data", "study"):
         limit = 0.01 if name == "model" else 1e-4  # a loss, or the size of rounding errors
         assert float(capsys.readouterr().out) < limit
+
+
+def test_the_example_of_a_study_is_checked_and_reported(tmp_path):
+    environment = {"cpu": "a CPU", "backend": "cpu", "device": "cpu", "jax": "1"}
+    environment |= {"commit": "abc", "uncommitted_changes": False}
+    metrics = {name: 0.5 for name in ("accuracy_32", "accuracy_64", "accuracy_256")}
+    row = {"metrics": metrics, "parameters": 1, "state_bytes": 1, "environment": environment}
+    file = tmp_path / "induction_lengths.py"
+    file.write_text(EXAMPLES["study"])
+    run_study(load_study(file), tmp_path, lambda runs, folder: ((run, row) for run in runs))
+    assert "9 of 9 runs" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "report.png").exists()
 
 
 def test_links_are_valid():
@@ -205,8 +218,8 @@ def test_reports_of_studies_are_of_their_results(folder):
     results = results_of_study(folder.name)
     report = (folder / "report.md").read_text()
     assert table(results, study.metric, study.extra_metrics) in report
-    count = sum(len(result.rows) for result in results)
-    assert f"{count} of {count} runs" in report
+    recorded = (folder / "results.jsonl").read_text().splitlines()
+    assert f"\n{len(recorded)} of " in report
     assert (folder / "report.png").exists()
 
 

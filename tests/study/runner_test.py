@@ -197,6 +197,16 @@ def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
         replace(STUDY, plots=(Points("accuracy", lines="learning_rate"),))
 
 
+def test_highlighted_labels_and_the_baseline_exist():
+    for plot in (
+        Points("accuracy", highlighted={"linaer": "C0"}),
+        Ranking("accuracy", highlighted={"0.01": "C0"}),  # not compared
+        Ranking("accuracy", baseline="linaer"),
+    ):
+        with pytest.raises(ValueError, match=r"no compared axis has .*choose from \['linear', 's"):
+            replace(STUDY, plots=(plot,))
+
+
 def test_other_seeds_are_checked_before_any_run(tmp_path):
     seeds = {"0": {"seed": 0}, "1": {"sead": 1}}
     executor = Fake()

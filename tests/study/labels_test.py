@@ -31,14 +31,15 @@ def boxes(axes) -> dict[str, Bbox]:
 
 
 def test_names_at_the_right_are_in_the_order_of_their_lines_without_overlaps(axes):
+    axes.margins(y=0)
     label_at_right(axes, LINES)
     placed = boxes(axes)
     assert len(placed) == len(LINES)
     ordered = [placed[line.name] for line in sorted(LINES, key=lambda line: line.y[-1])]
     assert all(low.y1 <= high.y0 for low, high in itertools.pairwise(ordered))
     assert all(box.x0 > axes.bbox.x1 for box in ordered)
-    assert axes.bbox.y0 - ordered[0].height < ordered[0].y0
-    assert ordered[-1].y1 < axes.bbox.y1 + ordered[-1].height
+    assert axes.bbox.y0 - ordered[0].height / 2 <= ordered[0].y0
+    assert ordered[-1].y1 <= axes.bbox.y1 + ordered[-1].height / 2
 
 
 def test_a_name_without_neighbors_is_at_the_height_of_its_line(axes):

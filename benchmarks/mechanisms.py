@@ -185,7 +185,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
                 color = COLORS.get(name, GRAY)
                 x, y = [int(length) for length in points], list(points.values())
                 is_gray = color == GRAY
-                axes.loglog(x, y, color=color, linewidth=1 if is_gray else 2, zorder=3 - is_gray)
+                axes.loglog(
+                    x, y, color=color, linewidth=1 if is_gray else 2, zorder=2 if is_gray else 3
+                )
                 lines.append(Line(name, x, y, color))
         axes.set(title=title, xlabel=across, ylabel=unit)
         axes.set_xscale("log", base=2)

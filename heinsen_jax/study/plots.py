@@ -1,7 +1,9 @@
 """Plots of studies: highlighted labels in color, all others gray, each named beside its line."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import matplotlib.figure
 from matplotlib.axes import Axes
@@ -40,7 +42,6 @@ class Plot:
 
     def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
         """Write the names of the drawn lines, given the final limits and size of the axes."""
-        raise NotImplementedError
 
     def label(self, metric: str) -> str:
         """Label of an axis: the metric with its unit."""
@@ -97,13 +98,13 @@ class Points(Plot):
     """
 
     y: str
-    x: str = "state_bytes"
+    x: Literal["state_bytes", "parameters", "seconds"] = "state_bytes"
     lines: str = "mechanism"
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         drawn = []
         for label, of_line in _by(results, self.lines).items():
-            points = [(x.mean(self.x), x, self.y) for x in of_line if x.values(self.y)]
+            points = [(x.mean(self.x), x, self.y) for x in of_line if _is_measured(x, self.y)]
             if points:
                 drawn.append(self.line(axes, label, sorted(points, key=lambda point: point[0])))
         self.draw_chance(axes)
@@ -139,7 +140,7 @@ class LengthPlot(Plot):
         for label, of_line in _by(results, self.lines).items():
             for result in of_line:
                 points = [(length, result, f"accuracy_{length}") for length in self.lengths]
-                points = [point for point in points if result.values(point[2])]
+                points = [point for point in points if _is_measured(result, point[2])]
                 name = label if len(of_line) == 1 else " ".join(result.compared.values())
                 if points:
                     drawn.append(self.line(axes, name, points))
@@ -168,7 +169,7 @@ class Ranking(Plot):
     baseline: str = ""
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        ranked = [result for result in results if result.values(self.metric)]
+        ranked = [result for result in results if _is_measured(result, self.metric)]
         ranked.sort(key=lambda result: -result.mean(self.metric))
         for row, result in enumerate(ranked):
             values, color = result.values(self.metric), self.color(result)
@@ -191,9 +192,6 @@ class Ranking(Plot):
         self.set_title(axes, self.metric.replace("_", " "), results, "dots: seeds; line: mean")
         return []
 
-    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
-        """Keep the names at the ticks."""
-
 
 def draw(
     title: str, plots: Sequence[Plot], results: Sequence[Comparison]
@@ -205,16 +203,19 @@ def draw(
     size = 7.5 * len(plots), max(heights)
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
-    panels = list(zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True))
-    lines = []
-    for plot, axes in panels:
-        lines.append(plot.draw(axes, results))
+    drawn = []
+    for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
+        drawn.append((plot, axes, plot.draw(axes, results)))
         axes.grid(alpha=0.3)
-    order = sorted(range(len(panels)), key=lambda index: isinstance(plots[index], Points))
-    for index in order:  # names at the right change the size of all axes
-        plot, axes = panels[index]
-        plot.write_names(axes, lines[index])
+    # names at the right change the size of all axes: they are before those beside points
+    for plot, axes, lines in sorted(drawn, key=lambda panel: isinstance(panel[0], Points)):
+        if lines:
+            plot.write_names(axes, lines)
     return figure
+
+
+def _is_measured(result: Comparison, metric: str) -> bool:
+    return math.isfinite(result.mean(metric))
 
 
 def _by(results: Sequence[Comparison], axis: str) -> dict[str, list[Comparison]]:

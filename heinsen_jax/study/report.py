@@ -38,7 +38,7 @@ class Comparison:
 
     def values(self, metric: str) -> list[float]:
         """Values of a metric for all seeds, without failed runs."""
-        found = [value_of(row, metric) for row in self.rows]
+        found = [_value(row, metric) for row in self.rows]
         return [x for x in found if x is not None]
 
     def mean(self, metric: str) -> float:
@@ -58,7 +58,7 @@ def table(results: Sequence[Comparison], metric: str, extra_metrics: Sequence[st
     head = [*axes, *costs, metric, "by seed", *extra_metrics]
     lines = [[x.replace("_", " ") for x in head], ["---"] * len(head)]
     for result in results:
-        found = [(value_of(row, metric), row) for row in result.rows]
+        found = [(_value(row, metric), row) for row in result.rows]
         each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
         mean, *others = (_with_spread(result, name) for name in (metric, *extra_metrics))
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
@@ -74,5 +74,5 @@ def _with_spread(result: Comparison, metric: str) -> str:
     return mean if len(values) == 1 else f"{mean} ± {result.spread(metric):.4f}"
 
 
-def value_of(row: Row, name: str) -> float | None:
+def _value(row: Row, name: str) -> float | None:
     return row.get("metrics", {}).get(name, row.get(name))

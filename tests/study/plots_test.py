@@ -1,5 +1,7 @@
 """Plots of studies: colors, chance, baselines, titles and units."""
 
+import math
+
 import matplotlib.figure
 import pytest
 from matplotlib.axes import Axes
@@ -16,7 +18,7 @@ def comparison(mechanism: str) -> Comparison:
         {"metrics": {"accuracy": x, "accuracy_8": x, "accuracy_16": x / 2}, "state_bytes": 100}
         for x in ACCURACY[mechanism]
     ]
-    return Comparison({"mechanism": mechanism}, {}, rows)  # pyright: ignore[reportArgumentType]
+    return Comparison({"mechanism": mechanism}, {}, rows)
 
 
 RESULTS = [comparison(name) for name in ACCURACY]
@@ -75,6 +77,20 @@ def test_a_highlighted_line_is_above_others():
     axes, _ = drawn(Points("accuracy", highlighted=HIGHLIGHTED))
     order = {str(x.get_color()): x.get_zorder() for x in axes.lines if x.get_marker() == "o"}
     assert order["C0"] > order[GRAY]
+
+
+def test_results_that_are_missing_or_not_finite_are_omitted():
+    rows = [{"metrics": {"accuracy": math.nan}, "state_bytes": 1}]
+    results = [
+        Comparison({"mechanism": "nan"}, {}, rows),
+        Comparison({"mechanism": "failed"}, {}, [{"failed": "NaN!"}]),
+    ]
+    plots = [Points("accuracy"), LengthPlot((8, 16)), Ranking("accuracy")]
+    for axes in draw("A study", plots, results).axes:
+        assert not axes.texts
+        assert not axes.lines
+    with_log = draw("A study", plots[:1], [*results, RESULTS[0]]).axes[0]
+    assert [text.get_text() for text in with_log.texts] == ["log"]
 
 
 def test_a_ranking_has_all_seeds_the_baseline_and_chance():

@@ -6,70 +6,96 @@ Needs mechanisms.json and the study language_model in benchmarks/results.
 """
 
 import json
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import matplotlib.figure
 from common import ROOT
 from matplotlib.axes import Axes
 
-from heinsen_jax.study import load_study, results_of
+from heinsen_jax.study import load_study, results_of, sweeps
 
 RESULTS = ROOT / "benchmarks/results"
-STYLES = {"log": ("log-attention", "C3"), "softmax": ("softmax attention", "C0")}
-LINES = {
-    "log": ("log-attention", "C3"),
-    "softmax, rotary": ("softmax, rotary", "C0"),
-    "softmax, learned positions": ("softmax, learned positions", "C9"),
-    "the paper's model": ("log-attention, the paper's model", "C1"),
-}
+SOFTMAX, LOG = sweeps.COLORS["softmax"], sweeps.COLORS["log"]
+DECAY = sweeps.COLORS["log, decay by head"]
 COSTS = {
-    "forward_backward_seconds": "forward and backward pass of a layer, seconds",
-    "state_bytes": "state or cache of a sequence, bytes",
+    "forward_backward_seconds": ("Forward and backward pass of one layer", "seconds"),
+    "state_bytes": ("State or cache of one sequence", "bytes"),
+}
+LOSSES = {64: "loss", 256: "loss_256", 1024: "loss_1024"}
+
+
+@dataclass(frozen=True)
+class Label:
+    """A name, written beside a point of its line."""
+
+    text: str
+    color: str
+    point: int  # index
+    offset: tuple[float, float]  # in points
+    side: Literal["left", "right"] = "right"
+
+    def write(self, axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
+        axes.annotate(
+            self.text,
+            (x[self.point], y[self.point]),
+            xytext=self.offset,
+            textcoords="offset points",
+            color=self.color,
+            weight="bold",
+            ha=self.side,
+        )
+
+
+LAYERS = {
+    "log": Label("log-attention", LOG, -3, (-6, -18), "left"),
+    "softmax": Label("softmax attention", SOFTMAX, -1, (-12, -3)),
+}
+MODELS = {  # softmax attention with learned positions has one length
+    "log, decay by head": Label("log-attention, decay\nand convolutions", DECAY, -1, (6, 6)),
+    "softmax, rotary": Label("softmax attention,\nrotary positions", SOFTMAX, -1, (-14, -16)),
+    "log, the paper's model": Label("log-attention,\nthe paper's model", LOG, 0, (-6, 7), "left"),
 }
 
 
 def main() -> None:
-    figure = matplotlib.figure.Figure(figsize=(11, 3.2), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(11.5, 3.4), layout="constrained")
     panels = figure.subplots(1, 3)
     measured = json.loads((RESULTS / "mechanisms.json").read_text())["mechanisms"]
-    for axes, (cost, title) in zip(panels, COSTS.items(), strict=False):
-        draw_cost(axes, measured, cost, title)
+    for axes, (cost, (title, unit)) in zip(panels, COSTS.items(), strict=False):
+        for name, label in LAYERS.items():
+            of_length = {int(length): x for length, x in measured[name][cost].items()}
+            draw(axes, label, of_length)
+        axes.set(title=title, xlabel="tokens", ylabel=unit, xscale="log", yscale="log")
+        axes.margins(y=0.15)
     draw_losses(panels[2])
-    figure.savefig(RESULTS / "front_page.png", dpi=130)
+    for axes in panels:
+        axes.title.set_fontsize("medium")
+    figure.savefig(RESULTS / "front_page.png", dpi=110)
 
 
-def draw_cost(axes: Axes, measured: dict[str, Any], cost: str, title: str) -> None:
-    for name, (label, color) in STYLES.items():
-        of_length = {int(length): x for length, x in measured[name][cost].items()}
-        axes.plot(list(of_length), list(of_length.values()), "o-", color=color, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="tokens", title=title)
-    axes.title.set_fontsize("medium")
+def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
+    x, y = list(of_length), list(of_length.values())
+    axes.plot(x, y, "o-", color=label.color)
+    label.write(axes, x, y)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
 
 
 def draw_losses(axes: Axes) -> None:
-    """Plot the mean over seeds, and each seed, against the length of the evaluated sequences."""
+    """Plot the mean over seeds against the length of the evaluated sequences."""
     study = load_study(ROOT / "configs/studies/language_model.py")
-    metrics = {64: "loss", 256: "loss_256", 1024: "loss_1024"}
     for result in results_of(study, RESULTS / "studies/language_model"):
-        label, color = LINES[result.compared["model"]]
-        valid = [length for length, metric in metrics.items() if result.values(metric)]
-        means = [result.mean(metrics[length]) for length in valid]
-        axes.plot(valid, means, "o-", color=color, label=label)
-        for length in valid:
-            seeds = result.values(metrics[length])
-            axes.plot([length] * len(seeds), seeds, ".", color=color, markersize=3)
+        if label := MODELS.get(result.compared["model"]):
+            draw(axes, label, {length: result.mean(loss) for length, loss in LOSSES.items()})
     axes.set(
+        title="Validation loss, trained on 64 characters",
+        xlabel="characters per sequence",
+        ylabel="nats per character, 3 seeds",
         xscale="log",
-        xlabel="sequence length, characters",
-        title="validation loss (trained at length 64)",
     )
-    axes.set_xticks(list(metrics), list(map(str, metrics)))
+    axes.set_xticks(list(LOSSES), list(map(str, LOSSES)))
     axes.minorticks_off()
-    axes.title.set_fontsize("medium")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
 
 
 if __name__ == "__main__":

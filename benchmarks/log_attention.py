@@ -3,7 +3,7 @@
     python benchmarks/log_attention.py [--output benchmarks/results/log_attention_cpu.json]
 
 Forward and backward, float32, one sequence, 8 heads of dimension 32. Needs about 2 minutes on 2
-cores of an AMD EPYC. Writes a JSON record and a plot next to it.
+cores of an AMD EPYC. Writes a JSON record.
 """
 
 import json
@@ -19,7 +19,6 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 import tyro
 from common import (
@@ -57,7 +56,7 @@ class Options:
     """Measure log-attention.
 
     Attributes:
-      output: path of the JSON record; the plot is written next to it.
+      output: path of the JSON record.
       repeats: number of measurements of which the median is reported.
     """
 
@@ -162,26 +161,6 @@ def time_decoding(repeats: int, steps: int = 200) -> dict[int, float]:
     return {context: statistics.median(times) for context, times in seconds.items()}
 
 
-def plot(record: dict[str, Any], file: Path) -> None:
-    figure, (speed, decoding) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    lengths = [int(length) for length in record["seconds_per_length"]]
-    per_token = [1e6 * s / int(n) for n, s in record["seconds_per_length"].items()]
-    speed.plot(lengths, per_token, marker="o")
-    speed.set(
-        xscale="log",
-        ylim=(0, None),
-        xlabel="tokens in the sequence",
-        ylabel="microseconds per token",
-        title="Training: forward and backward",
-    )
-    contexts = [f"{int(context):,}" for context in record["decoding_seconds"]]
-    decoding.bar(contexts, [1e6 * s for s in record["decoding_seconds"].values()])
-    decoding.set(
-        xlabel="tokens of context", ylabel="microseconds", title="Generation: the next token"
-    )
-    figure.savefig(file, dpi=150)
-
-
 def show(record: dict[str, Any], console: Console) -> None:
     table = Table("what", "measured", "required", "met", title="Log-attention")
     speed, memory = record["speed_seconds"], record["memory_bytes"]
@@ -233,7 +212,6 @@ def main(options: Options) -> int:
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(record, indent=2) + "\n")
-    plot(record, options.output.with_suffix(".png"))
     show(record, console)
     console.print(f"written to {options.output}")
     return 0

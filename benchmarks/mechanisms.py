@@ -30,9 +30,12 @@ import tyro
 from common import ROOT
 from flax import nnx
 from jax import lax
+from PIL import Image
 
 from heinsen_jax import attention
 from heinsen_jax.environment import environment
+from heinsen_jax.study import sweeps
+from heinsen_jax.study.labels import GRAY, Line, label_at_right
 
 MODEL_DIM, NUM_HEADS = 128, 4
 DECODED = 16  # tokens per loop
@@ -43,14 +46,9 @@ PANELS = {
     "decode_seconds": ("decoding a token", "seconds", "tokens of context"),
     "state_bytes": ("state or cache", "bytes", "tokens of context"),
 }
-HIGHLIGHTED = {  # color and width of lines; the others are gray
-    "log": ("black", 3.0),
-    "softmax": ("C0", 2.0),
-    "linear": ("C1", 2.0),
-    "gla": ("C2", 2.0),
-    "gated_deltanet": ("C3", 2.0),
-    "mamba2": ("C4", 2.0),
-}
+COLORS = {name: sweeps.COLORS[name] for name in ("log", "softmax", "linear")}
+COLORS |= {"gla": "C6", "gated_deltanet": "C8", "mamba2": "C9"}
+"""Colors of highlighted mechanisms; the others are gray."""
 Measured = dict[str, dict[int, float]]
 
 
@@ -171,48 +169,33 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
-    """Plot the measurements, labeled at the end of each line, with some mechanisms highlighted."""
+    """Plot the measurements, with the name of each mechanism at the end of its line."""
     figure = matplotlib.figure.Figure(figsize=(13, 11), layout="constrained")
-    for axes, (panel, (title, unit, across)) in zip(
-        figure.subplots(2, 2).flat, PANELS.items(), strict=True
-    ):
-        ends = []
-        for name, of_one in record["mechanisms"].items():
-            points = [(int(length), value) for length, value in of_one[panel].items()]
-            if not points:
-                continue
-            color, width = HIGHLIGHTED.get(name, ("0.75", 1.0))
-            order = 2 if name in HIGHLIGHTED else 1
-            (line,) = axes.loglog(
-                *zip(*points, strict=True), color=color, linewidth=width, zorder=order
-            )
-            ends.append((points[-1], name, line.get_color()))
-        label(axes, ends)
-        axes.set(title=title, xlabel=across, ylabel=unit)
-        axes.set_xscale("log", base=2)
-        axes.grid(alpha=0.3)
     of = record["environment"]
     figure.suptitle(
         f"One layer, width {MODEL_DIM}, {NUM_HEADS} heads, float32; {of['cpu']}, "
         f"{of['cpu_cores']} cores, JAX {of['jax']}"
     )
-    figure.savefig(path, dpi=110)
-
-
-def label(axes: Any, ends: list[tuple[tuple[int, float], str, Any]]) -> None:
-    """Write labels at the right, in the order of the lines and without overlaps."""
-    ends = sorted(ends, key=lambda end: end[0][1])
-    for place, ((length, value), name, color) in enumerate(ends):
-        axes.annotate(
-            name,
-            (length, value),
-            xytext=(1.02, (place + 0.5) / len(ends)),
-            textcoords="axes fraction",
-            color="0.5" if color == "0.75" else color,
-            fontsize=9,
-            va="center",
-            arrowprops={"arrowstyle": "-", "color": color, "alpha": 0.3, "linewidth": 0.6},
-        )
+    for axes, (panel, (title, unit, across)) in zip(
+        figure.subplots(2, 2).flat, PANELS.items(), strict=True
+    ):
+        lines = []
+        for name, of_one in record["mechanisms"].items():
+            if points := of_one[panel]:
+                color = COLORS.get(name, GRAY)
+                x, y = [int(length) for length in points], list(points.values())
+                is_gray = color == GRAY
+                axes.loglog(
+                    x, y, color=color, linewidth=1 if is_gray else 2, zorder=2 if is_gray else 3
+                )
+                lines.append(Line(name, x, y, color))
+        axes.set(title=title, xlabel=across, ylabel=unit)
+        axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+        label_at_right(axes, lines)
+    figure.savefig(path, dpi=90)
+    image = Image.open(path).convert("RGB").quantize(128, kmeans=1)
+    image.save(path, optimize=True)  # a third of the size
 
 
 def main(options: Options) -> int:

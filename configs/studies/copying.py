@@ -51,5 +51,13 @@ def get_study() -> Study:
         metric="accuracy",
         mode="max",
         extra_metrics=tuple(f"accuracy_{length}" for length in TESTED),
-        plots=(LengthPlot(TESTED),),
+        plots=(
+            LengthPlot(
+                TESTED,
+                title="Accuracy per letter; trained on 5 to 20 letters",
+                length_unit="letters",
+                chance=1 / 26,
+                highlighted=sweeps.COLORS,
+            ),
+        ),
     )

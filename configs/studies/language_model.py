@@ -19,6 +19,12 @@ in training, and on longer sequences of 256 and 1024. All models but the paper's
 width 128, with an MLP of 512 and a convolution of 4 tokens before each branch. Learned positions
 are limited to sequences of 64.
 """
+COLORS = {
+    "log, decay by head": sweeps.COLORS["log, decay by head"],
+    "log, the paper's model": sweeps.COLORS["log"],
+    "softmax, rotary": sweeps.COLORS["softmax"],
+    "softmax, learned positions": sweeps.COLORS["softmax"],
+}
 
 
 def get_study() -> Study:
@@ -42,14 +48,22 @@ def get_study() -> Study:
         ),
         axes={
             "model": {
-                "log": {},
+                "log, decay by head": {},
                 "softmax, rotary": {"model.attention": "softmax"},
                 "softmax, learned positions": learned_positions,
-                "the paper's model": {"model": paper.model},
+                "log, the paper's model": {"model": paper.model},
             },
             "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 5e-3),
             "seed": sweeps.seeds(1, 2, 3),
         },
         extra_metrics=("loss_256", "loss_1024"),
-        plots=(Ranking("loss"), Ranking("loss_1024")),
+        plots=tuple(
+            Ranking(
+                metric,
+                title=f"Validation loss on sequences of {length} characters",
+                unit="nats per character",
+                highlighted=COLORS,
+            )
+            for metric, length in (("loss", 64), ("loss_1024", 1024))
+        ),
     )

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from heinsen_jax.config import load_config
-from heinsen_jax.study import Ranking, Study
+from heinsen_jax.study import Ranking, Study, sweeps
 
 ABOUT = """
 The log-attention model of the study of language models, at one learning rate and with one seed.
 Losses of different seeds differ by about 0.005: smaller differences are not significant. Where a
 change adds parameters, the MLP is narrower, for at most 0.85M parameters.
 """
+BASELINE = "baseline: log, decay by head"
 WINDOW = "sliding_window.window_size", 16
 
 
@@ -39,7 +40,7 @@ def get_study() -> Study:
         ),
         axes={
             "change": {
-                "none": {},
+                BASELINE: {},
                 "no convolution": log(convolution_size=1),
                 "no decay": log(
                     ("values", "linear"), block="standard", convolution_size=4, positions="none"
@@ -61,5 +62,13 @@ def get_study() -> Study:
             },
         },
         extra_metrics=("loss_256", "loss_1024"),
-        plots=(Ranking("loss"),),
+        plots=(
+            Ranking(
+                "loss",
+                title="Validation loss after one change; dashed: the baseline",
+                unit="nats per character",
+                highlighted={BASELINE: sweeps.COLORS["log, decay by head"]},
+                baseline=BASELINE,
+            ),
+        ),
     )

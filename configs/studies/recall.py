@@ -35,5 +35,5 @@ def get_study() -> Study:
         },
         metric="accuracy",
         mode="max",
-        plots=(Points("accuracy"),),
+        plots=(Points("accuracy", chance=1 / 8, highlighted=sweeps.COLORS),),
     )

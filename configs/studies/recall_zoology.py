@@ -55,5 +55,5 @@ def get_study() -> Study:
         },
         metric="accuracy",
         mode="max",
-        plots=(Points("accuracy"),),
+        plots=(Points("accuracy", highlighted=sweeps.COLORS),),
     )

@@ -44,5 +44,8 @@ def get_study() -> Study:
             "learning_rate": sweeps.learning_rates(2e-3, 5e-3),
             "seed": sweeps.seeds(0, 1),
         },
-        plots=(Ranking("loss"), Points("loss")),
+        plots=(
+            Ranking("loss", unit="nats per character", highlighted=sweeps.COLORS),
+            Points("loss", unit="nats per character", highlighted=sweeps.COLORS),
+        ),
     )

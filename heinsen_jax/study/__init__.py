@@ -5,12 +5,14 @@ python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray
 
 from heinsen_jax.study import sweeps
 from heinsen_jax.study.grid import Run, Study, load_study
-from heinsen_jax.study.report import Comparison, LengthPlot, Points, Ranking
+from heinsen_jax.study.plots import LengthPlot, Plot, Points, Ranking
+from heinsen_jax.study.report import Comparison
 from heinsen_jax.study.results import results_of
 
 __all__ = [
     "Comparison",
     "LengthPlot",
+    "Plot",
     "Points",
     "Ranking",
     "Run",

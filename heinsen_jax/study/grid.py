@@ -13,7 +13,7 @@ from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, ru
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
-from heinsen_jax.study.report import Plot, Ranking
+from heinsen_jax.study.plots import LengthPlot, Plot, Points, Ranking
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
@@ -67,9 +67,16 @@ class Study:
     def __post_init__(self) -> None:
         compared = self.compared(dict.fromkeys(self.axes, ""))
         for plot in self.plots:
-            if not isinstance(plot, Ranking) and plot.lines not in compared:
+            if isinstance(plot, Points | LengthPlot) and plot.lines not in compared:
                 raise ValueError(
                     f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
+                )
+            labels = [label for axis in compared for label in self.axes[axis]]
+            named = [*plot.highlighted, *([plot.baseline] if isinstance(plot, Ranking) else [])]
+            if unknown := [label for label in named if label and label not in labels]:
+                raise ValueError(
+                    f"plots of {self.title!r}: no compared axis has the labels {unknown}; "
+                    f"choose from {labels}"
                 )
 
     def first_seed_runs(self) -> list["Run"]:

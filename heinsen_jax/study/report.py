@@ -1,14 +1,10 @@
-"""Reports of studies: a table in Markdown, and plots."""
+"""Records of runs, compared in a table in Markdown."""
 
-import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
-
-import matplotlib.figure
-from matplotlib.axes import Axes
 
 from heinsen_jax.environment import Environment
 
@@ -55,91 +51,6 @@ class Comparison:
         return (max(values) - min(values)) / 2 if values else math.nan
 
 
-@dataclass(frozen=True)
-class Points:
-    """Plot of a metric against a cost, with one line per label of an axis.
-
-    Attributes:
-      y: a metric.
-      x: "state_bytes", "parameters" or "seconds".
-      lines: the axis.
-    """
-
-    y: str
-    x: str = "state_bytes"
-    lines: str = "mechanism"
-
-    def draw(self, axes: Axes, results: Sequence[Comparison]) -> None:
-        for style, (label, of_line) in zip(_styles(), _by(results, self.lines), strict=False):
-            valid = [result for result in of_line if result.values(self.y)]
-            valid.sort(key=lambda result: result.mean(self.x))
-            means = [(result.mean(self.x), result.mean(self.y)) for result in valid]
-            axes.plot([x for x, _ in means], [y for _, y in means], label=label, **style)
-            for result in valid:
-                seeds = result.values(self.y)
-                at = [result.mean(self.x)] * len(seeds)
-                axes.plot(at, seeds, ".", color=style["color"], markersize=3)
-        axes.set(xlabel=self.x.replace("_", " "), ylabel=self.y.replace("_", " "), xscale="log")
-
-
-@dataclass(frozen=True)
-class LengthPlot:
-    """Plot of accuracy against the test length, with one line per label of an axis.
-
-    Attributes:
-      lengths: test lengths, with metrics `accuracy_<length>`.
-      lines: the axis.
-    """
-
-    lengths: tuple[int, ...]
-    lines: str = "mechanism"
-
-    def draw(self, axes: Axes, results: Sequence[Comparison]) -> None:
-        for style, (label, of_line) in zip(_styles(), _by(results, self.lines), strict=False):
-            for result in of_line:
-                means = [result.mean(f"accuracy_{length}") for length in self.lengths]
-                axes.plot(self.lengths, means, label=label, **style)
-        axes.set(xlabel="length", ylabel="accuracy", xscale="log")
-        axes.set_xticks(self.lengths, [str(length) for length in self.lengths])
-        axes.minorticks_off()
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """Plot of all seeds of each row, ranked by their mean.
-
-    Attributes:
-      metric: the ranked metric.
-    """
-
-    metric: str
-
-    def draw(self, axes: Axes, results: Sequence[Comparison]) -> None:
-        ranked = [result for result in results if result.values(self.metric)]
-        ranked.sort(key=lambda result: -result.mean(self.metric))
-        for row, result in enumerate(ranked):
-            values = result.values(self.metric)
-            axes.plot(values, [row] * len(values), "o", color="C0", markersize=4, alpha=0.6)
-            axes.plot(result.mean(self.metric), row, "|", color="black", markersize=12)
-        axes.set_yticks(range(len(ranked)), [" ".join(x.compared.values()) for x in ranked])
-        axes.set_xlabel(self.metric.replace("_", " "))
-
-
-Plot = Points | LengthPlot | Ranking
-
-
-def draw(plots: Sequence[Plot], results: Sequence[Comparison]) -> matplotlib.figure.Figure:
-    """Draw all plots side by side."""
-    figure = matplotlib.figure.Figure(figsize=(7.5 * len(plots), 4.5), layout="constrained")
-    for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
-        plot.draw(axes, results)
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
-        figure.set_figheight(max(figure.get_figheight(), 1 + 0.28 * len(axes.get_yticks())))
-    return figure
-
-
 def table(results: Sequence[Comparison], metric: str, extra_metrics: Sequence[str]) -> str:
     """Table of the results: labels, costs, mean and spread of the metric, and each seed."""
     axes = [*results[0].compared, *results[0].tuned]
@@ -165,23 +76,3 @@ def _with_spread(result: Comparison, metric: str) -> str:
 
 def _value(row: Row, name: str) -> float | None:
     return row.get("metrics", {}).get(name, row.get(name))
-
-
-def _by(results: Sequence[Comparison], axis: str) -> list[tuple[str, list[Comparison]]]:
-    groups: dict[str, list[Comparison]] = {}
-    for result in results:
-        groups.setdefault(result.compared[axis], []).append(result)
-    return list(groups.items())
-
-
-class Style(TypedDict):
-    color: str
-    marker: str
-    markersize: int
-
-
-def _styles() -> Iterator[Style]:
-    """Iterate over line styles, distinguished by color and marker."""
-    for number in itertools.count():
-        mark = "osv^D*"[(number // 10 + number % 2 * 3) % 6]
-        yield {"color": f"C{number % 10}", "marker": mark, "markersize": 5}

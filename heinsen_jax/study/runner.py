@@ -14,7 +14,8 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.grid import Run, Study, describe
-from heinsen_jax.study.report import Row, draw, table
+from heinsen_jax.study.plots import draw
+from heinsen_jax.study.report import Row, table
 from heinsen_jax.study.results import RESULTS_FILE, Recorded, best_of, results_of
 from heinsen_jax.study.runs import costs, folder_name
 from heinsen_jax.training.settings import check_settings
@@ -73,7 +74,7 @@ def _run_study(
         others = [run for _, *seeds in best_of(study, recorded) for run in seeds]
         progress.update(task, total=len(first) + len(others))
         do(others)
-    _report(study, output, recorded)
+    _report(study, output, [recorded.of(run) for run in (*first, *others)])
     console.print(f"report: {output / REPORT_FILE}")
 
 
@@ -108,20 +109,28 @@ def _check(study: Study, first: Sequence[Run]) -> None:
             raise UserError(f"{describe(run.labels)}: {error}") from error
 
 
-def _report(study: Study, output: Path, recorded: Recorded) -> None:
+def _report(study: Study, output: Path, rows: Sequence[Row | None]) -> None:
+    """Write the report, given the rows of all runs, None if unfinished."""
     done = results_of(study, output)
-    shown, expected = sum(len(x.rows) for x in done), sum(map(len, best_of(study, recorded)))
     parts = [f"# {study.title}", study.about.strip()]
     if study.plots:
-        draw(study.plots, done).savefig(output / PLOT_FILE, dpi=110)
+        draw(study.title, study.plots, done).savefig(output / PLOT_FILE, dpi=100)
         parts.append(f"![{study.title}]({PLOT_FILE})")
     parts.append(table(done, study.metric, study.extra_metrics))
     if len(study.axes.get(study.seeds, {})) > 1:
         parts.append(
             "Seeds differ in initial weights and in data; ± is half the range between the best "
-            "and the worst. Tuned values are those that were the best with the first seed."
+            "and the worst."
         )
-    parts.append(f"{shown} of {expected} runs, {_made([x for y in done for x in y.rows])}.")
+    if tuned := [axis for axis in study.tuned if len(study.axes.get(axis, {})) > 1]:
+        names = " and ".join(axis.replace("_", " ") for axis in tuned)
+        parts.append(f"Each row has the {names} that was the best of all with the first seed.")
+    finished = [row for row in rows if row is not None]
+    parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
+    shown = [result.compared for result in done]
+    every = [study.compared(run.labels) for run in study.first_seed_runs()]
+    if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
+        parts.append(f"Not measured: {', '.join(left)}.")
     with writing(output):
         (output / REPORT_FILE).write_text("\n\n".join(parts) + "\n")
 

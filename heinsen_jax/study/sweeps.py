@@ -4,6 +4,15 @@ from heinsen_jax import attention
 from heinsen_jax.study.grid import FieldValue
 
 Sweep = dict[str, dict[str, FieldValue]]
+COLORS = {
+    "softmax": "C0",
+    "linear": "C1",
+    "performer": "C2",
+    "log": "C3",
+    "log, decay by head": "C4",
+    "rmt": "C5",
+}
+"""Colors of highlighted mechanisms, the same in all plots, by labels of `causal_mechanisms`."""
 
 
 def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:

@@ -104,8 +104,8 @@ def test_every_value_is_run_once_and_the_best_with_all_seeds(tmp_path):
     assert "| mechanism | width | learning rate | parameters | state bytes | accuracy |" in report
     row = "| 100 | 160 | 0.7600 ± 0.0100 | 0.7500, 0.7600, 0.7700 | 0.0475 ± 0.0006 |"
     assert f"| softmax | 16 | 0.1 {row}" in report
-    assert "12 of 12 runs, on a CPU, JAX 1; at abc." in report
-    assert "Tuned values are those that were the best with the first seed" in report
+    assert "20 of 20 runs, on a CPU, JAX 1; at abc." in report
+    assert "Each row has the learning rate that was the best of all with the first seed." in report
     assert (tmp_path / "report.png").stat().st_size > 10_000
 
 
@@ -158,9 +158,21 @@ def test_a_report_of_finished_runs(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_study(PLAIN, tmp_path, Fake(fail_after=4))
     run_study(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
-    assert "2 of 12 runs" in (tmp_path / REPORT_FILE).read_text()
+    report = (tmp_path / REPORT_FILE).read_text()
+    assert "4 of 20 runs" in report
+    assert "Not measured: softmax 8, softmax 16." in report
     with pytest.raises(UserError, match="no run of this study is done yet"):
         run_study(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)
+
+
+def test_all_runs_are_counted_with_one_seed_and_with_further_ones(tmp_path):
+    one = replace(PLAIN, axes={**PLAIN.axes, "seed": {"0": {"seed": 0}}})
+    run_study(one, tmp_path, Fake())
+    assert "12 of 12 runs" in (tmp_path / REPORT_FILE).read_text()
+    run_study(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
+    assert "12 of 20 runs" in (tmp_path / REPORT_FILE).read_text()
+    run_study(PLAIN, tmp_path, Fake())
+    assert "20 of 20 runs" in (tmp_path / REPORT_FILE).read_text()
 
 
 def test_nan_is_never_the_best(tmp_path):
@@ -183,6 +195,16 @@ def test_a_metric_that_is_not_measured_is_named(tmp_path):
 def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
     with pytest.raises(ValueError, match="one of mechanism, width"):
         replace(STUDY, plots=(Points("accuracy", lines="learning_rate"),))
+
+
+def test_highlighted_labels_and_the_baseline_exist():
+    for plot in (
+        Points("accuracy", highlighted={"linaer": "C0"}),
+        Ranking("accuracy", highlighted={"0.01": "C0"}),  # not compared
+        Ranking("accuracy", baseline="linaer"),
+    ):
+        with pytest.raises(ValueError, match=r"no compared axis has .*choose from \['linear', 's"):
+            replace(STUDY, plots=(plot,))
 
 
 def test_other_seeds_are_checked_before_any_run(tmp_path):

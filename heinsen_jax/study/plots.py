@@ -1,0 +1,225 @@
+"""Plots of studies: highlighted labels in color, all others gray, each named beside its line."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import matplotlib.figure
+from matplotlib.axes import Axes
+
+from heinsen_jax.study.labels import GRAY, Line, label_at_right, label_points
+from heinsen_jax.study.report import Comparison
+
+COST_LABELS = {
+    "state_bytes": "state size (bytes)",
+    "parameters": "parameters",
+    "seconds": "training time (seconds)",
+}
+LINES_HEIGHT = 5.5  # inches
+BARS = "bars: from the lowest to the highest seed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Fields of all plots.
+
+    Attributes:
+      title: title; by default the names of the axes.
+      unit: unit of the metric, such as "nats per character".
+      chance: value of the metric for guesses, drawn as a dashed line.
+      highlighted: Matplotlib's colors by labels of the compared axes; other lines are gray.
+    """
+
+    title: str = ""
+    unit: str = ""
+    chance: float | None = None
+    highlighted: Mapping[str, str] = field(default_factory=dict)
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        """Draw the results without names of lines, and return the lines."""
+        raise NotImplementedError
+
+    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
+        """Write the names of the drawn lines, given the final limits and size of the axes."""
+
+    def label(self, metric: str) -> str:
+        """Label of an axis: the metric with its unit."""
+        words = metric.replace("_", " ")
+        return f"{words} ({self.unit})" if self.unit else words
+
+    def color(self, result: Comparison) -> str:
+        found = (self.highlighted.get(label) for label in result.compared.values())
+        return next((color for color in found if color), GRAY)
+
+    def set_title(self, axes: Axes, default: str, results: Sequence[Comparison], note: str) -> None:
+        """Set the title, and a note about the seeds if they are several."""
+        seeds = max((len(result.rows) for result in results), default=0)
+        title = self.title or default
+        axes.set_title(f"{title}\n({note})" if seeds > 1 else title, fontsize="medium")
+
+    def line(self, axes: Axes, name: str, points: Sequence[tuple[float, Comparison, str]]) -> Line:
+        """Draw the mean of the seeds at each place, with a bar over all seeds."""
+        seeds = [result.values(metric) for _, result, metric in points]
+        x, y = [x for x, *_ in points], [result.mean(metric) for _, result, metric in points]
+        bars = [(min(values), max(values)) for values in seeds]
+        line = Line(name, x, y, self.color(points[0][1]), bars)
+        below = [mean - low for mean, (low, _) in zip(y, bars, strict=True)]
+        above = [high - mean for mean, (_, high) in zip(y, bars, strict=True)]
+        is_gray = line.color == GRAY
+        axes.errorbar(
+            x,
+            y,
+            yerr=(below, above),
+            color=line.color,
+            fmt="o-",
+            markersize=3 if is_gray else 5,
+            linewidth=1 if is_gray else 2,
+            elinewidth=1,
+            zorder=2 if is_gray else 3,
+        )
+        return line
+
+    def draw_chance(self, axes: Axes) -> None:
+        if self.chance is not None:
+            axes.axhline(self.chance, color="black", linestyle="--", linewidth=1)
+            at, place = (0.01, self.chance), axes.get_yaxis_transform()
+            axes.annotate("chance", at, (0, 2), place, "offset points", fontsize=8)
+
+
+@dataclass(frozen=True)
+class Points(Plot):
+    """Plot of a metric against a cost, with one line per label of an axis.
+
+    Attributes:
+      y: a metric.
+      x: "state_bytes", "parameters" or "seconds".
+      lines: the axis.
+    """
+
+    y: str
+    x: Literal["state_bytes", "parameters", "seconds"] = "state_bytes"
+    lines: str = "mechanism"
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        drawn = []
+        for label, of_line in _by(results, self.lines).items():
+            points = [(x.mean(self.x), x, self.y) for x in of_line if _is_measured(x, self.y)]
+            if points:
+                drawn.append(self.line(axes, label, sorted(points, key=lambda point: point[0])))
+        self.draw_chance(axes)
+        axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
+        axes.margins(0.15)  # space for names
+        default = f"{self.y.replace('_', ' ')} against {COST_LABELS[self.x].partition(' (')[0]}"
+        self.set_title(axes, default, results, BARS)
+        return drawn
+
+    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
+        avoided = []
+        if self.chance is not None:
+            avoided.append(Line("chance", axes.get_xlim(), [self.chance] * 2, "black"))
+        label_points(axes, lines, avoided)
+
+
+@dataclass(frozen=True)
+class LengthPlot(Plot):
+    """Plot of accuracy against the test length, with one line per label of an axis.
+
+    Attributes:
+      lengths: test lengths, with metrics `accuracy_<length>`.
+      lines: the axis.
+      length_unit: unit of the lengths.
+    """
+
+    lengths: tuple[int, ...]
+    lines: str = "mechanism"
+    length_unit: str = "tokens"
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        drawn = []
+        for label, of_line in _by(results, self.lines).items():
+            for result in of_line:
+                points = [(length, result, f"accuracy_{length}") for length in self.lengths]
+                points = [point for point in points if _is_measured(result, point[2])]
+                name = label if len(of_line) == 1 else " ".join(result.compared.values())
+                if points:
+                    drawn.append(self.line(axes, name, points))
+        self.draw_chance(axes)
+        axes.set(xlabel=f"length ({self.length_unit})", ylabel=self.label("accuracy"))
+        axes.set_xscale("log")
+        axes.set_xticks(self.lengths, [str(length) for length in self.lengths])
+        axes.minorticks_off()
+        self.set_title(axes, "accuracy against length", results, BARS)
+        return drawn
+
+    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
+        label_at_right(axes, lines)
+
+
+@dataclass(frozen=True)
+class Ranking(Plot):
+    """Plot of all seeds of each row, ranked by their mean.
+
+    Attributes:
+      metric: the ranked metric.
+      baseline: label of the row whose mean is drawn through all rows.
+    """
+
+    metric: str
+    baseline: str = ""
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        ranked = [result for result in results if _is_measured(result, self.metric)]
+        ranked.sort(key=lambda result: -result.mean(self.metric))
+        for row, result in enumerate(ranked):
+            values, color = result.values(self.metric), self.color(result)
+            color = "0.5" if color == GRAY else color
+            axes.plot(values, [row] * len(values), "o", color=color, markersize=5, alpha=0.7)
+            if len(values) > 1:
+                axes.plot(result.mean(self.metric), row, "|", color="black", markersize=12)
+            if self.baseline in result.compared.values():
+                axes.axvline(result.mean(self.metric), color=color, linestyle="--", linewidth=1)
+        axes.set_yticks(range(len(ranked)), [" ".join(x.compared.values()) for x in ranked])
+        axes.set_ylim(-0.7, len(ranked) - 0.3)
+        for name, result in zip(axes.get_yticklabels(), ranked, strict=True):
+            if (color := self.color(result)) != GRAY:
+                name.set(color=color, weight="bold")
+        if self.chance is not None:
+            axes.axvline(self.chance, color="black", linestyle="--", linewidth=1)
+            at, place = (self.chance, 0.01), axes.get_xaxis_transform()
+            axes.annotate("chance", at, (2, 0), place, "offset points", fontsize=8)
+        axes.set_xlabel(self.label(self.metric))
+        self.set_title(axes, self.metric.replace("_", " "), results, "dots: seeds; line: mean")
+        return []
+
+
+def draw(
+    title: str, plots: Sequence[Plot], results: Sequence[Comparison]
+) -> matplotlib.figure.Figure:
+    """Draw all plots side by side."""
+    heights = [
+        1.8 + 0.26 * len(results) if isinstance(plot, Ranking) else LINES_HEIGHT for plot in plots
+    ]
+    size = 7.5 * len(plots), max(heights)
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    drawn = []
+    for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
+        drawn.append((plot, axes, plot.draw(axes, results)))
+        axes.grid(alpha=0.3)
+    # names at the right change the size of all axes: they are before those beside points
+    for plot, axes, lines in sorted(drawn, key=lambda panel: isinstance(panel[0], Points)):
+        if lines:
+            plot.write_names(axes, lines)
+    return figure
+
+
+def _is_measured(result: Comparison, metric: str) -> bool:
+    return math.isfinite(result.mean(metric))
+
+
+def _by(results: Sequence[Comparison], axis: str) -> dict[str, list[Comparison]]:
+    groups: dict[str, list[Comparison]] = {}
+    for result in results:
+        groups.setdefault(result.compared[axis], []).append(result)
+    return groups

@@ -1,0 +1,103 @@
+"""Plots of studies: colors, chance, baselines, titles and units."""
+
+import math
+
+import matplotlib.figure
+import pytest
+from matplotlib.axes import Axes
+
+from heinsen_jax.study import Comparison, LengthPlot, Points, Ranking
+from heinsen_jax.study.labels import GRAY
+from heinsen_jax.study.plots import draw
+
+ACCURACY = {"log": (0.5, 0.7), "softmax": (1.0, 1.0), "l1": (1.0, 1.0)}
+
+
+def comparison(mechanism: str) -> Comparison:
+    rows = [
+        {"metrics": {"accuracy": x, "accuracy_8": x, "accuracy_16": x / 2}, "state_bytes": 100}
+        for x in ACCURACY[mechanism]
+    ]
+    return Comparison({"mechanism": mechanism}, {}, rows)
+
+
+RESULTS = [comparison(name) for name in ACCURACY]
+HIGHLIGHTED = {"softmax": "C0"}
+
+
+def drawn(plot) -> tuple[Axes, matplotlib.figure.Figure]:
+    figure = draw("A study", [plot], RESULTS)
+    return figure.axes[0], figure
+
+
+def marks(axes: Axes, y: float) -> set[str]:
+    """Colors of the points at this height."""
+    return {
+        str(line.get_color())
+        for line in axes.lines
+        if y in line.get_ydata() and line.get_marker() == "o"
+    }
+
+
+@pytest.mark.parametrize(
+    ("plot", "labels", "title"),
+    [
+        (
+            Points("accuracy", unit="%", chance=0.125, highlighted=HIGHLIGHTED),
+            ("state size (bytes)", "accuracy (%)"),
+            "accuracy against state size",
+        ),
+        (
+            LengthPlot(
+                (8, 16),
+                title="Copies",
+                length_unit="letters",
+                highlighted=HIGHLIGHTED,
+                chance=0.125,
+            ),
+            ("length (letters)", "accuracy"),
+            "Copies",
+        ),
+    ],
+)
+def test_lines_are_named_and_labels_have_units(plot, labels, title):
+    axes, figure = drawn(plot)
+    assert figure.get_suptitle() == "A study"
+    assert axes.get_title().splitlines() == [title, "(bars: from the lowest to the highest seed)"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == labels
+    assert {text.get_text() for text in axes.texts} == {"chance", *ACCURACY}
+    assert [0.125, 0.125] in [list(line.get_ydata()) for line in axes.lines]
+    assert marks(axes, 1.0) == {"C0", GRAY}
+    assert marks(axes, 0.6) == {GRAY}
+    (segments,) = (x.get_segments() for x in axes.collections[:1])
+    assert segments[0][:, 1] == pytest.approx([0.5, 0.7])  # the seeds of log
+
+
+def test_a_highlighted_line_is_above_others():
+    axes, _ = drawn(Points("accuracy", highlighted=HIGHLIGHTED))
+    order = {str(x.get_color()): x.get_zorder() for x in axes.lines if x.get_marker() == "o"}
+    assert order["C0"] > order[GRAY]
+
+
+def test_results_that_are_missing_or_not_finite_are_omitted():
+    rows = [{"metrics": {"accuracy": math.nan}, "state_bytes": 1}]
+    results = [
+        Comparison({"mechanism": "nan"}, {}, rows),
+        Comparison({"mechanism": "failed"}, {}, [{"failed": "NaN!"}]),
+    ]
+    plots = [Points("accuracy"), LengthPlot((8, 16)), Ranking("accuracy")]
+    for axes in draw("A study", plots, results).axes:
+        assert not axes.texts
+        assert not axes.lines
+    with_log = draw("A study", plots[:1], [*results, RESULTS[0]]).axes[0]
+    assert [text.get_text() for text in with_log.texts] == ["log"]
+
+
+def test_a_ranking_has_all_seeds_the_baseline_and_chance():
+    plot = Ranking("accuracy", highlighted=HIGHLIGHTED, baseline="log", chance=0.125)
+    axes, _ = drawn(plot)
+    assert [name.get_text() for name in axes.get_yticklabels()] == ["softmax", "l1", "log"]
+    assert axes.get_yticklabels()[0].get_color() == "C0"
+    dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
+    assert dashed == pytest.approx([0.6, 0.125])
+    assert "(dots: seeds; line: mean)" in axes.get_title()

@@ -21,7 +21,7 @@ def packed_row(segments: Sequence[np.ndarray], length: int) -> Batch:
     return Batch(tokens, is_token & (ids[1:] == ids[:-1]), ids)
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive tokens of a document."""
 
     start: int
@@ -29,10 +29,10 @@ class Piece(NamedTuple):
 
 
 class Plan:
-    """Rows of whole documents of one shard after the other, as `(shard, pieces)`.
+    """Rows of whole documents of one shard after the other, as `(shard, segments)`.
 
-    A document longer than a row is cut into pieces of row length. The first token of each is the
-    last one of the previous piece, so that every token but the first of a document is predicted.
+    A document longer than a row is cut into segments of row length. The first token of each is the
+    last one of the previous segment, so that every token but the first of a document is predicted.
 
     Args:
       ends: for each shard, the sorted positions after the last tokens of its documents.
@@ -43,7 +43,7 @@ class Plan:
         self._shards: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         counts, tokens = [0], 0
         for of_shard in ends:
-            starts, sizes = _pieces(of_shard, length)
+            starts, sizes = _segments(of_shard, length)
             rows = best_fit(sizes, length + 1)
             order = np.argsort(rows, kind="stable")
             bounds = np.flatnonzero(np.diff(rows[order], prepend=-1, append=len(rows)))
@@ -57,16 +57,16 @@ class Plan:
     def __len__(self) -> int:
         return int(self._counts[-1])
 
-    def __getitem__(self, index: int) -> tuple[int, list[Piece]]:
+    def __getitem__(self, index: int) -> tuple[int, list[Segment]]:
         shard = int(np.searchsorted(self._counts, index, side="right")) - 1
         starts, sizes, bounds = self._shards[shard]
         row = index - int(self._counts[shard])
         inside = slice(bounds[row], bounds[row + 1])
-        return shard, [*map(Piece, starts[inside].tolist(), sizes[inside].tolist())]
+        return shard, [*map(Segment, starts[inside].tolist(), sizes[inside].tolist())]
 
 
-def _pieces(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Starts and sizes of the pieces of documents, of 2 to `length + 1` tokens; a document of a
+def _segments(ends: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and sizes of the segments of documents, of 2 to `length + 1` tokens; a document of a
     single token, in which nothing is predicted, has none."""
     begins = np.concatenate([[0], ends[:-1]])
     counts = -(-(ends - begins - 1) // length)

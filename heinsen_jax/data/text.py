@@ -15,7 +15,7 @@ from heinsen_jax.data.dataset import Batch
 from heinsen_jax.data.documents import Source, SplitName
 from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
-from heinsen_jax.data.packing import Piece, Plan, packed_row
+from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
 from heinsen_jax.data.tokenizers import (
     end_of_text_id,
@@ -30,7 +30,7 @@ from heinsen_jax.typing import config_dataclass
 Documents: TypeAlias = Literal["separate", "continuous"]
 RowFn: TypeAlias = Callable[[np.ndarray, int], Batch]
 """Function from at most T + 1 tokens, and T, to a row."""
-_BLOCK = 1 << 24  # tokens that are searched at once
+_BLOCK = 1 << 24  # tokens that are searched together
 
 
 @config_dataclass
@@ -56,7 +56,7 @@ class DataConfig:
     support segments, else continuous; training reports the choice."""
     packing: Literal["windows", "best_fit"] = "windows"
     """Sequences of training. windows: consecutive tokens of the corpus. best_fit: whole separate
-    documents, longer ones in pieces, and padding where none fits. Validation has windows."""
+    documents, longer ones in segments, and padding where none fits. Validation has windows."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
     """Further sequence lengths at which to evaluate."""
     verify: bool = False
@@ -176,13 +176,13 @@ class TokenDataset:
             start = min(start + int(rng.integers(length)), last)
             return as_row(source.read(shard, start, length + 1), length)
 
-        def read_pieces(row: tuple[int, list[Piece]]) -> Batch:
-            shard, pieces = row
-            return packed_row([source.read(shard, *piece) for piece in pieces], length)
+        def read_segments(row: tuple[int, list[Segment]]) -> Batch:
+            shard, segments = row
+            return packed_row([source.read(shard, *segment) for segment in segments], length)
 
         if config.packing == "best_fit":
             plan = grain.MapDataset.source(self.plan(length))
-            rows = plan.seed(seed).shuffle().repeat().map(read_pieces)
+            rows = plan.seed(seed).shuffle().repeat().map(read_segments)
         else:
             starts = grain.MapDataset.source(_train_windows(source, length))
             rows = starts.seed(seed).shuffle().repeat().random_map(read_window)

@@ -25,6 +25,7 @@ from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.objective import objective_of
+from heinsen_jax.training.settings import with_documents
 from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.training.step import make_evaluation_step
 
@@ -120,6 +121,7 @@ def _run_text(
     if sequence_length is not None:
         settings = replace(settings, sequence_length=sequence_length)
     dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
+    settings, documents = with_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
     graph, parameters = nnx.split(model)
@@ -145,6 +147,8 @@ def _run_text(
     if max_batches is not None:
         what += f", of which the first {max_batches} batches"
     print(f"{workdir}, step {step}, on {what}:")
+    for line in documents:
+        print(f"  {line}")
     for name, value in found.items():
         print(f"  {name.replace('_', ' ')}: {value:.4f}")
 

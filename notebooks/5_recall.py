@@ -46,7 +46,7 @@ task = Recall(
     vocab_size=64, num_pairs=4, sequence_length=32, batch_size=32, validation_examples=256
 )
 draw = data.TaskDataset(task).train_row(task, seed=0)
-tokens, is_answer = draw(0)
+tokens, is_answer, _ = draw(0)
 print("tokens: ", tokens)
 print("answers:", np.where(is_answer, tokens[1:], 0))
 

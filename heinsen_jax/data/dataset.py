@@ -16,6 +16,9 @@ class Batch(NamedTuple):
     """int32 [*B, T+1]: predict `tokens[..., 1:]` from `tokens[..., :-1]`."""
     loss_mask: np.ndarray | Array
     """bool [*B, T]: the predictions that count in the loss."""
+    segment_ids: np.ndarray | Array | None = None
+    """int32 [*B, T+1]: the segment of each token, such as a document, to which it may attend; None
+    if tokens attend to the whole row."""
 
 
 @runtime_checkable

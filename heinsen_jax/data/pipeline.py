@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Annotated, overload
 
 import grain
+import jax
 import numpy as np
 import pydantic
 
@@ -90,13 +91,13 @@ def validation_batches(
     """
     local_batch = _local_batch(config, process_count)
     rows = dataset.validation_rows(config)[name]
-    padding = Batch(*(np.zeros_like(x) for x in rows[0]))
+    padding = jax.tree.map(np.zeros_like, rows[0])
     count = math.ceil(len(rows) / config.batch_size)
     for step in range(count if max_batches is None else min(count, max_batches)):
         first = step * config.batch_size + process_index * local_batch
         indices = range(first, first + local_batch)
         found = [rows[i] if i < len(rows) else padding for i in indices]
-        yield Batch(*(np.stack(x) for x in zip(*found, strict=True)))
+        yield jax.tree.map(lambda *x: np.stack(x), *found)
 
 
 def _local_batch(config: DataSettings, process_count: int) -> int:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, overload
+from typing import Annotated, Literal, TypeAlias, overload
 
 import grain
 import numpy as np
@@ -15,11 +15,22 @@ from heinsen_jax.data.dataset import Batch
 from heinsen_jax.data.documents import Source, SplitName
 from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
+from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
-from heinsen_jax.data.tokenizers import fingerprint, load_tokenizer, tokenizer_name
+from heinsen_jax.data.tokenizers import (
+    end_of_text_id,
+    fingerprint,
+    load_tokenizer,
+    tokenizer_name,
+)
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
+
+Documents: TypeAlias = Literal["separate", "continuous"]
+RowFn: TypeAlias = Callable[[np.ndarray, int], Batch]
+"""Function from at most T + 1 tokens, and T, to a row."""
+_BLOCK = 1 << 24  # tokens that are searched together
 
 
 @config_dataclass
@@ -38,10 +49,25 @@ class DataConfig:
     """Sequence length in tokens."""
     batch_size: pydantic.PositiveInt = 32
     """Global batch size, in sequences."""
+    documents: Documents | None = None
+    """separate: tokens attend only to their own document, and no document's first token is
+    predicted from another one. continuous: tokens attend to all previous tokens of the sequence.
+    When None, separate if end-of-text tokens divide the corpus and all mechanisms of the model
+    support segments, else continuous; training reports the choice."""
+    packing: Literal["windows", "best_fit"] = "windows"
+    """Sequences of training. windows: consecutive tokens of the corpus. best_fit: whole separate
+    documents, longer ones in segments, and padding where none fits. Validation has windows."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
     """Further sequence lengths at which to evaluate."""
     verify: bool = False
     """Before training, compare the hashes of all prepared tokens with the manifest."""
+
+    def __post_init__(self) -> None:
+        if self.packing == "best_fit" and self.documents == "continuous":
+            raise ValueError(
+                "packing='best_fit' with documents='continuous': packed documents are separate; "
+                "set packing='windows' or documents='separate'"
+            )
 
     @property
     def longest(self) -> int:
@@ -74,6 +100,15 @@ class TokenSource:
             )
         return tokens.astype(np.int32)
 
+    def document_ends(self, shard: int, end_of_text: int) -> np.ndarray:
+        """Positions after the last token of each document of a shard, in order."""
+        tokens = self._shards[shard]
+        found = [
+            np.flatnonzero(tokens[start : start + _BLOCK] == end_of_text) + start + 1
+            for start in range(0, len(tokens), _BLOCK)
+        ]
+        return np.unique(np.concatenate([*found, [len(tokens)]]))
+
 
 class TokenDataset:
     """A prepared data set: its tokenizer, its manifest and its tokens."""
@@ -88,6 +123,7 @@ class TokenDataset:
                 f"{folder}: its tokenizer differs from that of its tokens; delete the folder and "
                 "prepare it again"
             )
+        self._plans: dict[int, Plan] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -102,20 +138,54 @@ class TokenDataset:
         split = self.manifest.splits["validation"]
         return split.bytes / split.tokens
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether end-of-text tokens divide a shard into several documents."""
+        shards = [shard for split in self.manifest.splits.values() for shard in split.shards]
+        return self.manifest.split != "tail" and any(shard.documents > 1 for shard in shards)
+
+    def documents(self, config: DataConfig) -> Documents:
+        """`config.documents`, or its default for a model that supports segments."""
+        is_separate = config.packing == "best_fit" or self.has_documents
+        return config.documents or ("separate" if is_separate else "continuous")
+
+    def plan(self, length: int) -> Plan:
+        """Rows of whole training documents, each of which predicts `length` tokens."""
+        if length not in self._plans:
+            source, end = self.split("train"), end_of_text_id(self.tokenizer)
+            _check_text(source)
+            ends = [source.document_ends(shard, end) for shard in range(len(source.lengths))]
+            self._plans[length] = plan = Plan(ends, length)
+            if not len(plan):
+                raise UserError("data.corpus: no document has a second token; give more text")
+        return self._plans[length]
+
+    def padding(self, config: DataConfig) -> float:
+        """Fraction of the tokens of training sequences that is padding."""
+        return self.plan(config.sequence_length).padding if config.packing == "best_fit" else 0.0
+
     def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
         """An epoch visits windows at a stride of `sequence_length`, in random order, each shifted
-        by a random offset within its shard. Shards shorter than a window are skipped."""
-        source, length = self.split("train"), config.sequence_length
-        everything = np.ones(length, bool)
+        by a random offset within its shard. Shards shorter than a window are skipped. Or, by
+        `packing`, it visits the rows of `plan` in random order."""
+        source, length, as_row = self.split("train"), config.sequence_length, self._as_row(config)
 
-        def read(window: tuple[int, int], rng: np.random.Generator) -> Batch:
+        def read_window(window: tuple[int, int], rng: np.random.Generator) -> Batch:
             shard, start = window
             last = source.lengths[shard] - (length + 1)
             start = min(start + int(rng.integers(length)), last)
-            return Batch(source.read(shard, start, length + 1), everything)
+            return as_row(source.read(shard, start, length + 1), length)
 
-        starts = grain.MapDataset.source(_train_windows(source, length))
-        rows = starts.seed(seed).shuffle().repeat().random_map(read)
+        def read_segments(row: tuple[int, list[Segment]]) -> Batch:
+            shard, segments = row
+            return packed_row([source.read(shard, *segment) for segment in segments], length)
+
+        if config.packing == "best_fit":
+            plan = grain.MapDataset.source(self.plan(length))
+            rows = plan.seed(seed).shuffle().repeat().map(read_segments)
+        else:
+            starts = grain.MapDataset.source(_train_windows(source, length))
+            rows = starts.seed(seed).shuffle().repeat().random_map(read_window)
 
         def row(number: int) -> Batch:
             batch = rows[number]
@@ -128,8 +198,16 @@ class TokenDataset:
         """Windows that cover the split once, in order: every token but the first of a shard is
         predicted once; the same for each of the `test_lengths`."""
         lengths = {"": config.sequence_length, **{str(n): n for n in config.test_lengths}}
-        source = self.split("validation")
-        return {name: _ValidationRows(source, length) for name, length in lengths.items()}
+        source, as_row = self.split("validation"), self._as_row(config)
+        return {name: _ValidationRows(source, length, as_row) for name, length in lengths.items()}
+
+    def _as_row(self, config: DataConfig) -> RowFn:
+        if self.documents(config) == "continuous":
+            return _continuous_row
+        end = end_of_text_id(self.tokenizer)
+        return lambda tokens, length: packed_row(
+            np.split(tokens, np.flatnonzero(tokens == end) + 1), length
+        )
 
     def split(self, name: SplitName) -> TokenSource:
         """The tokens of a split."""
@@ -190,8 +268,8 @@ class _Windows:
 class _ValidationRows(Sequence[Batch]):
     """Windows that cover a split; the last one of a shard is padded."""
 
-    def __init__(self, source: TokenSource, length: int) -> None:
-        self._source, self._length = source, length
+    def __init__(self, source: TokenSource, length: int, as_row: RowFn) -> None:
+        self._source, self._length, self._as_row = source, length, as_row
         counts = [math.ceil((tokens - 1) / length) for tokens in source.lengths]
         self._windows = _Windows(counts, length)
         if not len(self._windows):
@@ -210,15 +288,23 @@ class _ValidationRows(Sequence[Batch]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         shard, start = self._windows[index]
-        found = self._source.read(shard, start, self._length + 1)
-        missing = self._length + 1 - len(found)
-        valid = np.arange(self._length) < len(found) - 1
-        return Batch(np.pad(found, (0, missing)), valid)
+        return self._as_row(self._source.read(shard, start, self._length + 1), self._length)
+
+
+def _continuous_row(tokens: np.ndarray, length: int) -> Batch:
+    """A row of these tokens and padding."""
+    missing = length + 1 - len(tokens)
+    valid = np.arange(length) < len(tokens) - 1
+    return Batch(np.pad(tokens, (0, missing)) if missing else tokens, valid)
+
+
+def _check_text(source: TokenSource) -> None:
+    if not source.lengths:
+        raise UserError("data.corpus: it has no text for training; prepare it with another split")
 
 
 def _train_windows(source: TokenSource, length: int) -> _Windows:
-    if not source.lengths:
-        raise UserError("data.corpus: it has no text for training; prepare it with another split")
+    _check_text(source)
     windows = _Windows([(tokens - 1) // length for tokens in source.lengths], length)
     if not len(windows):
         raise UserError(

@@ -12,7 +12,7 @@ from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.sharding import constrain
-from heinsen_jax.typing import Array, Features, Float, PyTree
+from heinsen_jax.typing import Array, Features, Float, Integer, PyTree
 
 
 class BlockState(NamedTuple):
@@ -56,7 +56,12 @@ class Block(nnx.Module):
         )
 
     def __call__(
-        self, x: Features, *, state: BlockState | None, return_state: bool
+        self,
+        x: Features,
+        *,
+        state: BlockState | None,
+        return_state: bool,
+        segment_ids: Integer[Array, "*B T"] | None = None,
     ) -> tuple[Features, BlockState | None]:
         before, after = (None,) * 2 if state is None else state.convolutions, []
 
@@ -64,7 +69,8 @@ class Block(nnx.Module):
             if not self.convolutions:
                 return x
             with jax.named_scope("convolution"):
-                x, last = self.convolutions[branch](x, state=before[branch])
+                convolution = self.convolutions[branch]
+                x, last = convolution(x, state=before[branch], segment_ids=segment_ids)
             after.append(last)
             return x
 
@@ -72,7 +78,8 @@ class Block(nnx.Module):
             normed = self.norm(x)
         y = convolve(normed, 0)
         with jax.named_scope("attention"):
-            attend = partial(self.attention, y, is_causal=self.is_causal)
+            options = {"is_causal": self.is_causal, "segment_ids": segment_ids}
+            attend = partial(self.attention, y, **options)
             earlier = None if state is None else state.attention
             if return_state:
                 y, attention = attend(state=earlier, return_state=True)

@@ -5,8 +5,10 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import pydantic
+from flax import nnx
 
 from heinsen_jax.attention import AttentionConfig, configure, mechanism
+from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.typing import config_dataclass
@@ -143,6 +145,16 @@ class LanguageModelConfig:
                     f"the layer pattern, and a dot; known are {', '.join(sorted(known))}"
                 )
         return [self._mechanism(index, name) for index, name in enumerate(self.layer_pattern)]
+
+    def abstract_layers(self) -> list[Attention]:
+        """The attention layers of `layer_pattern`, without weights."""
+
+        def layers() -> nnx.List:
+            sizes, rngs = (self.model_dim, self.num_heads), nnx.Rngs(0)
+            pairs = zip(self.layer_pattern, self.mechanisms(), strict=True)
+            return nnx.List(mechanism(name)(*sizes, config, rngs=rngs) for name, config in pairs)
+
+        return [*nnx.eval_shape(layers)]
 
     def _mechanism(self, index: int, name: str) -> AttentionConfig:
         capabilities, config = mechanism(name).capabilities, mechanism(name).Config

@@ -1,8 +1,5 @@
 """Floating-point operations of a model, for model FLOPs utilization (MFU)."""
 
-from flax import nnx
-
-from heinsen_jax.attention import mechanism
 from heinsen_jax.models.config import LanguageModelConfig
 
 
@@ -14,11 +11,6 @@ def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -
     each head of log-attention, which writes and reads its state once.
     """
 
-    def layers() -> nnx.List:
-        sizes, rngs = (config.model_dim, config.num_heads), nnx.Rngs(0)
-        pairs = zip(config.layer_pattern, config.mechanisms(), strict=True)
-        return nnx.List(mechanism(name)(*sizes, chosen, rngs=rngs) for name, chosen in pairs)
-
-    pattern = nnx.eval_shape(layers)
+    pattern = config.abstract_layers()
     of_pattern = sum(layer.flops(length, config.is_causal) for layer in pattern)
     return 6.0 * parameters + 3.0 * of_pattern * config.num_layers / len(pattern)

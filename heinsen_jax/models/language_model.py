@@ -26,6 +26,7 @@ from heinsen_jax.models.position import (
     PositionState,
 )
 from heinsen_jax.models.readout import Readout
+from heinsen_jax.ops.arguments import check_array
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree, Shaped, pytree_dataclass
 
@@ -113,6 +114,7 @@ class LanguageModel(nnx.Module):
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],
         *,
+        segment_ids: Integer[Array | np.ndarray, "*B T"] | None = None,
         state: LanguageModelState | None = None,
         return_state: Literal[False] = False,
     ) -> Float[Array, "*B T vocab_size"]: ...
@@ -122,6 +124,7 @@ class LanguageModel(nnx.Module):
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],
         *,
+        segment_ids: Integer[Array | np.ndarray, "*B T"] | None = None,
         state: LanguageModelState | None = None,
         return_state: Literal[True],
     ) -> tuple[Float[Array, "*B T vocab_size"], LanguageModelState]: ...
@@ -130,6 +133,7 @@ class LanguageModel(nnx.Module):
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],
         *,
+        segment_ids: Integer[Array | np.ndarray, "*B T"] | None = None,
         state: LanguageModelState | None = None,
         return_state: bool = False,
     ) -> (
@@ -140,6 +144,10 @@ class LanguageModel(nnx.Module):
 
         Args:
           tokens: ids `[*B, T]` of integers below vocab_size.
+          segment_ids: `[*B, T]`, the segment of each token: the logits of each segment, a run of
+            equal ids that do not recur, are those of that segment alone. With a state, which few
+            mechanisms support, the first segment continues from it, and the state returned is that
+            of the last one.
           state: state after the previous tokens; None at the start of a sequence.
           return_state: whether to return the state after the T tokens, too.
 
@@ -148,8 +156,12 @@ class LanguageModel(nnx.Module):
 
         Raises:
           ValueError: outside `jit`, if a token id is not in the vocabulary.
+          NotImplementedError: segments are given, and a mechanism does not support them, or not
+            with a state.
         """
-        features, after = self.features(tokens, state=state, return_state=return_state)
+        features, after = self.features(
+            tokens, segment_ids=segment_ids, state=state, return_state=return_state
+        )
         with jax.named_scope("logits"):
             logits = self.readout(features)
         return (logits, after) if return_state else logits
@@ -158,24 +170,33 @@ class LanguageModel(nnx.Module):
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],
         *,
+        segment_ids: Integer[Array | np.ndarray, "*B T"] | None = None,
         state: LanguageModelState | None = None,
         return_state: bool = False,
     ) -> tuple[Features, LanguageModelState | None]:
         """The input of `readout`, `[*B, T, model_dim]`, and the state after the tokens, None unless
         requested; arguments as for `__call__`."""
         check_tokens(tokens, self.config.vocab_size)
+        if segment_ids is not None:
+            segment_ids = jnp.asarray(segment_ids)
+            check_array("segment_ids", segment_ids, (tokens.shape,), jnp.integer)
+            if return_state and self.config.position_kind == "learned":
+                raise NotImplementedError(
+                    "LearnedPositions: segment_ids is unsupported with a state, which has one "
+                    "length for all sequences; pass whole segments without a state"
+                )
         batch_shape = tokens.shape[:-1]
         if state is None and return_state:
             state = self.init_state(batch_shape)
         before: PyTree = self.position.init_state(batch_shape) if state is None else state.position
         with jax.named_scope("position"):
             x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
-            x, position = self.position(x, state=before)
+            x, position = self.position(x, state=before, segment_ids=segment_ids)
 
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
         states = (None,) * len(graphs) if state is None else state.blocks
         remat = self.config.remat_policy if self.config.remat else None
-        x, blocks = _through(graphs, return_state, remat, x, parameters, states)
+        x, blocks = _through(graphs, return_state, remat, x, parameters, states, segment_ids)
         if self.config.embedding_style == "paper":
             x = self.norm(x)
         return x, LanguageModelState(position, blocks) if return_state else None
@@ -256,6 +277,7 @@ def _through(
     x: Features,
     parameters: tuple[nnx.State, ...],
     states: States,
+    segment_ids: Integer[Array, "*B T"] | None,
 ) -> tuple[Features, States]:
     """x after all blocks, and their states after it."""
 
@@ -265,7 +287,8 @@ def _through(
         after = []
         for graph, parameters, state in zip(graphs, *layers, strict=True):
             block = nnx.merge(graph, parameters)
-            x, state = block(x, state=state, return_state=return_state)
+            options = {"return_state": return_state, "segment_ids": segment_ids}
+            x, state = block(x, state=state, **options)
             after.append(state)
         return x, tuple(after)
 

@@ -7,15 +7,19 @@ from typing import Literal, TypeAlias, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, parameter, uniform
+from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
+from heinsen_jax.ops.numerics import log_add_exp
 from heinsen_jax.typing import Array, Features, Float, Integer
 
 PositionState: TypeAlias = Float[Array, "*B D"] | Integer[Array, "*B"] | tuple[()]
+SegmentIds: TypeAlias = Integer[Array, "*B T"]
 
 
 class PositionRecurrence(nnx.Module):
@@ -23,20 +27,27 @@ class PositionRecurrence(nnx.Module):
 
         u | b = x W + c,   h_t = logaddexp(log sigmoid(u_t) + h_{t-1}, b_t),   h_0 = 0
 
-    The state is the last h `[..., D]`, at least float32.
+    The state is the last h `[..., D]`, at least float32. Each segment begins with h_0 = 0, but the
+    first one continues from the state.
     """
 
     def __init__(self, model_dim: int, **options: Unpack[LayerOptions]):
         self.dense = linear(model_dim, 2 * model_dim, ("embed", "mlp"), **options)
 
     def __call__(
-        self, x: Features, *, state: Float[Array, "*B D"]
+        self, x: Features, *, state: Float[Array, "*B D"], segment_ids: SegmentIds | None = None
     ) -> tuple[Features, Float[Array, "*B D"]]:
         logits, log_inputs = jnp.split(self.dense(x).astype(state.dtype), 2, -1)
+        log_coefficients = jax.nn.log_sigmoid(logits)
+        if segment_ids is not None:
+            starts = segment_starts(segment_ids, None)[..., None]
+            first = log_add_exp(log_coefficients, log_inputs)  # h_1, from h_0 = 0
+            log_inputs = jnp.where(starts, first, log_inputs)
+            log_coefficients = jnp.where(starts, -jnp.inf, log_coefficients)
         h, after = devices.recur(
             CallArguments(state=RecurrenceState.begun(state)),
             _recurrence,
-            jax.nn.log_sigmoid(logits),
+            log_coefficients,
             log_inputs,
             empty=RecurrenceState.empty(state.shape, state.dtype),
             summary=RecurrenceState.of,
@@ -72,7 +83,10 @@ def _recurrence(
 class NoPositions(nnx.Module):
     """No position encoding: x itself, without state."""
 
-    def __call__(self, x: Features, *, state: tuple[()]) -> tuple[Features, tuple[()]]:
+    def __call__(
+        self, x: Features, *, state: tuple[()], segment_ids: SegmentIds | None = None
+    ) -> tuple[Features, tuple[()]]:
+        del segment_ids
         return x, state
 
     def init_state(self, batch_shape: Sequence[int]) -> tuple[()]:
@@ -90,7 +104,7 @@ class LearnedPositions(nnx.Module):
     language model, if `has_norm`.
 
     The state is the number of previous tokens. Beyond max_length tokens results are NaN; outside
-    `jit`, an error.
+    `jit`, an error. With segments, positions count from the start of each.
     """
 
     def __init__(
@@ -100,7 +114,7 @@ class LearnedPositions(nnx.Module):
         self.norm = layer_norm(model_dim, **options) if has_norm else None
 
     def __call__(
-        self, x: Features, *, state: Integer[Array, ""]
+        self, x: Features, *, state: Integer[Array, ""], segment_ids: SegmentIds | None = None
     ) -> tuple[Features, Integer[Array, ""]]:
         length, after = x.shape[-2], state + x.shape[-2]
         known = length if isinstance(after, Tracer) else int(after)
@@ -109,8 +123,12 @@ class LearnedPositions(nnx.Module):
                 f"sequence length {known} exceeds max_length={max_length}, the number of positions "
                 "of the model: give a shorter sequence, or train a model with a larger max_length"
             )
-        embedding = self.embedding[...]
-        positions = embedding.at[state + jnp.arange(length)].get(mode="fill", fill_value=jnp.nan)
+        embedding, index = self.embedding[...], state + jnp.arange(length)
+        if segment_ids is not None:
+            index = jnp.broadcast_to(index, segment_ids.shape)
+            starts = jnp.where(segment_starts(segment_ids, None), index, 0)
+            index = index - lax.cummax(starts, axis=starts.ndim - 1)
+        positions = embedding.at[index].get(mode="fill", fill_value=jnp.nan)
         x = x + jnp.broadcast_to(positions, x.shape).astype(x.dtype)
         return (x if self.norm is None else self.norm(x)), after
 

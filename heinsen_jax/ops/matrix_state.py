@@ -208,7 +208,7 @@ def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
         scores = einsum("jxrtk,jxsk->jxrts", rows, key)
     else:
         decay = _finite(chunks.feature_decay)
-        from_start = jnp.exp(_sum_up_to(decay))
+        from_start = jnp.exp(_sum_up_to(decay, chunks.head_decay))
         total, scaled = from_start[:, :, -1:], rows * from_start[:, :, None]
 
         def by_differences() -> tuple[Array, Array]:
@@ -231,9 +231,17 @@ def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
     return _Scaled(scores, rows, key), jnp.swapaxes(total, -1, -2)
 
 
-def _sum_up_to(decay: Float[Array, "J X C F"]) -> Float[Array, "J X C F"]:
-    """Return G: the sums up to each token, which is included."""
-    return einsum("ts,jxsf->jxtf", _up_to(decay), decay)
+def _sum_up_to(
+    decay: Float[Array, "J X C F"], head_decay: Float[Array, "J X C 1"] | None = None
+) -> Float[Array, "J X C F"]:
+    """Return G: the sums up to each token, which is included. They begin again at a head decay of
+    log 0, as at the start of a segment, so that no cotangent of another one cancels only nearly.
+    """
+    if head_decay is None:
+        return einsum("ts,jxsf->jxtf", _up_to(decay), decay)
+    segments = jnp.cumsum(head_decay == -jnp.inf, -2)
+    summed = (segments == jnp.swapaxes(segments, -1, -2)) * _up_to(decay)[None, None]
+    return einsum("jxts,jxsf->jxtf", summed, decay)
 
 
 def _sum_after(decay: Float[Array, "J X C F"]) -> Float[Array, "J X C F"]:

@@ -13,10 +13,12 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_segments,
     check_tokens,
+    segment_starts,
     valid_tokens,
     without_padding,
 )
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
+from heinsen_jax.ops.linear_recurrence import linear_recurrence
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.numerics import split_exact, where_empty
 from heinsen_jax.typing import (
@@ -76,7 +78,8 @@ def dot_product_attention(
       is_causal: whether tokens attend only to themselves and earlier tokens.
       local_window_size: w: a query attends to the w nearest tokens on each side, itself included
         (only on the left if causal); or a pair, the numbers of tokens before and after it.
-      segment_ids: `[*B, S]`: tokens attend only to tokens of equal id. T must equal S.
+      segment_ids: `[*B, S]`: tokens attend only to tokens of equal id. T must equal S. With
+        log_decay, ids must not recur: each segment is one run of equal ids.
       key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
         the first valid key and the one past the last.
       query_offset: position of the first query among the keys. May be traced.
@@ -140,7 +143,7 @@ def dot_product_attention(
         small = query.shape[-3] * key.shape[-3] <= SMALL
         implementation = "xla" if small or any(given.values()) else "tiled"
     ids = _ids(query, key, segment_ids, key_value_seq_lengths)
-    decays = _decays(log_decay, query, key_value_seq_lengths, query_offset)
+    decays = _decays(log_decay, query, segment_ids, key_value_seq_lengths, query_offset)
     if implementation == "xla":
         return _dense(query, key, value, bias, mask, rule, ids, decays, query_offset, scale)
     if implementation != "tiled":
@@ -200,6 +203,7 @@ def _ids(
 def _decays(
     log_decay: Array | None,
     query: Array,
+    segment_ids: Array | None,
     key_value_seq_lengths: Array | None,
     offset: int | Array,
 ) -> tuple[Array | None, Array | None]:
@@ -211,8 +215,13 @@ def _decays(
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, log_decay.shape[:-2], log_decay.shape[-2])
         log_decay = jnp.where(valid[..., None], log_decay, 0)
-    of_key = jnp.cumsum(jnp.moveaxis(split_exact(log_decay, QUANTUM), 0, -1), -3)
-    axis = of_key.ndim - 3
+    parts = jnp.moveaxis(split_exact(log_decay, QUANTUM), 0, -1)
+    axis = parts.ndim - 3
+    if segment_ids is None:
+        of_key = jnp.cumsum(parts, axis)
+    else:  # from the start of each segment, so that no cotangent of another one is added
+        starts = segment_starts(segment_ids, None)[..., None, None]
+        of_key = linear_recurrence(1 - starts.astype(parts.dtype), parts, axis=axis)
     of_query = jax.lax.dynamic_slice_in_dim(of_key, offset, query.shape[-3], axis)
     return of_query, of_key
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.compilation import cache_compilations
-from heinsen_jax.data import Batch, Dataset, train_batches
+from heinsen_jax.data import Batch, DataConfig, Dataset, train_batches
 from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, flops_per_token
@@ -36,7 +36,7 @@ from heinsen_jax.training.metrics import (
 from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import learning_rates, make_optimizer
 from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
-from heinsen_jax.training.settings import Experiment, check_settings
+from heinsen_jax.training.settings import Experiment, check_settings, with_documents
 from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.state import (
     TrainState,
@@ -137,7 +137,8 @@ class _Run:
     ):
         self.workdir, self.dataset, self.mesh = workdir, dataset, mesh
         self.seed = experiment.seed
-        self.model, self.data = experiment.model, experiment.data
+        self.model = experiment.model
+        self.data, self.documents = with_documents(experiment.data, dataset, self.model)
         self.training, self.profile = experiment.training, profile
         self.on_start, self.sample_fn = on_start, sample_fn
         self.learning_rates = learning_rates(experiment.optimizer, self.training.steps)
@@ -250,7 +251,10 @@ class _Run:
         )
         rows, length = self.data.batch_size, self.data.sequence_length
         of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
-        batch = Batch._make([of_rows((rows, length + 1), jnp.int32), of_rows((rows, length), bool)])
+        tokens = of_rows((rows, length + 1), jnp.int32)
+        is_separate = isinstance(self.data, DataConfig) and self.data.documents == "separate"
+        segment_ids = tokens if is_separate else None
+        batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids])
         return step.lower(self.abstract, batch, *self._scalars(0)).compile()
 
     def _scalars(self, step: int) -> tuple[np.float32, np.ndarray]:
@@ -259,7 +263,7 @@ class _Run:
 
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
-        return describe(*what, self.count, update)
+        return [*describe(*what, self.count, update), *self.documents]
 
     def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)

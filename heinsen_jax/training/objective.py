@@ -1,7 +1,7 @@
 """Objectives: predict the next token, or masked tokens.
 
-An objective maps a model, tokens `[B, T + 1]`, a mask of the valid ones among the last T `[B, T]`,
-and a `jax.random.key` to `Predictions`.
+An objective maps a model, tokens `[B, T + 1]`, the mask `[B, T]` of predictions that count, a
+`jax.random.key`, and the segments of the tokens `[B, T + 1]`, if any, to `Predictions`.
 """
 
 from collections.abc import Callable
@@ -40,15 +40,23 @@ class Predictions(NamedTuple):
 Tokens: TypeAlias = Integer[Array, "B L"]
 LossMask: TypeAlias = Bool[Array, "B L-1"]
 RandomKey: TypeAlias = Key[Array, ""]
-Objective: TypeAlias = Callable[[LanguageModel, Tokens, LossMask, RandomKey], Predictions]
+SegmentIds: TypeAlias = Integer[Array, "B L"]
+Objective: TypeAlias = Callable[
+    [LanguageModel, Tokens, LossMask, RandomKey, SegmentIds | None], Predictions
+]
 
 
 def next_token(
-    model: LanguageModel, tokens: Tokens, loss_mask: LossMask, key: RandomKey
+    model: LanguageModel,
+    tokens: Tokens,
+    loss_mask: LossMask,
+    key: RandomKey,
+    segment_ids: SegmentIds | None = None,
 ) -> Predictions:
-    """Predict each token from the previous ones."""
+    """Predict each token from the previous ones of its segment."""
     del key
-    features, _ = model.features(tokens[:, :-1])
+    given = None if segment_ids is None else segment_ids[:, :-1]
+    features, _ = model.features(tokens[:, :-1], segment_ids=given)
     return Predictions(model.readout, features, tokens[:, 1:], loss_mask)
 
 
@@ -62,7 +70,8 @@ class MaskedTokens:
     """Predict a random part of the last T tokens from the others.
 
     Of the drawn tokens, 80% are replaced by the mask, 10% by a random token, and 10% stay. Padding
-    is masked, too, and does not count.
+    is masked, too, and does not count; with segments it has one of its own instead. Then the first
+    tokens of segments, which are never counted, are visible.
 
     Attributes:
       fraction: fraction of the T tokens that is drawn; at least one token.
@@ -76,11 +85,20 @@ class MaskedTokens:
     num_tokens: int
 
     def __call__(
-        self, model: LanguageModel, tokens: Tokens, loss_mask: LossMask, key: RandomKey
+        self,
+        model: LanguageModel,
+        tokens: Tokens,
+        loss_mask: LossMask,
+        key: RandomKey,
+        segment_ids: SegmentIds | None = None,
     ) -> Predictions:
         targets = tokens[:, 1:]
         given, drawn = self.mask(targets, key)
-        features, _ = model.features(jnp.where(loss_mask, given, self.num_tokens))
+        if segment_ids is None:
+            given = jnp.where(loss_mask, given, self.num_tokens)
+        else:
+            segment_ids = segment_ids[:, 1:]
+        features, _ = model.features(given, segment_ids=segment_ids)
         return Predictions(model.readout, features, targets, drawn & loss_mask)
 
     def mask(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Batch, Dataset
+from heinsen_jax.data import Batch, DataConfig, Dataset, TokenDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
@@ -34,7 +34,10 @@ def describe(
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     update, available = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
-    of_text = f": {total / available:.3g} epochs of {available:,} tokens" if available else ""
+    of_text = ""
+    if available:
+        epochs = (1 - _padding(data, dataset)) * total / available
+        of_text = f": {epochs:.3g} epochs of {available:,} tokens"
     batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
     measured = min(batches, training.evaluation_batches or batches)
     return [
@@ -47,6 +50,12 @@ def describe(
         if measured < batches
         else f"validation: {batches:,} batches",
     ]
+
+
+def _padding(data: DataSettings, dataset: Dataset) -> float:
+    if isinstance(data, DataConfig) and isinstance(dataset, TokenDataset):
+        return dataset.padding(data)
+    return 0.0
 
 
 def tokens_per_update(data: DataSettings) -> int:

@@ -1,16 +1,16 @@
 """Configuration of training, and checks across the sections of an experiment."""
 
+from dataclasses import replace
 from typing import Annotated, Protocol, runtime_checkable
 
 import pydantic
-from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.attention import mechanism, names
-from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset
+from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset, TokenDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
 from heinsen_jax.training.optimizer import OptimizerConfig, learning_rates
 from heinsen_jax.typing import config_dataclass
@@ -79,7 +79,8 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     Raises:
       UserError: two fields are incompatible; the message names them and the fix.
     """
-    model, data, training = experiment.model, experiment.data, experiment.training
+    model, training = experiment.model, experiment.training
+    data, _ = with_documents(experiment.data, dataset, model)
     vocabulary = dataset.vocab_size
     if model.vocab_size < vocabulary:
         of = f"data.tokenizer={data.tokenizer}" if isinstance(data, DataConfig) else data.task
@@ -117,6 +118,38 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     return mesh
 
 
+def with_documents(
+    data: AnyDataConfig, dataset: Dataset, model: LanguageModelConfig
+) -> tuple[AnyDataConfig, list[str]]:
+    """The configuration with `data.documents` resolved for this data set and model; and lines that
+    describe documents and packing, with the reason of a default. None for tasks.
+
+    Raises:
+      UserError: separate documents are required, which a mechanism does not support.
+    """
+    if not isinstance(data, DataConfig) or not isinstance(dataset, TokenDataset):
+        return data, []
+    chosen, reason = dataset.documents(data), ""
+    layers = zip(model.layer_pattern, model.abstract_layers(), strict=True)
+    unable = [name for name, layer in layers if not layer.capabilities.segments]
+    if chosen == "separate" and unable:
+        if data.documents is not None or data.packing == "best_fit":
+            able = [name for name in names() if mechanism(name).capabilities.segments]
+            asked = "documents=separate" if data.documents else "packing=best_fit"
+            raise UserError(
+                f"data.{asked}: model.attention={unable[0]!r}, as configured, does not support "
+                "segments; set data.documents=continuous and data.packing=windows, or choose one "
+                f"of {', '.join(able)}"
+            )
+        chosen, reason = "continuous", f", since {unable[0]!r} does not support segments"
+    elif chosen == "continuous" and data.documents is None:
+        reason = ", since no end-of-text token divides the corpus"
+    said = [f"documents: {chosen}{reason}"]
+    if data.packing == "best_fit":
+        said.append(f"packing: best_fit, with {dataset.padding(data):.2%} padding")
+    return replace(data, documents=chosen), said
+
+
 def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> None:
     """Check that the mesh divides sequences and heads."""
     tensor, context = mesh.shape["tensor"], mesh.shape["context"]
@@ -128,9 +161,13 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
         )
     if context == 1:
         return
-    abstract = nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0)))
-    for name, block in zip(model.layer_pattern, abstract.blocks, strict=True):
-        if not block.attention.capabilities.mergeable:
+    if not model.is_causal and isinstance(data, DataConfig) and data.documents == "separate":
+        raise UserError(
+            f"mesh.context={context}: documents of a bidirectional model cannot be separated in "
+            "split sequences; use mesh.context=1, or set data.documents=continuous"
+        )
+    for name, layer in zip(model.layer_pattern, model.abstract_layers(), strict=True):
+        if not layer.capabilities.mergeable:
             able = [name for name in names() if mechanism(name).capabilities.mergeable]
             raise UserError(
                 f"mesh.context={context}: model.attention={name!r}, as configured, has no states "

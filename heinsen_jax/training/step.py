@@ -82,8 +82,9 @@ def _make_gradient(
     def sums_of_part(
         parameters: nnx.State, batch: Batch, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        tokens, loss_mask = map(jnp.asarray, batch)
-        predictions = objective(nnx.merge(graph, parameters), tokens, loss_mask, key)
+        tokens, loss_mask, segment_ids = jax.tree.map(jnp.asarray, batch)
+        model = nnx.merge(graph, parameters)
+        predictions = objective(model, tokens, loss_mask, key, segment_ids)
         loss, _ = predictions.sums()
         return loss, jnp.sum(predictions.loss_mask, dtype=loss.dtype)
 
@@ -120,9 +121,10 @@ def make_evaluation_step(
 
     @jax.jit
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
-        tokens, loss_mask = map(jnp.asarray, batch)
+        tokens, loss_mask, segment_ids = jax.tree.map(jnp.asarray, batch)
         key = jax.random.key(index)
-        predictions = objective(nnx.merge(graph, parameters), tokens, loss_mask, key)
+        model = nnx.merge(graph, parameters)
+        predictions = objective(model, tokens, loss_mask, key, segment_ids)
         return *predictions.sums(), jnp.sum(predictions.loss_mask)
 
     return evaluation_step

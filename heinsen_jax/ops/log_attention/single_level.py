@@ -199,7 +199,8 @@ def backward(
         of_state = z * d_added[1] + jnp.sum(s * d_added[0], -1)
         d_decay = jnp.sum(d_key_of_state, -2) + _times(kept, of_state)
     d_query, d_key = query * d_query, d_key + d_key_of_state
-    return _inputs_cotangent(inputs, form.chunk_size, d_query, d_key, d_value, d_decay), d_state
+    d_exponents = Exponents(d_query, d_key, d_value, d_decay, segments)
+    return _inputs_cotangent(inputs, form.chunk_size, d_exponents), d_state
 
 
 def _exponents(inputs: Inputs, size: int) -> Exponents:
@@ -215,11 +216,11 @@ def _exponents(inputs: Inputs, size: int) -> Exponents:
     return Exponents(query, key, value, decay, segments)
 
 
-def _inputs_cotangent(
-    inputs: Inputs, size: int, d_query: Array, d_key: Array, d_value: Array, d_decay: Array | None
-) -> Inputs:
-    """Return the cotangents of the inputs of `_exponents`."""
+def _inputs_cotangent(inputs: Inputs, size: int, d_exponents: Exponents) -> Inputs:
+    """Return the cotangents of the inputs of `_exponents`, given those of its results, with the
+    segments themselves."""
     _, _, groups, heads, _ = inputs.query.shape
+    d_query, d_key, d_value, d_decay, segments = d_exponents
 
     def without_heads(x: Array) -> Array:
         return unchunk(x, groups, 1)[:, :, :, 0]
@@ -232,7 +233,12 @@ def _inputs_cotangent(
         d_so_far = d_so_far.at[..., -1, :].add(d_decay)
         if inputs.log_decay.shape[-1] == 1:
             d_so_far = jnp.sum(d_so_far, -1, keepdims=True)
-        d_log_decay = without_heads(lax.cumsum(d_so_far, axis=2, reverse=True))
+        if segments is None:
+            d_log_decay = without_heads(lax.cumsum(d_so_far, axis=2, reverse=True))
+        else:  # the sum over each later segment is 0, but for rounding
+            summed = jnp.triu(segments[..., :, None] == segments[..., None, :])
+            d_log_decay = einsum("jxts,jxsf->jxtf", summed.astype(d_so_far.dtype), d_so_far)
+            d_log_decay = without_heads(d_log_decay)
     d_query = unchunk(d_query, groups, heads)
     return Inputs(d_query, without_heads(d_key), without_heads(d_value), d_log_decay)
 

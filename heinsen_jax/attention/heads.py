@@ -27,6 +27,8 @@ class HeadsConfig(AttentionConfig):
     """Whether a gated linear unit precedes the output projection, as in Heinsen's block."""
     query_key_norm: bool = False
     """Whether queries and keys of each head are RMS-normalized, with a scale per feature."""
+    use_bias: bool = True
+    """Whether the projections have biases."""
 
 
 HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
@@ -38,7 +40,8 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         q | k | v = x W1 + b1          for each key/value head, adjacent
         y = attend(q, k, v) W3 + b3    or, gated: GLU(attend(q, k, v) W2 + b2) W3
 
-    with GLU(a, b) = a sigmoid(b). Weights and biases are initialized ~ U(+-1/sqrt(fan_in)).
+    without b1, b2 and b3 if `use_bias` is false, and with GLU(a, b) = a sigmoid(b). Weights and
+    biases are initialized ~ U(+-1/sqrt(fan_in)).
 
     Raises:
       ValueError: model_dim is not a multiple of num_heads and a depth is None, or num_heads is not
@@ -59,15 +62,19 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         inner = num_heads * self.key_depth
         inner += self.num_kv_heads * (self.key_depth + self.value_depth)
         mixed = num_heads * self.value_depth
-        self.project = HeadProjection(model_dim, inner, ("embed", "heads"), **options)
+        biased = chosen.use_bias
+        axes = "embed", "heads"
+        self.project = HeadProjection(model_dim, inner, axes, use_bias=biased, **options)
         if chosen.query_key_norm:
             self.query_norm = rms_norm(self.key_depth, **options)
             self.key_norm = rms_norm(self.key_depth, **options)
         if chosen.gated:
-            self.gate = linear(mixed, 2 * model_dim, ("heads", "embed"), **options)
+            axes = "heads", "embed"
+            self.gate = linear(mixed, 2 * model_dim, axes, use_bias=biased, **options)
             self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
         else:
-            self.output = linear(mixed, model_dim, ("heads", "embed"), **options)
+            axes = "heads", "embed"
+            self.output = linear(mixed, model_dim, axes, use_bias=biased, **options)
 
     def default_kv_heads(self) -> int:
         return self.config.num_kv_heads or self.num_heads
@@ -113,9 +120,12 @@ class HeadProjection(nnx.Linear):
         inputs: int,
         outputs: int,
         logical_axes: tuple[str, str],
+        *,
+        use_bias: bool = True,
         **options: Unpack[LayerOptions],
     ) -> None:
-        super().__init__(inputs, outputs, **dense_options(inputs, logical_axes), **options)
+        dense = dense_options(inputs, logical_axes)
+        super().__init__(inputs, outputs, use_bias=use_bias, **dense, **options)
 
     def heads(
         self,
@@ -143,10 +153,12 @@ class HeadProjection(nnx.Linear):
 
     def _part(self, x: Array, apart: Callable[[Array], Array], part: slice) -> Array:
         """The product with a slice of the columns of each key/value head."""
-        assert self.bias is not None
-        kernel, bias = apart(self.kernel[...])[..., part], apart(self.bias[...])[..., part]
-        x, kernel, bias = (a.astype(self.dtype or x.dtype) for a in (x, kernel, bias))
-        y = jnp.einsum("...d,dgf->...gf", x, kernel)
+        kernel = apart(self.kernel[...])[..., part]
+        dtype = self.dtype or x.dtype
+        y = jnp.einsum("...d,dgf->...gf", x.astype(dtype), kernel.astype(dtype))
+        if self.bias is None:
+            return y
+        bias = apart(self.bias[...])[..., part].astype(dtype)
         return y + jnp.broadcast_to(bias, y.shape)
 
 

@@ -102,6 +102,9 @@ def rms_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.RMSNorm:
     return nnx.RMSNorm(size, epsilon=RMS_EPSILON, param_dtype=param_dtype, rngs=options["rngs"])
 
 
+NORMS = {"layer": layer_norm, "rms": rms_norm}
+
+
 def parameter(
     init: nnx.Initializer, *shape: int, **options: Unpack[LayerOptions]
 ) -> nnx.Param[Array]:

@@ -9,7 +9,7 @@ from flax import nnx
 
 from heinsen_jax.attention import mechanism
 from heinsen_jax.attention.convolution import CausalConvolution
-from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear
+from heinsen_jax.attention.layers import NORMS, LayerOptions, linear
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree
@@ -30,9 +30,9 @@ class BlockState(NamedTuple):
 class Block(nnx.Module):
     """A residual block. For x `[..., T, D]` and h = norm(x), by kind:
 
-        paper               x + attention(h)
-        standard, decay     x' + mlp(norm(x')),    x' = x + attention(h)
-        fastformer          x' + mlp(norm(x')),    x' = h + attention(h)
+        paper                      x + attention(h)
+        standard, decay, llama     x' + mlp(norm(x')),    x' = x + attention(h)
+        fastformer                 x' + mlp(norm(x')),    x' = h + attention(h)
 
     With convolutions, as always in the decay block, the input of attention and mlp is
     convolution(norm(...)). Returns the result and the state after x, or None unless requested.
@@ -40,16 +40,18 @@ class Block(nnx.Module):
 
     def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):
         self.kind, self.is_causal = config.block, config.is_causal
-        self.norm = layer_norm(config.model_dim, **options)
+        norm = NORMS[config.norm_kind]
+        self.norm = norm(config.model_dim, **options)
         build = mechanism(config.layer_pattern[index])
         sizes = config.model_dim, config.num_heads
         self.attention = build(*sizes, config.mechanisms()[index], **options)
-        if self.kind != "paper":
-            self.mlp_norm = layer_norm(config.model_dim, **options)
-            wide = config.mlp_ratio * config.model_dim
-            has_bias = self.kind != "fastformer"
-            self.mlp = MLP(config.model_dim, wide, use_bias=has_bias, **options)
-        size, branches = config.convolution or 0, 1 if self.kind == "paper" else 2
+        self.has_mlp = config.mlp_kind is not None
+        if self.has_mlp:
+            self.mlp_norm = norm(config.model_dim, **options)
+            has_bias = config.has_bias and self.kind != "fastformer"
+            build_mlp = SwiGLU if config.mlp_kind == "swiglu" else MLP
+            self.mlp = build_mlp(config.model_dim, config.mlp_width, use_bias=has_bias, **options)
+        size, branches = config.convolution or 0, 2 if self.has_mlp else 1
         self.convolutions = nnx.List(
             CausalConvolution(size, config.model_dim, "embed", **options)
             for _ in range(branches if size else 0)
@@ -86,7 +88,7 @@ class Block(nnx.Module):
             else:
                 y, attention = attend(state=earlier), None
         x = (normed if self.kind == "fastformer" else x) + y.astype(x.dtype)
-        if self.kind != "paper":
+        if self.has_mlp:
             with jax.named_scope("mlp"):
                 x = x + self.mlp(convolve(self.mlp_norm(x), 1)).astype(x.dtype)
         x = constrain(x, "tokens", None)
@@ -110,3 +112,20 @@ class MLP(nnx.Module):
     def __call__(self, x: Features) -> Features:
         wide = constrain(self.up(x), "tokens", "mlp")
         return self.down(jax.nn.gelu(wide, approximate=False))
+
+
+class SwiGLU(nnx.Module):
+    """(SiLU(x W1 + b1) * (x W2 + b2)) W3 + b3; without biases, if use_bias is False.
+
+    References:
+      Shazeer, 2020, GLU Variants Improve Transformer, arXiv:2002.05202, equation 6.
+    """
+
+    def __init__(self, narrow: int, wide: int, *, use_bias: bool, **options: Unpack[LayerOptions]):
+        self.gate = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
+        self.up = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
+        self.down = linear(wide, narrow, ("mlp", "embed"), use_bias=use_bias, **options)
+
+    def __call__(self, x: Features) -> Features:
+        wide = constrain(jax.nn.silu(self.gate(x)) * self.up(x), "tokens", "mlp")
+        return self.down(wide)

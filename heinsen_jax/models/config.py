@@ -1,6 +1,7 @@
 """The architecture of a language model."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,8 @@ from heinsen_jax.typing import config_dataclass
 
 RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]
 Positions = Literal["recurrence", "learned", "none"]
+Norm = Literal["layer", "rms"]
+MLPKind = Literal["gelu", "swiglu"]
 
 
 class BlockDefaults(NamedTuple):
@@ -22,21 +25,32 @@ class BlockDefaults(NamedTuple):
 
     Attributes:
       options: options of its mechanism; ignored by mechanisms without such options.
-      convolution_size: see `LanguageModelConfig`.
+      convolution_size, norm, use_bias: see `LanguageModelConfig`.
       positions: see `LanguageModelConfig`; that of the embedding style when None.
+      mlp: see `LanguageModelConfig`; no MLP when None.
     """
 
     options: Mapping[str, FieldValue]
     convolution_size: int | None = None
     positions: Positions | None = None
+    norm: Norm = "layer"
+    mlp: MLPKind | None = "gelu"
+    use_bias: bool = True
 
 
 DECAY_OPTIONS = {"gated": False, "values": "linear", "decay": "head", "positions": "rotary"}
 BLOCKS = {
-    "paper": BlockDefaults({"gated": True}),
+    "paper": BlockDefaults({"gated": True}, mlp=None),
     "standard": BlockDefaults({"gated": False}),
     "decay": BlockDefaults(DECAY_OPTIONS, convolution_size=4, positions="none"),
     "fastformer": BlockDefaults({"gated": False}),
+    "llama": BlockDefaults(
+        {"gated": False, "positions": "rotary"},
+        positions="none",
+        norm="rms",
+        mlp="swiglu",
+        use_bias=False,
+    ),
 }
 
 
@@ -56,14 +70,32 @@ class LanguageModelConfig:
     attention_options: tuple[tuple[str, int | float | bool | str], ...] = ()
     """Fields of the mechanisms' configurations, as pairs of a name and a value: `log.window_size`
     applies to all layers of that mechanism, `0.window_size` to the first layer of the pattern."""
-    block: Literal["paper", "standard", "decay", "fastformer"] = "paper"
+    block: Literal["paper", "standard", "decay", "fastformer", "llama"] = "paper"
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
     branch instead of a position encoding, values of any sign, decay by head, and rotary queries and
     keys for mechanisms with an option `positions`. fastformer: as standard, without biases in the
-    MLP; the residual stream continues from the normalized input of the attention."""
+    MLP; the residual stream continues from the normalized input of the attention. llama: as
+    standard, with RMS norms, a SwiGLU MLP and no biases, and rotary positions for mechanisms that
+    have them. The fields that follow replace single parts of a block."""
+    norm: Norm | None = None
+    """layer: layer normalization. rms: RMS normalization, without mean and bias."""
+    mlp: MLPKind | None = None
+    """gelu: GELU(x W1) W2. swiglu: (SiLU(x W1) * x W2) W3. The paper's block has no MLP."""
     mlp_ratio: pydantic.PositiveInt = 4
-    """Width of the MLP divided by model_dim; the paper's block has no MLP."""
+    """Width of the MLP divided by model_dim; of a SwiGLU MLP, 3/2 of its width, so that it has as
+    many parameters."""
+    mlp_dim: pydantic.PositiveInt | None = None
+    """Width of the MLP; by default that of mlp_ratio, for SwiGLU rounded up to a multiple of 16."""
+    use_bias: bool | None = None
+    """Whether the MLP has biases, and the projections of mechanisms with an option `use_bias`."""
+    qk_norm: bool = False
+    """Whether the queries and keys of each head are RMS-normalized; needs mechanisms with an option
+    `query_key_norm`."""
+    tie_embeddings: bool = True
+    """Whether the readout has the weights of the token embedding."""
+    logit_soft_cap: pydantic.PositiveFloat | None = None
+    """c: logits are replaced by c tanh(logits / c)."""
     embedding_style: Literal["paper", "fastformer"] = "paper"
     """Layers before the first and after the last block. paper: a position recurrence before, a norm
     after. fastformer: learned positions and a norm before; after, a bias, and logits scaled by
@@ -109,6 +141,11 @@ class LanguageModelConfig:
                 f"max_length={self.max_length} with positions={self.position_kind!r}: set it for "
                 "learned positions, and only for those"
             )
+        if BLOCKS[self.block].mlp is None and (self.mlp or self.mlp_dim):
+            raise ValueError(
+                f"mlp and mlp_dim with block={self.block!r}: that block has no MLP; leave them "
+                "out, or choose block='standard'"
+            )
         if self.convolution is not None and not self.is_causal:
             of = "convolution_size" if self.convolution_size else f"block={self.block!r}"
             raise ValueError(
@@ -124,6 +161,29 @@ class LanguageModelConfig:
         """Position encoding, with the defaults resolved."""
         of_style: Positions = "recurrence" if self.embedding_style == "paper" else "learned"
         return self.positions or BLOCKS[self.block].positions or of_style
+
+    @property
+    def norm_kind(self) -> Norm:
+        """Normalization, with the defaults resolved."""
+        return self.norm or BLOCKS[self.block].norm
+
+    @property
+    def mlp_kind(self) -> MLPKind | None:
+        """MLP, with the defaults resolved; None without any."""
+        return self.mlp or BLOCKS[self.block].mlp
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLP, with the defaults resolved."""
+        wide = self.mlp_ratio * self.model_dim
+        if self.mlp_kind == "swiglu":
+            wide = math.ceil(wide * 2 / 3 / 16) * 16
+        return self.mlp_dim or wide
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether projections have biases, with the defaults resolved."""
+        return BLOCKS[self.block].use_bias if self.use_bias is None else self.use_bias
 
     @property
     def convolution(self) -> int | None:
@@ -168,6 +228,15 @@ class LanguageModelConfig:
         known = {field.name for field in dataclasses.fields(config)}
         asked = BLOCKS[self.block].options.items()
         fields: dict[str, FieldValue] = {name: value for name, value in asked if name in known}
+        if "use_bias" in known:
+            fields["use_bias"] = self.has_bias
+        if self.qk_norm:
+            if "query_key_norm" not in known:
+                raise ValueError(
+                    f"qk_norm with attention={name!r}: that mechanism has no option "
+                    "query_key_norm; set qk_norm=False"
+                )
+            fields["query_key_norm"] = True
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}
         for option, value in self.attention_options:

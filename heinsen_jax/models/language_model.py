@@ -1,4 +1,4 @@
-"""The language model of Heinsen (2024), with tied embeddings and any attention mechanism."""
+"""The language model of Heinsen (2024), with any attention mechanism, and of other blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.core import Tracer
 
 from heinsen_jax.attention.base import bytes_of_state
 from heinsen_jax.attention.cache import Cache, bucket
-from heinsen_jax.attention.layers import LayerOptions, layer_norm, parameter, uniform
+from heinsen_jax.attention.layers import NORMS, LayerOptions, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.position import (
@@ -57,7 +57,8 @@ class LanguageModel(nnx.Module):
         logits = norm(blocks(position(E[tokens]))) E^T                embedding_style="paper"
         logits = (blocks(position(E[tokens])) E^T + b) / sqrt(D)      embedding_style="fastformer"
 
-    E `[vocab_size, D]` is the embedding, b a bias, and D is model_dim.
+    E `[vocab_size, D]` is the embedding, b a bias, and D is model_dim. Without tied embeddings, the
+    second E has weights of its own.
 
     The layer pattern is scanned, so compile time does not depend on the number of its repeats. For
     a single token, up to `MAX_UNROLLED` repeats are unrolled, since a loop would copy their weights
@@ -81,14 +82,7 @@ class LanguageModel(nnx.Module):
 
     def __init__(self, config: LanguageModelConfig, *, rngs: nnx.Rngs):
         self.config = config
-        self.embed = nnx.Embed(
-            config.vocab_size,
-            config.model_dim,
-            param_dtype=jnp.dtype(config.param_dtype),
-            embedding_init=uniform(config.model_dim**-0.5),
-            embedding_metadata={"logical_axes": ("vocab", "embed")},
-            rngs=rngs,
-        )
+        self.embed = _embedding(config, rngs)
         options: LayerOptions = {
             "dtype": config.dtype,
             "param_dtype": config.param_dtype,
@@ -96,7 +90,7 @@ class LanguageModel(nnx.Module):
         }
         self.position = _positions(config, **options)
         if config.embedding_style == "paper":
-            self.norm = layer_norm(config.model_dim, **options)
+            self.norm = NORMS[config.norm_kind](config.model_dim, **options)
         else:
             self.bias = parameter(nnx.initializers.zeros, config.vocab_size, **options)
 
@@ -108,6 +102,8 @@ class LanguageModel(nnx.Module):
             return split(nnx.vmap(one))(rngs)
 
         self.blocks = nnx.List([stack(index) for index in range(len(config.layer_pattern))])
+        if not config.tie_embeddings:
+            self.unembed = _embedding(config, rngs)
 
     @overload
     def __call__(
@@ -203,11 +199,12 @@ class LanguageModel(nnx.Module):
 
     @property
     def readout(self) -> Readout:
-        """The map from features to logits, tied to the embedding."""
-        embedding, dtype = self.embed.embedding[...], self.config.dtype
+        """The map from features to logits."""
+        embed = self.embed if self.config.tie_embeddings else self.unembed
+        embedding, cap, dtype = embed.embedding[...], self.config.logit_soft_cap, self.config.dtype
         if self.config.embedding_style == "paper":
-            return Readout(embedding, dtype=dtype)
-        return Readout(embedding, self.bias[...], self.config.model_dim**-0.5, dtype)
+            return Readout(embedding, dtype=dtype, soft_cap=cap)
+        return Readout(embedding, self.bias[...], self.config.model_dim**-0.5, dtype, cap)
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
@@ -255,6 +252,17 @@ class LanguageModel(nnx.Module):
             return isinstance(node, Cache)
 
         return replace(state, blocks=jax.tree.map(grow, state.blocks, is_leaf=is_cache))
+
+
+def _embedding(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
+    return nnx.Embed(
+        config.vocab_size,
+        config.model_dim,
+        param_dtype=jnp.dtype(config.param_dtype),
+        embedding_init=uniform(config.model_dim**-0.5),
+        embedding_metadata={"logical_axes": ("vocab", "embed")},
+        rngs=rngs,
+    )
 
 
 def _positions(

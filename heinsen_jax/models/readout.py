@@ -11,12 +11,13 @@ from heinsen_jax.typing import Array, DTypeLike, Features, Float, pytree_datacla
 
 @pytree_dataclass
 class Readout:
-    """logits = (features E^T + b) * scale
+    """logits = cap((features E^T + b) * scale), with cap(x) = c tanh(x / c), or x without c.
 
     Attributes:
       embedding: E `[vocab_size, D]`.
       bias: b `[vocab_size]`, or None.
       scale: a number.
+      soft_cap: c, or None.
       dtype: dtype of the factors of the product; its sums have the dtype of E.
     """
 
@@ -24,6 +25,7 @@ class Readout:
     bias: Float[Array, "vocab_size"] | None = None
     scale: float = field(default=1.0, metadata={"static": True})
     dtype: DTypeLike = field(default="float32", metadata={"static": True})
+    soft_cap: float | None = field(default=None, metadata={"static": True})
 
     def __call__(self, features: Features) -> Float[Array, "*B T vocab_size"]:
         """Logits `[*B, T, vocab_size]` of features `[*B, T, D]`."""
@@ -33,6 +35,8 @@ class Readout:
         if self.bias is not None:
             logits = logits + jnp.broadcast_to(self.bias, logits.shape)
         logits = logits if self.scale == 1 else logits * self.scale
+        if self.soft_cap is not None:
+            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
         return constrain(logits, "tokens", "vocab")
 
 

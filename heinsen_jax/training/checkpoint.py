@@ -314,7 +314,9 @@ def load_run(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )
     if has_checkpoints:
-        parameters, step = _of_checkpoint(workdir, abstract, best)
+        has_average = config["optimizer"].get("ema_decay") is not None
+        name = "average" if has_average else "parameters"
+        parameters, step = _of_checkpoint(workdir, name, abstract, best)
     else:
         arrays, step = load_weights(workdir, flatten_with_names(abstract))
         leaves = [arrays[name] for name in flatten_with_names(abstract)]
@@ -340,8 +342,11 @@ def load_text_run(
     return model, tokenizer, step
 
 
-def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.State, int]:
-    """Load the parameters and the step of a run's best (or latest) checkpoint."""
+def _of_checkpoint(
+    workdir: Path, name: str, abstract: nnx.State, best: bool
+) -> tuple[nnx.State, int]:
+    """Load the parameters, or their average, by the name in `TrainState`, and the step of a run's
+    best (or latest) checkpoint."""
     with Checkpoints(workdir, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
         checkpoints.check_lost("bring one back, or train it again")
@@ -349,7 +354,7 @@ def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.
             raise UserError(_no_checkpoint(workdir))
         for warning in checkpoints.losses():
             warnings.warn(f"{warning}: step {step} is used", stacklevel=3)
-        return checkpoints.restore(step, {"parameters": abstract})["parameters"], step
+        return checkpoints.restore(step, {name: abstract})[name], step
 
 
 def read_config(workdir: Path) -> SavedConfig | None:

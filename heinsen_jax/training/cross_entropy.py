@@ -30,11 +30,13 @@ def cross_entropy(
     targets: Integer[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
     *,
+    z_loss: float = 0.0,
     max_logits: int = MAX_LOGITS,
 ) -> Sums:
     """Sum of the losses over tokens that count, in nats, and number of correct predictions.
 
-        loss = sum_t loss_mask_t (LSE_v(logits_tv) - logits_t,target),    logits = readout(features)
+        loss = sum_t loss_mask_t (z_t - logits_t,target + z_loss z_t^2)
+        z_t = LSE_v(logits_tv),    logits = readout(features)
 
     Tokens are processed in chunks, and the gradient of each chunk is formed with its logits, which
     are computed once and not stored.
@@ -44,17 +46,22 @@ def cross_entropy(
       features: `[B, T, D]`.
       targets: `[B, T]`, token ids.
       loss_mask: `[B, T]`, the predictions that count.
+      z_loss: weight of the squares of z, which keep z close to 0.
       max_logits: number of logits in memory per device; at least those of one token per row.
+
+    References:
+      Chowdhery et al., 2022, PaLM, arXiv:2204.02311, section 5 (z-loss).
     """
     vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
     mesh = current_mesh()
     limit = max_logits * (1 if mesh is None else mesh.size)
     rows, length = targets.shape
     number = min(math.ceil(rows * length * vocabulary / limit), length)
-    return _in_chunks(number, readout, features, targets, loss_mask)
+    return _in_chunks(number, z_loss, readout, features, targets, loss_mask)
 
 
 def _sums(
+    z_loss: float,
     readout: Readout,
     features: Float[Array, "B T D"],
     targets: Integer[Array, "B T"],
@@ -62,13 +69,16 @@ def _sums(
 ) -> Sums:
     logits = readout(features)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    if z_loss:
+        losses = losses + z_loss * jax.nn.logsumexp(logits, -1) ** 2
     correct = (jnp.argmax(logits, -1) == targets) & loss_mask
     return jnp.sum(losses * loss_mask), jnp.sum(correct)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _in_chunks(
     number: int,
+    z_loss: float,
     readout: Readout,
     features: Float[Array, "B T D"],
     targets: Integer[Array, "B T"],
@@ -76,18 +86,20 @@ def _in_chunks(
 ) -> Sums:
     tokens = features, targets, loss_mask
     if number == 1:
-        return _sums(readout, *tokens)
+        return _sums(z_loss, readout, *tokens)
 
     def add(sums: Sums, chunk: Chunk) -> tuple[Sums, None]:
-        return jax.tree.map(jnp.add, sums, _sums(readout, *chunk)), None
+        return jax.tree.map(jnp.add, sums, _sums(z_loss, readout, *chunk)), None
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)
-    return lax.scan(add, _zeros(jax.eval_shape(_sums, readout, *tokens)), chunks)[0]
+    return lax.scan(add, _zeros(jax.eval_shape(partial(_sums, z_loss), readout, *tokens)), chunks)[
+        0
+    ]
 
 
-def _forward(number, readout, features, targets, loss_mask):
+def _forward(number, z_loss, readout, features, targets, loss_mask):
     tokens = features, targets, loss_mask
-    gradients = jax.value_and_grad(_sums, argnums=(0, 1), has_aux=True)
+    gradients = jax.value_and_grad(partial(_sums, z_loss), argnums=(0, 1), has_aux=True)
     if number == 1:
         sums, saved = gradients(readout, *tokens)
         return sums, saved
@@ -97,13 +109,13 @@ def _forward(number, readout, features, targets, loss_mask):
         return jax.tree.map(jnp.add, carry, (sums, d_readout)), d_features
 
     chunks = jax.tree.map(partial(_chunks, number), tokens)
-    sums = jax.eval_shape(_sums, readout, *tokens)
+    sums = jax.eval_shape(partial(_sums, z_loss), readout, *tokens)
     (sums, d_readout), d_features = lax.scan(add, _zeros((sums, readout)), chunks)
     return sums, (d_readout, _together(d_features)[:, : targets.shape[1]])
 
 
-def _backward(number, saved, cotangents):
-    del number
+def _backward(number, z_loss, saved, cotangents):
+    del number, z_loss
     scale, _ = cotangents
     d_readout, d_features = jax.tree.map(lambda x: (scale * x).astype(x.dtype), saved)
     return d_readout, d_features, None, None

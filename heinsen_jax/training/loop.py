@@ -148,7 +148,9 @@ class _Run:
         fraction = self.training.masked_fraction
         self.objective = objective_of(self.model, fraction, dataset.vocab_size)
         self.evaluation_step = make_evaluation_step(self.graph, self.objective)
-        self.init = initializer(self.model, self.transform, self.seed)
+        self.ema_decay = experiment.optimizer.ema_decay
+        has_average = self.ema_decay is not None
+        self.init = initializer(self.model, self.transform, self.seed, has_average=has_average)
         self.abstract = abstract_state(self.init, mesh)
         self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
         self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
@@ -248,6 +250,8 @@ class _Run:
             out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
             objective=self.objective,
             skip_grad_norm_ratio=self.training.skip_grad_norm_ratio,
+            z_loss=self.training.z_loss,
+            ema_decay=self.ema_decay,
         )
         rows, length = self.data.batch_size, self.data.sequence_length
         of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
@@ -343,7 +347,7 @@ class _Run:
         if self.sample_fn is not None and self.training.sample_tokens:
             assert self.dataset.tokenizer is not None
             text = self.sample_fn(
-                nnx.merge(self.graph, state.parameters),
+                nnx.merge(self.graph, state.weights),
                 self.dataset.tokenizer,
                 self.training.sample_prompt,
                 self.training.sample_tokens,
@@ -355,7 +359,7 @@ class _Run:
     def _evaluated(self, state: TrainState) -> dict[str, float]:
         return evaluate(
             self.evaluation_step,
-            state.parameters,
+            state.weights,
             self.dataset,
             self.data,
             self.mesh,

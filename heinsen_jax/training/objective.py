@@ -31,10 +31,12 @@ class Predictions(NamedTuple):
     targets: Integer[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
 
-    def sums(self) -> tuple[Float[Array, ""], Integer[Array, ""]]:
-        """Sum of the losses in nats, and number of correct predictions, over those that count."""
+    def sums(self, z_loss: float = 0.0) -> tuple[Float[Array, ""], Integer[Array, ""]]:
+        """Sum of the losses in nats, and number of correct predictions, over those that count;
+        `z_loss` as for `cross_entropy`."""
+        predicted = self.features, self.targets, self.loss_mask
         with jax.named_scope("logits"):
-            return cross_entropy(self.readout, self.features, self.targets, self.loss_mask)
+            return cross_entropy(self.readout, *predicted, z_loss=z_loss)
 
 
 Tokens: TypeAlias = Integer[Array, "B L"]

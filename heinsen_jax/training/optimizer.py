@@ -1,73 +1,143 @@
-"""AdamW under a one-cycle learning rate, with weight decay on matrices and embeddings only."""
+"""Optimizers and learning-rate schedules of optax, with weight decay on matrices and embeddings
+only."""
 
-from typing import Annotated
+from functools import partial
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pydantic
+from optax.contrib import MuonDimensionNumbers
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array, PyTree, config_dataclass
 
 DECAYED = ("kernel", "embedding", "key_up", "value_up", "of_keys", "of_values")
 """Parameters with weight decay, by the last part of their name; biases and norms have none."""
+RMS_OF_ADAM = 0.2
+"""Root mean square of Muon's updates, so that it has AdamW's learning rates (Liu et al., 2025,
+equation 4)."""
+
+Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 @config_dataclass
 class OptimizerConfig:
-    """The defaults are the paper's where it gives them (6e-4 to 6e-5), else nanoGPT's."""
+    """Optimizer, schedule of its learning rate, and average of the weights. The defaults are the
+    paper's where it gives them (6e-4 to 6e-5), else nanoGPT's."""
 
+    name: Literal["adamw", "muon", "lion"] = "adamw"
+    """adamw; muon: orthogonalized momentum for the matrices of the layers, AdamW for the other
+    parameters, both with the learning rates of AdamW; lion: needs learning rates that are 3 to 10
+    times smaller, and as much more weight decay."""
+    schedule: Literal["one_cycle", "wsd", "linear", "constant"] = "one_cycle"
+    """Learning rate after the warm-up. one_cycle: a cosine to end_learning_rate. wsd (warm-up,
+    stable, decay): constant, then linear to end_learning_rate during decay_fraction of the steps.
+    linear: linear to end_learning_rate. constant."""
     learning_rate: pydantic.PositiveFloat = 6e-4
     """Peak learning rate, after warm-up."""
     end_learning_rate: pydantic.NonNegativeFloat = 6e-5
-    """Learning rate at the last step of the cosine schedule."""
+    """Learning rate at the end of the schedule; unused by constant."""
     warmup_steps: pydantic.NonNegativeInt = 100
     """Steps of linear warm-up."""
-    beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
-    """Decay rate of the first moment (Adam)."""
-    beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.95
-    """Decay rate of the second moment (Adam)."""
+    decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.2
+    """wsd: fraction of the steps during which the learning rate decays."""
+    beta1: Fraction = 0.9
+    """Decay rate of the first moment (AdamW), or weight of the momentum in an update (Lion)."""
+    beta2: Fraction = 0.95
+    """Decay rate of the second moment (AdamW), or of the momentum (Lion)."""
+    momentum: Fraction = 0.95
+    """Decay rate of the momentum of Muon."""
     weight_decay: pydantic.NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
     clip_norm: pydantic.PositiveFloat = 1.0
     """Global norm to which gradients are clipped."""
+    ema_decay: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
+    """Decay rate, per update, of an exponential moving average of the weights, which is evaluated,
+    sampled from, and loaded from checkpoints in place of the weights; no average when None."""
 
 
 def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
-    """Learning rate of every step: linear warm-up to the peak rate, then a cosine schedule that
-    would reach the last rate one step after the end.
+    """Learning rate of every step. The last rate would be reached one step after the end.
 
     Raises:
-      UserError: warm-up is not shorter than training.
+      UserError: warm-up is not shorter than training, or overlaps with the decay.
     """
-    if config.warmup_steps >= steps:
+    warmup, peak, last = config.warmup_steps, config.learning_rate, config.end_learning_rate
+    if warmup >= steps:
         raise UserError(
-            f"optimizer.warmup_steps={config.warmup_steps} is not less than training.steps={steps};"
-            " make it smaller, or train for more steps"
+            f"optimizer.warmup_steps={warmup} is not less than training.steps={steps}; make it "
+            "smaller, or train for more steps"
         )
-    schedule = optax.warmup_cosine_decay_schedule(
-        init_value=config.learning_rate / (config.warmup_steps + 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=steps,
-        end_value=config.end_learning_rate,
-    )
+    decay = round(steps * config.decay_fraction) if config.schedule == "wsd" else steps - warmup
+    if warmup + decay > steps:
+        raise UserError(
+            f"optimizer.warmup_steps={warmup} and optimizer.decay_fraction={config.decay_fraction} "
+            f"exceed training.steps={steps}; make one of them smaller"
+        )
+    match config.schedule:
+        case "one_cycle":
+            after = optax.cosine_decay_schedule(peak, decay, last / peak)
+        case "constant":
+            after = optax.constant_schedule(peak)
+        case _:
+            after = optax.linear_schedule(peak, last, decay, steps - warmup - decay)
+    warm_up = optax.linear_schedule(peak / (warmup + 1), peak, warmup)
+    schedule = optax.join_schedules([warm_up, after], [warmup]) if warmup else after
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(steps)), np.float32)
 
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Clipping by global norm, then AdamW with learning rate 1: the update multiplies its result by
-    the rate of the step, so that the compiled update does not depend on the schedule."""
-    adamw = optax.adamw(
-        1.0,
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=decay_mask,
+    """Clipping by global norm, the optimizer with learning rate 1, and weight decay. The update
+    multiplies its result by the rate of the step, so that the compiled update does not depend on
+    the schedule.
+
+    References:
+      Loshchilov, Hutter, 2019, Decoupled Weight Decay Regularization, arXiv:1711.05101.
+      Chen et al., 2023, Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675.
+      Jordan et al., 2024, Muon: An optimizer for hidden layers in neural networks.
+      Liu et al., 2025, Muon is Scalable for LLM Training, arXiv:2502.16982.
+    """
+    betas = config.beta1, config.beta2
+    optimizers = {
+        "adamw": partial(optax.adam, 1.0, *betas),
+        "lion": partial(optax.lion, 1.0, *betas, weight_decay=0.0),
+        "muon": partial(_muon, config),
+    }
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optimizers[config.name](),
+        optax.add_decayed_weights(-config.weight_decay, decay_mask),
     )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Muon, with learning rate 1, for the matrices of the layers, and Adam for the rest."""
+
+    def dimensions(parameters: PyTree[Array]) -> PyTree[MuonDimensionNumbers]:
+        # The first axes stack layers, and matrices of a layer.
+        return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), parameters)
+
+    muon = optax.contrib.muon(
+        1.0,
+        beta=config.momentum,
+        muon_weight_dimension_numbers=dimensions,
+        consistent_rms=RMS_OF_ADAM,
+    )
+    adam = optax.adam(1.0, config.beta1, config.beta2)
+    return optax.partition({"muon": muon, "adam": adam}, _labels)
+
+
+def _labels(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[str]:
+    """muon for the matrices of the layers, adam for embeddings, norms, biases and single values."""
+
+    def label(path: jax.tree_util.KeyPath, x: Array | jax.ShapeDtypeStruct) -> str:
+        names = {getattr(entry, "key", None) for entry in path}
+        return "muon" if "blocks" in names and "kernel" in names and x.ndim > 2 else "adam"
+
+    return jax.tree_util.tree_map_with_path(label, parameters)
 
 
 def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:

@@ -39,6 +39,9 @@ class TrainingConfig:
     """Prompt of the samples."""
     sample_tokens: pydantic.NonNegativeInt = 200
     """Length of the samples in tokens; 0 disables them."""
+    z_loss: pydantic.NonNegativeFloat = 0.0
+    """Weight, such as 1e-4, of the squared logarithm of the softmax's normalizer in the training
+    loss, which keeps logits small; included in train/loss, not in validation/loss."""
     skip_grad_norm_ratio: pydantic.PositiveFloat | None = 20.0
     """Skip an update whose gradient norm exceeds this multiple of its running mean; None disables
     this. Updates that are not finite are always skipped."""

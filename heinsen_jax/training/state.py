@@ -24,26 +24,39 @@ class TrainState:
       parameters: the model's `nnx.State` of parameters.
       optimizer: the state of the optimizer.
       guard: the record of skipped updates.
+      average: the moving average of the parameters; None without any.
     """
 
     step: Integer[Array, ""]
     parameters: PyTree[Array]
     optimizer: PyTree[Array]
     guard: Guard
+    average: PyTree[Array] | None = None
+
+    @property
+    def weights(self) -> PyTree[Array]:
+        """The parameters to evaluate: their average, if any."""
+        return self.parameters if self.average is None else self.average
 
 
 Init: TypeAlias = Callable[[], TrainState]
 
 
 def initializer(
-    model: LanguageModelConfig, optimizer: optax.GradientTransformation, seed: int
+    model: LanguageModelConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    *,
+    has_average: bool = False,
 ) -> Init:
-    """Return a function without arguments that creates the initial `TrainState`."""
+    """Return a function without arguments that creates the initial `TrainState`, with an average of
+    the parameters if `has_average`."""
 
     def init() -> TrainState:
         parameters = nnx.state(LanguageModel(model, rngs=nnx.Rngs(seed)), nnx.Param)
         start = jnp.zeros((), jnp.int32)
-        return TrainState(start, parameters, optimizer.init(parameters), Guard.first())
+        average = jax.tree.map(jnp.copy, parameters) if has_average else None
+        return TrainState(start, parameters, optimizer.init(parameters), Guard.first(), average)
 
     return init
 

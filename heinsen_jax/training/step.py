@@ -31,18 +31,23 @@ def make_train_step(
     out_shardings: TrainState | None,
     objective: Objective = next_token,
     skip_grad_norm_ratio: float | None = None,
+    z_loss: float = 0.0,
+    ema_decay: float | None = None,
 ) -> jax.stages.Wrapped:
     """Return the jitted update, (state, batch, learning rate, key data) -> (state, metrics),
     which donates its input state.
 
     Random numbers of the objective depend only on the key and the step. An update that `Guard`
-    rejects changes neither the parameters nor the optimizer state.
+    rejects changes neither the parameters nor the optimizer state nor the average of the weights,
+    which is average + (1 - d) (parameters - average), with d = min(ema_decay, (1 + n) / (10 + n))
+    at step n, so that the initial weights lose their influence. `z_loss` is that of
+    `cross_entropy`.
 
     With accumulation, the gradients of `accumulation_steps` microbatches are summed in a loop: the
     update is that of the full batch, with the memory of one microbatch.
     """
 
-    gradient = _make_gradient(graph, accumulation_steps, objective)
+    gradient = _make_gradient(graph, accumulation_steps, objective, z_loss)
 
     def train_step(
         state: TrainState,
@@ -60,21 +65,28 @@ def make_train_step(
             is_good, guard = state.guard.check_update(
                 loss, gradients, updates, skip_grad_norm_ratio
             )
-            updated = optax.apply_updates(state.parameters, updates), optimizer_state
-            parameters, optimizer_state = jax.tree.map(
+            parameters, average = optax.apply_updates(state.parameters, updates), None
+            if state.average is not None:
+                assert ema_decay is not None
+                decay = jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
+                average = optax.incremental_update(parameters, state.average, 1 - decay)
+            parameters, optimizer_state, average = jax.tree.map(
                 lambda new, old: jnp.where(is_good, new, old),
-                updated,
-                (state.parameters, state.optimizer),
+                (parameters, optimizer_state, average),
+                (state.parameters, state.optimizer, state.average),
             )
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients)}
         metrics |= {"skipped": guard.skipped, "consecutive_skips": guard.consecutive_skips}
-        return TrainState(state.step + 1, parameters, optimizer_state, guard), metrics
+        return TrainState(state.step + 1, parameters, optimizer_state, guard, average), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(out_shardings, None))
 
 
 def _make_gradient(
-    graph: nnx.GraphDef[LanguageModel], accumulation_steps: int, objective: Objective
+    graph: nnx.GraphDef[LanguageModel],
+    accumulation_steps: int,
+    objective: Objective,
+    z_loss: float,
 ) -> Callable[[nnx.State, Batch, Key[Array, ""]], tuple[Float[Array, ""], nnx.State]]:
     """Return the function (parameters, batch, key) -> (mean loss, gradients)."""
 
@@ -85,7 +97,7 @@ def _make_gradient(
         tokens, loss_mask, segment_ids = jax.tree.map(jnp.asarray, batch)
         model = nnx.merge(graph, parameters)
         predictions = objective(model, tokens, loss_mask, key, segment_ids)
-        loss, _ = predictions.sums()
+        loss, _ = predictions.sums(z_loss)
         return loss, jnp.sum(predictions.loss_mask, dtype=loss.dtype)
 
     def gradient(

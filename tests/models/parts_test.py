@@ -130,9 +130,57 @@ def test_the_decay_block_is_a_standard_block_of_these_parts():
     assert model(block="decay", convolution_size=2).config.convolution == 2
 
 
+@pytest.mark.parametrize("style", [{"block": "llama"}, {"norm": "rms", "mlp": "gelu"}])
+def test_norm_and_mlp_follow_their_formulas(x64, style):
+    """One layer, its attention removed by a projection of zeros."""
+    fields = {"num_layers": 1, "block": "standard", "positions": "none", "tie_embeddings": False}
+    dtypes = {"dtype": "float64", "param_dtype": "float64"}
+    ours = nnx.clone(model(**fields | style | dtypes, logit_soft_cap=2.0))
+    block = jax.tree.map(lambda x: x[0], nnx.state(ours.blocks[0]))
+    weights = nnx.to_pure_dict(block)
+    has_bias = "bias" in weights["mlp"]["up"]
+    assert has_bias == ("block" not in style) == ("bias" in weights["attention"]["output"])
+    for name in weights["attention"]["output"]:
+        parameter = getattr(ours.blocks[0].attention.output, name)
+        parameter[...] = 0 * parameter[...]
+
+    def rms(x, scale):
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * np.asarray(scale)
+
+    def dense(name, x):
+        w = {k: np.asarray(v) for k, v in weights["mlp"][name].items()}
+        return x @ w["kernel"] + w.get("bias", 0)
+
+    tokens = np.array([[3, 1, 4, 1, 5, 9]])
+    x = np.asarray(ours.embed.embedding[...])[tokens]
+    h = rms(x, weights["mlp_norm"]["scale"])
+    if has_bias:
+        wide = np.asarray(jax.nn.gelu(dense("up", h), approximate=False))
+    else:
+        gate = dense("gate", h)
+        wide = gate / (1 + np.exp(-gate)) * dense("up", h)
+    x = rms(x + dense("down", wide), ours.norm.scale[...])
+    logits = x @ np.asarray(ours.unembed.embedding[...]).T
+    np.testing.assert_allclose(ours(tokens), 2 * np.tanh(logits / 2), rtol=1e-10)
+
+
+def test_the_llama_block_is_a_standard_block_of_these_parts():
+    options = (("softmax.positions", "rotary"),)
+    parts = {"norm": "rms", "mlp": "swiglu", "use_bias": False, "positions": "none"}
+    ours = model(block="llama", attention="softmax")
+    same = model(block="standard", attention="softmax", attention_options=options, **parts)
+    tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
+    np.testing.assert_array_equal(apply(ours, tokens), apply(same, tokens))
+    assert "bias" not in str(nnx.to_flat_state(nnx.state(ours, nnx.Param)).paths)
+    normed = model(block="llama", attention="softmax", qk_norm=True)
+    assert normed.blocks[0].attention.config.query_key_norm
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"mlp": "swiglu"}, "mlp and mlp_dim with block='paper': that block has no MLP"),
+        ({"qk_norm": True, "attention": "additive"}, "has no option query_key_norm"),
         ({"positions": "learned"}, "max_length=None with positions='learned'"),
         ({"positions": "none", "max_length": 9}, "max_length=9 with positions='none'"),
         ({"max_length": 9}, "max_length=9 with positions='recurrence'"),

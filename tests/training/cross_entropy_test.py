@@ -26,15 +26,18 @@ def draw(rows, length, seed, bias=False):
     return readout, features, targets, jax.random.bernoulli(keys[4], 0.7, (rows, length))
 
 
-def in_one_chunk(readout, features, targets, loss_mask):
+def in_one_chunk(readout, features, targets, loss_mask, z_loss=0.0):
     """Definition, with all logits in memory."""
     logits = features @ readout.embedding.T
     logits = (logits if readout.bias is None else logits + readout.bias[None, None]) * readout.scale
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    return jnp.sum(losses * loss_mask), jnp.sum((jnp.argmax(logits, -1) == targets) & loss_mask)
+    z = jnp.log(jnp.sum(jnp.exp(logits), -1))
+    return jnp.sum((losses + z_loss * z**2) * loss_mask), jnp.sum(
+        (jnp.argmax(logits, -1) == targets) & loss_mask
+    )
 
 
-@partial(jax.jit, static_argnames=("function", "max_logits"))
+@partial(jax.jit, static_argnames=("function", "max_logits", "z_loss"))
 def measure(function, readout, features, targets, loss_mask, **options):
     """Return the loss, the number of correct predictions, and the gradients of the loss."""
 
@@ -45,13 +48,18 @@ def measure(function, readout, features, targets, loss_mask, **options):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(readout, features)
 
 
-def check(arrays, max_logits):
-    (want, correct), gradients = measure(in_one_chunk, *arrays)
-    have = measure(cross_entropy, *arrays, max_logits=max_logits)
+def check(arrays, max_logits, **options):
+    (want, correct), gradients = measure(in_one_chunk, *arrays, **options)
+    have = measure(cross_entropy, *arrays, max_logits=max_logits, **options)
     np.testing.assert_allclose(have[0][0], want, rtol=1e-5, atol=1e-5)
     assert have[0][1] == correct
     for a, b in zip(jax.tree.leaves(have[1]), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+def test_z_loss(chunk_tokens):
+    check(draw(3, 23, 1), VOCABULARY * chunk_tokens, z_loss=0.1)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -6,14 +6,17 @@ import re
 import signal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
 from heinsen_jax import data
-from heinsen_jax.config import override
+from heinsen_jax.config import override, record
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import sample
 from heinsen_jax.sharding import make_mesh
-from heinsen_jax.training.checkpoint import Checkpoints
+from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.loop import TrainingResult, train
 from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.optimizer import make_optimizer
@@ -29,7 +32,8 @@ def run(workdir, config, **options) -> TrainingResult:
 
 def final_bytes(workdir, config) -> list[bytes]:
     """Return the last checkpoint: step, parameters and optimizer state."""
-    init = initializer(config.model, make_optimizer(config.optimizer), config.seed)
+    optimizer, has_average = make_optimizer(config.optimizer), bool(config.optimizer.ema_decay)
+    init = initializer(config.model, optimizer, config.seed, has_average=has_average)
     with Checkpoints(workdir) as checkpoints:
         assert checkpoints.latest_step() == config.training.steps
         abstract = abstract_state(init, make_mesh(config.mesh))
@@ -41,6 +45,30 @@ def final_bytes(workdir, config) -> list[bytes]:
 def uninterrupted(small, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "a whole run"
     return workdir, run(workdir, small)
+
+
+def test_averaged_weights_are_resumed_and_loaded(small, tmp_path):
+    """With Muon and a z-loss, too."""
+    chosen = "--optimizer.ema_decay 0.5 --optimizer.name muon --optimizer.schedule constant"
+    chosen += " --training.z_loss 1e-4 --training.evaluate_every 10 --training.steps"
+    few, more = (override(small, [*chosen.split(), steps]) for steps in ("10", "20"))
+    dataset = data.load(more.data)
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    result = run(whole, more, on_start=lambda: record(whole, more, dataset))
+    run(resumed, few)
+    assert run(resumed, more).metrics == result.metrics
+    assert final_bytes(whole, more) == final_bytes(resumed, more)
+    with Checkpoints(whole) as checkpoints:
+        init = initializer(more.model, make_optimizer(more.optimizer), 0, has_average=True)
+        state = checkpoints.restore(20, abstract_state(init, make_mesh(more.mesh)))
+    loaded = nnx.state(load_run(whole, best=False)[0], nnx.Param)
+    differ = False
+    for have, average, last in zip(
+        *map(jax.tree.leaves, (loaded, state.average, state.parameters)), strict=True
+    ):
+        np.testing.assert_array_equal(have, average)
+        differ |= bool(jnp.any(average != last))
+    assert differ
 
 
 def test_the_loss_falls_from_chance_to_below_two_nats(uninterrupted):

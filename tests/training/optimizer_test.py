@@ -65,6 +65,51 @@ def test_an_update_is_that_of_adamw_at_the_rate():
     np.testing.assert_allclose(updates["bias"], -1.0, rtol=1e-5)
 
 
+def test_schedules():
+    def rates(**fields):
+        sizes = {"learning_rate": 1.0, "end_learning_rate": 0.1, "warmup_steps": 10}
+        return learning_rates(OptimizerConfig(**sizes | fields), 110)
+
+    wsd = rates(schedule="wsd", decay_fraction=0.2)
+    np.testing.assert_allclose(wsd[:11], np.linspace(1 / 11, 1, 11), rtol=1e-5)
+    np.testing.assert_allclose(wsd[10:89], 1)
+    np.testing.assert_allclose(wsd[88:], np.linspace(1, 0.1, 23)[:-1], rtol=1e-5)
+    linear = rates(schedule="linear")
+    np.testing.assert_allclose(linear[10:], np.linspace(1, 0.1, 101)[:-1], rtol=1e-5)
+    np.testing.assert_allclose(rates(schedule="constant")[10:], 1)
+    np.testing.assert_allclose(rates(schedule="constant", warmup_steps=0), 1)
+    with pytest.raises(UserError, match=r"decay_fraction=0\.95 exceed training\.steps=110"):
+        rates(schedule="wsd", decay_fraction=0.95)
+
+
+def test_muon_orthogonalizes_the_matrices_of_layers_only():
+    """Singular values of an update are those of an orthogonal matrix up to 30%, times the factor
+    that gives it the root mean square of AdamW; other parameters have Adam's."""
+    config = OptimizerConfig(name="muon", weight_decay=0.0, clip_norm=1e9)
+    shapes = {"kernel": (2, 8, 24), "scale": (2, 8), "taps": (2, 3, 4)}
+    layers = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    parameters = {"blocks": layers, "embed": {"embedding": jnp.zeros((9, 8))}}
+    optimizer = make_optimizer(config)
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    gradients = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), parameters)
+    updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    singular = np.linalg.svd(updates["blocks"].pop("kernel"))[1] / (0.2 * 24**0.5)
+    np.testing.assert_allclose(singular, 1, atol=0.35)
+    gradients["blocks"].pop("kernel")
+    adam = jax.tree.map(lambda x: -jnp.sign(x), gradients)
+    for have, want in zip(*map(jax.tree.leaves, (updates, adam)), strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-4)
+
+
+def test_lion_moves_by_signs_and_decays():
+    config = OptimizerConfig(name="lion", weight_decay=0.1)
+    parameters = {"kernel": jnp.full(2, 2.0)}
+    optimizer = make_optimizer(config)
+    gradients = {"kernel": jnp.array([1.0, -1e-3])}
+    updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
+    np.testing.assert_allclose(updates["kernel"], [-1.2, 0.8], rtol=1e-5)
+
+
 def test_warm_up_must_end_before_training_does():
     with pytest.raises(UserError, match=r"optimizer\.warmup_steps=10 .* training\.steps=10"):
         learning_rates(OptimizerConfig(warmup_steps=10), 10)

@@ -1,5 +1,6 @@
 """Training step: loss, gradient accumulation, skipped updates."""
 
+import dataclasses
 import functools
 
 import jax
@@ -77,6 +78,24 @@ def test_accumulated_parts_equal_the_whole_batch(parts):
         np.testing.assert_allclose(a, b, atol=2e-6, rtol=1e-3)
     for name in metrics:
         assert float(metrics[name]) == pytest.approx(float(same_metrics[name]), rel=1e-5)
+
+
+def test_an_average_of_the_weights_follows_them(parts):
+    """With decay min(0.5, (1 + n) / (10 + n)) at step n, and not in a skipped update."""
+    options = {"ema_decay": 0.5, "objective": next_token_or_harm, "skip_grad_norm_ratio": 20.0}
+    good = random_tokens(0)
+    copy = jax.tree.map(jnp.copy, parts.first.parameters)
+    state = dataclasses.replace(parts.first, average=copy)
+    average = [np.asarray(x) for x in jax.tree.leaves(copy)]
+    for number, tokens in enumerate((good, good, good.at[0, 0].set(1), good)):
+        state, metrics = parts.update(1, **options)(state, everything(tokens))
+        if number != 2:
+            decay = min(0.5, (1 + number) / (10 + number))
+            pairs = zip(average, jax.tree.leaves(state.parameters), strict=True)
+            average = [decay * x + (1 - decay) * np.asarray(y) for x, y in pairs]
+    assert int(metrics["skipped"]) == 1
+    for have, want in zip(jax.tree.leaves(state.weights), average, strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-6)
 
 
 def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(parts):

@@ -20,7 +20,6 @@ from heinsen_jax.data import (
     DataConfig,
     Dataset,
     TokenDataset,
-    fingerprint,
     load_tokenizer,
     save_tokenizer,
 )
@@ -219,7 +218,7 @@ def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -
         return
     assert isinstance(config.data, DataConfig)
     theirs = load_tokenizer(workdir)
-    if fingerprint(theirs) != fingerprint(tokenizer):
+    if theirs.fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs from "
             f"data.tokenizer={config.data.tokenizer}: choose another folder, or its tokenizer"

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import jax
-import tiktoken
 import tyro
 from flax import nnx
 
 from heinsen_jax import data as text
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.config import load_config
-from heinsen_jax.data import DataConfig, Dataset, TokenDataset
+from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.sharding import MeshConfig, make_mesh
@@ -168,7 +167,7 @@ def _all_of(settings: text.AnyDataConfig) -> Dataset:
 
 
 def _check_tokenizer(
-    workdir: Path, ours: tiktoken.Encoding | None, corpus: str, theirs: tiktoken.Encoding | None
+    workdir: Path, ours: Tokenizer | None, corpus: str, theirs: Tokenizer | None
 ) -> None:
     if ours and theirs and text.fingerprint(ours) != text.fingerprint(theirs):
         raise UserError(

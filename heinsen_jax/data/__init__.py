@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from heinsen_jax.data.text import DataConfig, TokenDataset, TokenSource
     from heinsen_jax.data.tokenizers import (
         END_OF_TEXT,
-        end_of_text_id,
-        fingerprint,
+        Tokenizer,
         get_tokenizer,
         load_tokenizer,
         save_tokenizer,
@@ -53,8 +52,7 @@ __all__ = [
     "TaskDataset",
     "TokenDataset",
     "TokenSource",
-    "end_of_text_id",
-    "fingerprint",
+    "Tokenizer",
     "get_tokenizer",
     "load",
     "load_tokenizer",

@@ -35,7 +35,7 @@ from heinsen_jax.data.manifest import (
     token_dtype,
 )
 from heinsen_jax.data.tokenizers import (
-    fingerprint,
+    Tokenizer,
     get_tokenizer,
     load_tokenizer,
     save_tokenizer,
@@ -100,9 +100,9 @@ def prepare(
     sources_by_input = _sources_by_input(inputs, Path(downloads))
     sources = [source for group in sources_by_input.values() for source in group]
     rule = _split_rule(split, validation_fraction, sources)
-    encoding = _tokenizer(tokenizer, output)
+    found = _tokenizer(tokenizer, output)
     _hash(sources)
-    recipe = _recipe(sources_by_input, encoding, rule)
+    recipe = _recipe(sources_by_input, found, rule)
     try:
         output.mkdir(parents=True, exist_ok=True)
         if _is_finished(recipe, output):
@@ -112,12 +112,12 @@ def prepare(
                 return Manifest.load(output)
             for partial in output.glob("*.partial"):  # files of a process that was killed
                 partial.unlink()
-            save_tokenizer(encoding, output)
+            save_tokenizer(found, output)
             recipe.write(output / _RECIPE_FILE)
             units = plan_units(recipe, rule, sources)
             left = [unit for unit in units if read_record(unit, output) is None]
             _process(left, output, executor)
-            return _finish(recipe, encoding, units, output)
+            return _finish(recipe, found, units, output)
     except OSError as error:
         raise UserError(f"output {output} cannot be written: {error}") from error
 
@@ -179,7 +179,7 @@ def _split_rule(
     return SplitRule(kind, fraction)
 
 
-def _tokenizer(name: str, output: Path) -> tiktoken.Encoding:
+def _tokenizer(name: str, output: Path) -> Tokenizer:
     """The tokenizer of that name, without the network if `output` has it already."""
     is_published = name in tiktoken.list_encoding_names()
     if is_published and saved_name(output) == name:
@@ -198,12 +198,10 @@ def _hash(sources: Sequence[Source]) -> None:
                 advance(source.size)
 
 
-def _recipe(
-    sources: dict[str, list[Source]], encoding: tiktoken.Encoding, rule: SplitRule
-) -> Recipe:
+def _recipe(sources: dict[str, list[Source]], tokenizer: Tokenizer, rule: SplitRule) -> Recipe:
     return Recipe(
-        tokenizer=encoding.name,
-        tokenizer_fingerprint=fingerprint(encoding),
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
         split=rule.kind,
         validation_fraction=rule.validation_fraction,
         inputs=tuple(
@@ -276,9 +274,7 @@ def _process_on_ray(units: Sequence[Unit], output: Path, advance: Callable[[int]
         advance(unit.size)
 
 
-def _finish(
-    recipe: Recipe, encoding: tiktoken.Encoding, units: Sequence[Unit], output: Path
-) -> Manifest:
+def _finish(recipe: Recipe, tokenizer: Tokenizer, units: Sequence[Unit], output: Path) -> Manifest:
     records = [record for unit in units if (record := read_record(unit, output))]
     splits: dict[SplitName, Split] = {
         name: Split.of(tuple(r.shards[name] for r in records if name in r.shards))
@@ -287,8 +283,8 @@ def _finish(
     _check_splits(splits, recipe, output)
     manifest = Manifest(
         **dict(recipe),
-        dtype=token_dtype(encoding.n_vocab),
-        vocab_size=encoding.n_vocab,
+        dtype=token_dtype(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
         splits=splits,
     )
     manifest.check_hashes(output)
@@ -323,7 +319,8 @@ class PrepareOptions:
     output: Path
     """Folder of the data set; an interrupted preparation resumes where it stopped."""
     tokenizer: str = "bytes"
-    """bytes, a name that tiktoken knows (gpt2, ...), or a .tiktoken file."""
+    """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
+    folder."""
     validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None
     """Fraction for validation; by default 0.1 with tail, else 0.01."""
     split: SplitChoice = "auto"

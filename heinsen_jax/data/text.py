@@ -17,12 +17,7 @@ from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
-from heinsen_jax.data.tokenizers import (
-    end_of_text_id,
-    fingerprint,
-    load_tokenizer,
-    tokenizer_name,
-)
+from heinsen_jax.data.tokenizers import load_tokenizer, tokenizer_name
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
@@ -40,7 +35,8 @@ class DataConfig:
     corpus: str = "python-stdlib"
     """Name of a corpus, a text file, a folder, a .jsonl[.zst] file, or a prepared folder."""
     tokenizer: str = "bytes"
-    """bytes, the name of a tiktoken encoding (gpt2, ...), or a .tiktoken file."""
+    """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
+    folder."""
     cache: str = "data"
     """Folder for downloads and prepared data sets."""
     validation_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
@@ -118,7 +114,7 @@ class TokenDataset:
         self.name = str(folder)
         self.manifest = Manifest.load(folder)
         self.tokenizer = load_tokenizer(folder)
-        if fingerprint(self.tokenizer) != self.manifest.tokenizer_fingerprint:
+        if self.tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise UserError(
                 f"{folder}: its tokenizer differs from that of its tokens; delete the folder and "
                 "prepare it again"
@@ -127,7 +123,7 @@ class TokenDataset:
 
     @property
     def vocab_size(self) -> int:
-        return self.tokenizer.n_vocab
+        return self.tokenizer.vocab_size
 
     @property
     def train_tokens(self) -> int:
@@ -152,7 +148,7 @@ class TokenDataset:
     def plan(self, length: int) -> Plan:
         """Rows of whole training documents, each of which predicts `length` tokens."""
         if length not in self._plans:
-            source, end = self.split("train"), end_of_text_id(self.tokenizer)
+            source, end = self.split("train"), self.tokenizer.end_of_text_id
             _check_text(source)
             ends = [source.document_ends(shard, end) for shard in range(len(source.lengths))]
             self._plans[length] = plan = Plan(ends, length)
@@ -204,7 +200,7 @@ class TokenDataset:
     def _as_row(self, config: DataConfig) -> RowFn:
         if self.documents(config) == "continuous":
             return _continuous_row
-        end = end_of_text_id(self.tokenizer)
+        end = self.tokenizer.end_of_text_id
         return lambda tokens, length: packed_row(
             np.split(tokens, np.flatnonzero(tokens == end) + 1), length
         )

@@ -42,7 +42,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
     """The prompt and its continuation, as it is sampled; of several samples, one after another."""
     model, tokenizer = options.load()
     prompt, number, key = options.prompt, options.max_new_tokens, jax.random.key(options.seed)
-    tokens = tokenizer.encode_ordinary(prompt)
+    tokens = tokenizer.encode(prompt)
     if not tokens:
         raise UserError("--prompt is empty: give at least one character")
     if options.num_samples > 1:
@@ -66,7 +66,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
         top_k=options.top_k,
         top_p=options.top_p,
         key=key,
-        num_tokens=tokenizer.n_vocab,
+        num_tokens=tokenizer.vocab_size,
     )
     yield prompt
     yield from decode_stream(tokenizer, until_end(sampled, tokenizer, number))

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import tiktoken
 import tyro
 
 from heinsen_jax.compilation import cache_compilations
+from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_text_run
@@ -26,7 +26,7 @@ class TextOptions:
     seed: int = 0
     latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False
 
-    def load(self) -> tuple[LanguageModel, tiktoken.Encoding]:
+    def load(self) -> tuple[LanguageModel, Tokenizer]:
         """Load the model and its tokenizer.
 
         Raises:

@@ -17,11 +17,10 @@ from typing import Annotated
 
 import jax
 import pydantic
-import tiktoken
 import tyro
 from flax import nnx
 
-from heinsen_jax.data import save_tokenizer
+from heinsen_jax.data import Tokenizer, save_tokenizer
 from heinsen_jax.data.files import free_name, writing
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
@@ -39,7 +38,7 @@ except ImportError as missing:
 
 __all__ = ["card", "from_pretrained", "push", "save_pretrained"]
 
-FETCHED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.*", METRICS_FILE]
+FETCHED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", METRICS_FILE]
 
 
 def save_pretrained(
@@ -85,7 +84,7 @@ def save_pretrained(
 
 def from_pretrained(
     name: str | Path, *, revision: str | None = None
-) -> tuple[LanguageModel, tiktoken.Encoding | None]:
+) -> tuple[LanguageModel, Tokenizer | None]:
     """Load the model and its tokenizer from a folder or a repository of the hub.
 
     Args:

@@ -94,7 +94,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     if training.sample_tokens:
         if dataset.tokenizer is None:
             raise UserError(f"{dataset.name} has no text to sample; set training.sample_tokens=0")
-        if not dataset.tokenizer.encode_ordinary(training.sample_prompt):
+        if not dataset.tokenizer.encode(training.sample_prompt):
             raise UserError(
                 "training.sample_prompt is empty; give a character, or set sample_tokens=0"
             )

@@ -15,7 +15,7 @@ from heinsen_jax.data import text
 from heinsen_jax.data.manifest import Manifest, Shard, Split
 from heinsen_jax.data.pipeline import train_batches, validation_batches
 from heinsen_jax.data.text import DataConfig, TokenDataset
-from heinsen_jax.data.tokenizers import fingerprint, get_tokenizer, save_tokenizer
+from heinsen_jax.data.tokenizers import get_tokenizer, save_tokenizer
 from heinsen_jax.errors import UserError
 
 BYTES = get_tokenizer("bytes")
@@ -28,7 +28,7 @@ def make_dataset(folder: Path, train: list[int], validation: list[int]) -> Token
     save_tokenizer(BYTES, folder)
     Manifest(
         tokenizer="bytes",
-        tokenizer_fingerprint=fingerprint(BYTES),
+        tokenizer_fingerprint=BYTES.fingerprint,
         split="document",
         validation_fraction=0.1,
         inputs=(),
@@ -250,10 +250,10 @@ def test_train_and_validation_do_not_overlap(tmp_path: Path) -> None:
     )
     dataset = data.load(config)
     rows = take(60, dataset, config).reshape(-1, 31).tolist()
-    train = {char for row in rows for char in dataset.tokenizer.decode(row, errors="ignore")}
+    train = {char for row in rows for char in dataset.tokenizer.decode(row)}
     held_out = dataset.split("validation").read(0, 0, 10**6).tolist()
     assert len(train) > 2000
-    assert train <= set(text[:2700])
+    assert train <= {*text[:2700], "�"}  # of characters that are cut
     assert dataset.tokenizer.decode(held_out) == text[2700:]
 
 

@@ -11,7 +11,6 @@ from flax import nnx
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from heinsen_jax.data import fingerprint
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.hub import from_pretrained, push, save_pretrained
@@ -49,7 +48,7 @@ def test_a_model_survives_saving_and_loading(run, shard_bytes, tmp_path):
     model, tokenizer, step = load_run(run)
     again, other = from_pretrained(folder)
     assert load_run(folder)[2] == step
-    assert fingerprint(other) == fingerprint(tokenizer)
+    assert other.fingerprint == tokenizer.fingerprint
     assert_same_logits(again, model)
 
 

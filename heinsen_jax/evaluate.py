@@ -169,7 +169,7 @@ def _all_of(settings: text.AnyDataConfig) -> Dataset:
 def _check_tokenizer(
     workdir: Path, ours: Tokenizer | None, corpus: str, theirs: Tokenizer | None
 ) -> None:
-    if ours and theirs and text.fingerprint(ours) != text.fingerprint(theirs):
+    if ours and theirs and ours.fingerprint != theirs.fingerprint:
         raise UserError(
             f"--data {corpus} was prepared with the tokenizer {theirs.name}, which differs from "
             f"that of {workdir}: prepare it with the latter"

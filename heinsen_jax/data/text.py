@@ -12,12 +12,11 @@ import pydantic
 
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch
-from heinsen_jax.data.documents import Source, SplitName
-from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
-from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
-from heinsen_jax.data.tokenizers import load_tokenizer, tokenizer_name
+from heinsen_jax.data.prepare import HUB, SplitChoice, prepare, sources_of
+from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, SplitName
+from heinsen_jax.data.tokenizers import load_tokenizer, tokenizer_name, tokenizer_version
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
@@ -33,7 +32,10 @@ class DataConfig:
     """Text corpus, tokenizer, and shape of the batches."""
 
     corpus: str = "python-stdlib"
-    """Name of a corpus, a text file, a folder, a .jsonl[.zst] file, or a prepared folder."""
+    """Name of a corpus; a text, .jsonl or Parquet file, or a folder of them; a data set of the
+    Hugging Face Hub, hf://owner/name[/config][:split]; or a prepared folder."""
+    text_column: str = DEFAULT_COLUMN
+    """Column of the texts in .jsonl and Parquet files."""
     tokenizer: str = "bytes"
     """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
     folder."""
@@ -222,7 +224,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
         _check_prepared(dataset.manifest, config)
         return _verified(dataset, config)
     downloads = Path(config.cache) / "downloads"
-    sources = sources_of(config.corpus, downloads)
+    sources = sources_of(config.corpus, downloads, config.text_column)
     if all(source.has_published_split for source in sources):
         split = "auto"
     folder = Path(config.cache) / _folder_name(config, split, sources)
@@ -233,6 +235,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
             folder,
             validation_fraction=config.validation_fraction,
             split=split,
+            text_column=config.text_column,
             downloads=downloads,
             wait=True,
         )
@@ -322,20 +325,28 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
             f"validation_fraction={config.validation_fraction}, but {config.corpus} was prepared "
             f"with {manifest.validation_fraction}: leave it out or prepare another folder"
         )
+    if config.text_column not in (DEFAULT_COLUMN, manifest.text_column):
+        raise UserError(
+            f"text_column={config.text_column}, but {config.corpus} was prepared with "
+            f"{manifest.text_column}: leave it out or prepare another folder"
+        )
 
 
 def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Source]) -> str:
     """Folder name in the cache: different for everything that may give different tokens."""
-    path, tokenizer = Path(config.corpus), Path(config.tokenizer)
-    is_corpus = config.corpus in CORPORA
-    stem = config.corpus if is_corpus else re.sub(r"[^A-Za-z0-9]+", "-", path.resolve().stem)
+    path = Path(config.corpus)
+    is_path = config.corpus not in CORPORA and not config.corpus.startswith(HUB)
+    name = path.resolve().stem if is_path else config.corpus.removeprefix(HUB)
+    stem = config.corpus if config.corpus in CORPORA else re.sub(r"[^A-Za-z0-9]+", "-", name)
     versions = [source.version for source in sources if source.remote is None]
     decides = [
-        "" if is_corpus else str(path.resolve()),
+        str(path.resolve()) if is_path else "",
         config.validation_fraction or "",
         "" if split == "auto" else split,
-        sha256_of(tokenizer) if tokenizer.is_file() else "",
+        tokenizer_version(config.tokenizer),
         *map(str, versions),
     ]
+    if config.text_column != DEFAULT_COLUMN:
+        decides.append(config.text_column)
     mark = f"-{joint_hash(*map(str, decides))[:8]}" if any(decides) else ""
     return f"{stem.strip('-').lower()}{mark}-{tokenizer_name(config.tokenizer)}"

@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import tiktoken
 
+from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.tokenizer_json import (
     TOKENIZER_FILE,
     JsonTokenizer,
@@ -41,6 +42,7 @@ __all__ = [
     "save_tokenizer",
     "saved_name",
     "tokenizer_name",
+    "tokenizer_version",
 ]
 
 
@@ -130,6 +132,16 @@ def tokenizer_name(name: str) -> str:
     if path.name == TOKENIZER_FILE:
         return path.parent.name
     return path.stem if path.suffix in (SUFFIX, ".json") else path.name
+
+
+def tokenizer_version(name: str) -> str:
+    """Return a hash that changes with the files of a local tokenizer; "" for others."""
+    path = Path(name)
+    if name == "bytes" or name in tiktoken.list_encoding_names():
+        return ""
+    if path.suffix == SUFFIX:
+        return sha256_of(path) if path.is_file() else ""
+    return get_tokenizer(name).fingerprint
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:

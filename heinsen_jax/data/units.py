@@ -12,9 +12,10 @@ from typing import BinaryIO
 import numpy as np
 import pydantic
 
-from heinsen_jax.data.documents import SPLITS, Document, Source, SplitName, read_documents
+from heinsen_jax.data.documents import Document, read_documents
 from heinsen_jax.data.files import replacing
 from heinsen_jax.data.manifest import Recipe, Record, Shard, SplitKind, numpy_dtype, token_dtype
+from heinsen_jax.data.sources import SPLITS, Source, SplitName
 from heinsen_jax.data.tokenizers import load_tokenizer
 
 UNIT_BYTES = 64 << 20

@@ -110,13 +110,12 @@ def prepare(
         in use, or has another data set.
     """
     output = Path(output)
-    sources_by_input = _sources_by_input(inputs, Path(downloads), text_column)
-    sources = [source for group in sources_by_input.values() for source in group]
-    check_sources(sources)
+    by_input = sources_by_input(inputs, Path(downloads), text_column)
+    sources = [source for group in by_input.values() for source in group]
     rule = _split_rule(split, validation_fraction, sources)
     found = _tokenizer(tokenizer, output)
     _hash(sources)
-    recipe = _recipe(sources_by_input, found, rule, text_column)
+    recipe = _recipe(by_input, found, rule, text_column)
     try:
         output.mkdir(parents=True, exist_ok=True)
         if _is_finished(recipe, output):
@@ -136,9 +135,14 @@ def prepare(
         raise UserError(f"output {output} cannot be written: {error}") from error
 
 
-def _sources_by_input(
+def sources_by_input(
     inputs: Sequence[str], downloads: Path, text_column: str
 ) -> dict[str, list[Source]]:
+    """The sources of each input.
+
+    Raises:
+      UserError: an input is missing, empty or given twice, or needs an extra that is not installed.
+    """
     if not inputs:
         raise UserError(f"inputs: give a corpus ({', '.join(CORPORA)}), a file or a folder")
     sources: dict[str, list[Source]] = {}
@@ -148,6 +152,7 @@ def _sources_by_input(
         sources[name] = sources_of(name, downloads, text_column)
         if not sources[name]:
             raise UserError(f"input {name} contains no text: give one that does")
+    check_sources([source for group in sources.values() for source in group])
     return sources
 
 
@@ -268,10 +273,15 @@ def _brief(value: object) -> str:
     return str(value)[:12]
 
 
-def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
-    for source in (source for unit in units for source in unit.sources):
+def ensure_local(sources: Sequence[Source]) -> None:
+    """Download the files of corpora."""
+    for source in sources:
         if source.remote is not None:
             ensure_downloaded(source.remote, source.path)
+
+
+def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
+    ensure_local([source for unit in units for source in unit.sources])
     total = sum(unit.size for unit in units)
     process = _process_here if executor == "local" else _process_on_ray
     with byte_progress(f"preparing {output.name}", total) as advance:

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple, cast
 import zstandard
 
 from heinsen_jax.data.sources import Kind, Source, SplitName
-from heinsen_jax.errors import UserError, extra_module
+from heinsen_jax.errors import UserError, explain, extra_module
 
 _CHUNK_BYTES = 1 << 20
 _DAMAGED = (
@@ -57,6 +57,13 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
         raise UserError(f"{source.place} is damaged ({error}): get the file again") from error
     except OSError as error:
         raise UserError(f"{source.place} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # the Hub's HTTP client differs between versions, and so do errors
+        if source.streamed is None or isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{source.place} cannot be read ({explain(error)}): check the network, and give the "
+            "same command again, which resumes"
+        ) from error
 
 
 def _open(source: Source) -> BinaryIO:

@@ -7,7 +7,7 @@ interrupted preparation resumes with the units without a record, and gives the s
     train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32
     unit-00000.json                         its record
     recipe.json                             inputs, tokenizer and split of the data set
-    tokenizer.json, tokenizer.tiktoken      the tokenizer
+    tokenizer.json                          the tokenizer, with one further file
     manifest.json                           written last
 """
 
@@ -191,7 +191,9 @@ def _split_rule(
             )
         return SplitRule("validation", None)
     kind = "document"
-    are_texts = all(source.kind in ("text", "text.gz", "python") for source in sources)  # a document each
+    are_texts = all(
+        source.kind in ("text", "text.gz", "python") for source in sources
+    )  # a document each
     wanted = len(sources) * (fraction or DEFAULT_FRACTIONS[kind])
     if choice == "tail" or (choice == "auto" and are_texts and wanted < FEW_DOCUMENTS):
         kind = "tail" if len(sources) == 1 and are_texts else "tails"

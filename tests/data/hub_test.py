@@ -1,5 +1,6 @@
 """Data sets of the Hugging Face Hub, of which a folder and a file system take the place."""
 
+import io
 import json
 import os
 import re
@@ -96,6 +97,18 @@ def test_a_split_by_name(repository):
         texts = [document.text for document in read_documents(source, counts.append)]
         assert texts == [f"{name} {row}" for row in range(5)]
         assert sum(counts) >= source.size
+
+
+def test_an_interrupted_connection_is_reported(repository, monkeypatch):
+    class Broken(io.FileIO):
+        def readinto(self, buffer):
+            raise RuntimeError("peer closed the connection")  # an error of any HTTP client
+
+    write(repository, "train.jsonl")
+    (source,) = hub_sources("hf://me/words", "body")
+    monkeypatch.setattr(hub, "open_file", lambda url: Broken(repository / "train.jsonl"))
+    with pytest.raises(UserError, match=r"train\.jsonl cannot be read \(peer closed .*resumes"):
+        list(read_documents(source, lambda count: None))
 
 
 def test_rows_of_json(repository):

@@ -302,14 +302,15 @@ def test_a_tokenizer_of_hugging_face_is_saved_with_the_tokens(tmp_path: Path) ->
     write(tmp_path / "mine", json.loads(byte_level().to_str()))
     folder, out = make_folder(tmp_path / "in", 5), tmp_path / "out"
     arguments = [str(folder)], str(tmp_path / "mine"), out
-    manifest = prepare(*arguments, validation_fraction=0.5)
+    options = {"validation_fraction": 0.5, "split": "document"}
+    manifest = prepare(*arguments, **options)
     tokenizer = load_tokenizer(out)
     assert (manifest.tokenizer, manifest.vocab_size) == ("mine", tokenizer.vocab_size)
     ids = [*tokens(out, "train"), *tokens(out, "validation")]
     assert ids.count(tokenizer.end_of_text_id) == 5
     texts = tokenizer.decode(ids).split("<|endoftext|>")
     assert sorted(texts) == sorted(["", *(path.read_text() for path in folder.iterdir())])
-    assert prepare(*arguments, validation_fraction=0.5) == manifest
+    assert prepare(*arguments, **options) == manifest
 
 
 def test_a_manifest_of_earlier_versions_is_loaded(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ class PrepareOptions:
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
     """Names of corpora (python-stdlib, tinyshakespeare, ...), paths, or
-    hf://owner/name[/config][:split]."""
+    hf://owner/name, with /config or :split if needed."""
     output: Path
     """Folder of the data set; an interrupted preparation resumes where it stopped."""
     tokenizer: str = "bytes"

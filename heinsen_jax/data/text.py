@@ -33,7 +33,7 @@ class DataConfig:
 
     corpus: str = "python-stdlib"
     """Name of a corpus; a text, .jsonl or Parquet file, or a folder of them; a data set of the
-    Hugging Face Hub, hf://owner/name[/config][:split]; or a prepared folder."""
+    Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder."""
     text_column: str = DEFAULT_COLUMN
     """Column of the texts in .jsonl and Parquet files."""
     tokenizer: str = "bytes"

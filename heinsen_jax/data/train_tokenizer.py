@@ -100,7 +100,7 @@ class TrainTokenizerOptions:
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
     """Names of corpora (python-stdlib, tinyshakespeare, ...), paths, or
-    hf://owner/name[/config][:split]."""
+    hf://owner/name, with /config or :split if needed."""
     output: Path
     """Folder for tokenizer.json, or a file that ends in .json."""
     vocab_size: int

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pydantic
 import tiktoken
@@ -38,6 +38,7 @@ from heinsen_jax.data.sources import (
     SPLITS,
     Source,
     SplitName,
+    Texts,
     check_sources,
     find_sources,
 )
@@ -191,9 +192,7 @@ def _split_rule(
             )
         return SplitRule("validation", None)
     kind = "document"
-    are_texts = all(
-        source.kind in ("text", "text.gz", "python") for source in sources
-    )  # a document each
+    are_texts = all(source.kind in get_args(Texts) for source in sources)
     wanted = len(sources) * (fraction or DEFAULT_FRACTIONS[kind])
     if choice == "tail" or (choice == "auto" and are_texts and wanted < FEW_DOCUMENTS):
         kind = "tail" if len(sources) == 1 and are_texts else "tails"

@@ -13,7 +13,9 @@ from heinsen_jax.errors import UserError, extra_module
 
 Rows = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 """Kinds whose documents are in a column."""
-Kind = Literal["text", "text.gz", "python", "wikitext", "openwebtext"] | Rows
+Texts = Literal["text", "text.gz", "python"]
+"""Kinds with one document."""
+Kind = Rows | Texts | Literal["wikitext", "openwebtext"]
 SplitName = Literal["train", "validation"]
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")

@@ -119,6 +119,7 @@ class JsonTokenizer:
         """Ids that no text contains. Unknown characters and single bytes are parts of texts."""
         model = self._document["model"]
         unknown = {model.get("unk_id"), self._tokenizer.token_to_id(model.get("unk_token") or "")}
+        unknown -= {self.end_of_text_id}
         return frozenset(
             token
             for token, added in self._added.items()
@@ -166,8 +167,7 @@ class JsonTokenizer:
             "heinsen_jax": {"name": self.name, "fingerprint": self.fingerprint},
         }
         for file, content in ((TOKENIZER_FILE, self._document), (CONFIG_FILE, config)):
-            text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-            write_atomically(folder / file, text.encode())
+            write_atomically(folder / file, as_json(content))
 
     @classmethod
     def load(cls, folder: Path) -> "JsonTokenizer":
@@ -209,6 +209,11 @@ def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
         f"{path}: exactly one special token must end a text, but it has {known}; write "
         f'{{"eos_token": "..."}} to {config_path}'
     )
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """Return the content of a file."""
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
 
 
 def read_json(path: Path) -> dict[str, Any]:

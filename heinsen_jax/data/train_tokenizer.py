@@ -20,7 +20,7 @@ from heinsen_jax.data.documents import read_documents
 from heinsen_jax.data.files import byte_progress, write_atomically, writing
 from heinsen_jax.data.prepare import ensure_local, sources_by_input
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source
-from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, JsonTokenizer
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, JsonTokenizer, as_json
 from heinsen_jax.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_name
 from heinsen_jax.errors import UserError, command_line
 
@@ -64,7 +64,7 @@ def train_tokenizer(
     tokenizer = JsonTokenizer(tokenizer_name(str(output)), file, document, END_OF_TEXT)
     with writing(file.parent):
         if file == output:
-            write_atomically(file, f"{json.dumps(document, indent=2)}\n".encode())
+            write_atomically(file, as_json(document))
         else:
             tokenizer.save(output)
     return tokenizer

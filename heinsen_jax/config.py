@@ -19,7 +19,7 @@ from heinsen_jax.data import (
     AnyDataConfig,
     DataConfig,
     Dataset,
-    TokenDataset,
+    TextDataset,
     load_tokenizer,
     save_tokenizer,
 )
@@ -248,7 +248,7 @@ def check_changes(
         if name in theirs and value != theirs[name]
     }
     path = workdir / DATA_FILE
-    if isinstance(dataset, TokenDataset) and _differs(path, dataset.manifest.as_bytes()):
+    if isinstance(dataset, TextDataset) and _differs(path, dataset.content):
         changed[CONTENT] = f"the content of data.corpus ({path} records the previous one)"
     refused = [said for name, said in changed.items() if _affects_result(name)]
     if refused and not allowed:
@@ -290,8 +290,8 @@ def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
     """Named values that all processes of a run must share."""
     fields = _flat(as_json(config))
     found = {name: value for name, value in fields.items() if name not in OWN_TO_A_HOST}
-    if isinstance(dataset, TokenDataset):
-        found["the tokens of data.corpus"] = joint_hash(dataset.manifest.model_dump_json())[:12]
+    if isinstance(dataset, TextDataset):
+        found["the tokens of data.corpus"] = joint_hash(dataset.content.decode())[:12]
     sources = (sha256_of(path) for path in sorted(PACKAGE.rglob("*.py")))
     found["the source of heinsen_jax"] = joint_hash(*sources)[:12]
     for library in ("jax", "jaxlib", "flax", "optax"):
@@ -312,8 +312,8 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
     with writing(workdir):
         if dataset.tokenizer is not None:
             save_tokenizer(dataset.tokenizer, workdir)
-        if isinstance(dataset, TokenDataset):
-            write_atomically(workdir / DATA_FILE, dataset.manifest.as_bytes())
+        if isinstance(dataset, TextDataset):
+            write_atomically(workdir / DATA_FILE, dataset.content)
         content = json.dumps(as_json(config), indent=2) + "\n"
         write_atomically(workdir / CONFIG_FILE, content.encode())
 

@@ -113,10 +113,13 @@ def _run_text(
             "--data and --sequence-length"
         )
     is_other = (
-        isinstance(settings, DataConfig) and data is not None and not _same(data, settings.corpus)
+        isinstance(settings, DataConfig)
+        and data is not None
+        and not (settings.mixture is None and _same(data, settings.corpus))
     )
     if is_other:
-        settings = replace(settings, corpus=data, validation_fraction=None)
+        single = {"mixture": None, "mixture_stages": (), "validation_fraction": None}
+        settings = replace(settings, corpus=data, **single)
     if sequence_length is not None:
         settings = replace(settings, sequence_length=sequence_length)
     dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))

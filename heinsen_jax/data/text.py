@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeAlias, overload
 import grain
 import numpy as np
 import pydantic
+import tyro
 
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch
@@ -34,6 +35,15 @@ class DataConfig:
     corpus: str = "python-stdlib"
     """Name of a corpus; a text, .jsonl or Parquet file, or a folder of them; a data set of the
     Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder."""
+    mixture: dict[str, pydantic.NonNegativeFloat] | None = None
+    """Several corpora in place of `corpus`, each with a weight: rows of training in proportion to
+    the weights; evaluation of all, and of each by its name."""
+    mixture_stages: Annotated[
+        tuple[tuple[pydantic.PositiveInt, dict[str, pydantic.NonNegativeFloat]], ...],
+        tyro.conf.Fixed,
+    ] = ()
+    """Pairs (step, mixture): from that step on, counted from 0, other weights, also 0, and other
+    corpora. Only in configuration files."""
     text_column: str = DEFAULT_COLUMN
     """Column of the texts in .jsonl and Parquet files."""
     tokenizer: str = "bytes"
@@ -66,6 +76,23 @@ class DataConfig:
                 "packing='best_fit' with documents='continuous': packed documents are separate; "
                 "set packing='windows' or documents='separate'"
             )
+        self._check_mixture()
+
+    def _check_mixture(self) -> None:
+        steps = [step for step, _ in self.mixture_stages]
+        if self.mixture is None and steps:
+            raise ValueError("mixture_stages without mixture: give the weights of the first steps")
+        if steps != sorted({*steps}):
+            raise ValueError(f"mixture_stages begin at steps {steps}: give increasing ones")
+        for weights in self.mixtures:
+            if not sum(weights.values()) > 0:
+                raise ValueError(f"mixture {weights}: give at least one weight above 0")
+
+    @property
+    def mixtures(self) -> list[dict[str, float]]:
+        """The weights of all stages, in order; none without a mixture."""
+        first = [] if self.mixture is None else [self.mixture]
+        return [*first, *(weights for _, weights in self.mixture_stages)]
 
     @property
     def longest(self) -> int:
@@ -135,6 +162,11 @@ class TokenDataset:
     def bytes_per_token(self) -> float:
         split = self.manifest.splits["validation"]
         return split.bytes / split.tokens
+
+    @property
+    def content(self) -> bytes:
+        """The manifest, which has the hashes of the tokens."""
+        return self.manifest.as_bytes()
 
     @property
     def has_documents(self) -> bool:

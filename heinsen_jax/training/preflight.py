@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Batch, DataConfig, Dataset, TokenDataset
+from heinsen_jax.data import Batch, DataConfig, Dataset, TextDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
@@ -53,7 +53,7 @@ def describe(
 
 
 def _padding(data: DataSettings, dataset: Dataset) -> float:
-    if isinstance(data, DataConfig) and isinstance(dataset, TokenDataset):
+    if isinstance(data, DataConfig) and isinstance(dataset, TextDataset):
         return dataset.padding(data)
     return 0.0
 

@@ -7,7 +7,7 @@ import pydantic
 from jax.sharding import Mesh
 
 from heinsen_jax.attention import mechanism, names
-from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset, TokenDataset
+from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset, TextDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
@@ -130,7 +130,7 @@ def with_documents(
     Raises:
       UserError: separate documents are required, which a mechanism does not support.
     """
-    if not isinstance(data, DataConfig) or not isinstance(dataset, TokenDataset):
+    if not isinstance(data, DataConfig) or not isinstance(dataset, TextDataset):
         return data, []
     chosen, reason = dataset.documents(data), ""
     layers = zip(model.layer_pattern, model.abstract_layers(), strict=True)

@@ -90,8 +90,8 @@ def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith(options)
     assert len(shown) < 5000
-    assert "--model.num_layers 1\n      Residual blocks." in shown
-    assert "--model.key_depth" not in shown
+    assert "--model.num-layers 1\n      Number of residual blocks." in shown
+    assert "--model.key-depth" not in shown
     monkeypatch.setattr(sys, "argv", [*train("--help", "model")])
     assert main() == 0
     of_model = capsys.readouterr().out

@@ -17,14 +17,15 @@ DECAYED = ("kernel", "embedding", "key_up", "value_up", "of_keys", "of_values")
 
 @config_dataclass
 class OptimizerConfig:
-    """The defaults are the paper's where it gives them (6e-4 to 6e-5), else nanoGPT's."""
+    """AdamW with a one-cycle learning rate. The defaults are the paper's where it gives them (rates
+    from 6e-4 to 6e-5), else nanoGPT's."""
 
     learning_rate: pydantic.PositiveFloat = 6e-4
     """Peak learning rate, after warm-up."""
     end_learning_rate: pydantic.NonNegativeFloat = 6e-5
     """Learning rate at the last step of the cosine schedule."""
     warmup_steps: pydantic.NonNegativeInt = 100
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     beta1: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.9
     """Decay rate of the first moment (Adam)."""
     beta2: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.95
@@ -32,7 +33,7 @@ class OptimizerConfig:
     weight_decay: pydantic.NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
     clip_norm: pydantic.PositiveFloat = 1.0
-    """Global norm to which gradients are clipped."""
+    """Clip gradients to this global norm."""
 
 
 def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:

@@ -34,7 +34,9 @@ def describe(
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     update, available = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
-    of_text = f": {total / available:.3g} epochs of {available:,} tokens" if available else ""
+    of_text = (
+        f": {total / available:.3g} epochs of {available:,} training tokens" if available else ""
+    )
     batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
     measured = min(batches, training.evaluation_batches or batches)
     return [
@@ -60,7 +62,7 @@ def memory(compiled: jax.stages.Compiled) -> str:
         return "an unknown amount"
     arguments, work = found.argument_size_in_bytes, found.temp_size_in_bytes
     work += max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} temporary)"
+    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} workspace)"
 
 
 def time_updates(

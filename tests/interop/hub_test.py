@@ -67,7 +67,7 @@ def test_the_card_reports_measurements(run, saved, small):
     step = load_run(run)[2]
     (row,) = (x for x in read_metrics(run) if x["step"] == step and "validation/loss" in x)
     assert f"| loss | {row['validation/loss']:.4f} |" in text
-    assert f"| updates | {step} of {small.training.steps} |" in text
+    assert f"| steps | {step} of {small.training.steps} |" in text
     card = ModelCard(text).data
     assert card.library_name == "heinsen_jax"
     (loss,) = (x for x in card.eval_results if x.metric_type == "loss")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,19 @@ def test_training_prints_the_next_commands(trained):
     assert "step 200/200  validation" in trained
     assert "a sample:" in trained
     assert "python -m heinsen_jax.generate --workdir whole" in trained
+
+
+def test_the_readme_shows_what_training_prints(trained):
+    readme = (ROOT / "README.md").read_text()
+    lines = readme.partition("<!-- train-output -->\n```text\n")[2].partition("```")[0].splitlines()
+    assert len(lines) > 3
+
+    def without_figures(text: str) -> str:
+        return re.sub(r"\d[\d.,]*( [kMG]?B)?", "#", text)
+
+    printed = without_figures(trained)
+    for line in lines:
+        assert without_figures(line) in printed, line
 
 
 def test_a_killed_run_resumes_bit_for_bit(place, trained):

@@ -51,8 +51,8 @@ class LanguageModelConfig:
     num_layers: pydantic.PositiveInt = 24
     """Number of residual blocks."""
     attention: str | tuple[str, ...] = "log"
-    """Attention mechanism, such as log or softmax; docs/mechanisms.md lists all. Several names form
-    a pattern that the layers repeat."""
+    """Attention mechanism, such as log or softmax; the README lists all. Several names form a
+    pattern that the layers repeat."""
     attention_options: tuple[tuple[str, int | float | bool | str], ...] = ()
     """Fields of the mechanisms' configurations, as pairs of a name and a value: `log.window_size`
     applies to all layers of that mechanism, `0.window_size` to the first layer of the pattern."""

@@ -11,7 +11,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_text_run
 
-WORKDIR_HELP = "a run's folder, or a model folder in the format of the hub"
+WORKDIR_HELP = "a run's folder, or a model folder in the format of the Hugging Face Hub"
 LATEST_HELP = "use the latest checkpoint, not the best"
 
 

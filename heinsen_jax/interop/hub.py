@@ -1,7 +1,7 @@
 """Models in the format of the Hugging Face Hub: save, load, and push with a model card.
 
-python -m heinsen_jax.interop.hub save --workdir runs/quickstart --output models/quickstart
-python -m heinsen_jax.interop.hub push --workdir runs/quickstart --repo-id me/quickstart
+    python -m heinsen_jax.interop.hub save --workdir runs/quickstart --output models/quickstart
+    python -m heinsen_jax.interop.hub push --workdir runs/quickstart --repo-id me/quickstart
 
 A model folder has the run's config.json, model.safetensors (or shards and their index), the
 tokenizer, and README.md, the model card. `heinsen_jax.generate` and `heinsen_jax.evaluate` accept

@@ -42,7 +42,7 @@ def main() -> int:
     ) -> int:
         """Run the unfinished runs of a study, and write its report.
 
-        Each finished run is a line of results.jsonl. The same command resumes a stopped study.
+        Each finished run is a line of results.jsonl. The same command resumes an interrupted study.
         """
         if jobs < 1:
             raise UserError(f"--jobs {jobs} must be at least 1")

@@ -74,7 +74,7 @@ def test_ctrl_c_during_compilation_ends_immediately(place, tmp_path, program):
         assert process.stdout.read(3) == "abc"
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert err == "\nstopped by SIGINT: nothing to save\n"
 

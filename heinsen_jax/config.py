@@ -116,7 +116,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
       UserError: a name is misspelled, or a value has the wrong type or is out of range.
 
     Examples:
-      >>> override(ExperimentConfig(), ["--model.num_layers", "3"]).model.num_layers
+      >>> override(ExperimentConfig(), ["--model.num-layers", "3"]).model.num_layers
       3
     """
     said = io.StringIO()
@@ -143,7 +143,8 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
     if isinstance(cause, pydantic.ValidationError):
         sections = (x.name for x in dataclasses.fields(config))
         by_class = {type(getattr(config, name)).__name__: name for name in sections}
-        return explain(cause, f"--{by_class.get(cause.title, cause.title)}")
+        said = explain(cause, f"--{by_class.get(cause.title, cause.title)}")
+        return re.sub(r"--[\w.]+", lambda flag: flag[0].replace("_", "-"), said)
     lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
     body = " ".join(" ".join(lines[1:]).split())  # below its title
     parts = "Perhaps you meant|Arguments similar to|Argument helptext|For full helptext"

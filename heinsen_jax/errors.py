@@ -16,7 +16,7 @@ TRACEBACK = "HEINSEN_JAX_TRACEBACK"
 
 LESS_MEMORY = (
     "use fewer rows (batch size) or shorter sequences; in training also --model.remat, "
-    "--training.accumulation_steps, or --mesh.fsdp over more devices"
+    "--training.accumulation-steps, or --mesh.fsdp over more devices"
 )
 
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "training": LOWEST | {"compilation", "attention", "models", "sharding", "distributed", "data"},
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "data", "training", "generate"},
-    "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config"},
+    "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config", "generate"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST

@@ -342,6 +342,13 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
     )
 
 
+SPLIT_HELP = (
+    "text for validation. document: a random part of the documents; tail: the end of each "
+    "document; validation: everything; auto: tail for one text file or a folder of few, else "
+    "document"
+)
+
+
 @dataclass(frozen=True)
 class PrepareOptions:
     """Prepare a data set from corpora, text, .jsonl and Parquet files, folders of them, or the
@@ -356,16 +363,14 @@ class PrepareOptions:
     """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
     folder."""
     validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None
-    """Fraction for validation; by default 0.1 with tail, else 0.01."""
-    split: SplitChoice = "auto"
-    """document: a random part of the documents is for validation; tail: the end of the only text;
-    validation: everything."""
+    """Fraction for validation. When None: 0.1 with tail, else 0.01."""
+    split: Annotated[SplitChoice, tyro.conf.arg(help=SPLIT_HELP)] = "auto"
     text_column: str = DEFAULT_COLUMN
     """Column of the texts in .jsonl and Parquet files."""
     downloads: Path = Path("data/downloads")
     """Folder of downloaded corpora."""
     executor: Executor = "local"
-    """ray: on a Ray cluster whose nodes share the inputs and the output."""
+    """local: in this process; ray: on a Ray cluster whose nodes share inputs and output."""
 
 
 @command_line

@@ -52,9 +52,10 @@ class DataConfig:
     cache: str = "data"
     """Folder for downloads and prepared data sets."""
     validation_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
-    """Fraction for validation; by default 0.1 of a single text file, else 0.01 of the documents."""
+    """Fraction for validation. When None: 0.1 of a text file, or of each file of a folder with few,
+    else 0.01 of the documents."""
     sequence_length: pydantic.PositiveInt = 1024
-    """Sequence length in tokens."""
+    """Sequence length, in tokens."""
     batch_size: pydantic.PositiveInt = 32
     """Global batch size, in sequences."""
     documents: Documents | None = None
@@ -66,7 +67,7 @@ class DataConfig:
     """Sequences of training. windows: consecutive tokens of the corpus. best_fit: whole separate
     documents, longer ones in segments, and padding where none fits. Validation has windows."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
-    """Further sequence lengths at which to evaluate."""
+    """Further sequence lengths, in tokens, at which to evaluate."""
     verify: bool = False
     """Before training, compare the hashes of all prepared tokens with the manifest."""
 

@@ -21,7 +21,7 @@ BORDERS = [0, 7, 18, 33]  # the first document began before the row
 TOKENS = np.random.default_rng(0).integers(0, 17, (2, BORDERS[-1])).astype(np.int32)
 IDS = np.searchsorted(BORDERS, np.arange(BORDERS[-1]), side="right").astype(np.int32)
 IDS = np.stack([IDS, IDS[-1] - IDS])  # ids may be any integers
-LEARNED = {"positions": "learned", "max_length": 40}
+POSITIONS = {"positions": "learned", "max_length": 40}
 
 
 class Given(nnx.Module):
@@ -89,12 +89,12 @@ def test_documents_are_independent_in_both_directions(name):
 VARIANTS = {
     "recurrence": ("log", {}, {}),
     "recurrence and convolution": ("linear", {}, {"convolution_size": 3}),
-    "learned positions": ("linear", {}, LEARNED | {"convolution_size": 3}),
+    "learned positions": ("linear", {}, POSITIONS | {"convolution_size": 3}),
     "decay block": ("log", {"implementation": "chunked"}, {"block": "decay"}),
     "decay by feature": ("log", {"implementation": "chunked", "decay": "feature"}, {}),
     "rotary": ("softmax", {"positions": "rotary"}, {"positions": "none"}),
     "alibi": ("gqa", {"positions": "alibi"}, {"positions": "none"}),
-    "local blocks": ("block_sparse", {"pattern": "local"}, LEARNED),
+    "local blocks": ("block_sparse", {"pattern": "local"}, POSITIONS),
 }
 
 
@@ -134,7 +134,13 @@ def test_a_stream_continues_the_first_segment_and_returns_the_last():
     [
         ("longformer", {}, {}, NotImplementedError, "LongformerAttention is not segments"),
         ("softmax", {}, {"return_state": True}, NotImplementedError, "unsupported with a state"),
-        ("log", LEARNED, {"return_state": True}, NotImplementedError, "LearnedPositions: .* state"),
+        (
+            "log",
+            POSITIONS,
+            {"return_state": True},
+            NotImplementedError,
+            "LearnedPositions: .* state",
+        ),
         ("log", {}, {"segment_ids": IDS[:, 1:]}, ValueError, r"shape \(2, 33\), got \(2, 32\)"),
     ],
 )

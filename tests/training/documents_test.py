@@ -92,7 +92,7 @@ def test_the_loss_is_that_of_each_document_alone(config, dataset):
         return -jnp.take_along_axis(log_p, tokens[1:, None], -1)[:, 0]
 
     expected, predictions = 0.0, 0
-    end, length = data.end_of_text_id(dataset.tokenizer), config.data.sequence_length
+    end, length = dataset.tokenizer.end_of_text_id, config.data.sequence_length
     source, last = dataset.split("validation"), len(rows) - 1
     for number in (1, last):
         tokens = source.read(0, number * length, length + 1)

@@ -23,7 +23,8 @@ import tyro
 from common import ROOT
 
 from heinsen_jax.config import load_config
-from heinsen_jax.data import Batch, DataConfig, TokenDataset, load, train_batches
+from heinsen_jax.data import Batch, DataConfig, TokenDataset, train_batches
+from heinsen_jax.data.text import load_text
 from heinsen_jax.environment import environment
 from heinsen_jax.training.timeouts import with_timeout
 
@@ -54,7 +55,7 @@ def prepared(folder: Path, options: Options) -> tuple[TokenDataset, DataConfig]:
     assert isinstance(config, DataConfig)
     corpus, cache = str(folder / "random.txt"), str(folder / "data")
     config = replace(config, corpus=corpus, tokenizer="bytes", cache=cache)
-    return load(config), config
+    return load_text(config), config
 
 
 def check_batches(dataset: TokenDataset, config: DataConfig) -> None:

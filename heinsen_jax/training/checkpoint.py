@@ -46,6 +46,8 @@ REMOVED_WITHIN = 2.0
 OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
 """Pattern of operating-system errors in messages of TensorStore and Orbax."""
 
+EXPECTED = "Metadata file does not exist"
+"""Warning of Orbax about a checkpoint that is read by itself, without its manager."""
 ITEM, METRICS = "default", "metrics/metrics"
 """Names of Orbax in a step's folder: the folder of the state, and the file of metrics."""
 
@@ -55,7 +57,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     is_of_save = "orbax" in record.pathname or "orbax" in message
     is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
-    return wants_tracebacks() or not is_reported
+    return not message.startswith(EXPECTED) and (wants_tracebacks() or not is_reported)
 
 
 Tree = TypeVar("Tree")

@@ -22,6 +22,7 @@ raise SystemExit(main())
 ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "JAX_PLATFORMS": "cpu",
+    "JAX_ENABLE_COMPILATION_CACHE": "false",
     "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
     "PYTHONDONTWRITEBYTECODE": "1",  # a truncated file would break later imports
 }

@@ -7,7 +7,7 @@ import textwrap
 
 import tyro
 
-from heinsen_jax.config import ExperimentConfig
+from heinsen_jax.config import COMMAND_LINE, ExperimentConfig
 from heinsen_jax.errors import UserError
 
 FIRST = (
@@ -61,7 +61,7 @@ def _print_section(config: ExperimentConfig, sections: tuple[str, ...]) -> None:
     fields = [(name, type(value := getattr(config, name)), value) for name in sections]
     part = dataclasses.make_dataclass("Part", fields, frozen=True)
     try:
-        tyro.cli(part, args=["--help"], prog="train.py", description="")
+        tyro.cli(part, args=["--help"], prog="train.py", description="", registry=COMMAND_LINE)
     except SystemExit:
         return
 

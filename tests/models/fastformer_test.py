@@ -11,7 +11,7 @@ from flax import nnx
 
 from heinsen_jax.config import load_config
 from heinsen_jax.generate import generate, stream
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from tests.models.small import apply, random_model
 
 LAYERS = 3
@@ -24,8 +24,8 @@ def config(*windows: int, **changes) -> LanguageModelConfig:
         "model_dim": 16,
         "num_heads": 4,
         "num_layers": LAYERS,
-        "attention": ("additive",) * (LAYERS if windows else 1),
-        "attention_options": tuple((f"{i}.window_size", w) for i, w in enumerate(windows)),
+        "attention": tuple(Layers("additive", options={"window_size": w}) for w in windows)
+        or "additive",
         "block": "fastformer",
         "embedding_style": "fastformer",
         "max_length": 32,

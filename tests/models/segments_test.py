@@ -87,9 +87,6 @@ def test_documents_are_independent(name):
 @pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("convolution_size", [None, 3])
 def test_with_each_position_encoding_and_convolutions(name, positions, convolution_size):
-    options = {
-        "block_sparse": (("block_sparse.pattern", "local"),),
-        "gqa": (("gqa.positions", "alibi"),),
-    }
+    options = {"block_sparse": {"pattern": "local"}, "gqa": {"positions": "alibi"}}
     fields = POSITIONS[positions] | {"convolution_size": convolution_size, "block": "standard"}
-    check(configured(name, options=options.get(name, ()), num_layers=2, **fields))
+    check(configured(name, options=options.get(name), num_layers=2, **fields))

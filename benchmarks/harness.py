@@ -84,7 +84,7 @@ def main(options: Options) -> int:
             "apart": HarnessModel(str(run), batch_size=32, share=False),
         }
         for length in options.lengths:
-            vocabulary = ways["shared"].encoding.n_vocab - 1
+            vocabulary = ways["shared"].encoding.vocab_size - 1
             asked = questions(options.contexts, length, vocabulary)
             calls = {name: partial(way._loglikelihood_tokens, asked) for name, way in ways.items()}
             shared, apart = (np.array([value for value, _ in call()]) for call in calls.values())

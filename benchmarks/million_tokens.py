@@ -158,7 +158,7 @@ def late_over_early(rows: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     model, tokenizer, step = load_text_run(options.workdir)
-    ids = tokenizer.encode_ordinary(options.text.read_text())
+    ids = tokenizer.encode(options.text.read_text())
     if len(ids) <= options.tokens or options.tokens % REPORTED:
         raise UserError(
             f"--tokens {options.tokens} must be a multiple of {REPORTED} and fewer than the "

@@ -45,7 +45,7 @@ def unigram_loss(dataset: data.TokenDataset) -> float:
     for name in ("train", "validation"):
         source = dataset.split(name)
         tokens = [source.read(shard, 0, length) for shard, length in enumerate(source.lengths)]
-        counts[name] = np.bincount(np.concatenate(tokens), minlength=dataset.tokenizer.n_vocab)
+        counts[name] = np.bincount(np.concatenate(tokens), minlength=dataset.tokenizer.vocab_size)
     probabilities = (counts["train"] + 1) / np.sum(counts["train"] + 1)
     return float(-np.sum(counts["validation"] * np.log(probabilities)) / counts["validation"].sum())
 

@@ -1,9 +1,9 @@
-"""Masked-byte prediction on this machine's Python library, for mechanisms that are not causal.
+"""Masked-byte prediction on this machine's Python library, for bidirectional mechanisms.
 
 python train.py --config configs/masked.py [--model.attention colt5]
 
 The quickstart's text, sizes and optimizer; needs some minutes on a CPU. 15% of the bytes are
-masked. Expected: a loss on these below 3.3, that of a unigram model.
+masked. Expected: a loss on these below 3.3, the unigram baseline.
 """
 
 from dataclasses import replace

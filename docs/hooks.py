@@ -14,7 +14,13 @@ FROM_ROOT = {
     "CHANGELOG.md": "CHANGELOG.md",
 }
 """Pages of the repository's root, by their names in the site."""
-LINKED = ("benchmarks/results/**/*", "configs/**/*.py", "LICENSE", "CITATION.cff")
+LINKED = (
+    "benchmarks/results/**/*",
+    "configs/**/*.py",
+    "notebooks/*.ipynb",
+    "LICENSE",
+    "CITATION.cff",
+)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^):#\s]+)(#[^)]*)?\)")
 
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import tiktoken
 import tyro
 
+from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import generate, load_state, save_state
 from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one
-from heinsen_jax.generate.text import bytes_of, decode_stream, until_end
+from heinsen_jax.generate.text import decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
 
 HELP = "/save FILE   /load FILE   /reset   /quit"
@@ -40,7 +40,7 @@ class Chat:
     """
 
     model: LanguageModel
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     max_new_tokens: int
     temperature: float
     top_k: int | None
@@ -52,12 +52,12 @@ class Chat:
         self.unread: list[int] = []  # the last sampled token, which is not in the state yet
         self.turns = 0
         key = jax.random.key(self.seed)
-        num_tokens = self.tokenizer.n_vocab
+        num_tokens = self.tokenizer.vocab_size
         Sampler.of(self.model, self.temperature, self.top_k, key, num_tokens, self.top_p)
 
     def answer(self, line: str) -> Iterator[str]:
         """Yield the answer of the model to a line, up to the end of a line."""
-        tokens = self.unread + self.tokenizer.encode_ordinary(line + "\n")
+        tokens = self.unread + self.tokenizer.encode(line + "\n")
         yield from decode_stream(
             self.tokenizer, until_end(self._tokens(tokens), self.tokenizer, self.max_new_tokens)
         )
@@ -82,12 +82,12 @@ class Chat:
                 top_p=self.top_p,
                 key=jax.random.fold_in(key, position),
                 state=self.state,
-                num_tokens=self.tokenizer.n_vocab,
+                num_tokens=self.tokenizer.vocab_size,
                 return_state=True,
             )
             tokens = self.unread = [int(new[0])]
             yield tokens[0]
-            written += bytes_of(self.tokenizer, tokens[0])
+            written += self.tokenizer.token_bytes(tokens[0])
             if written.strip() and written.endswith(b"\n"):
                 break
 

@@ -20,8 +20,7 @@ from heinsen_jax.data import (
     AnyDataConfig,
     DataConfig,
     Dataset,
-    TokenDataset,
-    fingerprint,
+    TextDataset,
     load_tokenizer,
     save_tokenizer,
 )
@@ -137,7 +136,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
       UserError: a name is misspelled, or a value has the wrong type or is out of range.
 
     Examples:
-      >>> override(ExperimentConfig(), ["--model.num_layers", "3"]).model.num_layers
+      >>> override(ExperimentConfig(), ["--model.num-layers", "3"]).model.num_layers
       3
     """
     said = io.StringIO()
@@ -165,7 +164,8 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
     if isinstance(cause, pydantic.ValidationError):
         sections = (x.name for x in dataclasses.fields(config))
         by_class = {type(getattr(config, name)).__name__: name for name in sections}
-        return explain(cause, f"--{by_class.get(cause.title, cause.title)}")
+        said = explain(cause, f"--{by_class.get(cause.title, cause.title)}")
+        return re.sub(r"--[\w.]+", lambda flag: flag[0].replace("_", "-"), said)
     lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
     body = " ".join(" ".join(lines[1:]).split())  # below its title
     parts = "Perhaps you meant|Arguments similar to|Argument helptext|For full helptext"
@@ -240,7 +240,7 @@ def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -
         return
     assert isinstance(config.data, DataConfig)
     theirs = load_tokenizer(workdir)
-    if fingerprint(theirs) != fingerprint(tokenizer):
+    if theirs.fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs from "
             f"data.tokenizer={config.data.tokenizer}: choose another folder, or its tokenizer"
@@ -270,7 +270,7 @@ def check_changes(
         if name in theirs and value != theirs[name]
     }
     path = workdir / DATA_FILE
-    if isinstance(dataset, TokenDataset) and _differs(path, dataset.manifest.as_bytes()):
+    if isinstance(dataset, TextDataset) and _differs(path, dataset.content):
         changed[CONTENT] = f"the content of data.corpus ({path} records the previous one)"
     refused = [said for name, said in changed.items() if _affects_result(name)]
     if refused and not allowed:
@@ -312,8 +312,8 @@ def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:
     """Named values that all processes of a run must share."""
     fields = _flat(as_json(config))
     found = {name: value for name, value in fields.items() if name not in OWN_TO_A_HOST}
-    if isinstance(dataset, TokenDataset):
-        found["the tokens of data.corpus"] = joint_hash(dataset.manifest.model_dump_json())[:12]
+    if isinstance(dataset, TextDataset):
+        found["the tokens of data.corpus"] = joint_hash(dataset.content.decode())[:12]
     sources = (sha256_of(path) for path in sorted(PACKAGE.rglob("*.py")))
     found["the source of heinsen_jax"] = joint_hash(*sources)[:12]
     for library in ("jax", "jaxlib", "flax", "optax"):
@@ -334,8 +334,8 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
     with writing(workdir):
         if dataset.tokenizer is not None:
             save_tokenizer(dataset.tokenizer, workdir)
-        if isinstance(dataset, TokenDataset):
-            write_atomically(workdir / DATA_FILE, dataset.manifest.as_bytes())
+        if isinstance(dataset, TextDataset):
+            write_atomically(workdir / DATA_FILE, dataset.content)
         content = json.dumps(as_json(config), indent=2) + "\n"
         write_atomically(workdir / CONFIG_FILE, content.encode())
 

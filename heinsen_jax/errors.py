@@ -1,10 +1,12 @@
 """The exception for mistakes of the user, and how command lines report it."""
 
 import functools
+import importlib
 import os
 import sys
 import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import TextIO
 
 import pydantic
@@ -14,7 +16,7 @@ TRACEBACK = "HEINSEN_JAX_TRACEBACK"
 
 LESS_MEMORY = (
     "use fewer rows (batch size) or shorter sequences; in training also --model.remat, "
-    "--training.accumulation_steps, or --mesh.fsdp over more devices"
+    "--training.accumulation-steps, or --mesh.fsdp over more devices"
 )
 
 
@@ -94,3 +96,15 @@ def without_extra(missing: ImportError, extra: str, module: str) -> BaseExceptio
         return ImportError(message)
     print(f"error: {message}", file=sys.stderr)
     return SystemExit(2)
+
+
+def extra_module(name: str) -> ModuleType:
+    """Import a module that needs an extra.
+
+    Raises:
+      UserError: the extra is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as missing:
+        raise UserError(str(missing)) from missing

@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Annotated, cast
 
 import jax
-import tiktoken
 import tyro
 from flax import nnx
 
 from heinsen_jax import data as text
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.config import load_config
-from heinsen_jax.data import DataConfig, Dataset, TokenDataset
+from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
 from heinsen_jax.training.evaluate import evaluate
@@ -30,42 +30,43 @@ from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.training.step import make_evaluation_step
 
 DATA_HELP = (
-    "a named corpus or a prepared folder, whose validation split is evaluated; or other text, of "
-    "which all is evaluated, unless the run was trained on it; the run's data by default"
+    "a named corpus or a prepared folder, whose validation split is evaluated; or a text file, "
+    "folder or .jsonl file, evaluated completely unless the run was trained on it; the run's data "
+    "when None"
 )
 
 
 @command_line
 def main() -> None:
     def run(
-        workdir: Path,
+        workdir: Annotated[Path, tyro.conf.arg(help=WORKDIR_HELP)],
         data: Annotated[str | None, tyro.conf.arg(help=DATA_HELP)] = None,
         sequence_length: Annotated[
-            int | None, tyro.conf.arg(help="sequence length, in tokens")
+            int | None, tyro.conf.arg(help="sequence length, in tokens; that of the run when None")
         ] = None,
         max_batches: Annotated[
-            int | None, tyro.conf.arg(help="number of batches; all by default")
+            int | None, tyro.conf.arg(help="maximum number of batches; all when None")
         ] = None,
-        latest: Annotated[
-            bool, tyro.conf.arg(help="use the latest checkpoint, not the best")
-        ] = False,
+        latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
         tasks: Annotated[
-            tuple[str, ...], tyro.conf.arg(help="tasks of the harness, evaluated instead of text")
+            tuple[str, ...],
+            tyro.conf.arg(help="tasks of the lm-evaluation-harness, instead of --data"),
         ] = (),
         include_path: Annotated[
-            Path | None, tyro.conf.arg(help="folder of further tasks, as YAML")
+            Path | None, tyro.conf.arg(help="folder of YAML files with further tasks")
         ] = None,
         limit: Annotated[
-            int | None, tyro.conf.arg(help="examples per task; all by default")
+            int | None, tyro.conf.arg(help="maximum number of examples per task; all when None")
         ] = None,
         num_fewshot: Annotated[
-            int | None, tyro.conf.arg(help="examples in a prompt; chosen by each task by default")
+            int | None,
+            tyro.conf.arg(help="number of examples in a prompt; that of each task when None"),
         ] = None,
         batch_size: Annotated[
-            int | None, tyro.conf.arg(help="sequences in a batch of tasks; 16 by default")
+            int | None, tyro.conf.arg(help="number of sequences per batch of tasks; 16 when None")
         ] = None,
         output: Annotated[
-            Path | None, tyro.conf.arg(help="JSON file for the results of tasks")
+            Path | None, tyro.conf.arg(help="JSON file to which results of tasks are written")
         ] = None,
     ) -> None:
         """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on a validation split,
@@ -114,10 +115,13 @@ def _run_text(
             "--data and --sequence-length"
         )
     is_other = (
-        isinstance(settings, DataConfig) and data is not None and not _same(data, settings.corpus)
+        isinstance(settings, DataConfig)
+        and data is not None
+        and not (settings.mixture is None and _same(data, settings.corpus))
     )
     if is_other:
-        settings = replace(settings, corpus=data, validation_fraction=None)
+        single = {"mixture": None, "mixture_stages": (), "validation_fraction": None}
+        settings = replace(settings, corpus=data, **single)
     if sequence_length is not None:
         settings = replace(settings, sequence_length=sequence_length)
     dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
@@ -168,9 +172,9 @@ def _all_of(settings: text.AnyDataConfig) -> Dataset:
 
 
 def _check_tokenizer(
-    workdir: Path, ours: tiktoken.Encoding | None, corpus: str, theirs: tiktoken.Encoding | None
+    workdir: Path, ours: Tokenizer | None, corpus: str, theirs: Tokenizer | None
 ) -> None:
-    if ours and theirs and text.fingerprint(ours) != text.fingerprint(theirs):
+    if ours and theirs and ours.fingerprint != theirs.fingerprint:
         raise UserError(
             f"--data {corpus} was prepared with the tokenizer {theirs.name}, which differs from "
             f"that of {workdir}: prepare it with the latter"

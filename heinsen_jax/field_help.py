@@ -1,9 +1,10 @@
-"""Help texts of configuration fields: those that people change first, or a section."""
+"""Help texts of configuration fields: the most common ones, or a section."""
 
 import ast
 import dataclasses
 import inspect
 import textwrap
+from typing import Annotated, get_type_hints
 
 import tyro
 
@@ -37,7 +38,7 @@ def print_help(config: ExperimentConfig, section: str) -> None:
 
     Args:
       config: the configuration.
-      section: a section (model, data, ...), or "all"; "" for the fields people change first.
+      section: a section (model, data, ...), or "all"; "" for the most common fields.
 
     Raises:
       UserError: unknown section.
@@ -47,23 +48,38 @@ def print_help(config: ExperimentConfig, section: str) -> None:
         return
     if section:
         raise UserError(f"--help {section}: choose one of {', '.join(SECTIONS)}, all")
-    print("\nfields people change first, with their values here:\n")
+    print("\nmost common fields, with their values here:\n")
     for name in FIRST:
         part, _, field = name.rpartition(".")
         holder = getattr(config, part) if part else config
         if hasattr(holder, field):  # a task has no corpus
-            print(f"  --{name} {_shown(getattr(holder, field))}")
+            print(f"  --{name.replace('_', '-')} {_shown(getattr(holder, field))}")
             print(textwrap.indent(textwrap.fill(_description(type(holder), field), 88), " " * 6))
     print(f"\nall fields of a section: --help SECTION, one of {', '.join(SECTIONS)}; or --help all")
 
 
 def _print_section(config: ExperimentConfig, sections: tuple[str, ...]) -> None:
-    fields = [(name, type(value := getattr(config, name)), value) for name in sections]
+    shown = {name: _described(getattr(config, name)) for name in sections}
+    fields = [(name, type(section), section) for name, section in shown.items()]
     part = dataclasses.make_dataclass("Part", fields, frozen=True)
     try:
         tyro.cli(part, args=["--help"], prog="train.py", description="", registry=COMMAND_LINE)
     except SystemExit:
         return
+
+
+def _described(section: object) -> object:
+    """A copy of a section whose help texts are in one line: tyro keeps the line breaks of the
+    source."""
+    cls = type(section)
+    fields = []
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        if hasattr(section, name):
+            described = Annotated[hint, tyro.conf.arg(help=_description(cls, name))]
+            fields.append((name, described, getattr(section, name)))
+    copy = dataclasses.make_dataclass(cls.__name__, fields, frozen=True)
+    copy.__doc__ = " ".join((cls.__doc__ or "").partition("\n\n")[0].split())
+    return copy()
 
 
 def _shown(value: object) -> str:

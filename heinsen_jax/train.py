@@ -5,10 +5,11 @@
 A configuration is a Python file, a run's config.json, or the name of a shipped configuration. In a
 clone, `python train.py --config configs/quickstart.py` is the same.
 
-The same command resumes a run that was stopped or killed, also on other devices; with other data,
-another seed or optimizer, only with --allow-change. Exit codes: 130
-after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after saving a checkpoint; 124
-if saving needs longer than --training.shutdown_timeout; 2 after invalid input.
+The same command resumes a run that was interrupted or killed, also on other devices; with other
+data, another seed or optimizer, only with --allow-change.
+
+Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after saving a
+checkpoint; 124 if saving needs longer than --training.shutdown-timeout; 2 after invalid input.
 HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
 
 On several hosts run the same command on each: docs/pods.md.
@@ -57,10 +58,15 @@ def main() -> int:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="show this, and with --config the fields people change first, or all of a section",
+        help="show this, and with --config the most common fields; or all fields of a section",
     )
-    parser.add_argument("--config", help="a name, a file, or a run's config.json; required")
-    parser.add_argument("--workdir", help="the run's folder; runs/<name of the config> by default")
+    parser.add_argument(
+        "--config",
+        help="name of a shipped configuration, a Python file, or a run's config.json; required",
+    )
+    parser.add_argument(
+        "--workdir", help="the run's folder; runs/<name of the configuration> by default"
+    )
     parser.add_argument(
         "--restart",
         action="store_true",
@@ -70,12 +76,12 @@ def main() -> int:
     parser.add_argument(
         "--allow-change",
         action="store_true",
-        help="resume although settings that affect the result, or the data, have changed",
+        help="resume a run although its data, or settings that affect its result, have changed",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="compile, time a few updates, report the cost; do not train",
+        help="compile, time a few updates, and report memory and time; do not train",
     )
     parser.add_argument(
         "--profile", action="store_true", help="write a trace of a few steps into the run's folder"
@@ -87,11 +93,13 @@ def main() -> int:
         "--heartbeat-timeout",
         type=int,
         default=100,
-        help="seconds after which a silent process counts as dead and the others exit",
+        help="seconds after which a silent process counts as dead and the others exit; by "
+        "default 100",
     )
     options, overrides = parser.parse_known_args()
     if options.help is not None:
-        parser.print_help()
+        if not options.help:
+            parser.print_help()
         if options.config is not None or options.help:
             print_help(load_config(options.config or "quickstart"), options.help)
         return 0

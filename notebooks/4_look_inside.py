@@ -84,7 +84,7 @@ plt.grid(alpha=0.3)
 # %%
 model, tokenizer, step = load_run(workdir)
 text = "def read(self, size=-1):\n    return self.file.read(size)\n"
-tokens = jnp.array(tokenizer.encode_ordinary(text))
+tokens = jnp.array(tokenizer.encode(text))
 letters = [repr(c)[1:-1] for c in text]
 
 
@@ -180,9 +180,9 @@ print(f"from {half_life.min():.1f} to {half_life.max():.0f} tokens")
 # Every byte costs the same, and the size of the state is constant.
 
 # %%
-prompt = jnp.array(tokenizer.encode_ordinary("def "))
+prompt = jnp.array(tokenizer.encode("def "))
 generated = generate(model, prompt, 300, temperature=0.8, top_k=40, key=jax.random.key(0))
-print("def " + tokenizer.decode(generated.tolist(), errors="replace"))
+print("def " + tokenizer.decode(generated.tolist()))
 print(
     "\nbytes of state after 304 tokens, and after a million:",
     model.state_size(304),

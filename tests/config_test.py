@@ -61,10 +61,10 @@ def test_a_recorded_configuration_repeats_the_run(tmp_path):
     [
         (["--model.num_layer", "3"], ["--model.num-layer", "--model.num-layers"]),
         (["--model.num_layers", "four"], ["num-layers", "four"]),
-        (["--model.num_layers", "0"], ["num_layers", "greater than 0"]),
+        (["--model.num_layers", "0"], ["--model.num-layers: ", "greater than 0"]),
         (["--model.num_heads", "5"], ["num_heads=5 does not divide model_dim=768"]),
         (["--optimizer.beta1", "1.5"], ["beta1", "less than 1"]),
-        (["--data.validation_fraction", "2"], ["validation_fraction", "less than 1"]),
+        (["--data.validation_fraction", "2"], ["--data.validation-fraction: ", "less than 1"]),
     ],
 )
 def test_a_wrong_override_names_its_field(arguments, words, capsys):

@@ -22,8 +22,8 @@ ALLOWED = {
     "interop": LOWEST | {"attention", "models", "data", "training", "generate"},
     "training": LOWEST | {"compilation", "attention", "models", "sharding", "distributed", "data"},
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
-    "chat": LOWEST | {"models", "training", "generate"},
-    "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config"},
+    "chat": LOWEST | {"models", "data", "training", "generate"},
+    "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config", "generate"},
     "config": LOWEST | {"models", "sharding", "data", "training"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST

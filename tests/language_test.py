@@ -112,3 +112,9 @@ def test_prose_uses_the_terms_of_the_field(words):
 def test_earlier_names_do_not_return(name):
     found = search(name)
     assert not found, f"write {NAMES[name]!r}:\n" + "\n".join(found)
+
+
+def test_flags_are_spelled_as_help_prints_them():
+    flags = search(r"--(model|data|optimizer|training|mesh)\.[a-z0-9-]*_[a-z0-9_]*")
+    found = [line for line in flags if not line.startswith("tests/")]
+    assert not found, "write hyphens, such as --model.num-layers:\n" + "\n".join(found)

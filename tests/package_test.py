@@ -18,6 +18,11 @@ def test_names_of_attention_are_attributes():
         _ = heinsen_jax.log_atention
 
 
+def test_subpackages_are_imported_on_first_use():
+    program = "import heinsen_jax; print(heinsen_jax.attention.build, heinsen_jax.log_attention)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
 def test_the_import_alone_loads_no_jax():
     """Nor does importing a submodule that needs none."""
     program = "from heinsen_jax import locks; import sys; sys.exit('jax' in sys.modules)"

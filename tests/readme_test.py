@@ -78,9 +78,29 @@ def test_the_number_of_mechanisms_is_right():
 
 
 def test_the_table_of_mechanisms_names_all():
-    table = README.partition("| name | mechanism | state | |")[2].partition("\n\n")[0]
-    cells = (row.split("|")[1] for row in table.splitlines() if row.startswith("| `"))
-    assert sorted(re.findall(r"`(\w+)`", " ".join(cells))) == sorted(attention.names())
+    table = README.partition("| name and paper | mechanism | state | |\n")[2].partition("\n\n")[0]
+    names = " ".join(row.split("|")[1] for row in table.splitlines()[1:])
+    assert sorted(re.findall(r"`(\w+)`", names)) == sorted(attention.names())
+
+
+@pytest.mark.parametrize("name", attention.names())
+def test_mechanisms_link_the_paper_that_their_layer_cites(name):
+    cited = re.search(r"arXiv:(\d{4}\.\d{5})", attention.mechanism(name).__doc__ or "")
+    cell = f"[`{name}`](https://arxiv.org/abs/{cited[1]})" if cited else f"`{name}`"
+    assert cell in README
+
+
+def test_results_that_are_not_finite_are_those_of_the_notebook(capsys):
+    script = (ROOT / "notebooks/3_numbers_at_the_edge.py").read_text()
+    first, last = script.index("import jax\n"), script.index("# ## The state of no tokens")
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(script[first:last], "notebook 3", "exec"), {})
+    shown = capsys.readouterr().out.partition("rising by 1.0 nats per token\n")[2]
+    simple, ours = re.findall(r"not finite: +(\d+) of 2048", shown)[:2]
+    said = re.search(r"(\d+) of 2048 results are not finite with one maximum", README_TEXT)
+    assert said
+    assert int(said[1]) == pytest.approx(int(simple), rel=0.01)
+    assert int(ours) == 0
 
 
 def size_row(label: str) -> str:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -90,12 +91,15 @@ def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert shown.startswith(options)
     assert len(shown) < 5000
-    assert "--model.num_layers 1\n      Residual blocks." in shown
-    assert "--model.key_depth" not in shown
+    assert "--model.num-layers 1\n      Number of residual blocks." in shown
+    assert "--model.key-depth" not in shown
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", [*train("--help", "model")])
     assert main() == 0
     of_model = capsys.readouterr().out
     assert "--model.key-depth" in of_model
+    assert "--workdir" not in of_model
+    assert "decay: as standard" in of_model  # on different lines in the source
     assert "--data.corpus" not in of_model
     monkeypatch.setattr(sys, "argv", [*train("--help", "modle")])
     assert main() == 2
@@ -153,6 +157,19 @@ def test_training_prints_the_next_commands(trained):
     assert "step 200/200  validation" in trained
     assert "a sample:" in trained
     assert "python -m heinsen_jax.generate --workdir whole" in trained
+
+
+def test_the_readme_shows_what_training_prints(trained):
+    readme = (ROOT / "README.md").read_text()
+    lines = readme.partition("<!-- train-output -->\n```text\n")[2].partition("```")[0].splitlines()
+    assert len(lines) > 3
+
+    def without_figures(text: str) -> str:
+        return re.sub(r"\d[\d.,]*( [kMG]?B)?", "#", text)
+
+    printed = without_figures(trained)
+    for line in lines:
+        assert without_figures(line) in printed, line
 
 
 def test_a_killed_run_resumes_bit_for_bit(place, trained):
@@ -247,10 +264,10 @@ def test_evaluate_measures_what_training_did(place, trained, monkeypatch, capsys
     again = *arguments, "--data", str(place / "words.txt")  # what it was trained on
     assert said_by(evaluate.main, place, monkeypatch, capsys, *again)[1] == out
     (place / "other.txt").write_text("abc de f " * 100)
-    arguments += "--data", "other.txt"
+    arguments = "--workdir", "whole", "--latest", "--data", "other.txt"
     code, out, _ = said_by(evaluate.main, place, monkeypatch, capsys, *arguments)
     assert code == 0
-    assert "on other.txt, 901 tokens, of which the first 2 batches:" in out  # all of it, and an end
+    assert "on other.txt, 901 tokens:" in out  # all of it, and an end
 
 
 TINY = "--config", "tiny.py"
@@ -280,6 +297,9 @@ TINY = "--config", "tiny.py"
             (*TINY, "--training.stepz", "9", "--model.layerz", "3"),
             ["--training.steps", "--model.num-layers", "is meant"],
         ),
+        (main, (*TINY, "--learning_rate", "3"), ["perhaps --optimizer.learning-rate is meant"]),
+        (main, (*TINY, "--optimizer.learning_rate", "-1"), ["--optimizer.learning-rate: "]),
+        (main, (*TINY, "--wrong", "3"), ["options: --wrong, 3; --help SECTION lists"]),
         (
             main,
             (*TINY, "--model.attention", "lgo"),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from heinsen_jax.data.corpora import CORPORA
     from heinsen_jax.data.dataset import Batch, Dataset
     from heinsen_jax.data.manifest import Manifest
+    from heinsen_jax.data.mixture import MixedDataset, TextDataset
     from heinsen_jax.data.pipeline import (
         AnyDataConfig,
         load,
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
     from heinsen_jax.data.text import DataConfig, TokenDataset, TokenSource
     from heinsen_jax.data.tokenizers import (
         END_OF_TEXT,
-        end_of_text_id,
-        fingerprint,
+        Tokenizer,
         get_tokenizer,
         load_tokenizer,
         save_tokenizer,
@@ -46,15 +46,16 @@ __all__ = [
     "Dataset",
     "Induction",
     "Manifest",
+    "MixedDataset",
     "Needle",
     "Recall",
     "SelectiveCopying",
     "Task",
     "TaskDataset",
+    "TextDataset",
     "TokenDataset",
     "TokenSource",
-    "end_of_text_id",
-    "fingerprint",
+    "Tokenizer",
     "get_tokenizer",
     "load",
     "load_tokenizer",
@@ -63,7 +64,7 @@ __all__ = [
     "validation_batches",
 ]
 
-_MODULES = ("tokenizers", "corpora", "manifest", "dataset", "text", "tasks", "pipeline")
+_MODULES = ("tokenizers", "corpora", "manifest", "dataset", "text", "mixture", "tasks", "pipeline")
 
 
 def __getattr__(name: str) -> Any:

@@ -5,8 +5,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from heinsen_jax.data.documents import Kind, Source
 from heinsen_jax.data.download import Remote
+from heinsen_jax.data.sources import Kind, Source
 
 
 @dataclass(frozen=True)

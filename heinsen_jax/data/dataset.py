@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-import tiktoken
 
+from heinsen_jax.data.tokenizers import Tokenizer
 from heinsen_jax.typing import Array
 
 
@@ -49,7 +49,7 @@ class Dataset(Protocol[Settings_contra]):
         ...
 
     @property
-    def tokenizer(self) -> tiktoken.Encoding | None:
+    def tokenizer(self) -> Tokenizer | None:
         """The tokenizer; None if the tokens are not of text."""
         ...
 

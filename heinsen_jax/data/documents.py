@@ -1,5 +1,6 @@
-"""Sources and documents: each kind of file is read as a stream of documents."""
+"""Documents: each kind of source is read as a stream of documents."""
 
+import gzip
 import io
 import json
 import lzma
@@ -8,24 +9,19 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, cast
+from typing import BinaryIO, NamedTuple, cast
 
 import zstandard
 
-from heinsen_jax.data.download import Remote
-from heinsen_jax.data.files import sha256_of
-from heinsen_jax.errors import UserError
-
-Kind = Literal["text", "python", "jsonl", "jsonl.zst", "wikitext", "openwebtext"]
-SplitName = Literal["train", "validation"]
-
-SPLITS: tuple[SplitName, ...] = ("train", "validation")
+from heinsen_jax.data.sources import Kind, Source, SplitName
+from heinsen_jax.errors import UserError, explain, extra_module
 
 _CHUNK_BYTES = 1 << 20
-_DAMAGED = (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError)
+_DAMAGED = (
+    *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError),
+    gzip.BadGzipFile,
+)
 
 
 class Document(NamedTuple):
@@ -36,103 +32,75 @@ class Document(NamedTuple):
     """The published split of the document, if any."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """A file of documents."""
-
-    name: str
-    """Name in records, independent of the location of the file."""
-    path: Path
-    kind: Kind
-    size: int
-    """Size of the stored file in bytes."""
-    remote: Remote | None = None
-    """Source of the download, if the file is not local."""
-
-    @property
-    def has_published_split(self) -> bool:
-        return self.kind == "wikitext"
-
-    @cached_property
-    def identity(self) -> tuple[str, str, int, str]:
-        """Key of the content: equal for equal documents. Reads local files.
-
-        Raises:
-          UserError: it cannot be read.
-        """
-        try:
-            digest = self.remote.sha256 if self.remote else sha256_of(self.path)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
-        return (self.name, self.kind, self.size, digest)
-
-    @property
-    def version(self) -> tuple[str, int, int]:
-        """Key that changes whenever the content may have changed: of a local file, its mtime."""
-        changed = 0 if self.remote else self.path.stat().st_mtime_ns
-        return (self.name, self.size, changed)
-
-
-def find_sources(path: Path) -> list[Source]:
-    """The sources at `path`: a file, or all files under a folder in sorted order.
-
-    Hidden files and folders and `__pycache__` are skipped; all others must be text.
-    """
-    if path.is_file():
-        return [_source(path, path.name)]
-    if not path.is_dir():
-        raise UserError(f"input {path}: it does not exist; give a corpus, a text file or a folder")
-    relatives = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    visible = [relative for relative in relatives if not _is_hidden(relative)]
-    return [
-        _source(path / relative, f"{path.resolve().name}/{relative.as_posix()}")
-        for relative in sorted(visible, key=lambda relative: relative.parts)
-    ]
-
-
 def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[Document]:
     """Stream the non-empty documents of a source.
 
     Args:
       source: the source.
-      on_read: called with the number of bytes of each read.
+      on_read: called with the number of bytes of each read, and of the parts that need no reading.
     """
+    done = 0
+
+    def count(number: int) -> None:
+        nonlocal done
+        done += number
+        on_read(number)
+
     try:
-        with io.BufferedReader(_CountedFile(source.path, on_read), _CHUNK_BYTES) as file:
-            documents = _READERS[source.kind](file, str(source.path))
-            yield from (document for document in documents if document.text)
+        buffered = 1 if source.kind == "parquet" else _CHUNK_BYTES  # it is not read in order
+        with io.BufferedReader(_CountedFile(_open(source), count), buffered) as file:
+            for document in _READERS[source.kind](file, source):
+                if document.text:
+                    yield document._replace(split=source.split or document.split)
+        on_read(max(0, source.size - done))  # of the columns besides the text
     except _DAMAGED as error:
-        raise UserError(f"{source.path} is damaged ({error}): get the file again") from error
+        raise UserError(f"{source.place} is damaged ({error}): get the file again") from error
     except OSError as error:
-        raise UserError(f"{source.path} cannot be read: {error.strerror or error}") from error
+        raise UserError(f"{source.place} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # the Hub's HTTP client differs between versions, and so do errors
+        if source.streamed is None or isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{source.place} cannot be read ({explain(error)}): check the network, and give the "
+            "same command again, which resumes"
+        ) from error
 
 
-class _CountedFile(io.FileIO):
+def _open(source: Source) -> BinaryIO:
+    if source.streamed:
+        return extra_module("heinsen_jax.data.hub").open_file(source.streamed.url)
+    return cast(BinaryIO, io.FileIO(source.path))
+
+
+class _CountedFile(io.RawIOBase):
     """A file that reports the number of bytes of each read."""
 
-    def __init__(self, path: Path, on_read: Callable[[int], None]) -> None:
-        super().__init__(path)
-        self._on_read = on_read
+    def __init__(self, file: BinaryIO, on_read: Callable[[int], None]) -> None:
+        self._file, self._on_read = file, on_read
+        self.mode, self.name = "rb", getattr(file, "name", "")  # as `BinaryIO` has them
 
-    def readinto(self, buffer) -> int | None:
-        count = super().readinto(buffer)
-        self._on_read(count or 0)
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer) -> int:
+        count = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self._on_read(count)
         return count
 
     def readall(self) -> bytes:
-        content = super().readall()
+        content = self._file.read()
         self._on_read(len(content))
         return content
 
-
-def _source(path: Path, name: str) -> Source:
-    kinds: dict[str, Kind] = {".jsonl": "jsonl", ".jsonl.zst": "jsonl.zst"}
-    suffix = next(filter(path.name.endswith, kinds), "")
-    return Source(name, path, kinds.get(suffix, "text"), path.stat().st_size)
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _decode(content: bytes, name: str) -> str:
@@ -144,12 +112,16 @@ def _decode(content: bytes, name: str) -> str:
         ) from None
 
 
-def _read_text(file: BinaryIO, name: str) -> Iterator[Document]:
+def _read_text(file: BinaryIO, source: Source) -> Iterator[Document]:
     """The file is one document."""
-    yield Document(_decode(file.read(), name))
+    yield Document(_decode(file.read(), source.place))
 
 
-def _read_python(file: BinaryIO, name: str) -> Iterator[Document]:
+def _read_gzip_text(file: BinaryIO, source: Source) -> Iterator[Document]:
+    yield Document(_decode(gzip.GzipFile(fileobj=file).read(), source.place))
+
+
+def _read_python(file: BinaryIO, source: Source) -> Iterator[Document]:
     """The file is one document, or none if it is not UTF-8."""
     try:
         yield Document(file.read().decode("utf-8"))
@@ -157,25 +129,30 @@ def _read_python(file: BinaryIO, name: str) -> Iterator[Document]:
         return
 
 
-def _read_jsonl(file: Iterable[bytes], name: str) -> Iterator[Document]:
-    """Every line is a JSON object whose `text` is a document; blank lines are skipped."""
-    for number, line in enumerate(file, start=1):
+def _read_jsonl(lines: Iterable[bytes], source: Source) -> Iterator[Document]:
+    """Every line is a JSON object with a document in the text column; blank lines are skipped."""
+    for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield Document(_text_of_row(line, f"{name}:{number}"))
+            yield Document(_text_of_row(line, f"{source.place}:{number}", source.text_column))
 
 
-def _text_of_row(line: bytes, where: str) -> str:
+def _text_of_row(line: bytes, where: str, column: str) -> str:
     try:
         row = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}): fix or remove the line") from None
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        raise UserError(f"{where} has no string under 'text': every row must be {{\"text\": ...}}")
-    if not _is_unicode(row["text"]):
+    if not isinstance(row, dict):
+        raise UserError(f'{where} is not an object: every row must be {{"{column}": ...}}')
+    if not isinstance(text := row.get(column), str):
+        raise UserError(
+            f"{where} has no string under {column!r}, but columns {', '.join(row)}: fix the line, "
+            "or name the column of the texts (text_column)"
+        )
+    if not _is_unicode(text):
         raise UserError(
             f"{where} contains an unpaired surrogate, which is invalid UTF-8: fix the line"
         )
-    return row["text"]
+    return text
 
 
 def _is_unicode(text: str) -> bool:
@@ -186,8 +163,17 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _read_zstandard_jsonl(file: BinaryIO, name: str) -> Iterator[Document]:
-    return _read_jsonl(_lines(_zstandard_chunks(file, name)), name)
+def _read_gzip_jsonl(file: BinaryIO, source: Source) -> Iterator[Document]:
+    return _read_jsonl(gzip.GzipFile(fileobj=file), source)
+
+
+def _read_zstandard_jsonl(file: BinaryIO, source: Source) -> Iterator[Document]:
+    return _read_jsonl(_lines(_zstandard_chunks(file, source.place)), source)
+
+
+def _read_parquet(file: BinaryIO, source: Source) -> Iterator[Document]:
+    read = extra_module("heinsen_jax.data.parquet").read_texts
+    return map(Document, read(file, source.place, source.text_column))
 
 
 def _zstandard_chunks(file: BinaryIO, name: str) -> Iterator[bytes]:
@@ -219,8 +205,9 @@ def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     yield b"".join(unfinished)
 
 
-def _read_wikitext(file: BinaryIO, name: str) -> Iterator[Document]:
+def _read_wikitext(file: BinaryIO, source: Source) -> Iterator[Document]:
     """The articles of the raw training and validation files, without the test set."""
+    name = source.place
     members: dict[str, SplitName] = {"wiki.train.raw": "train", "wiki.valid.raw": "validation"}
     with zipfile.ZipFile(file) as archive:
         paths = {Path(member).name: member for member in archive.namelist()}
@@ -244,12 +231,12 @@ def _articles(lines: Iterable[str]) -> Iterator[str]:
     yield "".join(article)
 
 
-def _read_openwebtext(file: BinaryIO, name: str) -> Iterator[Document]:
+def _read_openwebtext(file: BinaryIO, source: Source) -> Iterator[Document]:
     """An archive of archives of pages; runs of empty lines are collapsed, as is usual."""
     with tarfile.open(fileobj=file, mode="r|xz") as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".xz"):
-                for page in _pages(_open_member(archive, member), name):
+                for page in _pages(_open_member(archive, member), source.place):
                     yield Document(re.sub(r"\n\n\n+", "\n\n", page).strip())
 
 
@@ -264,10 +251,13 @@ def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> io.Buffer
     return cast(io.BufferedReader, archive.extractfile(member))  # None only for what is no file
 
 
-_READERS: dict[Kind, Callable[[BinaryIO, str], Iterator[Document]]] = {
+_READERS: dict[Kind, Callable[[BinaryIO, Source], Iterator[Document]]] = {
     "text": _read_text,
+    "text.gz": _read_gzip_text,
     "python": _read_python,
     "jsonl": _read_jsonl,
+    "jsonl.gz": _read_gzip_jsonl,
+    "parquet": _read_parquet,
     "jsonl.zst": _read_zstandard_jsonl,
     "wikitext": _read_wikitext,
     "openwebtext": _read_openwebtext,

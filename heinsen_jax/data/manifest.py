@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 import pydantic
 
-from heinsen_jax.data.documents import SplitName
 from heinsen_jax.data.files import sha256_of, write_atomically
+from heinsen_jax.data.sources import DEFAULT_COLUMN, SplitName
 from heinsen_jax.errors import UserError
 
 MANIFEST_FILE = "manifest.json"
@@ -56,6 +56,7 @@ class Recipe(Record):
     tokenizer_fingerprint: str
     split: SplitKind
     validation_fraction: float | None
+    text_column: str = DEFAULT_COLUMN
     inputs: tuple[InputRecord, ...]
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pydantic
 
 from heinsen_jax.data.dataset import Batch, Dataset, DataSettings, Settings
+from heinsen_jax.data.mixture import TextDataset, load_mixture
 from heinsen_jax.data.tasks import AnyTask, Task, TaskDataset
-from heinsen_jax.data.text import DataConfig, TokenDataset, load_text
+from heinsen_jax.data.text import DataConfig, load_text
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import JSON
 
@@ -31,16 +32,18 @@ AnyDataConfig = Annotated[
 
 
 @overload
-def load(config: DataConfig) -> TokenDataset: ...
+def load(config: DataConfig) -> TextDataset: ...
 
 
 @overload
 def load(config: AnyTask) -> TaskDataset: ...
 
 
-def load(config: AnyDataConfig) -> TokenDataset | TaskDataset:
+def load(config: AnyDataConfig) -> TextDataset | TaskDataset:
     """Load a data set; text is prepared first if needed."""
-    return TaskDataset(config) if isinstance(config, Task) else load_text(config)
+    if isinstance(config, Task):
+        return TaskDataset(config)
+    return load_text(config) if config.mixture is None else load_mixture(config)
 
 
 def train_batches(

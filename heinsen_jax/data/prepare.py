@@ -7,7 +7,7 @@ interrupted preparation resumes with the units without a record, and gives the s
     train-00000.bin, validation-00000.bin   token ids of unit 0: little-endian uint16 or uint32
     unit-00000.json                         its record
     recipe.json                             inputs, tokenizer and split of the data set
-    tokenizer.json, tokenizer.tiktoken      the tokenizer
+    tokenizer.json                          the tokenizer, with one further file
     manifest.json                           written last
 """
 
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import pydantic
 import tiktoken
@@ -23,7 +23,6 @@ import tyro
 
 from heinsen_jax import on_ray
 from heinsen_jax.data.corpora import CORPORA, corpus_sources
-from heinsen_jax.data.documents import SPLITS, Source, SplitName, find_sources
 from heinsen_jax.data.download import ensure_downloaded
 from heinsen_jax.data.files import byte_progress
 from heinsen_jax.data.manifest import (
@@ -34,8 +33,17 @@ from heinsen_jax.data.manifest import (
     Split,
     token_dtype,
 )
+from heinsen_jax.data.sources import (
+    DEFAULT_COLUMN,
+    SPLITS,
+    Source,
+    SplitName,
+    Texts,
+    check_sources,
+    find_sources,
+)
 from heinsen_jax.data.tokenizers import (
-    fingerprint,
+    Tokenizer,
     get_tokenizer,
     load_tokenizer,
     save_tokenizer,
@@ -49,12 +57,15 @@ from heinsen_jax.data.units import (
     process_unit,
     read_record,
 )
-from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.errors import UserError, command_line, extra_module
 from heinsen_jax.locks import locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "tails": 0.1, "document": 0.01}
 FEW_DOCUMENTS = 5
 """With fewer validation documents, on average, a random choice could be empty or unbalanced."""
+
+HUB = "hf://"
+"""Prefix of the names of data sets of the Hugging Face Hub."""
 
 LARGE = 1 << 30
 """Size of the inputs, in bytes, above which hashing has a progress bar."""
@@ -72,6 +83,7 @@ def prepare(
     *,
     validation_fraction: float | None = None,
     split: SplitChoice = "auto",
+    text_column: str = DEFAULT_COLUMN,
     downloads: str | Path = "data/downloads",
     executor: Executor = "local",
     wait: bool = False,
@@ -79,13 +91,15 @@ def prepare(
     """Prepare a data set in `output`, or resume an interrupted preparation.
 
     Args:
-      inputs: names of corpora, text files, folders, `.jsonl` or `.jsonl.zst` files.
+      inputs: names of corpora; text files, `.jsonl` and Parquet files, also compressed, and folders
+        of them; or data sets of the Hugging Face Hub, `hf://owner/name[/config][:split]`.
       tokenizer: as for `get_tokenizer`.
       output: folder of the data set; it must not have a data set from other inputs.
       validation_fraction: fraction for validation; by default 0.1 with `tail`, else 0.01.
       split: `tail` uses the end of each document for validation, `document` a random part of the
         documents, `validation` everything; `auto` is `tail` for one text file or a folder of few,
-        else `document`.
+        else `document`. Published splits are kept.
+      text_column: the column of the documents, in inputs that have rows.
       downloads: folder of downloaded corpora.
       executor: `local`, in this process, or `ray`, on a Ray cluster whose nodes share the inputs
         and the output under the same names. The result is the same.
@@ -97,12 +111,12 @@ def prepare(
         in use, or has another data set.
     """
     output = Path(output)
-    sources_by_input = _sources_by_input(inputs, Path(downloads))
-    sources = [source for group in sources_by_input.values() for source in group]
+    by_input = sources_by_input(inputs, Path(downloads), text_column)
+    sources = [source for group in by_input.values() for source in group]
     rule = _split_rule(split, validation_fraction, sources)
-    encoding = _tokenizer(tokenizer, output)
+    found = _tokenizer(tokenizer, output)
     _hash(sources)
-    recipe = _recipe(sources_by_input, encoding, rule)
+    recipe = _recipe(by_input, found, rule, text_column)
     try:
         output.mkdir(parents=True, exist_ok=True)
         if _is_finished(recipe, output):
@@ -112,42 +126,52 @@ def prepare(
                 return Manifest.load(output)
             for partial in output.glob("*.partial"):  # files of a process that was killed
                 partial.unlink()
-            save_tokenizer(encoding, output)
+            save_tokenizer(found, output)
             recipe.write(output / _RECIPE_FILE)
             units = plan_units(recipe, rule, sources)
             left = [unit for unit in units if read_record(unit, output) is None]
             _process(left, output, executor)
-            return _finish(recipe, encoding, units, output)
+            return _finish(recipe, found, units, output)
     except OSError as error:
         raise UserError(f"output {output} cannot be written: {error}") from error
 
 
-def _sources_by_input(inputs: Sequence[str], downloads: Path) -> dict[str, list[Source]]:
+def sources_by_input(
+    inputs: Sequence[str], downloads: Path, text_column: str
+) -> dict[str, list[Source]]:
+    """The sources of each input.
+
+    Raises:
+      UserError: an input is missing, empty or given twice, or needs an extra that is not installed.
+    """
     if not inputs:
         raise UserError(f"inputs: give a corpus ({', '.join(CORPORA)}), a file or a folder")
     sources: dict[str, list[Source]] = {}
     for name in inputs:
         if name in sources:
             raise UserError(f"input {name} is given twice: give it once")
-        sources[name] = sources_of(name, downloads)
+        sources[name] = sources_of(name, downloads, text_column)
         if not sources[name]:
             raise UserError(f"input {name} contains no text: give one that does")
+    check_sources([source for group in sources.values() for source in group])
     return sources
 
 
-def sources_of(name: str, downloads: Path) -> list[Source]:
-    """The sources of a corpus, a file or a folder.
+def sources_of(name: str, downloads: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
+    """The sources of a corpus, a file, a folder or a data set of the Hub.
 
     Raises:
       UserError: it does not exist.
     """
     if name in CORPORA:
         return corpus_sources(name, downloads)
+    if name.startswith(HUB):
+        return extra_module("heinsen_jax.data.hub").hub_sources(name, text_column)
     if not Path(name).exists():
         raise UserError(
             f"input {name} does not exist: give one of {', '.join(CORPORA)}, a file or a folder"
         )
-    return find_sources(Path(name))
+    return find_sources(Path(name), text_column)
 
 
 def _split_rule(
@@ -156,7 +180,7 @@ def _split_rule(
     if all(source.has_published_split for source in sources):
         if choice != "auto" or fraction is not None:
             raise UserError(
-                "split and validation_fraction: the corpus has its own validation text; "
+                "split and validation_fraction: the input has its own validation text; "
                 "leave both out"
             )
         return SplitRule("published", None)
@@ -168,7 +192,7 @@ def _split_rule(
             )
         return SplitRule("validation", None)
     kind = "document"
-    are_texts = all(source.kind in ("text", "python") for source in sources)  # a document each
+    are_texts = all(source.kind in get_args(Texts) for source in sources)
     wanted = len(sources) * (fraction or DEFAULT_FRACTIONS[kind])
     if choice == "tail" or (choice == "auto" and are_texts and wanted < FEW_DOCUMENTS):
         kind = "tail" if len(sources) == 1 and are_texts else "tails"
@@ -179,7 +203,7 @@ def _split_rule(
     return SplitRule(kind, fraction)
 
 
-def _tokenizer(name: str, output: Path) -> tiktoken.Encoding:
+def _tokenizer(name: str, output: Path) -> Tokenizer:
     """The tokenizer of that name, without the network if `output` has it already."""
     is_published = name in tiktoken.list_encoding_names()
     if is_published and saved_name(output) == name:
@@ -189,26 +213,27 @@ def _tokenizer(name: str, output: Path) -> tiktoken.Encoding:
 
 def _hash(sources: Sequence[Source]) -> None:
     """Hash the sources, with a progress bar for large ones."""
-    total = sum(source.size for source in sources if source.remote is None)
+    total = sum(source.size for source in sources if source.is_local)
     if total < LARGE:
         return
     with byte_progress("hashing the inputs", total) as advance:
         for source in sources:
-            if source.remote is None and source.identity:
+            if source.is_local and source.identity:
                 advance(source.size)
 
 
 def _recipe(
-    sources: dict[str, list[Source]], encoding: tiktoken.Encoding, rule: SplitRule
+    sources: dict[str, list[Source]], tokenizer: Tokenizer, rule: SplitRule, text_column: str
 ) -> Recipe:
     return Recipe(
-        tokenizer=encoding.name,
-        tokenizer_fingerprint=fingerprint(encoding),
+        tokenizer=tokenizer.name,
+        tokenizer_fingerprint=tokenizer.fingerprint,
         split=rule.kind,
         validation_fraction=rule.validation_fraction,
+        text_column=text_column,
         inputs=tuple(
             InputRecord(
-                name=name if name in CORPORA else Path(name).resolve().name,
+                name=name if name in CORPORA or name.startswith(HUB) else Path(name).resolve().name,
                 files=len(group),
                 bytes=sum(source.size for source in group),
                 fingerprint=joint_hash(*(str(source.identity) for source in group)),
@@ -249,10 +274,15 @@ def _brief(value: object) -> str:
     return str(value)[:12]
 
 
-def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
-    for source in (source for unit in units for source in unit.sources):
+def ensure_local(sources: Sequence[Source]) -> None:
+    """Download the files of corpora."""
+    for source in sources:
         if source.remote is not None:
             ensure_downloaded(source.remote, source.path)
+
+
+def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
+    ensure_local([source for unit in units for source in unit.sources])
     total = sum(unit.size for unit in units)
     process = _process_here if executor == "local" else _process_on_ray
     with byte_progress(f"preparing {output.name}", total) as advance:
@@ -276,9 +306,7 @@ def _process_on_ray(units: Sequence[Unit], output: Path, advance: Callable[[int]
         advance(unit.size)
 
 
-def _finish(
-    recipe: Recipe, encoding: tiktoken.Encoding, units: Sequence[Unit], output: Path
-) -> Manifest:
+def _finish(recipe: Recipe, tokenizer: Tokenizer, units: Sequence[Unit], output: Path) -> Manifest:
     records = [record for unit in units if (record := read_record(unit, output))]
     splits: dict[SplitName, Split] = {
         name: Split.of(tuple(r.shards[name] for r in records if name in r.shards))
@@ -287,8 +315,8 @@ def _finish(
     _check_splits(splits, recipe, output)
     manifest = Manifest(
         **dict(recipe),
-        dtype=token_dtype(encoding.n_vocab),
-        vocab_size=encoding.n_vocab,
+        dtype=token_dtype(tokenizer.vocab_size),
+        vocab_size=tokenizer.vocab_size,
         splits=splits,
     )
     manifest.check_hashes(output)
@@ -314,25 +342,35 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
     )
 
 
+SPLIT_HELP = (
+    "text for validation. document: a random part of the documents; tail: the end of each "
+    "document; validation: everything; auto: tail for one text file or a folder of few, else "
+    "document"
+)
+
+
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Prepare a data set from corpora, text files, folders, .jsonl or .jsonl.zst files."""
+    """Prepare a data set from corpora, text, .jsonl and Parquet files, folders of them, or the
+    Hugging Face Hub."""
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
-    """Names of corpora (python-stdlib, tinyshakespeare, ...) and paths."""
+    """Names of corpora (python-stdlib, tinyshakespeare, ...), paths, or
+    hf://owner/name, with /config or :split if needed."""
     output: Path
     """Folder of the data set; an interrupted preparation resumes where it stopped."""
     tokenizer: str = "bytes"
-    """bytes, a name that tiktoken knows (gpt2, ...), or a .tiktoken file."""
+    """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
+    folder."""
     validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None
-    """Fraction for validation; by default 0.1 with tail, else 0.01."""
-    split: SplitChoice = "auto"
-    """document: a random part of the documents is for validation; tail: the end of the only text;
-    validation: everything."""
+    """Fraction for validation. When None: 0.1 with tail, else 0.01."""
+    split: Annotated[SplitChoice, tyro.conf.arg(help=SPLIT_HELP)] = "auto"
+    text_column: str = DEFAULT_COLUMN
+    """Column of the texts in .jsonl and Parquet files."""
     downloads: Path = Path("data/downloads")
     """Folder of downloaded corpora."""
     executor: Executor = "local"
-    """ray: on a Ray cluster whose nodes share the inputs and the output."""
+    """local: in this process; ray: on a Ray cluster whose nodes share inputs and output."""
 
 
 @command_line
@@ -344,6 +382,7 @@ def main() -> None:
         arguments.output,
         validation_fraction=arguments.validation_fraction,
         split=arguments.split,
+        text_column=arguments.text_column,
         downloads=arguments.downloads,
         executor=arguments.executor,
     )

@@ -9,20 +9,15 @@ from typing import Annotated, Literal, TypeAlias, overload
 import grain
 import numpy as np
 import pydantic
+import tyro
 
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch
-from heinsen_jax.data.documents import Source, SplitName
-from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
-from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
-from heinsen_jax.data.tokenizers import (
-    end_of_text_id,
-    fingerprint,
-    load_tokenizer,
-    tokenizer_name,
-)
+from heinsen_jax.data.prepare import HUB, SplitChoice, prepare, sources_of
+from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, SplitName
+from heinsen_jax.data.tokenizers import load_tokenizer, tokenizer_name, tokenizer_version
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
@@ -38,15 +33,29 @@ class DataConfig:
     """Text corpus, tokenizer, and shape of the batches."""
 
     corpus: str = "python-stdlib"
-    """Name of a corpus, a text file, a folder, a .jsonl[.zst] file, or a prepared folder."""
+    """Name of a corpus; a text, .jsonl or Parquet file, or a folder of them; a data set of the
+    Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder."""
+    mixture: dict[str, pydantic.NonNegativeFloat] | None = None
+    """Several corpora in place of `corpus`, each with a weight: rows of training in proportion to
+    the weights; evaluation of all, and of each by its name."""
+    mixture_stages: Annotated[
+        tuple[tuple[pydantic.PositiveInt, dict[str, pydantic.NonNegativeFloat]], ...],
+        tyro.conf.Fixed,
+    ] = ()
+    """Pairs (step, mixture): from that step on, counted from 0, other weights, also 0, and other
+    corpora. Only in configuration files."""
+    text_column: str = DEFAULT_COLUMN
+    """Column of the texts in .jsonl and Parquet files."""
     tokenizer: str = "bytes"
-    """bytes, the name of a tiktoken encoding (gpt2, ...), or a .tiktoken file."""
+    """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
+    folder."""
     cache: str = "data"
     """Folder for downloads and prepared data sets."""
     validation_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
-    """Fraction for validation; by default 0.1 of a single text file, else 0.01 of the documents."""
+    """Fraction for validation. When None: 0.1 of a text file, or of each file of a folder with few,
+    else 0.01 of the documents."""
     sequence_length: pydantic.PositiveInt = 1024
-    """Sequence length in tokens."""
+    """Sequence length, in tokens."""
     batch_size: pydantic.PositiveInt = 32
     """Global batch size, in sequences."""
     documents: Documents | None = None
@@ -58,7 +67,7 @@ class DataConfig:
     """Sequences of training. windows: consecutive tokens of the corpus. best_fit: whole separate
     documents, longer ones in segments, and padding where none fits. Validation has windows."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
-    """Further sequence lengths at which to evaluate."""
+    """Further sequence lengths, in tokens, at which to evaluate."""
     verify: bool = False
     """Before training, compare the hashes of all prepared tokens with the manifest."""
 
@@ -68,6 +77,23 @@ class DataConfig:
                 "packing='best_fit' with documents='continuous': packed documents are separate; "
                 "set packing='windows' or documents='separate'"
             )
+        self._check_mixture()
+
+    def _check_mixture(self) -> None:
+        steps = [step for step, _ in self.mixture_stages]
+        if self.mixture is None and steps:
+            raise ValueError("mixture_stages without mixture: give the weights of the first steps")
+        if steps != sorted({*steps}):
+            raise ValueError(f"mixture_stages begin at steps {steps}: give increasing ones")
+        for weights in self.mixtures:
+            if not sum(weights.values()) > 0:
+                raise ValueError(f"mixture {weights}: give at least one weight above 0")
+
+    @property
+    def mixtures(self) -> list[dict[str, float]]:
+        """The weights of all stages, in order; none without a mixture."""
+        first = [] if self.mixture is None else [self.mixture]
+        return [*first, *(weights for _, weights in self.mixture_stages)]
 
     @property
     def longest(self) -> int:
@@ -118,7 +144,7 @@ class TokenDataset:
         self.name = str(folder)
         self.manifest = Manifest.load(folder)
         self.tokenizer = load_tokenizer(folder)
-        if fingerprint(self.tokenizer) != self.manifest.tokenizer_fingerprint:
+        if self.tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise UserError(
                 f"{folder}: its tokenizer differs from that of its tokens; delete the folder and "
                 "prepare it again"
@@ -127,7 +153,7 @@ class TokenDataset:
 
     @property
     def vocab_size(self) -> int:
-        return self.tokenizer.n_vocab
+        return self.tokenizer.vocab_size
 
     @property
     def train_tokens(self) -> int:
@@ -137,6 +163,11 @@ class TokenDataset:
     def bytes_per_token(self) -> float:
         split = self.manifest.splits["validation"]
         return split.bytes / split.tokens
+
+    @property
+    def content(self) -> bytes:
+        """The manifest, which has the hashes of the tokens."""
+        return self.manifest.as_bytes()
 
     @property
     def has_documents(self) -> bool:
@@ -152,7 +183,7 @@ class TokenDataset:
     def plan(self, length: int) -> Plan:
         """Rows of whole training documents, each of which predicts `length` tokens."""
         if length not in self._plans:
-            source, end = self.split("train"), end_of_text_id(self.tokenizer)
+            source, end = self.split("train"), self.tokenizer.end_of_text_id
             _check_text(source)
             ends = [source.document_ends(shard, end) for shard in range(len(source.lengths))]
             self._plans[length] = plan = Plan(ends, length)
@@ -204,7 +235,7 @@ class TokenDataset:
     def _as_row(self, config: DataConfig) -> RowFn:
         if self.documents(config) == "continuous":
             return _continuous_row
-        end = end_of_text_id(self.tokenizer)
+        end = self.tokenizer.end_of_text_id
         return lambda tokens, length: packed_row(
             np.split(tokens, np.flatnonzero(tokens == end) + 1), length
         )
@@ -226,7 +257,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
         _check_prepared(dataset.manifest, config)
         return _verified(dataset, config)
     downloads = Path(config.cache) / "downloads"
-    sources = sources_of(config.corpus, downloads)
+    sources = sources_of(config.corpus, downloads, config.text_column)
     if all(source.has_published_split for source in sources):
         split = "auto"
     folder = Path(config.cache) / _folder_name(config, split, sources)
@@ -237,6 +268,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
             folder,
             validation_fraction=config.validation_fraction,
             split=split,
+            text_column=config.text_column,
             downloads=downloads,
             wait=True,
         )
@@ -326,20 +358,28 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
             f"validation_fraction={config.validation_fraction}, but {config.corpus} was prepared "
             f"with {manifest.validation_fraction}: leave it out or prepare another folder"
         )
+    if config.text_column not in (DEFAULT_COLUMN, manifest.text_column):
+        raise UserError(
+            f"text_column={config.text_column}, but {config.corpus} was prepared with "
+            f"{manifest.text_column}: leave it out or prepare another folder"
+        )
 
 
 def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Source]) -> str:
     """Folder name in the cache: different for everything that may give different tokens."""
-    path, tokenizer = Path(config.corpus), Path(config.tokenizer)
-    is_corpus = config.corpus in CORPORA
-    stem = config.corpus if is_corpus else re.sub(r"[^A-Za-z0-9]+", "-", path.resolve().stem)
+    path = Path(config.corpus)
+    is_path = config.corpus not in CORPORA and not config.corpus.startswith(HUB)
+    name = path.resolve().stem if is_path else config.corpus.removeprefix(HUB)
+    stem = config.corpus if config.corpus in CORPORA else re.sub(r"[^A-Za-z0-9]+", "-", name)
     versions = [source.version for source in sources if source.remote is None]
     decides = [
-        "" if is_corpus else str(path.resolve()),
+        str(path.resolve()) if is_path else "",
         config.validation_fraction or "",
         "" if split == "auto" else split,
-        sha256_of(tokenizer) if tokenizer.is_file() else "",
+        tokenizer_version(config.tokenizer),
         *map(str, versions),
     ]
+    if config.text_column != DEFAULT_COLUMN:
+        decides.append(config.text_column)
     mark = f"-{joint_hash(*map(str, decides))[:8]}" if any(decides) else ""
     return f"{stem.strip('-').lower()}{mark}-{tokenizer_name(config.tokenizer)}"

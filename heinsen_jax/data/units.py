@@ -12,10 +12,11 @@ from typing import BinaryIO
 import numpy as np
 import pydantic
 
-from heinsen_jax.data.documents import SPLITS, Document, Source, SplitName, read_documents
+from heinsen_jax.data.documents import Document, read_documents
 from heinsen_jax.data.files import replacing
 from heinsen_jax.data.manifest import Recipe, Record, Shard, SplitKind, numpy_dtype, token_dtype
-from heinsen_jax.data.tokenizers import encoder, end_of_text_id, load_tokenizer
+from heinsen_jax.data.sources import SPLITS, Source, SplitName
+from heinsen_jax.data.tokenizers import load_tokenizer
 
 UNIT_BYTES = 64 << 20
 
@@ -117,9 +118,9 @@ def process_unit(
       output: the folder of the data set, which has the tokenizer.
       on_read: called with the number of bytes of each read.
     """
-    encoding = load_tokenizer(output)
-    encode, dtype = encoder(encoding), numpy_dtype(token_dtype(encoding.n_vocab))
-    end = np.array([end_of_text_id(encoding)] if unit.rule.kind != "tail" else [], dtype)
+    tokenizer = load_tokenizer(output)
+    dtype = numpy_dtype(token_dtype(tokenizer.vocab_size))
+    end = np.array([tokenizer.end_of_text_id] if unit.rule.kind != "tail" else [], dtype)
     with ExitStack() as files:
         writers: dict[SplitName, _ShardWriter] = {
             name: _ShardWriter(output / f"{name}-{unit.index:05d}.bin", files) for name in SPLITS
@@ -128,7 +129,8 @@ def process_unit(
             for document in read_documents(source, on_read):
                 for name, text in unit.rule.divide(document):
                     if text:
-                        writers[name].append((encode(text).astype(dtype), end), text)
+                        tokens = tokenizer.encode_to_numpy(text).astype(dtype)
+                        writers[name].append((tokens, end), text)
         shards: dict[SplitName, Shard] = {
             name: writer.shard() for name, writer in writers.items() if writer.documents
         }

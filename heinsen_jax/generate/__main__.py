@@ -1,4 +1,4 @@
-"""Continue a prompt with a trained model, and print text as it is sampled.
+"""Generate text: continue a prompt with a trained model, and print text as it is sampled.
 
 python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
 """
@@ -15,16 +15,17 @@ from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.text import complete, decode_stream, until_end
 from heinsen_jax.generate.tokens import stream
+from heinsen_jax.training.signals import exit_immediately
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(TextOptions):
-    """Continue a prompt with a trained model, and print text as it is sampled."""
+    """Generate text: continue a prompt with a trained model, and print text as it is sampled."""
 
-    prompt: str
+    prompt: Annotated[str, tyro.conf.arg(help="text to continue; at least one character")]
     num_samples: Annotated[
         int,
-        tyro.conf.arg(help="continuations; several are printed when all are complete"),
+        tyro.conf.arg(help="number of continuations; several are printed when all are complete"),
     ] = 1
 
 
@@ -33,8 +34,9 @@ def main() -> None:
     options = tyro.cli(PromptOptions, prog="python -m heinsen_jax.generate")
     if options.num_samples < 1:
         raise UserError(f"--num-samples {options.num_samples} must be at least 1")
-    for text in _continuations(options):
-        print(text, end="", flush=True)
+    with exit_immediately():
+        for text in _continuations(options):
+            print(text, end="", flush=True)
     print()
 
 
@@ -42,7 +44,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
     """The prompt and its continuation, as it is sampled; of several samples, one after another."""
     model, tokenizer = options.load()
     prompt, number, key = options.prompt, options.max_new_tokens, jax.random.key(options.seed)
-    tokens = tokenizer.encode_ordinary(prompt)
+    tokens = tokenizer.encode(prompt)
     if not tokens:
         raise UserError("--prompt is empty: give at least one character")
     if options.num_samples > 1:
@@ -66,7 +68,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
         top_k=options.top_k,
         top_p=options.top_p,
         key=key,
-        num_tokens=tokenizer.n_vocab,
+        num_tokens=tokenizer.vocab_size,
     )
     yield prompt
     yield from decode_stream(tokenizer, until_end(sampled, tokenizer, number))

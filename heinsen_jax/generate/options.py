@@ -3,30 +3,41 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import tiktoken
 import tyro
 
 from heinsen_jax.compilation import cache_compilations
+from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_text_run
+
+WORKDIR_HELP = "a run's folder, or a model folder in the format of the Hugging Face Hub"
+LATEST_HELP = "use the latest checkpoint, not the best"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """Options of commands that load a model and sample text from it."""
 
-    workdir: str
-    max_new_tokens: int = 256
-    temperature: Annotated[float, tyro.conf.arg(help="above 0; lower is more deterministic")] = 0.8
-    top_k: Annotated[int | None, tyro.conf.arg(help="number of candidates; 1 is greedy")] = None
-    top_p: Annotated[
-        float | None, tyro.conf.arg(help="probability of the candidates together; all by default")
+    workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)]
+    max_new_tokens: Annotated[int, tyro.conf.arg(help="maximum number of tokens to generate")] = 256
+    temperature: Annotated[
+        float, tyro.conf.arg(help="divides the logits, above 0; lower is more deterministic")
+    ] = 0.8
+    top_k: Annotated[
+        int | None,
+        tyro.conf.arg(help="sample from the k most probable tokens; 1 is greedy; all when None"),
     ] = None
-    seed: int = 0
-    latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False
+    top_p: Annotated[
+        float | None,
+        tyro.conf.arg(
+            help="sample from the fewest tokens with this total probability; all when None"
+        ),
+    ] = None
+    seed: Annotated[int, tyro.conf.arg(help="seed of the samples")] = 0
+    latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False
 
-    def load(self) -> tuple[LanguageModel, tiktoken.Encoding]:
+    def load(self) -> tuple[LanguageModel, Tokenizer]:
         """Load the model and its tokenizer.
 
         Raises:

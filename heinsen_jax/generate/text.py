@@ -8,10 +8,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiktoken
 from flax import nnx
 
-from heinsen_jax.data import end_of_text_id
+from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import padded, read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
@@ -25,7 +24,7 @@ CHECK_EVERY = 32  # tokens that are sampled between two checks for stop strings
 
 def complete(
     model: LanguageModel,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
     *,
@@ -66,7 +65,7 @@ def complete(
       >>> [len(samples) for samples in texts]
       [3, 3]
     """
-    sampler = Sampler.of(model, temperature, top_k, key, tokenizer.n_vocab, top_p)
+    sampler = Sampler.of(model, temperature, top_k, key, tokenizer.vocab_size, top_p)
     if sampler.key.shape:
         raise UserError("key must be one jax.random.key: samples fold their number into it")
     if isinstance(prompts, str) or isinstance(stop, str):
@@ -80,7 +79,7 @@ def complete(
         )
     if not prompts or max_new_tokens == 0:
         return [[""] * num_samples for _ in prompts]
-    texts = [tokenizer.encode_ordinary(x) if isinstance(x, str) else [*x] for x in prompts]
+    texts = [tokenizer.encode(x) if isinstance(x, str) else [*x] for x in prompts]
     lengths = np.array([len(text) for text in texts])
     tokens = np.zeros((len(texts), max(lengths)), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -106,7 +105,7 @@ class _Writer:
     """Continuation of rows by a few tokens at a time, until all have ended."""
 
     model: LanguageModel
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     stop: Sequence[str]
     sampler: Sampler
     independent_rows: bool
@@ -131,9 +130,9 @@ class _Writer:
 
     def ended(self, row: np.ndarray) -> tuple[str, bool]:
         """The text of new tokens, and whether it has ended."""
-        ends = np.flatnonzero(row == end_of_text_id(self.tokenizer))
+        ends = np.flatnonzero(row == self.tokenizer.end_of_text_id)
         row = row[: ends[0]] if len(ends) else row
-        text = b"".join(bytes_of(self.tokenizer, int(token)) for token in row)
+        text = b"".join(self.tokenizer.token_bytes(int(token)) for token in row)
         text = text.decode("utf-8", "replace")
         places = [place for place in (text.find(each) for each in self.stop) if place >= 0]
         return text[: min(places, default=len(text))], bool(places or len(ends))
@@ -161,7 +160,7 @@ def _begin(
 
 def sample(
     model: LanguageModel,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     prompt: str,
     max_new_tokens: int,
     *,
@@ -178,40 +177,31 @@ def sample(
       temperature: as for `generate`.
       seed: random seed.
     """
-    tokens = tokenizer.encode_ordinary(prompt)
+    tokens = tokenizer.encode(prompt)
     new = generate(
         model,
         jnp.asarray(tokens, jnp.int32),
         max_new_tokens,
         temperature=temperature,
         key=jax.random.key(seed),
-        num_tokens=tokenizer.n_vocab,
+        num_tokens=tokenizer.vocab_size,
     ).tolist()
-    end = end_of_text_id(tokenizer)
+    end = tokenizer.end_of_text_id
     new = new[: new.index(end)] if end in new else new
     return tokenizer.decode(tokens + new)
 
 
-def bytes_of(tokenizer: tiktoken.Encoding, token: int) -> bytes:
-    """Bytes of a token; the replacement character for ids that an encoding lacks."""
-    try:
-        return tokenizer.decode_single_token_bytes(token)
-    except KeyError:
-        return "\N{REPLACEMENT CHARACTER}".encode()
-
-
-def decode_stream(tokenizer: tiktoken.Encoding, tokens: Iterator[int]) -> Iterator[str]:
-    """Decode a stream of tokens: each character is yielded with its last byte."""
+def decode_stream(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+    """Decode a stream of tokens that continue a text: each character is yielded with its last
+    byte."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
-        yield decoder.decode(bytes_of(tokenizer, token))
+        yield decoder.decode(tokenizer.token_bytes(token))
     yield decoder.decode(b"", final=True)
 
 
-def until_end(
-    tokens: Iterator[int], tokenizer: tiktoken.Encoding, max_new_tokens: int
-) -> Iterator[int]:
-    end = end_of_text_id(tokenizer)
+def until_end(tokens: Iterator[int], tokenizer: Tokenizer, max_new_tokens: int) -> Iterator[int]:
+    end = tokenizer.end_of_text_id
     for _, token in zip(range(max_new_tokens), tokens, strict=False):
         if token == end:
             return

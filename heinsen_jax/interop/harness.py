@@ -21,7 +21,6 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.attention.cache import bucket
-from heinsen_jax.data import end_of_text_id
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.prompts import read
@@ -120,7 +119,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        return end_of_text_id(self.encoding)
+        return self.encoding.end_of_text_id
 
     @property
     def tokenizer_name(self) -> str:
@@ -135,7 +134,7 @@ class HarnessModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **_: JSON
     ) -> list[int]:
         del add_special_tokens  # none exist
-        return self.encoding.encode_ordinary(string)
+        return self.encoding.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **unused: JSON
@@ -288,7 +287,7 @@ class HarnessModel(TemplateLM):
         padded = (_padded(x, self.batch_size, length) for x in (given, wanted))
         tokens, targets = (x[:, :max_length] for x in padded)
         independent_rows = has_independent_rows(self.model, state)
-        options = self.graph, self.parameters, independent_rows, self.encoding.n_vocab
+        options = self.graph, self.parameters, independent_rows, self.encoding.vocab_size
         log_p, is_likeliest, state = _predict(*options, tokens, targets, state)
         return np.asarray(log_p), np.asarray(is_likeliest), state
 

@@ -1,7 +1,7 @@
 """Models in the format of the Hugging Face Hub: save, load, and push with a model card.
 
-python -m heinsen_jax.interop.hub save --workdir runs/quickstart --output models/quickstart
-python -m heinsen_jax.interop.hub push --workdir runs/quickstart --repo-id me/quickstart
+    python -m heinsen_jax.interop.hub save --workdir runs/quickstart --output models/quickstart
+    python -m heinsen_jax.interop.hub push --workdir runs/quickstart --repo-id me/quickstart
 
 A model folder has the run's config.json, model.safetensors (or shards and their index), the
 tokenizer, and README.md, the model card. `heinsen_jax.generate` and `heinsen_jax.evaluate` accept
@@ -17,13 +17,13 @@ from typing import Annotated
 
 import jax
 import pydantic
-import tiktoken
 import tyro
 from flax import nnx
 
-from heinsen_jax.data import save_tokenizer
+from heinsen_jax.data import Tokenizer, save_tokenizer
 from heinsen_jax.data.files import free_name, writing
 from heinsen_jax.errors import UserError, command_line, without_extra
+from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, load_run, read_config
@@ -39,7 +39,7 @@ except ImportError as missing:
 
 __all__ = ["card", "from_pretrained", "push", "save_pretrained"]
 
-FETCHED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.*", METRICS_FILE]
+FETCHED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", METRICS_FILE]
 
 
 def save_pretrained(
@@ -85,7 +85,7 @@ def save_pretrained(
 
 def from_pretrained(
     name: str | Path, *, revision: str | None = None
-) -> tuple[LanguageModel, tiktoken.Encoding | None]:
+) -> tuple[LanguageModel, Tokenizer | None]:
     """Load the model and its tokenizer from a folder or a repository of the hub.
 
     Args:
@@ -221,7 +221,7 @@ def _settings(
         "data": _markdown(source),
         "sequence length": config["data"].get("sequence_length"),
         "batch size": config["data"]["batch_size"],
-        "updates": f"{step:,} of {config['training']['steps']:,}",
+        "steps": f"{step:,} of {config['training']['steps']:,}",
         "maximum learning rate": config["optimizer"]["learning_rate"],
     }
     return "\n".join(f"| {name} | {value} |" for name, value in rows.items())
@@ -278,18 +278,20 @@ def _metadata(
 @command_line
 def main() -> None:
     def save(
-        workdir: Path,
-        output: Path,
-        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+        workdir: Annotated[Path, tyro.conf.arg(help=WORKDIR_HELP)],
+        output: Annotated[Path, tyro.conf.arg(help="a new or empty folder")],
+        latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
     ) -> None:
         """Save a run's model in the format of the hub."""
         print(f"saved in {save_pretrained(workdir, output, best=not latest)}")
 
     def push_run(
-        workdir: Path,
-        repo_id: Annotated[str, tyro.conf.arg(help="owner/name")],
-        private: bool = False,
-        latest: Annotated[bool, tyro.conf.arg(help="the latest checkpoint, not the best")] = False,
+        workdir: Annotated[Path, tyro.conf.arg(help=WORKDIR_HELP)],
+        repo_id: Annotated[str, tyro.conf.arg(help="repository of the hub, as owner/name")],
+        private: Annotated[
+            bool, tyro.conf.arg(help="create it as a private repository, if it does not exist")
+        ] = False,
+        latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
     ) -> None:
         """Upload a run's model, or a saved one, to the hub."""
         print(f"pushed to {push(workdir, repo_id, private=private, best=not latest)}")

@@ -61,14 +61,15 @@ class LanguageModelConfig:
     124,879,872 parameters."""
 
     vocab_size: pydantic.PositiveInt = 50304
-    """Rows of the embedding; at least the size of the tokenizer's vocabulary (gpt2: 50257)."""
+    """Number of rows of the embedding; at least the size of the tokenizer's vocabulary (gpt2:
+    50257)."""
     model_dim: pydantic.PositiveInt = 768
     """Width of the residual stream."""
     num_layers: pydantic.PositiveInt = 24
-    """Residual blocks."""
+    """Number of residual blocks."""
     attention: Pattern = "log"
-    """Attention mechanism: a name, or `Layers` with options; several form a pattern that the model
-    repeats. On the command line, as `log:repeats=3,decay=head softmax:positions=rotary`."""
+    """Attention mechanism, such as log or softmax; the README lists all. Several form a pattern that
+    the model repeats. With options: `Layers`, or log:repeats=3,decay=head on the command line."""
     block: Literal["paper", "standard", "decay", "fastformer", "llama"] = "paper"
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
@@ -100,29 +101,29 @@ class LanguageModelConfig:
     after. fastformer: learned positions and a norm before; after, a bias, and logits scaled by
     1/sqrt(model_dim)."""
     positions: Positions | None = None
-    """Position encoding: the paper's recurrence, a learned vector for each position, or none. That
-    of the embedding style when None; none in the decay block."""
+    """Position encoding: the paper's recurrence, learned vectors, or none. When None: none in the
+    decay block, else that of the embedding style."""
     max_length: pydantic.PositiveInt | None = None
-    """Longest sequence, in tokens, for learned positions."""
+    """Maximum sequence length, in tokens, with learned positions; None with others."""
     convolution_size: pydantic.PositiveInt | None = None
     """Kernel size, in tokens, of a causal depthwise convolution at the start of each residual
-    branch. That of the block when None: 4 in the decay block, no convolution in the others."""
+    branch. When None: 4 in the decay block, no convolution in the others."""
     is_causal: bool = True
     """Whether tokens attend only to themselves and earlier tokens, and the model is trained to
-    predict the next token. If not, they attend to all, and it is trained to predict masked ones."""
+    predict the next token; else they attend to all, and it is trained to predict masked ones."""
     num_heads: pydantic.PositiveInt = 24
-    """Attention heads of a layer."""
+    """Number of attention heads of a layer."""
     key_depth: pydantic.PositiveInt | None = None
-    """Head dimension of queries and keys; model_dim / num_heads by default."""
+    """Head dimension of queries and keys; model_dim / num_heads when None."""
     value_depth: pydantic.PositiveInt | None = None
-    """Head dimension of values; model_dim / num_heads by default."""
+    """Head dimension of values; model_dim / num_heads when None."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Dtype of activations in matrix products. Attention states are at least float32."""
     param_dtype: Literal["float32", "float64"] = "float32"
     """Dtype of parameters."""
     remat: bool = False
-    """Recompute each block in the backward pass: activations of one block are in memory instead of
-    all. Often faster on CPUs, too, where allocating large buffers at every step is slow."""
+    """Rematerialize: recompute each block in the backward pass, so that only the activations of one
+    block are in memory. Often faster on CPUs, too, where allocating large buffers is slow."""
     remat_policy: RematPolicy = "nothing_saveable"
     """With `remat`, which intermediate results of a block are saved instead of recomputed: a policy
     of `jax.checkpoint_policies`."""

@@ -22,25 +22,27 @@ from heinsen_jax.training.signals import unwind_on_signals
 def main() -> int:
     def run(
         study: Annotated[
-            tyro.conf.Positional[Path], tyro.conf.arg(help="a name, or a file: get_study()")
+            tyro.conf.Positional[Path],
+            tyro.conf.arg(help="name of a shipped study, or a Python file with get_study()"),
         ],
         output: Annotated[
-            Path | None, tyro.conf.arg(help="by default runs/studies/<name of the file>")
+            Path | None,
+            tyro.conf.arg(help="folder of the results; runs/studies/<name of the study> when None"),
         ] = None,
         executor: Annotated[
             Literal["local", "ray"],
-            tyro.conf.arg(help="processes of this machine, or a Ray cluster"),
+            tyro.conf.arg(help="local: processes of this machine; ray: a Ray cluster"),
         ] = "local",
         jobs: Annotated[int, tyro.conf.arg(help="number of concurrent runs on this machine")] = 1,
-        cpus: Annotated[float, tyro.conf.arg(help="CPUs per run on a cluster")] = 1,
-        gpus: Annotated[float, tyro.conf.arg(help="GPUs per run on a cluster")] = 0,
+        cpus: Annotated[float, tyro.conf.arg(help="number of CPUs per run on a cluster")] = 1,
+        gpus: Annotated[float, tyro.conf.arg(help="number of GPUs per run on a cluster")] = 0,
         report_only: Annotated[
-            bool, tyro.conf.arg(help="write the report of the finished runs only")
+            bool, tyro.conf.arg(help="only write the report of the finished runs")
         ] = False,
     ) -> int:
         """Run the unfinished runs of a study, and write its report.
 
-        Each finished run is a line of results.jsonl. The same command resumes a stopped study.
+        Each finished run is a line of results.jsonl. The same command resumes an interrupted study.
         """
         if jobs < 1:
             raise UserError(f"--jobs {jobs} must be at least 1")

@@ -18,11 +18,10 @@ from typing import TypedDict, TypeVar, cast
 import jax
 import orbax.checkpoint as ocp
 import pydantic
-import tiktoken
 from flax import nnx
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from heinsen_jax.data import load_tokenizer
+from heinsen_jax.data import Tokenizer, load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import process_0_first
 from heinsen_jax.errors import UserError, explain, wants_tracebacks
@@ -288,7 +287,7 @@ class Checkpoints:
 
 def load_run(
     workdir: str | Path, *, best: bool = True
-) -> tuple[LanguageModel, tiktoken.Encoding | None, int]:
+) -> tuple[LanguageModel, Tokenizer | None, int]:
     """Load the model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a
     model folder of `interop.hub`. The tokenizer is None if the run trained on a task.
 
@@ -329,7 +328,7 @@ def load_run(
 
 def load_text_run(
     workdir: str | Path, *, best: bool = True
-) -> tuple[LanguageModel, tiktoken.Encoding, int]:
+) -> tuple[LanguageModel, Tokenizer, int]:
     """`load_run` for a model of text.
 
     Raises:

@@ -14,12 +14,11 @@ from typing import Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tiktoken
 from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.compilation import cache_compilations
-from heinsen_jax.data import Batch, DataConfig, Dataset, train_batches
+from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batches
 from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, flops_per_token
@@ -60,7 +59,7 @@ class SampleFn(Protocol):
     def __call__(
         self,
         model: LanguageModel,
-        tokenizer: tiktoken.Encoding,
+        tokenizer: Tokenizer,
         prompt: str,
         max_new_tokens: int,
         *,

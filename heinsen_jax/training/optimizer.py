@@ -41,7 +41,7 @@ class OptimizerConfig:
     end_learning_rate: pydantic.NonNegativeFloat = 6e-5
     """Learning rate at the end of the schedule; unused by constant."""
     warmup_steps: pydantic.NonNegativeInt = 100
-    """Steps of linear warm-up."""
+    """Number of steps of linear warm-up."""
     decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.2
     """wsd: fraction of the steps during which the learning rate decays."""
     beta1: Fraction = 0.9
@@ -53,7 +53,7 @@ class OptimizerConfig:
     weight_decay: pydantic.NonNegativeFloat = 0.1
     """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
     clip_norm: pydantic.PositiveFloat = 1.0
-    """Global norm to which gradients are clipped."""
+    """Clip gradients to this global norm."""
     ema_decay: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
     """Decay rate, per update, of an exponential moving average of the weights, which is evaluated,
     sampled from, and loaded from checkpoints in place of the weights; no average when None."""

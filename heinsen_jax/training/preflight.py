@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Batch, DataConfig, Dataset, TokenDataset
+from heinsen_jax.data import Batch, DataConfig, Dataset, TextDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
@@ -37,7 +37,7 @@ def describe(
     of_text = ""
     if available:
         epochs = (1 - _padding(data, dataset)) * total / available
-        of_text = f": {epochs:.3g} epochs of {available:,} tokens"
+        of_text = f": {epochs:.3g} epochs of {available:,} training tokens"
     batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
     measured = min(batches, training.evaluation_batches or batches)
     return [
@@ -53,7 +53,7 @@ def describe(
 
 
 def _padding(data: DataSettings, dataset: Dataset) -> float:
-    if isinstance(data, DataConfig) and isinstance(dataset, TokenDataset):
+    if isinstance(data, DataConfig) and isinstance(dataset, TextDataset):
         return dataset.padding(data)
     return 0.0
 
@@ -69,7 +69,7 @@ def memory(compiled: jax.stages.Compiled) -> str:
         return "an unknown amount"
     arguments, work = found.argument_size_in_bytes, found.temp_size_in_bytes
     work += max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} temporary)"
+    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} workspace)"
 
 
 def time_updates(

@@ -7,7 +7,7 @@ import pydantic
 from jax.sharding import Mesh
 
 from heinsen_jax.attention import mechanism, names
-from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset, TokenDataset
+from heinsen_jax.data import AnyDataConfig, DataConfig, Dataset, TextDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
@@ -21,24 +21,25 @@ class TrainingConfig:
     """Length of training, evaluations, checkpoints, samples and safety limits."""
 
     steps: pydantic.PositiveInt = 1000
-    """Total number of updates."""
+    """Number of updates."""
     accumulation_steps: pydantic.PositiveInt = 1
-    """Microbatches per update, whose gradients are summed."""
+    """Number of microbatches per update, whose gradients are summed."""
     log_every: pydantic.PositiveInt = 10
-    """Steps between two rows of training metrics."""
+    """Number of steps between reports of training metrics."""
     evaluate_every: pydantic.PositiveInt = 250
-    """Steps between two evaluations, each with a checkpoint and a sample; the last step always has
-    one."""
+    """Number of steps between evaluations, each with a checkpoint and a sample; the last step
+    always has one."""
     evaluation_batches: pydantic.PositiveInt | None = None
-    """Batches per evaluation, from the start of the validation split; all of it when None."""
+    """Number of batches per evaluation, from the start of the validation split; all when None."""
     checkpoint_every: pydantic.PositiveInt | None = None
-    """Steps between two checkpoints, in addition to those of evaluations."""
+    """Number of steps between checkpoints, in addition to those of evaluations; no others when
+    None."""
     keep_checkpoints: pydantic.PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best one."""
     sample_prompt: str = "\n"
-    """Prompt of the samples."""
+    """Prompt of the samples from the model."""
     sample_tokens: pydantic.NonNegativeInt = 200
-    """Length of the samples in tokens; 0 disables them."""
+    """Number of tokens of a sample; 0 disables samples."""
     z_loss: pydantic.NonNegativeFloat = 0.0
     """Weight, such as 1e-4, of the squared logarithm of the softmax's normalizer in the training
     loss, which keeps logits small; included in train/loss, not in validation/loss."""
@@ -52,8 +53,8 @@ class TrainingConfig:
     data_timeout: pydantic.PositiveFloat = 600.0
     """Seconds to wait for the next batch before the run ends with an error."""
     compilation_cache: str | None = None
-    """Folder of JAX's persistent compilation cache, for restarts and runs with equal settings; a
-    run of one process has one in the user's cache folder by default."""
+    """Folder of JAX's persistent compilation cache, for fast restarts. When None:
+    JAX_COMPILATION_CACHE_DIR, or in a run of one process ~/.cache/heinsen_jax."""
     masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     """Fraction of the tokens that a bidirectional model is trained to predict."""
 
@@ -94,7 +95,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     if training.sample_tokens:
         if dataset.tokenizer is None:
             raise UserError(f"{dataset.name} has no text to sample; set training.sample_tokens=0")
-        if not dataset.tokenizer.encode_ordinary(training.sample_prompt):
+        if not dataset.tokenizer.encode(training.sample_prompt):
             raise UserError(
                 "training.sample_prompt is empty; give a character, or set sample_tokens=0"
             )
@@ -130,7 +131,7 @@ def with_documents(
     Raises:
       UserError: separate documents are required, which a mechanism does not support.
     """
-    if not isinstance(data, DataConfig) or not isinstance(dataset, TokenDataset):
+    if not isinstance(data, DataConfig) or not isinstance(dataset, TextDataset):
         return data, []
     chosen, reason = dataset.documents(data), ""
     layers = zip(model.layer_pattern, model.abstract_layers(), strict=True)

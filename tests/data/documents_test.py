@@ -1,22 +1,28 @@
+import gzip
 import io
 import json
 import lzma
+import os
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from heinsen_jax.data import documents
-from heinsen_jax.data.documents import Document, Kind, Source, find_sources, read_documents
+from heinsen_jax.data.documents import Document, read_documents
+from heinsen_jax.data.sources import Kind, Source, check_sources, find_sources
 from heinsen_jax.errors import UserError
 
 
-def read(path: Path, kind: Kind) -> list[Document]:
-    source = Source(path.name, path, kind, path.stat().st_size)
+def read(path: Path, kind: Kind, column: str = "text") -> list[Document]:
+    source = Source(path.name, path, kind, path.stat().st_size, text_column=column)
     return list(read_documents(source, lambda count: None))
 
 
@@ -77,7 +83,8 @@ def test_jsonl_yields_its_documents(tmp_path: Path) -> None:
         (b"{not json}", "is not JSON"),
         (b'{"body": "x"}', "no string under 'text'"),
         (b'{"text": 3}', "no string under 'text'"),
-        (b"[1]", "no string under 'text'"),
+        (b"[1]", "is not an object"),
+        (b'{"body": "x", "id": 1}', "but columns body, id"),
         (b'{"text": "\\ud800"}', "an unpaired surrogate"),
         (b'{"text": "caf\xe9"}', "is not JSON"),
     ],
@@ -86,6 +93,88 @@ def test_bad_row_is_named_by_file_and_line(tmp_path: Path, line: bytes, problem:
     path = write(tmp_path / "a.jsonl", rows("one", "two") + line + b"\n")
     with pytest.raises(UserError, match=rf"a\.jsonl:3 .*{problem}"):
         read(path, "jsonl")
+
+
+def test_rows_may_have_another_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"body": "one"}')
+    assert read(path, "jsonl", "body") == [Document("one")]
+
+
+@pytest.mark.parametrize("missing", [1, 9, 100])
+def test_gzip(tmp_path: Path, missing: int) -> None:
+    texts = [f"{i} ü" for i in range(1000)]
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress(rows(*texts)))
+    assert read(path, "jsonl.gz") == [Document(text) for text in texts]
+    whole = write(tmp_path / "b.txt.gz", gzip.compress("a\r\nü".encode()))
+    assert read(whole, "text.gz") == [Document("a\r\nü")]
+    cut = write(tmp_path / "cut.jsonl.gz", path.read_bytes()[:-missing])
+    with pytest.raises(UserError, match=r"cut\.jsonl\.gz is damaged"):
+        read(cut, "jsonl.gz")
+    with pytest.raises(UserError, match=r"other\.txt\.gz is damaged"):
+        read(write(tmp_path / "other.txt.gz", b"text"), "text.gz")
+
+
+def parquet(path: Path, columns: dict[str, list | pa.Array]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=100)
+    return path
+
+
+def test_parquet_is_read_row_group_by_row_group(tmp_path: Path) -> None:
+    texts = ["", *(f"{i} ü\n" * 50 for i in range(2500))]
+    path = parquet(tmp_path / "a.parquet", {"id": [*range(2501)], "text": texts})
+    assert read(path, "parquet") == [Document(text) for text in texts[1:]]
+    kinds = pa.array(texts, pa.large_string()), pa.array(texts).dictionary_encode()
+    for kind in kinds:
+        other = parquet(tmp_path / "b.parquet", {"body": kind})
+        assert len(read(other, "parquet", "body")) == 2500
+
+
+def test_other_columns_of_parquet_are_not_read(tmp_path: Path) -> None:
+    noise = [os.urandom(1000) for _ in range(1000)]
+    path = parquet(tmp_path / "a.parquet", {"id": noise, "text": [*map(str, range(1000))]})
+    counts: list[int] = []
+    assert len(list(read_documents(find_sources(path)[0], counts.append))) == 1000
+    assert sum(counts[:-1]) < path.stat().st_size / 4
+    assert sum(counts) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"body": ["a"], "id": [1]},
+            "no column 'text': its columns of texts are body, of body, ",
+        ),
+        ({"id": [1]}, "no column 'text': it has none of texts, of id"),
+        ({"text": [1], "body": ["a"]}, "'text' is int64; its columns of texts are body"),
+        ({"text": ["a", None]}, "row 2: column 'text' has no text"),
+        (
+            {"text": pa.array([b"a", b"caf\xe9"], pa.binary()).view(pa.string())},
+            "row 2: column 'text' is not UTF-8",
+        ),
+    ],
+)
+def test_invalid_column_of_parquet_is_named(tmp_path: Path, columns, message: str) -> None:
+    with pytest.raises(UserError, match=rf"a\.parquet.*{message}"):
+        read(parquet(tmp_path / "a.parquet", columns), "parquet")
+
+
+@pytest.mark.parametrize("cut", [3, 100, 3000])
+def test_damaged_parquet_is_named(tmp_path: Path, cut: int) -> None:
+    path = parquet(tmp_path / "a.parquet", {"text": [f"{i} text" for i in range(1000)]})
+    damaged = write(tmp_path / "cut.parquet", path.read_bytes()[:-cut])
+    with pytest.raises(UserError, match=r"cut\.parquet is damaged"):
+        read(damaged, "parquet")
+
+
+def test_a_missing_extra_for_parquet_is_named(tmp_path: Path, monkeypatch) -> None:
+    path = parquet(tmp_path / "a.parquet", {"text": ["a"]})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.delitem(sys.modules, "heinsen_jax.data.parquet", raising=False)
+    for act in (lambda: read(path, "parquet"), lambda: check_sources(find_sources(path))):
+        with pytest.raises(UserError, match=r"pip install 'heinsen_jax\[parquet\]'"):
+            act()
 
 
 def test_zstandard_reads_all_frames(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from heinsen_jax.data import DataConfig, TokenDataset, end_of_text_id, load, train_batches
+from heinsen_jax.data import DataConfig, TokenDataset, load, train_batches
 from heinsen_jax.data.packing import Plan, best_fit, packed_row
 from heinsen_jax.data.pipeline import validation_batches
 from heinsen_jax.data.prepare import prepare
@@ -51,7 +51,7 @@ def changed(config: DataConfig, **fields) -> DataConfig:
 
 def documents(dataset: TokenDataset, split: str) -> list[tuple[int, ...]]:
     """Return the documents of a split, with their ends, which are one shard."""
-    source, end = dataset.split(split), end_of_text_id(dataset.tokenizer)
+    source, end = dataset.split(split), dataset.tokenizer.end_of_text_id
     tokens = source.read(0, 0, source.lengths[0])
     parts = np.split(tokens, np.flatnonzero(tokens == end) + 1)
     return [tuple(part.tolist()) for part in parts if len(part)]
@@ -75,7 +75,7 @@ def test_a_corpus_of_documents_separates_them_by_default(config, dataset, tmp_pa
 
 
 def test_windows_of_training_end_segments_with_documents(config, dataset):
-    end = end_of_text_id(dataset.tokenizer)
+    end = dataset.tokenizer.end_of_text_id
     tokens, mask, ids = (
         np.concatenate(x)
         for x in zip(*itertools.islice(train_batches(dataset, config, seed=0), 50), strict=True)

@@ -1,4 +1,5 @@
 import base64
+import gzip
 import json
 import os
 import pickle
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 from hypothesis import given
@@ -14,12 +17,14 @@ from hypothesis import strategies as st
 
 from heinsen_jax.data import prepare as prepare_module
 from heinsen_jax.data import units as units_module
-from heinsen_jax.data.documents import Document, SplitName
+from heinsen_jax.data.documents import Document
 from heinsen_jax.data.manifest import Manifest, numpy_dtype
 from heinsen_jax.data.prepare import prepare
+from heinsen_jax.data.sources import SplitName
 from heinsen_jax.data.tokenizers import get_tokenizer, load_tokenizer
 from heinsen_jax.data.units import SplitRule
 from heinsen_jax.errors import UserError
+from tests.data.tokenizer_json_test import byte_level, write
 
 
 def make_folder(path: Path, count: int = 40) -> Path:
@@ -78,7 +83,7 @@ def test_manifest_describes_the_data(tmp_path: Path) -> None:
     assert [(i.name, i.files) for i in manifest.inputs] == [("in", 40)]
     assert manifest.split == "document"
     assert str(tmp_path) not in (out / "manifest.json").read_text()
-    assert load_tokenizer(out).encode_ordinary("é") == [195, 169]
+    assert load_tokenizer(out).encode("é") == [195, 169]
 
 
 @given(st.lists(st.text(max_size=4), max_size=30), st.floats(0.01, 0.99))
@@ -125,7 +130,7 @@ def test_large_vocabulary_is_stored_in_32_bits(tmp_path: Path) -> None:
     out = tmp_path / "out"
     manifest = prepare([str(tmp_path / "a.txt")], str(tmp_path / "big.tiktoken"), out)
     assert manifest.dtype == "uint32"
-    expected = get_tokenizer(str(tmp_path / "big.tiktoken")).encode_ordinary("~~~~~~~~ ~~" * 18)
+    expected = get_tokenizer(str(tmp_path / "big.tiktoken")).encode("~~~~~~~~ ~~" * 18)
     assert tokens(out, "train") == expected
 
 
@@ -134,13 +139,17 @@ def test_all_kinds_of_inputs_can_be_combined(tmp_path: Path) -> None:
     row = json.dumps({"text": "a row"}).encode()
     (tmp_path / "a.jsonl").write_bytes(row)
     (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(row.replace(b"row", b"zst")))
-    inputs = [str(folder), str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl.zst")]
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress(row.replace(b"row", b"gz")))
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"a text"))
+    pq.write_table(pa.table({"text": ["a table"]}), tmp_path / "e.parquet")
+    names = ["a.jsonl", "b.jsonl.zst", "c.jsonl.gz", "d.txt.gz", "e.parquet"]
+    inputs = [str(folder), *(str(tmp_path / name) for name in names)]
     out = tmp_path / "out"
     manifest = prepare(inputs, "bytes", out, validation_fraction=0.5)
-    assert [i.name for i in manifest.inputs] == ["in", "a.jsonl", "b.jsonl.zst"]
+    assert [i.name for i in manifest.inputs] == ["in", *names]
     everything = documents_of(out, "train") + documents_of(out, "validation")
-    assert {b"a row", b"a zst"} < set(everything)
-    assert len(everything) == 7
+    assert {b"a row", b"a zst", b"a gz", b"a text", b"a table"} < set(everything)
+    assert len(everything) == 10
 
 
 def test_same_inputs_elsewhere_give_the_same_bytes(
@@ -246,6 +255,73 @@ def test_units_are_pure_and_can_be_sent_to_another_process(
     function, unit = pickle.loads(pickle.dumps((process, units[0])))
     function(unit, out)
     assert contents(out) == before
+
+
+def write_tables(folder: Path, count: int = 6) -> Path:
+    """Write a folder of Parquet files, with texts in two columns."""
+    folder.mkdir()
+    for number in range(count):
+        texts = [f"{number} {row} é" for row in range(20)]
+        table = pa.table({"text": texts, "title": [f"title {text}" for text in texts]})
+        pq.write_table(table, folder / f"{number:03d}.parquet")
+    return folder
+
+
+def test_interrupted_preparation_of_tables_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_units(monkeypatch)
+    folder, out = write_tables(tmp_path / "in"), tmp_path / "out"
+    options = {"validation_fraction": 0.2, "text_column": "title"}
+    manifest = prepare([str(folder)], "bytes", tmp_path / "whole", **options)
+    assert manifest.text_column == "title"
+    everything = documents_of(tmp_path / "whole", "train")
+    everything += documents_of(tmp_path / "whole", "validation")
+    assert len({*everything}) == len(everything) == 120
+    assert all(text.startswith(b"title ") for text in everything)
+
+    process = prepare_module.process_unit
+
+    def stop_in_the_third(unit, output, on_read):
+        if unit.index == 2:
+            raise KeyboardInterrupt
+        return process(unit, output, on_read)
+
+    monkeypatch.setattr(prepare_module, "process_unit", stop_in_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        prepare([str(folder)], "bytes", out, **options)
+    assert (out / "unit-00001.json").exists()
+    monkeypatch.setattr(prepare_module, "process_unit", process)
+    with pytest.raises(UserError, match=r"differs in text_column \(title, not text\)"):
+        prepare([str(folder)], "bytes", out, validation_fraction=0.2)
+    prepare([str(folder)], "bytes", out, **options)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_tokenizer_of_hugging_face_is_saved_with_the_tokens(tmp_path: Path) -> None:
+    write(tmp_path / "mine", json.loads(byte_level().to_str()))
+    folder, out = make_folder(tmp_path / "in", 5), tmp_path / "out"
+    arguments = [str(folder)], str(tmp_path / "mine"), out
+    options = {"validation_fraction": 0.5, "split": "document"}
+    manifest = prepare(*arguments, **options)
+    tokenizer = load_tokenizer(out)
+    assert (manifest.tokenizer, manifest.vocab_size) == ("mine", tokenizer.vocab_size)
+    ids = [*tokens(out, "train"), *tokens(out, "validation")]
+    assert ids.count(tokenizer.end_of_text_id) == 5
+    texts = tokenizer.decode(ids).split("<|endoftext|>")
+    assert sorted(texts) == sorted(["", *(path.read_text() for path in folder.iterdir())])
+    assert prepare(*arguments, **options) == manifest
+
+
+def test_a_manifest_of_earlier_versions_is_loaded(tmp_path: Path) -> None:
+    folder, out = make_folder(tmp_path / "in"), tmp_path / "out"
+    manifest = prepare([str(folder)], "bytes", out, validation_fraction=0.3)
+    for name in ("manifest.json", "recipe.json"):
+        content = json.loads((out / name).read_text())
+        del content["text_column"]
+        (out / name).write_text(json.dumps(content))
+    assert Manifest.load(out) == manifest
+    assert prepare([str(folder)], "bytes", out, validation_fraction=0.3) == manifest
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "validation_fraction", "inputs"])

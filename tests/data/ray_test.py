@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
@@ -71,6 +73,8 @@ def test_two_nodes_give_the_same_bytes_and_resume(tmp_path):
     inputs.mkdir()
     for index in range(40):
         (inputs / f"{index:03d}.txt").write_text(f"document {index} says é\n" * (index + 1))
+    table = pa.table({"text": [f"row {row}" for row in range(100)]})
+    pq.write_table(table, inputs / "table.parquet")
     arguments = map(str, (inputs, tmp_path / "here", tmp_path / "there"))
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],

@@ -8,8 +8,10 @@ import pytest
 import tiktoken
 from hypothesis import given
 from hypothesis import strategies as st
+from tiktoken_ext import openai_public
 
 from heinsen_jax.data import tokenizers
+from heinsen_jax.data.tokenizer_tiktoken import PUBLISHED, TiktokenTokenizer
 from heinsen_jax.data.tokenizers import END_OF_TEXT, get_tokenizer
 from heinsen_jax.errors import UserError
 
@@ -28,30 +30,30 @@ def single_bytes() -> list[bytes]:
 
 @given(st.text())
 def test_bytes_are_the_utf8_of_any_text(text: str) -> None:
-    ids = tokenizers.encoder(BYTES)(text)
-    assert ids.tolist() == list(text.encode()) == BYTES.encode_ordinary(text)
+    ids = BYTES.encode_to_numpy(text)
+    assert ids.tolist() == list(text.encode()) == BYTES.encode(text)
     assert BYTES.decode(ids.tolist()) == text
 
 
 def test_bytes_end_of_text_is_a_token_that_no_text_contains() -> None:
-    assert tokenizers.end_of_text_id(BYTES) == 256
-    assert BYTES.n_vocab == 257
-    assert 256 not in tokenizers.encoder(BYTES)(END_OF_TEXT)
+    assert BYTES.end_of_text_id == 256
+    assert BYTES.vocab_size == 257
+    assert 256 not in BYTES.encode(END_OF_TEXT)
 
 
 def test_file_is_a_tokenizer_with_end_of_text_last(tmp_path: Path) -> None:
     encoding = get_tokenizer(str(write_ranks(tmp_path / "mine.tiktoken", [*single_bytes(), b"ab"])))
     assert encoding.name == "mine"
-    assert tokenizers.encoder(encoding)("cab").tolist() == [99, 256]
-    assert tokenizers.end_of_text_id(encoding) == 257
+    assert encoding.encode_to_numpy("cab").tolist() == [99, 256]
+    assert encoding.end_of_text_id == 257
 
 
 def test_changed_file_is_read_again(tmp_path: Path) -> None:
     path = write_ranks(tmp_path / "mine.tiktoken", [*single_bytes(), b"ab"])
     before = get_tokenizer(str(path))
     write_ranks(path, [*single_bytes(), b"cd"])
-    assert before.encode_ordinary("ab") == [256]
-    assert get_tokenizer(str(path)).encode_ordinary("ab") == [97, 98]
+    assert before.encode("ab") == [256]
+    assert get_tokenizer(str(path)).encode("ab") == [97, 98]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +66,8 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
 )
 def test_gpt2_file_gives_the_published_ids(published_data: Path, text: str, ids: list[int]) -> None:
     encoding = get_tokenizer(str(published_data / "gpt2.tiktoken"))
-    assert tokenizers.encoder(encoding)(text).tolist() == ids
-    assert (tokenizers.end_of_text_id(encoding), encoding.n_vocab) == (50256, 50257)
+    assert encoding.encode_to_numpy(text).tolist() == ids
+    assert (encoding.end_of_text_id, encoding.vocab_size) == (50256, 50257)
 
 
 def test_file_named_after_another_encoding_is_refused(published_data: Path, tmp_path: Path) -> None:
@@ -74,23 +76,41 @@ def test_file_named_after_another_encoding_is_refused(published_data: Path, tmp_
         get_tokenizer(str(path))
 
 
-@pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "o200k_harmony", "p50k_edit"])
-def test_definition_of_a_published_encoding_needs_no_download(name: str) -> None:
-    published = {
-        "cl100k_base": ("223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7", 100257),
-        "o200k_base": ("446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d", 199999),
-        "o200k_harmony": (
-            "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d",
-            199999,
-        ),
-        "p50k_edit": ("94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069", 50256),
-    }
-    digest, end_of_text = published[name]
-    definition = tokenizers._published_definition(name, {b"a": 0}, digest)
-    assert definition is not None
-    assert definition["mergeable_ranks"] == {b"a": 0}
-    assert definition["special_tokens"][END_OF_TEXT] == end_of_text
-    assert tokenizers._published_definition(name, {b"a": 0}, "0" * 64) is None
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_definitions_of_local_files_are_the_published_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests: list[str] = []
+
+    def ranks(*_: str, expected_hash: str) -> dict[bytes, int]:
+        digests.append(expected_hash)
+        return {}
+
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", ranks)
+    constructor = "r50k_base" if name == "gpt2" else name  # equal, and in the format of ranks
+    definition = openai_public.ENCODING_CONSTRUCTORS[constructor]()
+    published = PUBLISHED[name]
+    assert published.pattern == definition["pat_str"]
+    assert published.special_tokens == definition["special_tokens"]
+    assert [published.ranks_sha256] == digests
+
+
+def test_every_published_encoding_can_be_a_local_file() -> None:
+    assert PUBLISHED.keys() == openai_public.ENCODING_CONSTRUCTORS.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("gpt2", "gpt2"),
+        ("some/llama", "llama"),
+        ("some/llama/tokenizer.json", "llama"),
+        ("some/mine.json", "mine"),
+        ("some/mine.tiktoken", "mine"),
+    ],
+)
+def test_names_do_not_need_the_files(path: str, name: str) -> None:
+    assert tokenizers.tokenizer_name(path) == name
 
 
 def test_unknown_name_lists_the_names_and_the_closest() -> None:
@@ -104,7 +124,6 @@ def test_failed_download_names_the_alternatives(
 ) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
-    monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     with pytest.raises(UserError, match=r"gpt2 could not be downloaded.*gpt2\.tiktoken"):
         get_tokenizer("gpt2")
 
@@ -142,13 +161,9 @@ def test_fingerprint_covers_everything_but_the_name() -> None:
     ranks = {bytes([byte]): byte for byte in range(256)}
 
     def variant(name="a", pattern="(?s:.)", ranks=ranks, end=256) -> str:
-        return tokenizers.fingerprint(
-            tiktoken.Encoding(
-                name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: end}
-            )
-        )
+        return TiktokenTokenizer(name, pattern, ranks, {END_OF_TEXT: end}).fingerprint
 
-    assert variant() == variant(name="b") == tokenizers.fingerprint(BYTES)
+    assert variant() == variant(name="b") == BYTES.fingerprint
     others = {variant(pattern="(?s:..)"), variant(ranks={**ranks, b"ab": 256}), variant(end=300)}
     assert len(others | {variant()}) == 4
 
@@ -162,8 +177,8 @@ def test_saved_tokenizer_is_loaded(tmp_path: Path) -> None:
     file.unlink()
     loaded = tokenizers.load_tokenizer(folder)
     assert loaded.name == tokenizers.saved_name(folder) == "mine"
-    assert tokenizers.fingerprint(loaded) == tokenizers.fingerprint(encoding)
-    assert loaded.encode_ordinary("cab é") == encoding.encode_ordinary("cab é")
+    assert loaded.fingerprint == encoding.fingerprint
+    assert loaded.encode("cab é") == encoding.encode("cab é")
     assert sorted(path.name for path in folder.iterdir()) == [
         "tokenizer.json",
         "tokenizer.tiktoken",
@@ -187,33 +202,43 @@ def test_changed_saved_tokenizer_is_detected(tmp_path: Path, file: str, change) 
         tokenizers.load_tokenizer(tmp_path)
 
 
+def test_files_of_earlier_versions_are_loaded(tmp_path: Path) -> None:
+    write_ranks(tmp_path / "tokenizer.tiktoken", single_bytes())
+    definition = {
+        "name": "bytes",
+        "pattern": "(?s:.)",
+        "special_tokens": {"<|endoftext|>": 256},
+        "fingerprint": "3b5107331b5e5a3fa52ed69bacd98be12c133effa46163882f3b0505f16287a7",
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    assert tokenizers.load_tokenizer(tmp_path).fingerprint == BYTES.fingerprint
+    named = get_tokenizer(str(tmp_path))
+    assert (named.name, named.fingerprint) == (tmp_path.name, BYTES.fingerprint)
+
+
 def test_tokenizer_without_end_of_text() -> None:
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    encoding = tiktoken.Encoding("x", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens={})
     with pytest.raises(UserError, match=r"x has no <\|endoftext\|>"):
-        tokenizers.end_of_text_id(encoding)
+        TiktokenTokenizer("x", "(?s:.)", {b"a": 0}, {})
 
 
-def test_panic_of_the_tokenizer_is_a_clear_error() -> None:
+def test_panic_of_the_tokenizer_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class PanicException(BaseException):
         pass
 
-    class Panicking(tiktoken.Encoding):
-        def encode_ordinary(self, text: str) -> list[int]:
-            raise PanicException("StackOverflow")
+    def panic(*_, **__) -> np.ndarray:
+        raise PanicException("StackOverflow")
 
     ranks = {bytes([byte]): byte for byte in range(256)}
-    encoding = Panicking(
-        "x", pat_str="(?s:..)", mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 256}
-    )
+    tokenizer = TiktokenTokenizer("x", "(?s:..)", ranks, {END_OF_TEXT: 256})
+    monkeypatch.setattr(tiktoken.Encoding, "encode_to_numpy", panic)
     with pytest.raises(UserError, match="x cannot encode a document of 3 characters"):
-        tokenizers.encoder(encoding)("abc")
+        tokenizer.encode_to_numpy("abc")
 
 
 def test_gpt2_encodes_real_text_without_loss(published_data: Path) -> None:
     text = (published_data / "tinyshakespeare.txt").read_bytes().decode()[:50_000]
     encoding = get_tokenizer(str(published_data / "gpt2.tiktoken"))
-    ids = tokenizers.encoder(encoding)(text)
+    ids = encoding.encode_to_numpy(text)
     assert ids.dtype == np.uint32
     assert encoding.decode(ids.tolist()) == text
     assert len(ids) < len(text) / 3

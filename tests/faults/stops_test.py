@@ -57,6 +57,28 @@ def test_sigterm_during_compilation_ends_immediately(place, tmp_path):
     assert err == "\nstopped by SIGTERM: nothing to save\n"
 
 
+@pytest.mark.parametrize("program", ["train", "generate"])
+def test_ctrl_c_during_compilation_ends_immediately(place, tmp_path, program):
+    """A second one changes nothing."""
+    commands = {
+        "train": ("--config", "tiny.py", "--workdir", str(tmp_path / "run")),
+        "generate": ("--workdir", "finished", "--prompt", "abc", "--max-new-tokens", "1000000"),
+    }
+    module = "-m", f"heinsen_jax.{program}"
+    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
+    process = start(*module, *commands[program], cwd=place, JAX_PLATFORMS="cpu", **uncached)
+    if program == "train":
+        read_until(process, "compiling the update")
+    else:  # the prompt is printed before the model's functions are compiled
+        assert process.stdout is not None
+        assert process.stdout.read(3) == "abc"
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert err == "\nstopped by SIGINT: nothing to save\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_saves_and_the_exit_code_names_it(place, tmp_path, number):
     workdir = tmp_path / "run"

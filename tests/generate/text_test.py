@@ -4,12 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tiktoken
 
-from heinsen_jax.data import end_of_text_id, get_tokenizer
+from heinsen_jax.data import get_tokenizer
+from heinsen_jax.data.tokenizer_tiktoken import TiktokenTokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
-from heinsen_jax.generate.text import bytes_of
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
 
@@ -27,13 +26,13 @@ def model(request):
 def alone(model, **options) -> list[list[int]]:
     """Return the new tokens of each prompt, up to the end of text; tests/generate/prompts_test.py
     compares such rows with single prompts."""
-    texts = [TOKENIZER.encode_ordinary(prompt) for prompt in PROMPTS]
+    texts = [TOKENIZER.encode(prompt) for prompt in PROMPTS]
     tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
-    options |= {"num_tokens": TOKENIZER.n_vocab, "lengths": [*map(len, texts)]}
+    options |= {"num_tokens": TOKENIZER.vocab_size, "lengths": [*map(len, texts)]}
     rows = generate(model, tokens, MAX_NEW_TOKENS, **options).tolist()
-    end = end_of_text_id(TOKENIZER)
+    end = TOKENIZER.end_of_text_id
     return [new[: new.index(end)] if end in new else new for new in rows]
 
 
@@ -72,7 +71,7 @@ def test_a_sample_ends_before_the_first_stop_string(model):
 
 def test_prompts_after_a_state(model):
     """The longest prompt is unchanged, and so is the shape."""
-    before = jnp.asarray(TOKENIZER.encode_ordinary("Before. "))
+    before = jnp.asarray(TOKENIZER.encode("Before. "))
     _, state = apply(model, before, return_state=True)
     texts = complete(model, TOKENIZER, PROMPTS, 12, top_k=1, state=state)
     prompts = [f"Before. {PROMPTS[0]}", PROMPTS[1], f"Before. {PROMPTS[2]}"]
@@ -85,10 +84,8 @@ def test_invalid_ids_are_shown_as_such():
     """Published encodings have gaps."""
     ranks = {bytes([byte]): byte for byte in range(256)}
     special = {"<|endoftext|>": 263}
-    gaps = tiktoken.Encoding(
-        "gaps", pat_str="(?s:.)", mergeable_ranks=ranks, special_tokens=special
-    )
-    assert bytes_of(gaps, 260).decode() == "\N{REPLACEMENT CHARACTER}"
+    gaps = TiktokenTokenizer("gaps", "(?s:.)", ranks, special)
+    assert gaps.token_bytes(260).decode() == "\N{REPLACEMENT CHARACTER}"
     key = jax.random.key(0)
     texts = complete(build("log", **SIZES), gaps, ["a"], 60, key=key, num_samples=9)
     assert any("\N{REPLACEMENT CHARACTER}" in text for text in texts[0])

@@ -29,7 +29,7 @@ def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):
         said += f"{line}\n" + "".join(one.answer(line))
     assert one.turns == 2
     assert one.command(f"/save {tmp_path / 'state'}") == f"saved in {tmp_path / 'state'}"
-    tokens = jnp.asarray(one.tokenizer.encode_ordinary(said))
+    tokens = jnp.asarray(one.tokenizer.encode(said))
     state = apply(one.model, tokens, return_state=True)[1]
     leaves = jax.tree.leaves(one.state), jax.tree.leaves(state)
     for have, want in zip(*leaves, strict=True):

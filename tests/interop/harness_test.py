@@ -87,7 +87,7 @@ def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, 
     logits = np.asarray(logits, np.float64)[len(context) - 1 : len(tokens)]
     logits = logits - logits.max(-1, keepdims=True)
     each = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
-    said = np.argmax(logits[:, : adapter.encoding.n_vocab], -1)
+    said = np.argmax(logits[:, : adapter.encoding.vocab_size], -1)
     values = np.take_along_axis(each, np.array(continuation)[:, None], -1)
     return float(values.sum()), bool(np.all(said == continuation))
 
@@ -115,7 +115,7 @@ def test_continuations_equal_one_pass_each(adapter):
 def test_greedy_continuations_are_detected(adapter):
     context = "attention is"
     tokens = jnp.asarray(adapter.tok_encode(context))
-    new = generate(adapter.model, tokens, 4, top_k=1, num_tokens=adapter.encoding.n_vocab)
+    new = generate(adapter.model, tokens, 4, top_k=1, num_tokens=adapter.encoding.vocab_size)
     said = adapter._loglikelihood_tokens([(None, tokens.tolist(), new.tolist())])
     other = adapter._loglikelihood_tokens([(None, tokens.tolist(), [*new.tolist()[:3], 7])])
     assert (said[0][1], other[0][1]) == (True, False)
@@ -178,7 +178,7 @@ def test_samples_end_at_stop_strings(adapter):
     tokens = [adapter.tok_encode(context) for context in contexts]
     lengths = [*map(len, tokens)]
     padded = np.array([np.pad(row, (0, max(lengths) - len(row))) for row in tokens])
-    options = {"top_k": 1, "num_tokens": adapter.encoding.n_vocab, "lengths": lengths}
+    options = {"top_k": 1, "num_tokens": adapter.encoding.vocab_size, "lengths": lengths}
     new = generate(adapter.model, padded, 20, **options).tolist()
     greedy = {"until": ["s", "\n"], "max_gen_toks": 20}
     zero = {"until": "s", "do_sample": True, "temperature": 0, "max_gen_toks": 5}

@@ -1,6 +1,7 @@
 """Models in the format of the hub: equal after saving and loading; damage is detected."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from flax import nnx
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from heinsen_jax.data import fingerprint
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.hub import from_pretrained, push, save_pretrained
@@ -49,7 +49,7 @@ def test_a_model_survives_saving_and_loading(run, shard_bytes, tmp_path):
     model, tokenizer, step = load_run(run)
     again, other = from_pretrained(folder)
     assert load_run(folder)[2] == step
-    assert fingerprint(other) == fingerprint(tokenizer)
+    assert other.fingerprint == tokenizer.fingerprint
     assert_same_logits(again, model)
 
 
@@ -67,11 +67,20 @@ def test_the_card_reports_measurements(run, saved, small):
     step = load_run(run)[2]
     (row,) = (x for x in read_metrics(run) if x["step"] == step and "validation/loss" in x)
     assert f"| loss | {row['validation/loss']:.4f} |" in text
-    assert f"| updates | {step} of {small.training.steps} |" in text
+    assert f"| steps | {step} of {small.training.steps} |" in text
     card = ModelCard(text).data
     assert card.library_name == "heinsen_jax"
     (loss,) = (x for x in card.eval_results if x.metric_type == "loss")
     assert loss.metric_value == round(row["validation/loss"], 4)
+
+
+def test_files_have_usual_permissions(run, tmp_path):
+    before = os.umask(0o022)
+    try:
+        folder = save_pretrained(run, tmp_path / "model", shard_bytes=20_000)
+    finally:
+        os.umask(before)
+    assert {oct(path.stat().st_mode & 0o777) for path in folder.iterdir()} == {"0o644"}
 
 
 def test_an_existing_folder_is_left_alone(run, saved):

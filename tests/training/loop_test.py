@@ -96,7 +96,7 @@ def test_a_dry_run_reports_costs_and_writes_nothing(small, tmp_path, capsys):
     assert run(tmp_path / "run", small, dry_run=True).step == 0
     said = capsys.readouterr().out
     assert "1 cpu device(s) in 1 process(es): data 1 x fsdp 1 x tensor 1 x context 1" in said
-    assert re.search(r"[\d.]+ [kM]B \([\d.]+ [kM]B state, [\d.]+ [kM]B temporary\)", said)
+    assert re.search(r"[\d.]+ [kM]B \([\d.]+ [kM]B state, [\d.]+ [kM]B workspace\)", said)
     assert "8 x 32 = 256 tokens an update, 15,360 in all" in said
     assert re.search(r"an update needs [\d.e-]+ s: [\d.e-]+ seconds for 60 updates", said)
     assert not list((tmp_path / "run").iterdir())

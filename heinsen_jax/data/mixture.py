@@ -1,0 +1,165 @@
+"""Several prepared corpora as one data set, mixed by weights that may change with the step."""
+
+import bisect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias, overload
+
+import grain
+import numpy as np
+
+from heinsen_jax.data.dataset import Batch
+from heinsen_jax.data.text import DataConfig, Documents, TokenDataset, load_text
+from heinsen_jax.errors import UserError
+
+ENDLESS = 1 << 40  # rows
+
+
+class MixedDataset:
+    """Sources of training rows by name, each a corpus of its own.
+
+    From the step of a stage on, its weights hold. Rows alternate between the sources in proportion
+    to their weights, and each source continues in its own random order, also across stages; so a
+    row is a pure function of the seed and its number.
+
+    Args:
+      sources: the data sets by name, with one tokenizer.
+      config: the configuration, with a mixture.
+
+    Raises:
+      UserError: the tokenizers of sources differ.
+    """
+
+    def __init__(self, sources: Mapping[str, TokenDataset], config: DataConfig) -> None:
+        self.sources = sources
+        self.name = " + ".join(sources)
+        first, *others = sources.values()
+        self.tokenizer = first.tokenizer
+        for other in others:
+            if other.manifest.tokenizer_fingerprint != first.manifest.tokenizer_fingerprint:
+                raise UserError(
+                    f"data.mixture: {other.name} and {first.name} have different tokenizers; "
+                    "prepare them with the same one"
+                )
+        begins = [0, *(step for step, _ in config.mixture_stages)]
+        weights = ({Path(x).name: w for x, w in each.items()} for each in config.mixtures)
+        self._stages = [*zip(begins, weights, strict=True)]
+
+    @property
+    def vocab_size(self) -> int:
+        return next(iter(self.sources.values())).vocab_size
+
+    @property
+    def train_tokens(self) -> None:
+        """None, since the sources have epochs of different lengths."""
+        return
+
+    @property
+    def bytes_per_token(self) -> float:
+        splits = [source.manifest.splits["validation"] for source in self.sources.values()]
+        return sum(x.bytes for x in splits) / sum(x.tokens for x in splits)
+
+    @property
+    def content(self) -> bytes:
+        """Manifests of the sources, as JSON."""
+        manifests = {name: json.loads(source.content) for name, source in self.sources.items()}
+        return (json.dumps(manifests, indent=2) + "\n").encode()
+
+    def documents(self, config: DataConfig) -> Documents:
+        """As for one source: separate if end-of-text tokens divide one of them."""
+        chosen = {source.documents(config) for source in self.sources.values()}
+        return "separate" if "separate" in chosen else "continuous"
+
+    def padding(self, config: DataConfig) -> float:
+        """Fraction of the tokens of training rows that is padding, with the first weights."""
+        weights = self._stages[0][1]
+        total = sum(weights.values())
+        return sum(self.sources[n].padding(config) * w / total for n, w in weights.items())
+
+    def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
+        """Rows of the sources in proportion to the weights of the stage of their step."""
+        rows = {
+            name: grain.MapDataset.range(ENDLESS).map(source.train_row(config, seed + number))
+            for number, (name, source) in enumerate(self.sources.items())
+        }
+        begins = [step * config.batch_size for step, _ in self._stages]
+        used, mixtures = dict.fromkeys(rows, 0), []
+        for (_, weights), begin, end in zip(self._stages, begins, [*begins[1:], 0], strict=True):
+            mixtures.append(_mix(rows, used, weights))
+            total = sum(weights.values())
+            for name, weight in weights.items():  # one more at most: the order of sources is fixed
+                used[name] += int(np.ceil((end - begin) * weight / total))
+
+        def row(number: int) -> Batch:
+            stage = bisect.bisect_right(begins, number) - 1
+            batch = mixtures[stage][number - begins[stage]]
+            assert batch is not None
+            return batch
+
+        return row
+
+    def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
+        """Rows of all sources, at each length; and those of each source, by its name."""
+        of_source = {name: x.validation_rows(config) for name, x in self.sources.items()}
+        lengths = next(iter(of_source.values()))
+        together = {length: _Chain([x[length] for x in of_source.values()]) for length in lengths}
+        return {**together, **{name: rows[""] for name, rows in of_source.items()}}
+
+
+TextDataset: TypeAlias = TokenDataset | MixedDataset
+
+
+def load_mixture(config: DataConfig) -> MixedDataset:
+    """Load the corpora of a mixture, and prepare them first if needed.
+
+    Raises:
+      UserError: two have the same name, or that of another row of metrics, or one cannot be loaded.
+    """
+    chosen = dict.fromkeys(name for weights in config.mixtures for name in weights)
+    single = replace(config, mixture=None, mixture_stages=())
+    by_name: dict[str, TokenDataset] = {}
+    for corpus in chosen:
+        name = Path(corpus).name
+        if name in by_name or name in map(str, config.test_lengths):
+            raise UserError(
+                f"data.mixture: the name of {corpus} is in use; rename that file or folder, since "
+                "metrics are named after it"
+            )
+        by_name[name] = load_text(replace(single, corpus=corpus))
+    return MixedDataset(by_name, config)
+
+
+def _mix(
+    rows: Mapping[str, grain.MapDataset[Batch]],
+    used: Mapping[str, int],
+    weights: Mapping[str, float],
+) -> grain.MapDataset[Batch]:
+    """Unused rows of the sources of nonzero weight, in proportion to the weights."""
+    chosen = {name: weight for name, weight in weights.items() if weight}
+    unused = [rows[name].slice(slice(used[name], None)) for name in chosen]
+    return grain.MapDataset.mix(unused, [*chosen.values()])
+
+
+class _Chain(Sequence[Batch]):
+    """Sequences of rows, one after the other."""
+
+    def __init__(self, parts: Sequence[Sequence[Batch]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]

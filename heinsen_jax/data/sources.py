@@ -1,0 +1,178 @@
+"""Sources: the files of documents that an input consists of."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, get_args
+
+from heinsen_jax.data.download import Remote
+from heinsen_jax.data.files import sha256_of
+from heinsen_jax.errors import UserError, extra_module
+
+Rows = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
+"""Kinds whose documents are in a column."""
+Texts = Literal["text", "text.gz", "python"]
+"""Kinds with one document."""
+Kind = Rows | Texts | Literal["wikitext", "openwebtext"]
+SplitName = Literal["train", "validation"]
+
+SPLITS: tuple[SplitName, ...] = ("train", "validation")
+
+DEFAULT_COLUMN = "text"
+
+_KINDS: dict[str, Kind] = {
+    ".txt.gz": "text.gz",
+    ".jsonl": "jsonl",
+    ".jsonl.gz": "jsonl.gz",
+    ".jsonl.zst": "jsonl.zst",
+    ".parquet": "parquet",
+}
+"""Kinds of files by their suffix; all others are text."""
+_HUB_FILE = re.compile(
+    r"(?:.*/)?(train|validation|valid|val|dev|test)"
+    r"(?:/\d+|-\d{5}-of-\d{5}(?:-[0-9a-f]+)?)?\.(?:parquet|jsonl|jsonl\.gz|jsonl\.zst)"
+)
+"""Data files of a split in a folder in the form of the Hugging Face Hub."""
+_HUB_OTHERS = {"README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "dataset_infos.json"}
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A file that is read over the network."""
+
+    url: str
+    version: str
+    """Hash that determines the content."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of documents."""
+
+    name: str
+    """Name in records, independent of the location of the file."""
+    path: Path
+    kind: Kind
+    size: int
+    """Size of the stored file in bytes."""
+    remote: Remote | None = None
+    """Source of the download, if the file is not local."""
+    streamed: Streamed | None = None
+    """Address of the file, if it is read over the network."""
+    split: SplitName | None = None
+    """The published split of all its documents, if any."""
+    text_column: str = DEFAULT_COLUMN
+    """The column of its documents, if it has rows."""
+
+    @property
+    def has_published_split(self) -> bool:
+        return self.kind == "wikitext" or self.split is not None
+
+    @property
+    def is_local(self) -> bool:
+        return self.remote is None and self.streamed is None
+
+    @property
+    def place(self) -> str:
+        """Path or address, for messages."""
+        return self.streamed.url if self.streamed else str(self.path)
+
+    @cached_property
+    def identity(self) -> tuple[str, str, int, str]:
+        """Key of the content: equal for equal documents. Reads local files.
+
+        Raises:
+          UserError: it cannot be read.
+        """
+        try:
+            if self.streamed:
+                digest = self.streamed.version
+            else:
+                digest = self.remote.sha256 if self.remote else sha256_of(self.path)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        if self.text_column != DEFAULT_COLUMN:
+            digest += f" {self.text_column}"
+        return (self.name, self.kind, self.size, digest)
+
+    @property
+    def version(self) -> tuple[str, int, int | str]:
+        """Key that changes whenever the content may have changed: of a local file, its mtime."""
+        if self.streamed:
+            return (self.name, self.size, self.streamed.version)
+        changed = 0 if self.remote else self.path.stat().st_mtime_ns
+        return (self.name, self.size, changed)
+
+
+def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
+    """The sources at `path`: a file, or all files under a folder in sorted order.
+
+    Hidden files and folders and `__pycache__` are skipped; all others must be text. If the files,
+    besides a README, a license and `dataset_infos.json`, are named by split as on the Hugging Face
+    Hub, such as `data/train-00000-of-00002.parquet`, then this split is kept, without test files.
+    """
+    if path.is_file():
+        return [_source(path, path.name, text_column)]
+    if not path.is_dir():
+        raise UserError(f"input {path}: it does not exist; give a corpus, a text file or a folder")
+    relatives = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    visible = [relative for relative in relatives if not _is_hidden(relative)]
+    splits = _hub_splits([relative.as_posix() for relative in visible])
+    sources = [
+        _source(path / relative, f"{path.resolve().name}/{relative.as_posix()}", text_column)
+        for relative in sorted(visible, key=lambda relative: relative.parts)
+    ]
+    if not splits:
+        return sources
+    named = ((source, splits.get(source.path.relative_to(path).as_posix())) for source in sources)
+    return with_splits([(source, name) for source, name in named if name])
+
+
+def with_splits(sources: Sequence[tuple[Source, str]]) -> list[Source]:
+    """Select the sources of training and validation by the names of their splits, and mark them if
+    both splits have some."""
+    found: list[tuple[Source, SplitName]] = [
+        (source, "train" if name == "train" else "validation")
+        for source, name in sources
+        if name != "test"
+    ]
+    if len({split for _, split in found}) < 2:
+        return [source for source, _ in found]
+    return [replace(source, split=split) for source, split in found]
+
+
+def _hub_splits(names: Sequence[str]) -> dict[str, str] | None:
+    """The split of each data file of a folder in the form of the Hub; None for other folders."""
+    data = [name for name in names if Path(name).name not in _HUB_OTHERS]
+    found = {name: match[1] for name in data if (match := _HUB_FILE.fullmatch(name))}
+    return found if len(found) == len(data) and "train" in found.values() else None
+
+
+def check_sources(sources: Sequence[Source]) -> None:
+    """Check, before any is read, that the sources can be read.
+
+    Raises:
+      UserError: they need a package that is not installed, or none of them has columns although one
+        is named.
+    """
+    if any(source.kind == "parquet" for source in sources):
+        extra_module("heinsen_jax.data.parquet")
+    column = next((source.text_column for source in sources), DEFAULT_COLUMN)
+    if column != DEFAULT_COLUMN and not any(source.kind in get_args(Rows) for source in sources):
+        raise UserError(f"text_column={column}: the inputs have no columns; leave it out")
+
+
+def kind_of(name: str) -> Kind:
+    """Return the kind of a file by its name."""
+    suffix = next(filter(name.endswith, _KINDS), None)
+    return _KINDS[suffix] if suffix else "text"
+
+
+def _source(path: Path, name: str, text_column: str) -> Source:
+    return Source(name, path, kind_of(path.name), path.stat().st_size, text_column=text_column)
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)

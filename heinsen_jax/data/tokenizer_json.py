@@ -1,0 +1,258 @@
+"""Tokenizers of Hugging Face's library `tokenizers`: files `tokenizer.json`."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as RustTokenizer
+
+from heinsen_jax.data.files import write_atomically
+from heinsen_jax.errors import UserError
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+
+ENDS_OF_TEXT = {
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]"),
+    *("<｜end▁of▁sentence｜>", "<|endofdocument|>", "<|end_of_document|>"),
+}
+"""Special tokens with which published tokenizers end a document."""
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level BPE: printable ones for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(x): x for x in printable} | {chr(256 + i): x for i, x in enumerate(others)}
+
+
+_BYTES = _bytes_of_characters()
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """The bytes of tokens, as the decoder of a `tokenizer.json` defines them."""
+
+    is_byte_level: bool = False
+    """Whether each character of a token stands for a byte, as in GPT-2."""
+    has_byte_tokens: bool = False
+    """Whether tokens such as <0x0A> are bytes, as in SentencePiece with byte fallback."""
+    replacements: tuple[tuple[str, str], ...] = ()
+    """Replaced strings, such as ▁ by a space."""
+    strips_space: bool = False
+    """Whether the encoder adds a space before a text."""
+
+    @classmethod
+    def of(cls, decoder: Mapping[str, Any] | None, path: Path) -> "Spelling":
+        """Read a decoder; `path` is for messages."""
+        decoder = decoder or {"type": "null"}
+        found: dict[str, Any] = {"replacements": ()}
+        for part in decoder.get("decoders", [decoder]):
+            match part:
+                case {"type": "ByteLevel"}:
+                    found["is_byte_level"] = True
+                case {"type": "ByteFallback"}:
+                    found["has_byte_tokens"] = True
+                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                    found["replacements"] += ((old, new),)
+                case {"type": "Metaspace", "replacement": old}:
+                    found["replacements"] += ((old, " "),)
+                    scheme = part.get("prepend_scheme", part.get("add_prefix_space", True))
+                    found["strips_space"] = scheme not in ("never", False)
+                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
+                    found["strips_space"] = True
+                case {"type": "Fuse"}:
+                    pass
+                case _:
+                    raise UserError(
+                        f"{path}: its decoder {part['type']} is unsupported; choose a tokenizer of "
+                        "byte-level BPE or of SentencePiece"
+                    )
+        return cls(**found)
+
+    def bytes_of(self, token: str) -> bytes:
+        if self.is_byte_level and _BYTES.keys() >= set(token):
+            return bytes(_BYTES[character] for character in token)
+        if self.has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        for old, new in self.replacements:
+            token = token.replace(old, new)
+        return token.encode("utf-8")
+
+
+class JsonTokenizer:
+    """A tokenizer that a `tokenizer.json` defines.
+
+    Args:
+      name: its name.
+      path: its file, for messages.
+      document: the content of the file.
+      end_of_text: the token that ends a document.
+
+    Raises:
+      UserError: the file is damaged or unsupported.
+    """
+
+    def __init__(
+        self, name: str, path: Path, document: Mapping[str, Any], end_of_text: str
+    ) -> None:
+        self.name = name
+        self._document, self._end_of_text = document, end_of_text
+        content = json.dumps([document, end_of_text], sort_keys=True)
+        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
+        self._tokenizer, self.end_of_text_id = _build(path, document, end_of_text)
+        self._spelling = Spelling.of(document.get("decoder"), path)
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self._added = self._tokenizer.get_added_tokens_decoder()
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        """Ids that no text contains. Unknown characters and single bytes are parts of texts."""
+        model = self._document["model"]
+        unknown = {model.get("unk_id"), self._tokenizer.token_to_id(model.get("unk_token") or "")}
+        unknown -= {self.end_of_text_id}
+        return frozenset(
+            token
+            for token, added in self._added.items()
+            if added.special and token not in unknown and not _BYTE_TOKEN.fullmatch(added.content)
+        )
+
+    def encode(self, text: str) -> list[int]:
+        try:  # the method for batches is three times as fast
+            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        except TypeError:  # unpaired surrogates, which tiktoken replaces, too
+            return self.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+        ids = found.ids
+        if self._special.isdisjoint(ids):
+            return ids
+        return [x for token in ids for x in self._without_special(token)]
+
+    def _without_special(self, token: int) -> list[int]:
+        """The token; or its characters if it is special, since Unigram and word-level models find
+        literal special tokens in a text as words."""
+        if token not in self._special:
+            return [token]
+        model = self._tokenizer.model
+        return [x.id for char in self._added[token].content for x in model.tokenize(char)]
+
+    def encode_to_numpy(self, text: str) -> np.ndarray:
+        return np.array(self.encode(text), np.uint32)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self._spelling.strips_space else text
+
+    def token_bytes(self, token: int) -> bytes:
+        content = self._tokenizer.id_to_token(token)
+        if content is None:
+            return _UNKNOWN
+        if self._spelling.is_byte_level and token in self._added:
+            return content.encode()
+        return self._spelling.bytes_of(content)
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which other libraries read, too."""
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self._end_of_text,
+            "heinsen_jax": {"name": self.name, "fingerprint": self.fingerprint},
+        }
+        for file, content in ((TOKENIZER_FILE, self._document), (CONFIG_FILE, config)):
+            write_atomically(folder / file, as_json(content))
+
+    @classmethod
+    def load(cls, folder: Path) -> "JsonTokenizer":
+        """Read the files of `save`, and check that they are unchanged."""
+        path, config_path = folder / TOKENIZER_FILE, folder / CONFIG_FILE
+        config = read_json(config_path)
+        try:
+            name, fingerprint = (config["heinsen_jax"][key] for key in ("name", "fingerprint"))
+            tokenizer = cls(name, path, read_json(path), config["eos_token"])
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{config_path} is damaged ({error!r}): restore the file") from None
+        if tokenizer.fingerprint != fingerprint:
+            raise UserError(
+                f"the tokenizer in {folder} is not the one that was saved: restore {path}"
+            )
+        return tokenizer
+
+
+def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
+    """Return the tokenizer of a `tokenizer.json`.
+
+    Its end of text is the only one of `ENDS_OF_TEXT` among its special tokens, or else the
+    `eos_token` in `tokenizer_config.json` in the same folder.
+    """
+    document = read_json(path)
+    if not isinstance(document.get("model"), dict):
+        raise UserError(f"{path} defines no tokenizer: give a tokenizer.json of Hugging Face")
+    added = document.get("added_tokens", [])
+    found = sorted({token["content"] for token in added if token["special"]} & ENDS_OF_TEXT)
+    if len(found) == 1:
+        return JsonTokenizer(name, path, document, found[0])
+    config_path = path.with_name(CONFIG_FILE)
+    config = read_json(config_path) if config_path.exists() else {}
+    match config.get("eos_token"):
+        case str(end) | {"content": str(end)}:
+            return JsonTokenizer(name, path, document, end)
+    known = ", ".join(found) or "none that is known"
+    raise UserError(
+        f"{path}: exactly one special token must end a text, but it has {known}; write "
+        f'{{"eos_token": "..."}} to {config_path}'
+    )
+
+
+def as_json(content: Mapping[str, Any]) -> bytes:
+    """Return the content of a file."""
+    return json.dumps(content, ensure_ascii=False).encode() + b"\n"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): restore the file") from None
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): restore the file") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged (it has no JSON object): restore the file")
+    return found
+
+
+def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[RustTokenizer, int]:
+    """Build the tokenizer, without the parts that shorten or pad texts; `end_of_text` is special.
+    Return its id, too."""
+    added = document.get("added_tokens", [])
+    end = next((token["id"] for token in added if token["content"] == end_of_text), None)
+    if end is None:
+        end = _parse(path, document).token_to_id(end_of_text)
+    if end is None:
+        raise UserError(
+            f"{path} has no token {end_of_text}, the eos_token of {path.with_name(CONFIG_FILE)}: "
+            "correct one of the two files"
+        )
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    last = {"id": end, "content": end_of_text, "special": True, **flags}
+    added = [*(token for token in added if token["id"] != end), last]
+    added.sort(key=lambda token: token["id"])
+    changes = {"truncation": None, "padding": None, "added_tokens": added}
+    tokenizer = _parse(path, {**document, **changes})
+    tokenizer.encode_special_tokens = True  # to split them like any other text
+    return tokenizer, end
+
+
+def _parse(path: Path, document: Mapping[str, Any]) -> RustTokenizer:
+    try:
+        return RustTokenizer.from_str(json.dumps(document))
+    except Exception as error:  # the library raises no narrower class
+        raise UserError(f"{path} cannot be read as a tokenizer ({error}): restore it") from None

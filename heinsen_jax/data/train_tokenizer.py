@@ -1,0 +1,130 @@
+"""Train a tokenizer on text.
+
+python -m heinsen_jax.data.train_tokenizer INPUT... --vocab-size N --output DIR
+
+The tokenizer is byte-level BPE like GPT-2's: every text can be encoded. Equal inputs give equal
+tokenizers. The output is a folder with a `tokenizer.json`, or such a file, for `--data.tokenizer`.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from heinsen_jax.data.documents import read_documents
+from heinsen_jax.data.files import byte_progress, write_atomically, writing
+from heinsen_jax.data.prepare import ensure_local, sources_by_input
+from heinsen_jax.data.sources import DEFAULT_COLUMN, Source
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, JsonTokenizer, as_json
+from heinsen_jax.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_name
+from heinsen_jax.errors import UserError, command_line
+
+SMALLEST = 257  # the bytes and the end of text
+
+
+def train_tokenizer(
+    inputs: Sequence[str],
+    vocab_size: int,
+    output: str | Path,
+    *,
+    text_column: str = DEFAULT_COLUMN,
+    downloads: str | Path = "data/downloads",
+) -> Tokenizer:
+    """Train a tokenizer on the documents of inputs, without published validation documents.
+
+    Args:
+      inputs: as for `prepare`.
+      vocab_size: number of tokens, the bytes and `<|endoftext|>` among them. The vocabulary is
+        smaller if a short text has no more pairs of tokens.
+      output: a folder, or a file that ends in `.json`; it must not have a tokenizer.
+      text_column: the column of the documents, in inputs that have rows.
+      downloads: folder of downloaded corpora.
+
+    Raises:
+      UserError: an argument is invalid, an input cannot be read, or `output` cannot be written or
+        exists.
+    """
+    output = Path(output)
+    file = output if output.suffix == ".json" else output / TOKENIZER_FILE
+    if vocab_size < SMALLEST:
+        raise UserError(f"vocab_size={vocab_size} must be at least {SMALLEST}")
+    if file.exists():
+        raise UserError(f"output {file} exists: choose another or delete it")
+    by_input = sources_by_input(inputs, Path(downloads), text_column)
+    sources = [source for group in by_input.values() for source in group]
+    with writing(file.parent):
+        file.parent.mkdir(parents=True, exist_ok=True)
+    ensure_local(sources)
+    document = _train(sources, vocab_size)
+    tokenizer = JsonTokenizer(tokenizer_name(str(output)), file, document, END_OF_TEXT)
+    with writing(file.parent):
+        if file == output:
+            write_atomically(file, as_json(document))
+        else:
+            tokenizer.save(output)
+    return tokenizer
+
+
+def _train(sources: Sequence[Source], vocab_size: int) -> dict:
+    """Return the content of `tokenizer.json`."""
+    tokenizer = RustTokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(sources), trainer)
+    return json.loads(tokenizer.to_str())
+
+
+def _texts(sources: Sequence[Source]) -> Iterator[str]:
+    with byte_progress("counting words", sum(source.size for source in sources)) as advance:
+        for source in sources:
+            for document in read_documents(source, advance):
+                if document.split != "validation":
+                    yield document.text
+    print("merging the most frequent pairs", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class TrainTokenizerOptions:
+    """Train a tokenizer of byte-level BPE."""
+
+    inputs: tyro.conf.Positional[tuple[str, ...]]
+    """Names of corpora (python-stdlib, tinyshakespeare, ...), paths, or
+    hf://owner/name, with /config or :split if needed."""
+    output: Path
+    """Folder for tokenizer.json, or a file that ends in .json."""
+    vocab_size: int
+    """Number of tokens, the 256 bytes and <|endoftext|> among them."""
+    text_column: str = DEFAULT_COLUMN
+    """Column of the texts in .jsonl and Parquet files."""
+    downloads: Path = Path("data/downloads")
+    """Folder of downloaded corpora."""
+
+
+@command_line
+def main() -> None:
+    options = tyro.cli(TrainTokenizerOptions, prog="python -m heinsen_jax.data.train_tokenizer")
+    tokenizer = train_tokenizer(
+        options.inputs,
+        options.vocab_size,
+        options.output,
+        text_column=options.text_column,
+        downloads=options.downloads,
+    )
+    print(f"{tokenizer.vocab_size} tokens in {options.output}: --data.tokenizer {options.output}")
+    if tokenizer.vocab_size < options.vocab_size:
+        print(f"fewer than {options.vocab_size}, since the text has no more pairs of tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

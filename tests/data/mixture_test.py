@@ -1,0 +1,119 @@
+"""Mixtures of corpora: proportions, stages, and evaluation by corpus."""
+
+import dataclasses
+from itertools import chain, islice
+
+import numpy as np
+import pydantic
+import pytest
+
+from heinsen_jax import data
+from heinsen_jax.data import DataConfig, MixedDataset
+from heinsen_jax.errors import UserError
+
+BATCH, LENGTH = 8, 16
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Texts of a single letter each, so that a row tells its corpus."""
+    for name in "abc":
+        (tmp_path / name).write_text(name * 2000)
+    return DataConfig(
+        mixture={str(tmp_path / "a"): 3.0, str(tmp_path / "b"): 1.0},
+        cache=str(tmp_path / "cache"),
+        sequence_length=LENGTH,
+        batch_size=BATCH,
+    )
+
+
+def letters(config, steps, start=0, seed=0, share=(0, 1)):
+    """The corpus of each row, step by step."""
+    dataset = data.load(config)
+    parts = {"process_index": share[0], "process_count": share[1]}
+    batches = data.train_batches(dataset, config, seed=seed, start_step=start, **parts)
+    return [["".join(map(chr, np.unique(row))) for row in x.tokens] for x in islice(batches, steps)]
+
+
+def test_rows_have_the_proportions_of_the_weights(config):
+    rows = [*chain(*letters(config, 20))]
+    assert rows.count("a") == 120
+    assert rows.count("b") == 40
+
+
+def test_a_batch_depends_only_on_the_seed_and_the_step(config, tmp_path):
+    (tmp_path / "a").write_bytes(bytes(range(1, 128)) * 20)  # whose rows differ
+    dataset = data.load(config)
+    assert isinstance(dataset, MixedDataset)
+
+    def tokens(start, steps, **share):
+        batches = data.train_batches(dataset, config, seed=3, start_step=start, **share)
+        return np.stack([batch.tokens for batch in islice(batches, steps)])
+
+    whole = tokens(0, 6)
+    np.testing.assert_array_equal(tokens(4, 2), whole[4:])
+    shares = [tokens(0, 6, process_index=i, process_count=2) for i in range(2)]
+    np.testing.assert_array_equal(np.concatenate(shares, 1), whole)
+
+
+def test_stages_change_weights_and_corpora_at_their_step(config, tmp_path):
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    stages = (2, {a: 0.0, b: 1.0, c: 1.0}), (4, {c: 1.0})
+    staged = dataclasses.replace(config, mixture_stages=stages)
+    rows = letters(staged, 6)
+    assert rows[:2] == letters(config, 2)
+    assert [*chain(*rows[2:4])].count("b") == [*chain(*rows[2:4])].count("c") == BATCH
+    assert set([*chain(*rows[4:])]) == {"c"}
+    assert letters(staged, 2, start=3) == rows[3:5]
+
+
+def test_a_corpus_continues_in_its_order_across_stages(config, tmp_path):
+    """No row of an epoch is repeated: the windows of a corpus are disjoint but for their shifts."""
+    path = tmp_path / "numbers.txt"
+    path.write_text("".join(f"{number:07d} " for number in range(1000)))
+    name = str(path)
+    staged = dataclasses.replace(
+        config, mixture={name: 1.0}, mixture_stages=((2, {name: 1.0}), (5, {name: 2.0}))
+    )
+    single = dataclasses.replace(config, mixture=None, corpus=name)
+    rows = [
+        np.concatenate([x.tokens for x in islice(data.train_batches(data.load(c), c, seed=0), 8)])
+        for c in (staged, single)
+    ]
+    np.testing.assert_array_equal(*rows)
+
+
+def test_validation_has_all_corpora_together_and_each(config):
+    dataset = data.load(config)
+    rows = dataset.validation_rows(config)
+    assert [*rows] == ["", "a", "b"]
+    assert len(rows[""]) == len(rows["a"]) + len(rows["b"])
+    last = rows[""][len(rows[""]) - 1]
+    np.testing.assert_array_equal(last.tokens, rows["b"][len(rows["b"]) - 1].tokens)
+    assert dataset.bytes_per_token == 1
+    assert b"inputs" in dataset.content
+
+
+def test_corpora_need_names_of_their_own(config, tmp_path):
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "a").write_text("a" * 100)
+    twice = {str(tmp_path / "a"): 1.0, str(tmp_path / "few" / "a"): 1.0}
+    with pytest.raises(UserError, match=r"data\.mixture: the name of .*few/a is in use"):
+        data.load(dataclasses.replace(config, mixture=twice))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"mixture": {"a": 0.0}}, "give at least one weight above 0"),
+        ({"mixture_stages": ((3, {"a": 1.0}),)}, "mixture_stages without mixture"),
+        (
+            {"mixture": {"a": 1.0}, "mixture_stages": ((3, {"a": 1.0}), (2, {"a": 1.0}))},
+            r"mixture_stages begin at steps \[3, 2\]",
+        ),
+        ({"mixture": {"a": -1.0}}, "greater than or equal to 0"),
+    ],
+)
+def test_invalid_mixtures_are_refused(fields, message):
+    with pytest.raises(pydantic.ValidationError, match=message):
+        DataConfig(**fields)

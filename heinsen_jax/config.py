@@ -58,13 +58,14 @@ CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "con
 """The shipped configurations: inside an installed package, beside it in a clone."""
 
 COMMAND_LINE = ConstructorRegistry()
-"""How tyro reads fields that it does not know."""
+"""Rules by which tyro reads fields from the command line, besides its own."""
 
 Kind = TypeVar("Kind")
 
 
 @COMMAND_LINE.primitive_rule
 def _attention(field: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Pattern] | None:
+    """The rule for `model.attention`."""
     if field.type != get_args(Pattern)[0]:
         return None
     return PrimitiveConstructorSpec(

@@ -119,31 +119,35 @@ def _value(text: str) -> FieldValue:
     return text
 
 
-def with_layers(model: Mapping[str, JSON]) -> dict[str, JSON]:
-    """A saved model configuration, with the options of its mechanisms in `attention`.
+class _Former(pydantic.BaseModel):
+    """Mechanisms and their options as earlier versions saved them: pairs of `mechanism.option` or
+    `index.option` and a value."""
 
-    Earlier versions saved them in the field `attention_options`, as pairs of `mechanism.option` or
-    `index.option` and a value.
+    attention: str | list[str] = "log"
+    attention_options: list[tuple[str, FieldValue]]
+
+
+def with_layers(model: dict[str, JSON]) -> dict[str, JSON]:
+    """A saved model configuration, with `attention_options` of earlier versions in `attention`.
 
     Raises:
-      ValueError: the field has another form.
+      UserError: the field has another form.
     """
     if "attention_options" not in model:
-        return {**model}
-    former = _Former.validate_python((model.get("attention", "log"), model["attention_options"]))
-    attention, pairs = former
-    names = [attention] if isinstance(attention, str) else attention
+        return model
+    try:
+        former = _Former.model_validate(model)
+    except pydantic.ValidationError as error:
+        raise UserError(explain(error, "model")) from None
+    is_one = isinstance(former.attention, str)
     pattern: list[JSON] = []
-    for index, mechanism in enumerate(names):
-        options: dict[str, JSON] = {}
-        for option, value in pairs:
-            of, _, field = option.rpartition(".")
-            if of in (mechanism, str(index)):
-                options[field] = value
-        layer = {"mechanism": mechanism, "repeats": 1, "options": options}
-        pattern.append(layer if options else mechanism)
+    for index, name in enumerate([former.attention] if is_one else former.attention):
+        options = {
+            option.rpartition(".")[2]: value
+            for option, value in former.attention_options
+            if option.rpartition(".")[0] in (name, str(index))
+        }
+        layer = {"mechanism": name, "repeats": 1, "options": options}
+        pattern.append(layer if options else name)
     rest = {name: value for name, value in model.items() if name != "attention_options"}
-    return rest | {"attention": pattern[0] if isinstance(attention, str) else pattern}
-
-
-_Former = pydantic.TypeAdapter(tuple[str | list[str], list[tuple[str, int | float | bool | str]]])
+    return rest | {"attention": pattern[0] if is_one else pattern}

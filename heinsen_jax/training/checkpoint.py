@@ -378,8 +378,8 @@ def read_config(workdir: Path) -> SavedConfig | None:
             raise UserError(f"{path} is damaged (no {name}): restore it or use another workdir")
     try:
         config["model"] = with_layers(config["model"])
-    except ValueError as error:
-        raise UserError(f"{path}: model.attention_options: {explain(error)}") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return cast(SavedConfig, config)
 
 

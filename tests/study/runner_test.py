@@ -233,7 +233,7 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_fields_that_fit_only_together_are_set_together():
     fields = {"model.max_length": 8, "model.positions": "learned"}
-    run = replace(STUDY, axes={"positions": {"of 8 tokens": fields}}).first_seed_runs()[0]
+    run = replace(PLAIN, axes={"positions": {"of 8 tokens": fields}}).first_seed_runs()[0]
     assert (run.config.model.max_length, run.config.model.positions) == (8, "learned")
 
 

@@ -11,17 +11,17 @@ from heinsen_jax.study import sweeps
 def test_every_sweep_limits_windows_and_blocks(length):
     """If it has a window, segments or blocks."""
     chosen = sweeps.causal_mechanisms(length)
-    found, names = {}, set()
+    found = {}
     for label, fields in chosen.items():
         fields = {field.removeprefix("model."): value for field, value in fields.items()}
         config = LanguageModelConfig(num_heads=2, model_dim=32, num_layers=1, **fields)
-        found[label] = config.mechanisms()[0]
-        names |= {*config.layer_pattern}
+        found[label] = config.layer_pattern[0], config.mechanisms()[0]
         for size in ("window_size", "radius", "segment_length", "block_size"):
-            limit = getattr(found[label], size, None)
+            limit = getattr(found[label][1], size, None)
             assert limit is None or 1 <= limit < length, label
+    names = {name for name, _ in found.values()}
     assert names == {x for x in attention.names() if attention.mechanism(x).capabilities.causal}
-    assert len({repr(x) for x in found.values()}) == len(chosen)
+    assert len({*map(repr, found.values())}) == len(chosen)
 
 
 def test_a_short_length_is_refused():

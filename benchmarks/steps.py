@@ -25,17 +25,25 @@ PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer"
 
 
 class TrainingStep:
-    """Compiled update, which donates its state, on a random batch of tokens below `vocabulary`."""
+    """Compiled update, which donates its state, on a random batch of tokens below `vocabulary`: of
+    separate documents with a mean of `document_length` tokens, or continuous when None."""
 
-    def __init__(self, config: ExperimentConfig, vocabulary: int) -> None:
+    def __init__(
+        self, config: ExperimentConfig, vocabulary: int, document_length: int | None = None
+    ) -> None:
         optimizer = make_optimizer(config.optimizer)
         init = initializer(config.model, optimizer, config.seed)
         abstract = abstract_state(init, make_mesh(MeshConfig()))
         self.state = init_sharded(init, abstract)
         self.parameters = sum(x.size for x in jax.tree.leaves(self.state.parameters))
         shape = config.data.batch_size, config.data.sequence_length + 1
-        tokens = jnp.asarray(np.random.default_rng(0).integers(0, vocabulary, shape))
+        rng = np.random.default_rng(0)
+        tokens = jnp.asarray(rng.integers(0, vocabulary, shape))
         self.batch = Batch(tokens, jnp.ones_like(tokens[:, 1:], bool))
+        if document_length is not None:
+            ids = np.cumsum(rng.uniform(size=shape) < 1 / document_length, 1)
+            within = jnp.asarray(ids[:, 1:] == ids[:, :-1])
+            self.batch = Batch(tokens, within, jnp.asarray(ids, jnp.int32))
         step: Any = make_train_step(
             graph_of(config.model),
             optimizer,
@@ -43,7 +51,9 @@ class TrainingStep:
             out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
         )
         self.others = self.batch, np.float32(config.optimizer.learning_rate), KEY_DATA
-        self.compiled = step.lower(self.state, *self.others).compile()
+        lowered = step.lower(self.state, *self.others)
+        self.program_bytes = len(lowered.as_text())
+        self.compiled = lowered.compile()
 
     def __call__(self) -> Any:
         self.state, metrics = self.compiled(self.state, *self.others)

@@ -6,7 +6,8 @@ python train.py --config configs/heinsen_125m_pile.py
 where pile/train contains The Pile's *.jsonl.zst files, which you must provide. Needs weeks on a
 node of 8 GPUs; on fewer devices increase training.accumulation_steps. The paper reports a loss of
 2.47. Learning rates, length and number of tokens are those of the paper; batch size, warm-up and
-clipping are not in the paper and are nanoGPT's. Never trained to the end by us.
+clipping are not in the paper and are nanoGPT's, as are sequences in which documents are not
+separated. Never trained to the end by us.
 """
 
 from heinsen_jax.config import (
@@ -28,6 +29,7 @@ def get_config() -> ExperimentConfig:
         data=DataConfig(
             corpus="data/pile-gpt2",
             tokenizer="gpt2",
+            documents="continuous",
             sequence_length=SEQUENCE_LENGTH,
             batch_size=BATCH_SIZE,
         ),

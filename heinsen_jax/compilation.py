@@ -1,15 +1,18 @@
 """A cache of compiled functions on disk."""
 
+import contextlib
 import hashlib
 import os
 import platform
 import warnings
 from pathlib import Path
 
+import filelock
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 MAX_BYTES = 2 << 30
+LOCK_FILE = ".lockfile"  # of JAX, for caches of limited size
 MIN_SECONDS = 0.2  # faster compilations are not worth a file
 
 
@@ -42,10 +45,21 @@ def cache_compilations(folder: str | Path | None = None) -> None:
             stacklevel=2,
         )
         return
+    if is_default:
+        _remove_incomplete(Path(folder))
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES if is_default else -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_SECONDS)
     compilation_cache.reset_cache()  # otherwise ignored after the first compilation
+
+
+def _remove_incomplete(folder: Path) -> None:
+    """Remove entries that a killed process has not completed: JAX writes the time of access last,
+    and without it would warn at every further entry, instead of writing it."""
+    with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / LOCK_FILE, timeout=10):
+        for entry in folder.glob("*-cache"):
+            if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
+                entry.unlink()
 
 
 def _processor() -> str:

@@ -42,6 +42,19 @@ def test_functions_are_cached_in_the_users_folder_by_default(tmp_path):
     assert len([*tmp_path.glob("heinsen_jax/*/jit_something-*-cache")]) == 1
 
 
+def test_entries_of_a_killed_process_are_removed(tmp_path):
+    cache_compilations()
+    compile_something(7)
+    (entry,) = tmp_path.glob("heinsen_jax/*/jit_something-*-cache")
+    entry.with_name(entry.name.replace("-cache", "-atime")).unlink()
+    jax.config.update("jax_compilation_cache_dir", None)
+    cache_compilations()
+    assert not entry.exists()
+    jax.clear_caches()
+    compile_something(7)
+    assert entry.exists()
+
+
 def test_a_folder_that_is_set_stays(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
     cache_compilations()

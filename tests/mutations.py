@@ -1,4 +1,4 @@
-"""Mutation testing: sixteen faults are inserted into copies of the package, one by one.
+"""Mutation testing: eighteen faults are inserted into copies of the package, one by one.
 
     python tests/mutations.py [NAME ...]
 
@@ -110,6 +110,18 @@ FAULTS = {
         "initial=initial_state.h)",
         "initial=jnp.zeros_like(initial_state.h))",
         "tests/models",
+    ),
+    "positions that continue from one document to the next": Fault(
+        "heinsen_jax/models/position.py",
+        "jnp.where(starts, -jnp.inf, log_coefficients)",
+        "jnp.where(starts, log_coefficients, log_coefficients)",
+        "tests/models",
+    ),
+    "a prediction across two documents": Fault(
+        "heinsen_jax/data/packing.py",
+        "is_token & (ids[1:] == ids[:-1])",
+        "is_token",
+        "tests/data/packing_test.py",
     ),
     "data that resume a step early": Fault(
         "heinsen_jax/training/loop.py",

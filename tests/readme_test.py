@@ -333,6 +333,19 @@ def test_shared_contexts_are_those_of_the_results():
         assert f"\n| {row['length']} | {row['times_as_fast']:.1f} |" in PAGES
 
 
+def test_costs_of_separate_documents_are_those_of_the_results():
+    rows = result("documents")["rows"]
+    table = PAGES.partition("<!-- documents -->")[2].partition("\n\n")[0]
+    names = {"log-attention": "log", "softmax attention": "softmax"}
+    names["Gated DeltaNet"] = "gated_deltanet"
+    for label, name in names.items():
+        ratios = {row["length"]: f"{row['ratio']:.2f}" for row in rows if row["attention"] == name}
+        assert f"| {label} | {ratios[256]} | {ratios[1024]} |" in table
+    worst, largest = (max(row[x] for row in rows) - 1 for x in ("ratio", "ratio_of_programs"))
+    said = f"needs at most {100 * worst:.0f}% more time, and its program is up to "
+    assert f"{said}{100 * largest:.0f}% larger" in " ".join(PAGES.split())
+
+
 def test_a_million_tokens_are_those_of_the_results():
     measured = result("million_tokens")
     assert measured["rows"][-1]["tokens"] == 1_000_000

@@ -7,10 +7,8 @@ import math
 import re
 import shlex
 import sys
-import tempfile
 import time
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict, TypeVar, cast
@@ -23,15 +21,19 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from heinsen_jax.data import Tokenizer, load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
-from heinsen_jax.distributed import process_0_first
+from heinsen_jax.distributed import gather, process_0_first, together
 from heinsen_jax.errors import UserError, explain, wants_tracebacks
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.checksums import add_last_checksums, find_damage, write_checksums
-from heinsen_jax.training.state import TrainState
+from heinsen_jax.training.checksums import (
+    add_last_checksums,
+    find_damage,
+    find_damaged_array,
+    write_checksums,
+)
 from heinsen_jax.training.weights import has_weights, load_weights
-from heinsen_jax.typing import JSON
+from heinsen_jax.typing import JSON, Array, PyTree
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
@@ -45,8 +47,8 @@ REMOVED_WITHIN = 2.0
 OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
 """Pattern of operating-system errors in messages of TensorStore and Orbax."""
 
-EXPECTED = "CheckpointManagerOptions.read_only=True", "Given directory is read only"
-"""Warnings of Orbax about a read-only folder, which is requested here."""
+ITEM, METRICS = "default", "metrics/metrics"
+"""Names of Orbax in a step's folder: the folder of the state, and the file of metrics."""
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -54,7 +56,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     is_of_save = "orbax" in record.pathname or "orbax" in message
     is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
-    return not message.startswith(EXPECTED) and (wants_tracebacks() or not is_reported)
+    return wants_tracebacks() or not is_reported
 
 
 Tree = TypeVar("Tree")
@@ -75,64 +77,94 @@ class Checkpoints:
     """The checkpoints in a run's folder: one per step, of named arrays.
 
     A save returns once the arrays are copied, and writes in the background. A step gets its final
-    name only when it is complete, so a killed process leaves the previous one as the latest. The
-    hash of every file is verified first: damaged steps, listed in `damaged`, are renamed, and
-    earlier ones are used. With `read_only` nothing is changed, and another process may write.
+    name only when it is complete, so a killed process leaves the previous one as the latest.
+
+    No step is used before all its files have the hashes that were recorded. Of other steps, all
+    but the content of arrays is compared when this opens. Damaged steps, listed in `damaged`, are
+    renamed, and earlier ones are used. With `read_only` nothing is changed, another process may
+    write, and the steps are those at the opening.
     """
 
     def __init__(self, workdir: Path, *, keep: int = 2, read_only: bool = False):
         self.folder = workdir.resolve() / CHECKPOINT_FOLDER
+        self.damaged: dict[int, str] = {}
         self._saved_file = workdir.resolve() / SAVED_FILE
-        self._read_only = read_only
-        self._on_exit = ExitStack()
+        self._manager: ocp.CheckpointManager | None = None
         _quiet_failed_saves()
         if read_only:
-            self.damaged = self._find_damaged()
-        else:
-            with process_0_first() as is_first:
-                self.damaged = self._find_damaged() if is_first else {}
+            self._steps = [step for step in self._finished() if not self._is_damaged(step)]
+            self._verified: set[int] = set()
+            return
+        with process_0_first() as is_first:
+            if is_first:
+                self._set_damaged_aside()
+        self._verify_newest()
         best = BestN(get_metric_fn=_score, n=1)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             best_fn=_score,
-            cleanup_tmp_directories=not read_only,
-            create=not read_only,
-            read_only=read_only,
+            cleanup_tmp_directories=True,
             async_options=ocp.options.AsyncOptions(
                 post_finalization_callback=self._write_checksums
             ),
         )
         self._manager = ocp.CheckpointManager(
-            self._without_damaged(), options=options, item_handlers=ocp.PyTreeCheckpointHandler()
+            self.folder, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
         )
 
-    def _steps(self) -> list[Path]:
-        """Folders of the finished steps."""
+    def _finished(self) -> list[int]:
+        """The finished steps."""
         folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        return [path for path in folders if path.name.isdecimal()]
+        return sorted(int(path.name) for path in folders if path.name.isdecimal())
 
-    def _find_damaged(self) -> dict[int, str]:
-        """The damaged steps and their damage; a writer renames them."""
-        found = {}
-        for folder in self._steps():
-            if not self._read_only:
-                add_last_checksums(folder)
-            reason = find_damage(folder)
-            if reason and not (self._read_only and _is_being_removed(folder)):
-                found[int(folder.name)] = reason
-                if not self._read_only:
-                    folder.rename(free_name(folder.with_name(f"damaged-{folder.name}")))
-        return found
+    def _set_damaged_aside(self) -> None:
+        """Rename the steps with damage other than in the content of their arrays."""
+        for step in self._finished():
+            add_last_checksums(self.folder / str(step))
+            if reason := find_damage(self.folder / str(step)):
+                self._set_aside(step, reason)
 
-    def _without_damaged(self) -> Path:
-        """The folder; for a reader with damaged steps, a folder with links to the others."""
-        if not (self._read_only and self.damaged):
-            return self.folder
-        links = Path(self._on_exit.enter_context(tempfile.TemporaryDirectory()))
-        for folder in self._steps():
-            if int(folder.name) not in self.damaged:
-                (links / folder.name).symlink_to(folder)
-        return links
+    def _verify_newest(self) -> None:
+        """Verify the arrays of the newest step, each process a share of their files; while they are
+        damaged, rename that step and verify the one before."""
+        index, count = jax.process_index(), jax.process_count()
+        while newest := gather(str(max(self._finished(), default="")))[0]:
+            with together():
+                damage = find_damaged_array(self.folder / newest, index, count)
+            reason = next(filter(None, gather(damage or "")), None)
+            if reason is None:
+                return
+            if index == 0:
+                self._set_aside(int(newest), reason)
+
+    def _set_aside(self, step: int, reason: str) -> None:
+        self.damaged[step] = reason
+        folder = self.folder / str(step)
+        folder.rename(free_name(folder.with_name(f"damaged-{step}")))
+
+    def _is_damaged(self, step: int, *, arrays: bool = False) -> bool:
+        """Whether a reader finds a step, or its arrays, damaged or being removed."""
+        folder = self.folder / str(step)
+        reason = find_damaged_array(folder) if arrays else find_damage(folder)
+        if reason and not _is_being_removed(folder):
+            self.damaged[step] = reason
+        return reason is not None
+
+    def _first_intact(self, steps: list[int]) -> int | None:
+        """The first of a reader's steps whose arrays are intact."""
+        for step in steps:
+            if step in self._verified or not self._is_damaged(step, arrays=True):
+                self._verified.add(step)
+                return step
+            self._steps.remove(step)
+        return None
+
+    def _loss(self, step: int) -> float:
+        """The validation loss of a step; infinity if it was not evaluated."""
+        try:
+            return json.loads((self.folder / str(step) / METRICS).read_text())["loss"]
+        except FileNotFoundError:  # another process is removing the step
+            return math.inf
 
     def _write_checksums(self) -> None:
         """Callback of Orbax, when all files of a step are written under a temporary name."""
@@ -142,9 +174,9 @@ class Checkpoints:
 
     def record_newest(self) -> None:
         """Record the newest step. (Orbax has no callback after a step gets its final name.)"""
-        if self._read_only or jax.process_index() != 0:
+        if self._manager is None or jax.process_index() != 0:
             return
-        if steps := [int(folder.name) for folder in self._steps()]:
+        if steps := self._finished():
             with writing(self._saved_file.parent):
                 write_atomically(self._saved_file, json.dumps({"step": max(steps)}).encode())
 
@@ -154,7 +186,7 @@ class Checkpoints:
         Raises:
           UserError: it had; the message says what happened, and ends with the remedy.
         """
-        if self.latest_step() is not None:
+        if self._newest() is not None:
             return
         reasons = [f"step {step} ({reason})" for step, reason in sorted(self.damaged.items())]
         earlier = [path.name for path in sorted(self.folder.glob("damaged-*"))]
@@ -169,7 +201,7 @@ class Checkpoints:
             f"{self.folder / str(step)} is damaged ({reason})"
             for step, reason in sorted(self.damaged.items())
         ]
-        latest, newest = self.latest_step(), self._newest_saved()
+        latest, newest = self._newest(), self._newest_saved()
         if latest is not None and newest is not None and latest < newest not in self.damaged:
             path = self.folder / str(newest)
             if not path.exists():  # another process may have saved it since this was opened
@@ -183,18 +215,28 @@ class Checkpoints:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def _newest(self) -> int | None:
+        """The newest step without known damage."""
+        return max(self._steps, default=None) if self._manager is None else self.latest_step()
+
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint; None without any."""
+        """Step of the newest checkpoint; None without any. A reader verifies it first."""
+        if self._manager is None:
+            return self._first_intact(sorted(self._steps, reverse=True))
         return self._manager.latest_step()
 
     def best_step(self) -> int | None:
-        """Step with the smallest validation loss; the newest step if none was evaluated."""
+        """Step with the smallest validation loss; the newest step if none was evaluated. A reader
+        verifies it first."""
+        if self._manager is None:
+            order = sorted(self._steps, key=lambda step: (self._loss(step), -step))
+            return self._first_intact(order)
         best = self._manager.best_step()
         return self.latest_step() if best is None else best
 
-    def save(self, step: int, state: TrainState, *, loss: float | None = None) -> None:
+    def save(self, step: int, state: PyTree[Array], *, loss: float | None = None) -> None:
         """Start to write a step; `loss` is its validation loss, if it was evaluated."""
-        if self._read_only:
+        if self._manager is None:
             raise RuntimeError(f"{self.folder} is open for reading only: step {step} is not saved")
         if step in self._manager.all_steps():
             return
@@ -223,6 +265,8 @@ class Checkpoints:
         Raises:
           UserError: a save failed; the checkpoints before it remain.
         """
+        if self._manager is None:
+            return
         try:
             self._manager.wait_until_finished()
             self.record_newest()
@@ -237,19 +281,18 @@ class Checkpoints:
         Raises:
           UserError: the step is damaged or has other arrays; the message names it.
         """
-        wanted = flatten_with_names(abstract)
+        wanted, folder = flatten_with_names(abstract), self.folder / str(step) / ITEM
+        arguments = ocp.args.PyTreeRestore(
+            wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
         try:
-            saved = self._manager.item_metadata(step).tree
-            if missing := wanted.keys() - saved.keys():
-                raise ValueError(f"it does not hold {min(missing)}")
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.PyTreeRestore(
-                    wanted,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-                    partial_restore=True,
-                ),
-            )
+            with ocp.PyTreeCheckpointer() as checkpointer:
+                saved = checkpointer.metadata(folder).item_metadata.tree
+                if missing := wanted.keys() - saved.keys():
+                    raise ValueError(f"it does not hold {min(missing)}")
+                restored = checkpointer.restore(folder, arguments)
         except jax.errors.JaxRuntimeError:  # an error of a device, or of another process
             raise
         except Exception as error:
@@ -270,19 +313,19 @@ class Checkpoints:
     ) -> None:
         """Wait until all saves are written. An error inside the context takes precedence over those
         of saves, which may fail for the same reason."""
+        if self._manager is None:
+            return
         try:
-            if not self._read_only:
-                self.wait()
-                if jax.process_index() == 0:
-                    for folder in self._steps():
-                        add_last_checksums(folder)
+            self.wait()
+            if jax.process_index() == 0:
+                for step in self._finished():
+                    add_last_checksums(self.folder / str(step))
         except Exception:
             if kind is None:
                 raise
         finally:
             with contextlib.suppress(Exception):  # the error of a failed save, raised again
                 self._manager.close()
-            self._on_exit.close()
 
 
 def load_run(

@@ -134,24 +134,28 @@ def with_documents(
     if not isinstance(data, DataConfig) or not isinstance(dataset, TextDataset):
         return data, []
     chosen, reason = dataset.documents(data), ""
-    layers = zip(model.layer_pattern, model.abstract_layers(), strict=True)
-    unable = [name for name, layer in layers if not layer.capabilities.segments]
-    if chosen == "separate" and unable:
+    if chosen == "separate" and (unable := _without_segments(model)):
         if data.documents is not None or data.packing == "best_fit":
             able = [name for name in names() if mechanism(name).capabilities.segments]
             asked = "documents=separate" if data.documents else "packing=best_fit"
             raise UserError(
-                f"data.{asked}: model.attention={unable[0]!r}, as configured, does not support "
+                f"data.{asked}: model.attention={unable!r}, as configured, does not support "
                 "segments; set data.documents=continuous and data.packing=windows, or choose one "
                 f"of {', '.join(able)}"
             )
-        chosen, reason = "continuous", f", since {unable[0]!r} does not support segments"
+        chosen, reason = "continuous", f", since {unable!r} does not support segments"
     elif chosen == "continuous" and data.documents is None:
         reason = ", since no end-of-text token divides the corpus"
     said = [f"documents: {chosen}{reason}"]
     if data.packing == "best_fit":
         said.append(f"packing: best_fit, with {dataset.padding(data):.2%} padding")
     return replace(data, documents=chosen), said
+
+
+def _without_segments(model: LanguageModelConfig) -> str | None:
+    """The first mechanism that does not support segments, as configured."""
+    layers = zip(model.layer_pattern, model.abstract_layers(), strict=True)
+    return next((name for name, layer in layers if not layer.capabilities.segments), None)
 
 
 def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> None:

@@ -25,6 +25,9 @@ def with_timeout(
 ) -> Iterator[T]:
     """Iterate over batches, with a warning about a slow source and an error for a dead one.
 
+    One thread reads the batches, one ahead, so that a step does not wait for it, and ends with the
+    iterator.
+
     Args:
       batches: the batches.
       source: name of their source.
@@ -34,33 +37,41 @@ def with_timeout(
     Raises:
       UserError: no batch came in time.
     """
+    wanted: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    read: queue.SimpleQueue[Item[T]] = queue.SimpleQueue()
 
-    def read(into: "queue.Queue[Item[T]]") -> None:
-        try:
-            into.put(Item(batch=next(batches)))
-        except BaseException as error:  # any error is for the consumer
-            into.put(Item(error=error))
+    def run() -> None:
+        """Read a batch for every request, and end at the request False."""
+        while wanted.get():
+            try:
+                read.put(Item(batch=next(batches)))
+            except BaseException as error:  # any error is for the consumer
+                read.put(Item(error=error))
 
-    while True:
-        into: queue.Queue[Item[T]] = queue.Queue()
-        threading.Thread(target=read, args=(into,), daemon=True).start()
-        taken = _wait(into, source, timeout, warn)
-        if isinstance(taken.error, StopIteration):
-            return
-        if taken.error is not None:
-            raise taken.error
-        yield cast(T, taken.batch)
+    threading.Thread(target=run, daemon=True, name="batches").start()  # a dead source blocks it
+    try:
+        wanted.put(True)
+        while True:
+            taken = _wait(read, source, timeout, warn)
+            if isinstance(taken.error, StopIteration):
+                return
+            if taken.error is not None:
+                raise taken.error
+            wanted.put(True)
+            yield cast(T, taken.batch)
+    finally:
+        wanted.put(False)
 
 
 def _wait(
-    into: "queue.Queue[T]", source: str | Path, timeout: float, warn: Callable[[str], None]
+    read: "queue.SimpleQueue[T]", source: str | Path, timeout: float, warn: Callable[[str], None]
 ) -> T:
     try:
-        return into.get(timeout=timeout / 10)
+        return read.get(timeout=timeout / 10)
     except queue.Empty:
         warn(f"warning: no batch came from {source} in {timeout / 10:g} s: still waiting")
     try:
-        return into.get(timeout=timeout * 9 / 10)
+        return read.get(timeout=timeout * 9 / 10)
     except queue.Empty:
         raise UserError(
             f"data: no batch arrived from {source} in {timeout:g} s: check its disk or network; "

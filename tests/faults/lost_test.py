@@ -175,26 +175,32 @@ def test_a_newest_checkpoint_that_is_gone_is_named(place, run, monkeypatch, caps
 def test_files_that_vanish_while_they_are_read_are_missing(run, monkeypatch):
     hashes = checksums._hashes
     monkeypatch.setattr(
-        checksums, "_hashes", lambda folder, names: (shutil.rmtree(folder), hashes(folder, names))
+        checksums, "_hashes", lambda folder, *more: (shutil.rmtree(folder), hashes(folder, *more))
     )
     assert "is missing" in str(checksums.find_damage(run / "checkpoints/35"))
+    assert "is missing" in str(checksums.find_damaged_array(run / "checkpoints/40"))
 
 
 def test_a_checkpoint_that_was_saved_since_is_not_gone(run):
+    (run / "checkpoints/40").rename(run / "40")
     with Checkpoints(run, read_only=True) as checkpoints:
-        checkpoints._manager.latest_step = lambda: 35
+        (run / "40").rename(run / "checkpoints/40")
+        assert checkpoints.latest_step() == 35
         assert checkpoints.losses() == []
 
 
 def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):
     """Retention removes old steps file by file, even during reads."""
-    going = run / "checkpoints/35"
-    (going / "default/manifest.ocdbt").unlink()
-    remover = threading.Timer(0.3, shutil.rmtree, (going,))
+    (run / "checkpoints/35/default/manifest.ocdbt").unlink()
+    remover = threading.Timer(0.3, shutil.rmtree, (run / "checkpoints/35",))
     remover.start()
     with Checkpoints(run, read_only=True) as checkpoints:
+        remover.join()
+        next((run / "checkpoints/40/default/d").iterdir()).unlink()
+        remover = threading.Timer(0.3, shutil.rmtree, (run / "checkpoints/40",))
+        remover.start()
+        assert checkpoints.latest_step() is None
         assert checkpoints.damaged == {}
-        assert checkpoints.latest_step() == 40
     remover.join()
 
 

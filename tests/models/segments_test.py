@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,7 @@ BORDERS = [0, 7, 18, 33]  # the first document began before the row
 TOKENS = np.random.default_rng(0).integers(0, 17, (2, BORDERS[-1])).astype(np.int32)
 IDS = np.searchsorted(BORDERS, np.arange(BORDERS[-1]), side="right").astype(np.int32)
 IDS = np.stack([IDS, IDS[-1] - IDS])  # ids may be any integers
-POSITIONS: dict[str, dict[str, Any]] = {
-    "recurrence": {},
-    "learned": {"positions": "learned", "max_length": 40},
-    "none": {"positions": "none"},
-}
+POSITIONS = {"positions": "learned", "max_length": 40}
 
 
 class Given(nnx.Module):
@@ -78,15 +73,77 @@ def check(config: LanguageModelConfig) -> None:
         np.testing.assert_allclose(y[:, start:stop], expected, atol=1e-5 * np.max(np.abs(y)))
 
 
-@few_or_nightly(ABLE, few=["log", "softmax", "gated_deltanet", "additive"])
+@few_or_nightly(ABLE, few=["log", "gated_deltanet", "gla", "fox"])
 def test_documents_are_independent(name):
     check(configured(name, num_layers=1))
 
 
-@few_or_nightly(["log", "block_sparse", "retnet", "gqa"], few=["log"])
-@pytest.mark.parametrize("positions", POSITIONS)
-@pytest.mark.parametrize("convolution_size", [None, 3])
-def test_with_each_position_encoding_and_convolutions(name, positions, convolution_size):
-    options = {"block_sparse": {"pattern": "local"}, "gqa": {"positions": "alibi"}}
-    fields = POSITIONS[positions] | {"convolution_size": convolution_size, "block": "standard"}
-    check(configured(name, options=options.get(name), num_layers=2, **fields))
+BIDIRECTIONAL = [name for name in ABLE if CAPABILITIES[name].bidirectional]
+
+
+@few_or_nightly(BIDIRECTIONAL, few=["gqa"])
+def test_documents_are_independent_in_both_directions(name):
+    check(configured(name, num_layers=1, is_causal=False, block="standard"))
+
+
+VARIANTS = {
+    "recurrence": ("log", {}, {}),
+    "recurrence and convolution": ("linear", {}, {"convolution_size": 3}),
+    "learned positions": ("linear", {}, POSITIONS | {"convolution_size": 3}),
+    "decay block": ("log", {"implementation": "chunked"}, {"block": "decay"}),
+    "decay by feature": ("log", {"implementation": "chunked", "decay": "feature"}, {}),
+    "rotary": ("softmax", {"positions": "rotary"}, {"positions": "none"}),
+    "alibi": ("gqa", {"positions": "alibi"}, {"positions": "none"}),
+    "local blocks": ("block_sparse", {"pattern": "local"}, POSITIONS),
+}
+
+
+@few_or_nightly([*VARIANTS], few=["recurrence and convolution", "learned positions", "decay block"])
+def test_positions_and_convolutions_are_those_of_each_document(name):
+    mechanism, options, fields = VARIANTS[name]
+    sizes = {"num_layers": 2, "block": "standard", "model_dim": 16}
+    check(configured(mechanism, options=options, **sizes | fields))
+
+
+def test_a_stream_continues_the_first_segment_and_returns_the_last():
+    config = configured("log", num_layers=1, convolution_size=3)
+    graph, parameters = nnx.split(random_model(config))
+
+    @jax.jit
+    def apply(tokens, segment_ids, state):
+        model = nnx.merge(graph, parameters)
+        return model(tokens, segment_ids=segment_ids, state=state, return_state=True)
+
+    start = random_model(config).init_state((2,))
+    whole, end = apply(TOKENS, IDS, start)
+    parts, state = [], start
+    for chunk in (slice(0, 11), slice(11, 22), slice(22, 33)):  # all of them begin inside segments
+        y, state = apply(TOKENS[:, chunk], IDS[:, chunk], state)
+        parts.append(y)
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
+    _, alone = jax.jit(partial(random_model(config), return_state=True))(TOKENS[:, BORDERS[2] :])
+    for have, again, want in zip(*map(jax.tree.leaves, (end, state, alone)), strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-5)
+        np.testing.assert_allclose(again, want, atol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")  # for ids of a wrong shape
+@pytest.mark.parametrize(
+    ("name", "fields", "keywords", "error", "message"),
+    [
+        ("longformer", {}, {}, NotImplementedError, "LongformerAttention is not segments"),
+        ("softmax", {}, {"return_state": True}, NotImplementedError, "unsupported with a state"),
+        (
+            "log",
+            POSITIONS,
+            {"return_state": True},
+            NotImplementedError,
+            "LearnedPositions: .* state",
+        ),
+        ("log", {}, {"segment_ids": IDS[:, 1:]}, ValueError, r"shape \(2, 33\), got \(2, 32\)"),
+    ],
+)
+def test_unsupported_calls_are_refused(name, fields, keywords, error, message):
+    model = random_model(configured(name, num_layers=1, **fields))
+    with pytest.raises(error, match=message):
+        model(TOKENS, **{"segment_ids": IDS, **keywords})

@@ -29,6 +29,7 @@ from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer  # no
 from heinsen_jax.training.state import abstract_state, graph_of, initializer  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 65)).astype(np.int32)
+SEGMENT_IDS = np.cumsum(np.random.default_rng(1).uniform(size=TOKENS.shape) < 0.08, 1)
 FEW = 64 * 8 * 65 // 5
 COLLECTIVES = r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
@@ -48,7 +49,7 @@ def part_of_moment(config: LanguageModelConfig, mesh: Mesh) -> tuple[int, ...]:
 
 
 def run(
-    config: LanguageModelConfig, mesh: Mesh, wants_loss: bool
+    config: LanguageModelConfig, mesh: Mesh, wants_loss: bool, is_packed: bool
 ) -> tuple[list[np.ndarray], dict, int]:
     """Return loss and gradients as global arrays; collective operations by function and name; bytes
     that a device needs to initialize its parameters."""
@@ -57,10 +58,10 @@ def run(
     def init() -> Any:
         return nnx.state(LanguageModel(config, rngs=nnx.Rngs(0)), nnx.Param)
 
-    def loss(parameters: Any, tokens: jax.Array) -> jax.Array:
+    def loss(parameters: Any, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         valid = jnp.ones(tokens[:, 1:].shape, bool)
         model = nnx.merge(graph, parameters)
-        said = next_token(model, tokens, valid, jax.random.key(0))
+        said = next_token(model, tokens, valid, jax.random.key(0), segment_ids)
         if wants_loss:
             return said.sums()[0] / valid.size
         return cross_entropy(*said, max_logits=FEW)[0] / valid.size  # in several chunks
@@ -69,12 +70,13 @@ def run(
         places = shardings(jax.eval_shape(init), mesh)
         make = jax.jit(init, out_shardings=places).lower().compile()
         memory, parameters = make.memory_analysis(), make()
-        tokens = shard_batch(TOKENS, mesh)
+        segment_ids = SEGMENT_IDS.astype(np.int32) if is_packed else None
+        batch = shard_batch((TOKENS, segment_ids), mesh)
         gradient = jax.jit(jax.value_and_grad(loss), out_shardings=(None, places))
-        compiled = {"gradient": gradient.lower(parameters, tokens).compile()}
+        compiled = {"gradient": gradient.lower(parameters, *batch).compile()}
         if wants_loss:
-            compiled["loss"] = jax.jit(loss).lower(parameters, tokens).compile()
-        leaves = jax.tree.leaves(compiled["gradient"](parameters, tokens))
+            compiled["loss"] = jax.jit(loss).lower(parameters, *batch).compile()
+        leaves = jax.tree.leaves(compiled["gradient"](parameters, *batch))
     collectives = {
         name: collections.Counter(re.findall(COLLECTIVES, function.as_text()))
         for name, function in compiled.items()
@@ -91,12 +93,14 @@ def main() -> None:
         num_layers=2,
         num_heads=8,
         attention=Layers(fields["attention"], options=fields.get("options", {})),
+        convolution_size=fields.get("convolution_size"),
     )
-    expected, _, whole = run(config, mesh_of({}), False)
+    is_packed = fields.get("is_packed", False)
+    expected, _, whole = run(config, mesh_of({}), False, is_packed)
     found = []
     for sizes in meshes:
         mesh = mesh_of(sizes)
-        actual, collectives, part = run(config, mesh, wants_loss)
+        actual, collectives, part = run(config, mesh, wants_loss, is_packed)
         pairs = zip(actual, expected, strict=True)
         worst = max(float(np.max(np.abs(a - b)) / np.max(np.abs(b))) for a, b in pairs)
         moment = part_of_moment(config, mesh)

@@ -33,6 +33,17 @@ def test_a_product_of_axes():
     check(LINEAR, [{"fsdp": 2, "tensor": 2, "context": 2}])
 
 
+@pytest.mark.parametrize(
+    "attention",
+    ["linear", pytest.param("log", marks=pytest.mark.nightly)],
+)
+def test_packed_documents(attention):
+    """Documents end inside the tokens of a device and at their borders, or span several."""
+    model = {"attention": attention, "is_packed": True, "convolution_size": 3}
+    (found,) = run(model, False, {"fsdp": 2, "context": 4})
+    assert found["error"] < 1e-5, found
+
+
 @pytest.mark.nightly
 def test_every_axis_and_products_of_them():
     meshes = [{axis: size} for axis in AXES for size in (2, 4, 8)]

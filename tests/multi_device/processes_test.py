@@ -188,6 +188,23 @@ def test_a_run_resumes_on_other_devices_and_processes(place, alone):
 
 
 @pytest.mark.nightly
+def test_damage_in_the_share_of_any_process_is_found(place, alone):
+    """Each process verifies every second file of arrays; the files of steps 30 and 25 are damaged
+    in different shares."""
+    shutil.copytree(alone, place / "shares")
+    for step, share in ((30, 0), (25, 1)):
+        folder = place / "shares/checkpoints" / str(step)
+        names = (path.relative_to(folder) for path in folder.rglob("d/*"))
+        path = folder / sorted(map(str, names))[share]
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    more = "--mesh.data", "2", "--training.steps", "31", "--allow-change"
+    said, _ = run(place, "shares", *more, processes=2)
+    for step in (30, 25):
+        assert f"checkpoints/{step} is damaged (default/" in said
+    assert "continuing shares from step 20" in said
+
+
+@pytest.mark.nightly
 def test_a_killed_process_ends_the_others(place):
     options = "--workdir", "killed", "--training.steps", "100000", "--heartbeat-timeout", "10"
     processes = train(place, *options, devices=1, processes=2)

@@ -9,8 +9,14 @@ import numpy as np
 import pytest
 
 from heinsen_jax.errors import UserError
+from heinsen_jax.training import checkpoint, checksums
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
-from heinsen_jax.training.checksums import WRITTEN_LAST, find_damage, write_checksums
+from heinsen_jax.training.checksums import (
+    WRITTEN_LAST,
+    find_damage,
+    find_damaged_array,
+    write_checksums,
+)
 from heinsen_jax.training.guard import Guard
 from heinsen_jax.training.state import TrainState
 
@@ -42,8 +48,9 @@ def test_checkpoints_are_restored_bit_for_bit(tmp_path):
 def test_the_latest_and_the_best_are_kept(tmp_path):
     folder = saved(tmp_path, (1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5))
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["2", "4", "5"]
-    with Checkpoints(tmp_path) as checkpoints:
-        assert (checkpoints.latest_step(), checkpoints.best_step()) == (5, 2)
+    for read_only in (True, False):
+        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
+            assert (checkpoints.latest_step(), checkpoints.best_step()) == (5, 2)
 
 
 def test_a_part_of_the_state_can_be_restored(tmp_path):
@@ -118,7 +125,8 @@ WAYS = {
         "flipped",
     ],
 )
-def test_damage_to_any_file_is_detected_and_the_previous_step_is_used(tmp_path, way):
+def test_damage_to_any_file_is_detected_and_the_previous_step_is_used(tmp_path, way, monkeypatch):
+    monkeypatch.setattr(checkpoint, "REMOVED_WITHIN", 0.0)
     folder = saved(tmp_path / "original", (1, None), (2, None))
     names = [path.relative_to(folder) for path in files(folder / "2")]
     assert len(names) > 8
@@ -149,6 +157,68 @@ def test_errors_are_named(tmp_path):
             2: "default/manifest.ocdbt is not as it was written",
             3: "more does not belong there",
         }
+
+
+def arrays(folder, step):
+    """Return the files with the content of a step's arrays."""
+    return [path for path in files(folder / str(step)) if path.parent.name == "d"]
+
+
+def test_only_the_arrays_of_the_step_that_is_used_are_read(tmp_path, monkeypatch):
+    folder = saved(tmp_path, (1, 1.0), (2, 2.0), (3, 3.0))
+    read = set()
+    hashes = checksums._hashes
+
+    def recording(step, names, algorithm):
+        names = list(names)
+        read.update(step / name for name in names)
+        return hashes(step, names, algorithm)
+
+    monkeypatch.setattr(checksums, "_hashes", recording)
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 3
+    assert {*arrays(folder, 3)} < read
+    assert not read & {*arrays(folder, 1), *arrays(folder, 2)}
+    assert folder / "1/metrics/metrics" in read
+    read.clear()
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.best_step() == checkpoints.best_step() == 1
+    assert {*arrays(folder, 1)} < read
+    assert not read & {*arrays(folder, 2), *arrays(folder, 3)}
+
+
+def test_a_reader_uses_the_second_best_if_the_best_is_damaged(tmp_path):
+    folder = saved(tmp_path, (1, 1.0), (2, 2.0), (3, 3.0))
+    flip(arrays(folder, 1)[0])
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        assert checkpoints.damaged == {}
+        assert checkpoints.best_step() == 2
+        assert "is not as it was written" in checkpoints.damaged[1]
+
+
+def test_every_file_of_arrays_is_in_one_share(tmp_path):
+    folder = saved(tmp_path, (1, None)) / "1"
+    assert len(arrays(folder.parent, 1)) > 3
+    for path in arrays(folder.parent, 1):
+        flip(path)
+        found = [find_damaged_array(folder, share, 3) for share in range(3)]
+        name = path.relative_to(folder).as_posix()
+        assert sorted(filter(None, found)) == [f"{name} is not as it was written"]
+        flip(path)
+
+
+def test_checkpoints_with_the_hashes_of_earlier_versions_are_verified(tmp_path, monkeypatch):
+    earlier = {"sha256": checksums.ALGORITHMS["sha256"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "ALGORITHMS", earlier)
+        folder = saved(tmp_path, (1, None), (2, None))
+    assert (folder / "1/sha256.json").exists()
+    flip(arrays(folder, 2)[0])
+    with Checkpoints(tmp_path) as checkpoints:
+        assert list(checkpoints.damaged) == [2]
+        assert checkpoints.latest_step() == 1
+        checkpoints.save(3, state(3.0))
+    assert (folder / "3/xxh3_128.json").exists()
 
 
 def test_a_step_is_valid_if_killed_before_its_last_files(tmp_path):

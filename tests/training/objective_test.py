@@ -16,7 +16,7 @@ class Echo:
     readout = jax.tree_util.Partial(jnp.multiply, 5.0)
 
     def features(self, tokens, segment_ids=None):
-        self.given = tokens
+        self.given, self.segment_ids = tokens, segment_ids
         return jax.nn.one_hot(tokens, 51), None
 
 
@@ -79,3 +79,18 @@ def test_next_tokens_are_predicted_from_those_before():
     right = 5 * (np.asarray(tokens[:, :-1]) == tokens[:, 1:])
     expected = np.log(50 + np.exp(5)) - right
     np.testing.assert_allclose(said.sums()[0], expected.sum(), rtol=1e-5)
+
+
+@pytest.mark.usefixtures("unchecked")  # for a stand-in of a model
+def test_segments_are_those_of_the_given_tokens():
+    tokens, model = text(4, 33), Echo()
+    ids = np.broadcast_to(np.arange(33) // 7, (4, 33))
+    within = ids[:, 1:] == ids[:, :-1]
+    said = next_token(model, tokens, within, jax.random.key(0), ids)
+    np.testing.assert_array_equal(model.segment_ids, ids[:, :-1])
+    np.testing.assert_array_equal(said.loss_mask, within)
+    said = OBJECTIVE(model, tokens, within, jax.random.key(0), ids)
+    given, drawn = OBJECTIVE.mask(tokens[:, 1:], jax.random.key(0))
+    np.testing.assert_array_equal(model.segment_ids, ids[:, 1:])
+    np.testing.assert_array_equal(model.given, given)  # also first tokens, which do not count
+    np.testing.assert_array_equal(said.loss_mask, drawn & within)

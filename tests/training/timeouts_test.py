@@ -1,6 +1,7 @@
 """Timeouts of data: slow sources are reported, dead ones end the run, errors are raised."""
 
 import itertools
+import threading
 import time
 from pathlib import Path
 
@@ -50,9 +51,41 @@ def test_an_error_is_passed_on():
         next(taken)
 
 
-def test_batches_are_not_read_ahead_of_need():
+def test_one_batch_is_read_ahead():
     counted = itertools.count()
     taken = with_timeout((np.full(1, i) for i in counted), SOURCE, timeout=10, warn=print)
     next(taken)
     next(taken)
-    assert next(counted) == 2
+    time.sleep(0.1)  # time to read too many
+    assert next(counted) == 3
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "batches"]
+
+
+@pytest.mark.parametrize("end", ["close", "error", "exhaustion"])
+def test_one_thread_reads_all_batches_and_ends_with_the_iterator(end):
+    for thread in readers():  # of other tests; a dead source blocks its reader
+        thread.name = "earlier"
+    read_by = set()
+
+    def source():
+        for index in range(100):
+            read_by.add(threading.get_ident())
+            yield np.full(1, index)
+        if end == "error":
+            raise UserError("train-00000.bin is damaged")
+
+    taken = with_timeout(source(), SOURCE, timeout=10, warn=print)
+    for _ in range(100):
+        next(taken)
+    (reader,) = readers()
+    assert read_by == {reader.ident}
+    if end == "close":
+        taken.close()
+    else:
+        with pytest.raises(UserError if end == "error" else StopIteration):
+            next(taken)
+    reader.join(10)
+    assert not reader.is_alive()

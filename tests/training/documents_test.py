@@ -13,6 +13,7 @@ from flax import nnx
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, LanguageModelConfig
 from heinsen_jax.errors import UserError
+from heinsen_jax.models import Layers
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.settings import _check_split, check_settings, with_documents
 from heinsen_jax.training.step import make_evaluation_step

@@ -5,6 +5,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from heinsen_jax.models import LanguageModelConfig, Layers
+
 ROOT = Path(__file__).resolve().parents[1]
 HEADS, DEPTH = 8, 32  # sizes of attention measured alone
 SETTING = {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"}
+
+
+def with_implementation(config: LanguageModelConfig, name: str) -> LanguageModelConfig:
+    """Return the model with this implementation of its log-attention."""
+
+    def chosen(layer: Layers) -> Layers:
+        if layer.mechanism != "log":
+            return layer
+        return replace(layer, options={**layer.options, "implementation": name})
+
+    return replace(config, attention=tuple(map(chosen, config.layers)))
 
 
 def interleaved_medians(

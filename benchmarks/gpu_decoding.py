@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import tyro
-from common import ROOT, interleaved_medians
+from common import ROOT, interleaved_medians, with_implementation
 from flax import nnx
 from jax import lax
 from rich.console import Console
@@ -139,14 +139,8 @@ def measure(
 def models(options: Options) -> dict[str, LanguageModelConfig]:
     base = load_config(options.config).model
     base = replace(base, remat=False)
-    found = {
-        f"log, {name}": replace(
-            base, attention_options=(*base.attention_options, ("log.implementation", name))
-        )
-        for name in options.implementations
-    }
-    softmax = tuple(x for x in base.attention_options if not x[0].startswith("log."))
-    return found | {"softmax": replace(base, attention="softmax", attention_options=softmax)}
+    found = {f"log, {name}": with_implementation(base, name) for name in options.implementations}
+    return found | {"softmax": replace(base, attention="softmax")}
 
 
 def main(options: Options) -> int:
@@ -161,7 +155,7 @@ def main(options: Options) -> int:
     table = Table("model", "batch", "context", "ms a token", "tokens/s", "bytes of a state")
     for name, config in models(options).items():
         decoder = Decoder(config)
-        is_constant = config.attention == "log"
+        is_constant = {*config.layer_pattern} == {"log"}
         for context in options.contexts:
             size = decoder.model.state_size(context)
             for batch in options.batches:

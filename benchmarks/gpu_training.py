@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import tyro
-from common import ROOT, interleaved_medians
+from common import ROOT, interleaved_medians, with_implementation
 from rich.console import Console
 from rich.table import Table
 from steps import TrainingStep, profile
@@ -59,8 +59,8 @@ class Options:
 def with_choices(
     config: ExperimentConfig, rows: int, remat_policy: str, implementation: str
 ) -> ExperimentConfig:
-    options = (*config.model.attention_options, ("log.implementation", implementation))
-    model = replace(config.model, attention_options=options, **REMAT_POLICIES[remat_policy])
+    model = with_implementation(config.model, implementation)
+    model = replace(model, **REMAT_POLICIES[remat_policy])
     return replace(config, model=model, data=replace(config.data, batch_size=rows))
 
 

@@ -14,11 +14,12 @@ from heinsen_jax.config import (
     DataConfig,
     ExperimentConfig,
     LanguageModelConfig,
+    Layers,
     OptimizerConfig,
     TrainingConfig,
 )
 
-NUM_LAYERS = 6
+WINDOWS = 4, 8, 16, 32, 64
 
 
 def get_config() -> ExperimentConfig:
@@ -26,11 +27,11 @@ def get_config() -> ExperimentConfig:
         model=LanguageModelConfig(
             vocab_size=50304,
             model_dim=128,
-            num_layers=NUM_LAYERS,
+            num_layers=len(WINDOWS) + 1,
             num_heads=4,
-            attention=("additive",) * NUM_LAYERS,
-            attention_options=tuple(
-                (f"{layer}.window_size", 4 * 2**layer) for layer in range(NUM_LAYERS - 1)
+            attention=(
+                *(Layers("additive", options={"window_size": size}) for size in WINDOWS),
+                "additive",
             ),
             block="fastformer",
             embedding_style="fastformer",

@@ -11,6 +11,7 @@ study configs/studies/recall.py. Zoology's settings are --data.vocab-size 8192 -
 from heinsen_jax.config import (
     ExperimentConfig,
     LanguageModelConfig,
+    Layers,
     OptimizerConfig,
     TrainingConfig,
 )
@@ -24,8 +25,7 @@ def get_config() -> ExperimentConfig:
             model_dim=64,
             num_layers=2,
             num_heads=2,
-            attention="log",
-            attention_options=(("log.values", "linear"),),
+            attention=Layers("log", options={"values": "linear"}),
             block="standard",
             mlp_ratio=2,
             positions="none",

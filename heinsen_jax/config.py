@@ -10,10 +10,11 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import pydantic
 import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from heinsen_jax.data import (
     AnyDataConfig,
@@ -26,7 +27,8 @@ from heinsen_jax.data import (
 from heinsen_jax.data.files import free_name, sha256_of, write_atomically, writing
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, explain
-from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models import LanguageModelConfig, Layers
+from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.metrics import METRICS_FILE
@@ -55,7 +57,24 @@ PACKAGE = Path(__file__).resolve().parent
 CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
 """The shipped configurations: inside an installed package, beside it in a clone."""
 
+COMMAND_LINE = ConstructorRegistry()
+"""Rules by which tyro reads fields from the command line, besides its own."""
+
 Kind = TypeVar("Kind")
+
+
+@COMMAND_LINE.primitive_rule
+def _attention(field: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Pattern] | None:
+    """The rule for `model.attention`."""
+    if field.type != get_args(Pattern)[0]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="MECHANISM[:OPTION=VALUE,...] ...",
+        instance_from_str=parse_pattern,
+        is_instance=lambda value: isinstance(value, str | Layers | tuple),
+        str_from_instance=lambda value: [*map(str, value if isinstance(value, tuple) else [value])],
+    )
 
 
 @config_dataclass
@@ -89,6 +108,8 @@ def load_config(path: str | Path) -> ExperimentConfig:
         return run_file(path, "get_config", ExperimentConfig)
     try:
         values = json.loads(path.read_text())
+        if isinstance(values, dict) and isinstance(values.get("model"), dict):
+            values["model"] = with_layers(values["model"])
         return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
@@ -127,6 +148,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
                 default=config,
                 args=list(arguments),
                 config=(tyro.conf.AvoidSubcommands,),
+                registry=COMMAND_LINE,
             )
     except ValueError as error:
         raise UserError(explain(error)) from error

@@ -8,7 +8,7 @@ from typing import Annotated, get_type_hints
 
 import tyro
 
-from heinsen_jax.config import ExperimentConfig
+from heinsen_jax.config import COMMAND_LINE, ExperimentConfig
 from heinsen_jax.errors import UserError
 
 FIRST = (
@@ -63,7 +63,7 @@ def _print_section(config: ExperimentConfig, sections: tuple[str, ...]) -> None:
     fields = [(name, type(section), section) for name, section in shown.items()]
     part = dataclasses.make_dataclass("Part", fields, frozen=True)
     try:
-        tyro.cli(part, args=["--help"], prog="train.py", description="")
+        tyro.cli(part, args=["--help"], prog="train.py", description="", registry=COMMAND_LINE)
     except SystemExit:
         return
 

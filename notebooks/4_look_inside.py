@@ -31,6 +31,7 @@ from flax import nnx
 from heinsen_jax import data
 from heinsen_jax.config import load_config, record
 from heinsen_jax.generate import generate
+from heinsen_jax.models import Layers
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
@@ -49,9 +50,11 @@ config = replace(
         base.model,
         num_layers=2,
         model_dim=64,
-        attention=("log", "additive"),
         # "scan" compiles fastest, and is as fast on sequences this short
-        attention_options=(("log.decay", "feature"), ("log.implementation", "scan")),
+        attention=(
+            Layers("log", options={"decay": "feature", "implementation": "scan"}),
+            "additive",
+        ),
         block="standard",
         convolution_size=4,
     ),

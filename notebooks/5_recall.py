@@ -32,6 +32,7 @@ import numpy as np
 from heinsen_jax import data
 from heinsen_jax.config import OptimizerConfig, load_config
 from heinsen_jax.data import Recall
+from heinsen_jax.models import Layers
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
 
@@ -62,25 +63,17 @@ ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
 base = load_config(ROOT / "configs" / "recall.py")
 base = replace(
     base,
-    model=replace(
-        base.model, vocab_size=64, model_dim=32, convolution_size=2, attention_options=()
-    ),
+    model=replace(base.model, vocab_size=64, model_dim=32, convolution_size=2),
     data=task,
     optimizer=OptimizerConfig(learning_rate=5e-3, end_learning_rate=5e-4, warmup_steps=20),
     training=replace(base.training, steps=240, evaluate_every=80, log_every=80),
 )
 MECHANISMS = {
-    "softmax": {"attention": "softmax"},
-    "sliding window": {
-        "attention": "sliding_window",
-        "attention_options": (("sliding_window.window_size", 8),),
-    },
-    "linear": {"attention": "linear"},
-    "log": {
-        "attention": "log",
-        # values of any sign; the implementation that compiles fastest
-        "attention_options": (("log.values", "linear"), ("log.implementation", "scan")),
-    },
+    "softmax": "softmax",
+    "sliding window": Layers("sliding_window", options={"window_size": 8}),
+    "linear": "linear",
+    # values of any sign; the implementation that compiles fastest
+    "log": Layers("log", options={"values": "linear", "implementation": "scan"}),
 }
 
 
@@ -93,8 +86,8 @@ def accuracy_over_time(config):
 
 
 curves = {}
-for name, fields in MECHANISMS.items():
-    config = replace(base, model=replace(base.model, **fields))
+for name, attention in MECHANISMS.items():
+    config = replace(base, model=replace(base.model, attention=attention))
     curves[name] = accuracy_over_time(config)
     print(f"{name:15} {curves[name][-1]:.3f}")
 
@@ -119,10 +112,8 @@ plt.legend()
 held = {}
 for pairs in (2, 8):
     for depth in (4, 16):
-        fields = MECHANISMS["log"] | {"key_depth": depth}
-        config = replace(
-            base, data=replace(task, num_pairs=pairs), model=replace(base.model, **fields)
-        )
+        model = replace(base.model, attention=MECHANISMS["log"], key_depth=depth)
+        config = replace(base, data=replace(task, num_pairs=pairs), model=model)
         held[pairs, depth] = accuracy_over_time(config)[-1]
         print(f"{pairs} pairs, {depth} key features per head: {held[pairs, depth]:.3f}")
 

@@ -14,6 +14,7 @@ from heinsen_jax.config import (
     override,
 )
 from heinsen_jax.errors import UserError
+from heinsen_jax.models import Layers
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.py"))
 
@@ -56,9 +57,42 @@ def test_a_recorded_configuration_repeats_the_run(tmp_path):
     assert (config.model.num_layers, config.seed) == (3, 5)
 
 
+def test_attention_on_the_command_line_replaces_the_pattern():
+    recall, attention = load_config("recall"), "--model.attention"
+    assert recall.model.attention == Layers("log", options={"values": "linear"})
+    assert override(recall, ["--seed", "5"]).model == recall.model
+    assert override(recall, [attention, "softmax"]).model.attention == "softmax"
+    given = [attention, "log:decay=head,max_timescale=64", "softmax:positions=rotary", "--seed=5"]
+    assert override(recall, given).model.attention == (
+        Layers("log", options={"decay": "head", "max_timescale": 64}),
+        Layers("softmax", options={"positions": "rotary"}),
+    )
+
+
+def test_a_run_of_an_earlier_version_with_attention_options_is_read(tmp_path):
+    recall = load_config("recall")
+    former = as_json(recall)
+    options = [["log.values", "linear"]]
+    former["model"] |= {"attention": "log", "attention_options": options}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(former))
+    assert load_config(path) == recall
+    check_workdir(tmp_path, recall)
+    other = override(recall, ["--model.attention", "log"])
+    with pytest.raises(UserError, match=r"model\.attention is 'log' here, \{'mechanism': 'log'"):
+        check_workdir(tmp_path, other)
+    former["model"]["attention_options"] = [["log.values"]]
+    path.write_text(json.dumps(former))
+    for read in (load_config, lambda path: check_workdir(path.parent, recall)):
+        with pytest.raises(UserError, match=r"config\.json: model\.attention_options"):
+            read(path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--model.attention", "log:dcay=head"], ["log.dcay: no such field", "decay"]),
+        (["--model.attention", "log:decay"], ["--model.attention: log:decay: 'decay' must be"]),
         (["--model.num_layer", "3"], ["--model.num-layer", "--model.num-layers"]),
         (["--model.num_layers", "four"], ["num-layers", "four"]),
         (["--model.num_layers", "0"], ["--model.num-layers: ", "greater than 0"]),

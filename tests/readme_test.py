@@ -15,6 +15,7 @@ from flax import nnx
 from heinsen_jax import attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.config import as_json, load_config
+from heinsen_jax.models.layers import with_layers
 from heinsen_jax.study import load_study, results_of
 from heinsen_jax.study.report import table
 from heinsen_jax.study.runner import run_study
@@ -145,7 +146,7 @@ def test_losses_are_those_of_the_results(name):
     assert f"{measured['final']['loss']:.2f} | {measured['unigram_loss']:.2f}" in PAGES
     now = as_json(load_config(ROOT / "configs" / f"{name}.py"))
     for part in ("model", "data", "optimizer", "training"):  # newer fields have no effect
-        fields = measured["config"][part]
+        fields = with_layers(measured["config"][part])
         assert fields == {field: now[part][field] for field in fields}
 
 

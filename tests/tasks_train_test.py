@@ -14,7 +14,7 @@ from heinsen_jax.generate import __main__ as generate
 from heinsen_jax.training.loop import train
 
 BASE = load_config(Path(__file__).resolve().parents[1] / "configs/recall.py")
-SOFTMAX = {"attention": "softmax", "attention_options": (), "convolution_size": 2}
+SOFTMAX = {"attention": "softmax", "convolution_size": 2}
 RECALL = replace(
     BASE,
     model=replace(BASE.model, vocab_size=16, model_dim=32, num_layers=1, **SOFTMAX),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from heinsen_jax.config import load_config
+from heinsen_jax.models import Layers
 from heinsen_jax.study import Ranking, Study, sweeps
 
 ABOUT = """
@@ -18,18 +19,17 @@ Losses of different seeds differ by about 0.005: smaller differences are not sig
 change adds parameters, the MLP is narrower, for at most 0.85M parameters.
 """
 BASELINE = "baseline: log, decay by head"
-WINDOW = "sliding_window.window_size", 16
+WINDOW = Layers("sliding_window", options={"window_size": 16})
 
 
-def log(*options: tuple[str, Any], **fields: Any) -> dict[str, Any]:
+def log(options: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     """Return options of log-attention, and other fields of the model."""
-    pairs = tuple((f"log.{name}", value) for name, value in options)
-    return {"model.attention_options": pairs} | {f"model.{x}": fields[x] for x in fields}
+    attention = {"model.attention": Layers("log", options=options)} if options else {}
+    return attention | {f"model.{x}": fields[x] for x in fields}
 
 
 def get_study() -> Study:
     base = load_config(Path(__file__).parents[1] / "shakespeare_char_decay.py")
-    pattern = {"model.attention": ("log", "sliding_window"), "model.attention_options": (WINDOW,)}
     return Study(
         title="Log-attention, one part changed at a time",
         about=ABOUT,
@@ -43,22 +43,20 @@ def get_study() -> Study:
                 BASELINE: {},
                 "no convolution": log(convolution_size=1),
                 "no decay": log(
-                    ("values", "linear"), block="standard", convolution_size=4, positions="none"
+                    {"values": "linear"}, block="standard", convolution_size=4, positions="none"
                 ),
-                "decay by feature, 2 key/value heads": log(
-                    ("decay", "feature"), ("num_kv_heads", 2)
-                ),
-                "initial time constants up to 64 tokens": log(("max_timescale", 64)),
-                "log-values": log(("values", "log")),
-                "normalized queries and keys": log(("query_key_norm", True)),
-                "gated": log(("gated", True), mlp_ratio=3),
+                "decay by feature, 2 key/value heads": log({"decay": "feature", "num_kv_heads": 2}),
+                "initial time constants up to 64 tokens": log({"max_timescale": 64}),
+                "log-values": log({"values": "log"}),
+                "normalized queries and keys": log({"query_key_norm": True}),
+                "gated": log({"gated": True}, mlp_ratio=3),
                 "8 heads": log(num_heads=8),
                 "2 heads": log(num_heads=2),
                 "keys of 64 features": log(key_depth=64, mlp_ratio=3),
                 "the paper's recurrence, MLP ratio 3": log(positions="recurrence", mlp_ratio=3),
                 "6 layers of width 104": log(num_layers=6, model_dim=104),
-                "alternating with windows of 16": pattern,
-                "windows of 16 only": pattern | {"model.attention": "sliding_window"},
+                "alternating with windows of 16": {"model.attention": ("log", WINDOW)},
+                "windows of 16 only": {"model.attention": WINDOW},
             },
         },
         extra_metrics=("loss_256", "loss_1024"),

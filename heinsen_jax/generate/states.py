@@ -270,8 +270,10 @@ def fingerprint(model: LanguageModel) -> str:
     config = dataclasses.asdict(model.config)
     for name in ("remat", "remat_policy"):
         del config[name]
-    options = config["attention_options"]
-    config["attention_options"] = [x for x in options if not x[0].endswith(".implementation")]
+    layers = zip(model.config.layer_pattern, model.config.mechanisms(), strict=True)
+    config["attention"] = [(name, dataclasses.asdict(options)) for name, options in layers]
+    for _, options in config["attention"]:
+        options.pop("implementation", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     for name, x in sorted(flatten_with_names(nnx.state(model, nnx.Param)).items()):
         digest.update(name.encode())

@@ -138,8 +138,9 @@ def generate(
         tokens, lengths = right_padded(tokens, lengths, padding)
         if not independent_rows and return_state:
             raise NotImplementedError(
-                f"return_state=True with lengths: states of attention={model.config.attention!r} "
-                "count the tokens of all rows together; continue each prompt by itself"
+                "return_state=True with lengths: states of "
+                f"attention={model.config.layer_pattern} count the tokens of all rows together; "
+                "continue each prompt by itself"
             )
         state = state if independent_rows else to_rows(model, state, len(tokens))
     tokens, lengths = padded(tokens, lengths)

@@ -163,9 +163,11 @@ def _check_published(config: LanguageModelConfig) -> None:
     published = LanguageModelConfig()
     for field in dataclasses.fields(config):
         value, theirs = getattr(config, field.name), getattr(published, field.name)
-        if field.name == "attention_options":  # the implementation is not part of it
-            value = tuple(pair for pair in value if not pair[0].endswith(".implementation"))
-        if field.name not in _FREE and value != theirs:
+        is_other = value != theirs
+        if field.name == "attention":  # the implementation is not part of it
+            options = {option for layer in config.layers for option in layer.options}
+            is_other = {*config.layer_pattern} != {theirs} or bool(options - {"implementation"})
+        if field.name not in _FREE and is_other:
             raise ValueError(
                 f"model.{field.name}={value!r}: the published PyTorch model has {theirs!r}, and "
                 "its format has no names for these weights"

@@ -12,6 +12,7 @@ from heinsen_jax.attention import AttentionConfig, configure, mechanism
 from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.registry import FieldValue
+from heinsen_jax.models.layers import Layers, Pattern, single_layers
 from heinsen_jax.typing import config_dataclass
 
 RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]
@@ -66,12 +67,9 @@ class LanguageModelConfig:
     """Width of the residual stream."""
     num_layers: pydantic.PositiveInt = 24
     """Number of residual blocks."""
-    attention: str | tuple[str, ...] = "log"
-    """Attention mechanism, such as log or softmax; the README lists all. Several names form a
-    pattern that the layers repeat."""
-    attention_options: tuple[tuple[str, int | float | bool | str], ...] = ()
-    """Fields of the mechanisms' configurations, as pairs of a name and a value: `log.window_size`
-    applies to all layers of that mechanism, `0.window_size` to the first layer of the pattern."""
+    attention: Pattern = "log"
+    """Attention mechanism, such as log or softmax; the README lists all. Several form a pattern
+    that the model repeats. With options: `Layers`, on the command line log:repeats=3,decay=head."""
     block: Literal["paper", "standard", "decay", "fastformer", "llama"] = "paper"
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
@@ -131,12 +129,12 @@ class LanguageModelConfig:
     of `jax.checkpoint_policies`."""
 
     def __post_init__(self) -> None:
-        if not self.layer_pattern:
+        if not self.layers:
             raise ValueError("attention must name at least one mechanism")
-        if self.num_layers % len(self.layer_pattern):
+        if self.num_layers % len(self.layers):
             raise ValueError(
-                f"num_layers={self.num_layers} is not a multiple of the {len(self.layer_pattern)} "
-                "mechanisms of model.attention"
+                f"num_layers={self.num_layers} is not a multiple of the {len(self.layers)} layers "
+                "of model.attention"
             )
         if (self.max_length is not None) != (self.position_kind == "learned"):
             raise ValueError(
@@ -193,32 +191,31 @@ class LanguageModelConfig:
         return self.convolution_size or BLOCKS[self.block].convolution_size
 
     @property
+    def layers(self) -> tuple[Layers, ...]:
+        """The layers of the pattern in `attention` one by one; the model repeats this pattern."""
+        return single_layers(self.attention)
+
+    @property
     def layer_pattern(self) -> tuple[str, ...]:
-        """Mechanisms of consecutive layers; the model repeats this pattern."""
-        return (self.attention,) if isinstance(self.attention, str) else self.attention
+        """The mechanisms of `layers`."""
+        return tuple(layer.mechanism for layer in self.layers)
 
     def mechanisms(self) -> list[AttentionConfig]:
-        """The configurations of `layer_pattern`."""
-        known = {*self.layer_pattern, *map(str, range(len(self.layer_pattern)))}
-        for option, _ in self.attention_options:
-            if option.rpartition(".")[0] not in known:
-                raise ValueError(
-                    f"attention_options: {option!r} must begin with a mechanism or its index in "
-                    f"the layer pattern, and a dot; known are {', '.join(sorted(known))}"
-                )
-        return [self._mechanism(index, name) for index, name in enumerate(self.layer_pattern)]
+        """The configurations of `layers`."""
+        return [self._mechanism(layer) for layer in self.layers]
 
     def abstract_layers(self) -> list[Attention]:
-        """The attention layers of `layer_pattern`, without weights."""
+        """The modules of `layers`, without weights."""
 
-        def layers() -> nnx.List:
+        def modules() -> nnx.List:
             sizes, rngs = (self.model_dim, self.num_heads), nnx.Rngs(0)
             pairs = zip(self.layer_pattern, self.mechanisms(), strict=True)
             return nnx.List(mechanism(name)(*sizes, config, rngs=rngs) for name, config in pairs)
 
-        return [*nnx.eval_shape(layers)]
+        return [*nnx.eval_shape(modules)]
 
-    def _mechanism(self, index: int, name: str) -> AttentionConfig:
+    def _mechanism(self, layer: Layers) -> AttentionConfig:
+        name = layer.mechanism
         capabilities, config = mechanism(name).capabilities, mechanism(name).Config
         if self.is_causal and not capabilities.causal:
             raise ValueError(
@@ -241,8 +238,4 @@ class LanguageModelConfig:
             fields["query_key_norm"] = True
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}
-        for option, value in self.attention_options:
-            of, _, field = option.rpartition(".")
-            if of in (name, str(index)):
-                fields[field] = value
-        return configure(name, **fields)
+        return configure(name, **fields | {**layer.options})

@@ -12,16 +12,16 @@ from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_chec
 from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, run_file
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.study.plots import LengthPlot, Plot, Points, Ranking
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
 
-Option: TypeAlias = tuple[str, int | float | bool | str]
-"""A field of a mechanism's configuration, as in `model.attention_options`."""
 Section: TypeAlias = AnyDataConfig | LanguageModelConfig | OptimizerConfig | TrainingConfig
-FieldValue: TypeAlias = int | float | bool | str | tuple[Option | str | int, ...] | Section | None
+FieldValue: TypeAlias = (
+    int | float | bool | str | Layers | tuple[Layers | str | int, ...] | Section | None
+)
 """The value of a field, or of a section."""
 Axes = Mapping[str, Mapping[str, Mapping[str, FieldValue]]]
 
@@ -128,7 +128,7 @@ class Run:
         New settings do not change it; after a change of a default, or of the meaning of a setting,
         studies must be repeated.
         """
-        text = json.dumps(_chosen(self.config), sort_keys=True)
+        text = json.dumps(self.config, default=_chosen, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -1,6 +1,7 @@
 """Common axes of studies: mechanisms, learning rates, seeds, widths."""
 
 from heinsen_jax import attention
+from heinsen_jax.models import Layers
 from heinsen_jax.study.grid import FieldValue
 
 Sweep = dict[str, dict[str, FieldValue]]
@@ -16,9 +17,8 @@ COLORS = {
 
 
 def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:
-    """The fields for a mechanism with options."""
-    pairs = tuple((f"{name}.{field}", value) for field, value in options.items())
-    return {"model.attention": name, "model.attention_options": pairs}
+    """The field for a mechanism with options."""
+    return {"model.attention": Layers(name, options=options) if options else name}
 
 
 def causal_mechanisms(length: int) -> Sweep:

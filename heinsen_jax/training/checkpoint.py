@@ -24,6 +24,7 @@ from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
 from heinsen_jax.errors import UserError, explain, wants_tracebacks
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models.layers import with_layers
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checksums import (
     add_last_checksums,
@@ -420,6 +421,10 @@ def read_config(workdir: Path) -> SavedConfig | None:
         kind = int if name == "seed" else dict
         if not isinstance(config, dict) or not isinstance(config.get(name), kind):
             raise UserError(f"{path} is damaged (no {name}): restore it or use another workdir")
+    try:
+        config["model"] = with_layers(config["model"])
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return cast(SavedConfig, config)
 
 

@@ -28,7 +28,7 @@ def test_a_prompt_is_processed_once_and_continued_often(name):
     assert len({tuple(row) for row in np.asarray(many).reshape(-1, 6)}) > 1
 
 
-OPTIONS = {"log": (), "log, linear": (("log.values", "linear"), ("log.decay", "head"))}
+OPTIONS = {"log, linear": {"values": "linear", "decay": "head"}}
 
 
 SAVED = [*((name, True) for name in CAUSAL), ("log, linear", False), ("softmax", False)]
@@ -40,7 +40,7 @@ SHORT = ("log", True), ("rmt", True), ("softmax", False)
     [pytest.param(*case, marks=[pytest.mark.nightly] * (case not in SHORT)) for case in SAVED],
 )
 def test_a_state_survives_saving_and_loading(name, has_capacity, tmp_path):
-    model = build(name.partition(",")[0], options=OPTIONS.get(name, ()), **SIZES)
+    model = build(name.partition(",")[0], options=OPTIONS.get(name), **SIZES)
     state = model.init_state((2,), capacity=20 if has_capacity else None)
     _, state = apply(model, jnp.stack([PROMPT, PROMPT[::-1]]), state, return_state=True)
     save_state(tmp_path / "state.safetensors", model, state)
@@ -79,7 +79,7 @@ def test_the_implementation_does_not_matter(tmp_path):
     model = build("log", **SIZES)
     state = model.init_state(())
     save_state(tmp_path / "state", model, state)
-    options = {"remat": True, "options": (("log.implementation", "chunked"),)}
+    options = {"remat": True, "options": {"implementation": "chunked"}}
     load_state(tmp_path / "state", build("log", **SIZES, **options))
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +49,7 @@ def adapter(request, run):
     """Adapter of the run's model, or of one with random weights and a cache."""
     found = HarnessModel(str(run), batch_size=3)
     if request.param != "trained":
-        fields = {"attention": "softmax", "attention_options": ()}
+        fields: dict[str, Any] = {"attention": "softmax"}
         if request.param == "learned positions":
             fields |= {"positions": "learned", "max_length": 48}
         config = dataclasses.replace(found.model.config, **fields)

@@ -17,7 +17,7 @@ from flax import nnx
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.torch import from_file, from_state_dict, to_file, to_state_dict
-from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.pytrees import flatten_with_names
 from tests.models.small import random_model
 
@@ -116,7 +116,7 @@ def test_import_and_export():
     [
         ({"block": "standard"}, r"model\.block='standard': the published PyTorch model has"),
         ({"attention": "softmax"}, r"model\.attention='softmax'"),
-        ({"attention_options": (("log.values", "linear"),)}, r"model\.attention_options"),
+        ({"attention": Layers("log", options={"values": "linear"})}, r"model\.attention=Layers"),
         ({"convolution_size": 3}, r"model\.convolution_size=3"),
     ],
 )
@@ -127,7 +127,7 @@ def test_other_models_cannot_be_exported(fields, message):
 
 
 def test_other_entries_are_ignored():
-    options = {"attention_options": (("log.implementation", "scan"),), "remat": True}
+    options = {"attention": Layers("log", options={"implementation": "scan"}), "remat": True}
     to_state_dict(random_model(dataclasses.replace(SMALL, **options)))
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from heinsen_jax.config import load_config
 from heinsen_jax.generate import generate, stream
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from tests.models.small import apply, random_model
 
 LAYERS = 3
@@ -19,13 +19,14 @@ DENSE = {"Wquery": "query", "Wkeys": "key", "Wvalues": "value", "attn_proj": "pr
 
 
 def config(*windows: int, **changes) -> LanguageModelConfig:
+    """Return a small model with these windows in its first layers."""
+    layers = [Layers("additive", options={"window_size": size}) for size in windows]
     fields = {
         "vocab_size": 37,
         "model_dim": 16,
         "num_heads": 4,
         "num_layers": LAYERS,
-        "attention": ("additive",) * (LAYERS if windows else 1),
-        "attention_options": tuple((f"{i}.window_size", w) for i, w in enumerate(windows)),
+        "attention": (*layers, "additive"),
         "block": "fastformer",
         "embedding_style": "fastformer",
         "max_length": 32,
@@ -113,8 +114,7 @@ def test_the_shipped_model_is_of_the_published_size():
 
 
 def test_chunks_equal_one_pass_up_to_the_last_position():
-    windows = {"attention": ("additive",) * 2, "num_layers": 2}
-    model = random_model(config(4, **windows))
+    model = random_model(config(4, num_layers=2))
     tokens = jax.random.randint(jax.random.key(0), (2, 32), 0, 37)
     start = model.init_state((2,))
     whole, state = apply(model, tokens, start, return_state=True)

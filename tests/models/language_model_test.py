@@ -11,12 +11,12 @@ import pytest
 from flax import nnx
 
 from heinsen_jax.interop.torch import _NAMES, from_state_dict
-from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers, flops_per_token
 from tests.models.small import apply, random_model
 
-SCAN = (("log.implementation", "scan"),)  # compiles faster
+SCAN = Layers("log", options={"implementation": "scan"})  # compiles faster
 SIZES = {"vocab_size": 17, "model_dim": 12, "num_layers": 3, "num_heads": 2}
-SMALL = LanguageModelConfig(**SIZES, attention_options=SCAN)
+SMALL = LanguageModelConfig(**SIZES, attention=SCAN)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_compiled_size_does_not_grow_with_depth():
 @cache
 def gradient(**fields) -> list[np.ndarray]:
     """Return the gradients of a small model, compiled."""
-    config = LanguageModelConfig(**SIZES | {"num_layers": 2}, attention_options=SCAN, **fields)
+    config = LanguageModelConfig(**SIZES | {"num_layers": 2}, attention=SCAN, **fields)
     graph, parameters = nnx.split(random_model(config))
     tokens = jnp.arange(10)[None] % 17
 
@@ -191,7 +191,7 @@ def test_remat_gives_the_same_gradients(policy):
 
 
 def test_bfloat16_is_close_and_keeps_float32_states():
-    config = LanguageModelConfig(**SIZES, attention_options=SCAN, dtype="bfloat16")
+    config = LanguageModelConfig(**SIZES, attention=SCAN, dtype="bfloat16")
     initial = jax.jit(lambda: nnx.state(LanguageModel(SMALL, rngs=nnx.Rngs(0))))()
     exact, rounded = (nnx.merge(nnx.graphdef(random_model(x)), initial) for x in (SMALL, config))
     tokens = jax.random.randint(jax.random.key(0), (2, 33), 0, 17)

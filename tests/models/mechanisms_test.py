@@ -13,7 +13,7 @@ from flax import nnx
 
 from heinsen_jax import attention
 from heinsen_jax.generate import generate, stream
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.training.objective import MaskedTokens
 from tests.models.small import apply, assert_greedy, random_model
 
@@ -27,20 +27,23 @@ def few_or_nightly(names: Sequence[str], few: Sequence[str]) -> Any:
     return pytest.mark.parametrize("name", params)
 
 
-SMALL = {"log.implementation": "scan", "tglobal.capacity": 8, "memory_compressed.capacity": 8}
+SMALL = {
+    "log": {"implementation": "scan"},
+    "tglobal": {"capacity": 8},
+    "memory_compressed": {"capacity": 8},
+}
 """Options of some mechanisms, besides those for short sequences, that compile faster."""
 
 
-def configured(*pattern: str, options: tuple = (), **fields: Any) -> LanguageModelConfig:
-    short = {
-        f"{name}.{field}": value
-        for name in pattern
-        for field, value in attention.mechanism(name).short_options(20).items()
-    }
-    short |= {option: x for option, x in SMALL.items() if option.partition(".")[0] in pattern}
-    options += tuple((option, x) for option, x in short.items() if option not in dict(options))
+def configured(*pattern: str, options: dict | None = None, **fields: Any) -> LanguageModelConfig:
+    """Return a small model with these mechanisms; options are those of all of them."""
+
+    def layers(name: str) -> Layers:
+        short = attention.mechanism(name).short_options(20) | SMALL.get(name, {})
+        return Layers(name, options=short | (options or {}))
+
     sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2 * len(pattern)}
-    return LanguageModelConfig(attention=pattern, attention_options=options, **sizes | fields)
+    return LanguageModelConfig(attention=tuple(map(layers, pattern)), **sizes | fields)
 
 
 def build(*pattern: str, **fields: Any) -> LanguageModel:
@@ -136,16 +139,6 @@ def test_layers_follow_the_pattern(block, remat):
     np.testing.assert_allclose(jnp.concatenate(parts, 1), expected, atol=2e-5)
 
 
-def test_options_by_mechanism_and_by_index():
-    config = LanguageModelConfig(
-        num_layers=4,
-        attention=("sliding_window", "sliding_window", "softmax", "log"),
-        attention_options=(("sliding_window.window_size", 8), ("1.window_size", 16)),
-    )
-    sizes = [getattr(x, "window_size", None) for x in config.mechanisms()]
-    assert sizes == [8, 16, None, None]
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -158,13 +151,6 @@ def test_options_by_mechanism_and_by_index():
         ({"attention": "rmt", "is_causal": False}, "'rmt' is causal only"),
         ({"attention": "additive", "key_depth": 8}, "key_depth"),
         ({"attention": ("log", "softmax"), "num_layers": 3}, "num_layers=3 is not a multiple of"),
-        ({"attention_options": (("window_size", 3),)}, "'window_size' must begin with"),
-        (
-            {"attention_options": (("softmax.window_size", 3),)},
-            "must begin with a mechanism or its index",
-        ),
-        ({"attention_options": (("log.window_sise", 3),)}, "window_sise"),
-        ({"attention_options": (("log.window_size", 0),)}, "window_size"),
     ],
 )
 def test_invalid_arguments_raise(fields, message):

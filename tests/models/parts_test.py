@@ -9,16 +9,16 @@ from flax import nnx
 
 from heinsen_jax.attention.convolution import CausalConvolution
 from heinsen_jax.generate import generate
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from tests.models.small import apply, assert_greedy, random_model
 
+SCAN = Layers("log", options={"implementation": "scan"})  # compiles faster
 PARAMETERS = {"dtype": None, "param_dtype": jnp.float32}
 
 
 def model(**fields) -> LanguageModel:
     sizes = {"vocab_size": 17, "model_dim": 12, "num_heads": 2, "num_layers": 2}
-    fast = (("log.implementation", "scan"),) if fields.get("attention", "log") == "log" else ()
-    config = LanguageModelConfig(**{"attention_options": fast, **sizes, **fields})
+    config = LanguageModelConfig(**{"attention": SCAN, **sizes, **fields})
     return random_model(config)
 
 
@@ -45,13 +45,11 @@ VARIANTS = {
     "learned positions": {"positions": "learned", "max_length": 40, "attention": "softmax"},
     "decay": {
         "block": "decay",
-        "attention": ("log", "sliding_window"),
-        "attention_options": (("sliding_window.window_size", 7),),
+        "attention": ("log", Layers("sliding_window", options={"window_size": 7})),
     },
     "rotary": {
         "positions": "none",
-        "attention": "softmax",
-        "attention_options": (("softmax.positions", "rotary"),),
+        "attention": Layers("softmax", options={"positions": "rotary"}),
     },
 }
 
@@ -116,12 +114,12 @@ def test_the_state_of_a_convolution_is_its_last_inputs():
 
 
 def test_the_decay_block_is_a_standard_block_of_these_parts():
-    pattern = {"attention": ("log", "sliding_window"), "num_layers": 2}
     said = {"positions": "none", "convolution_size": 4, "block": "standard"}
-    log = ("log.values", "linear"), ("log.decay", "head")
-    window = ("sliding_window.window_size", 7), ("sliding_window.positions", "rotary")
-    ours = model(block="decay", attention_options=window[:1], **pattern)
-    parts = model(attention_options=(*log, *window), **said, **pattern)
+    log = Layers("log", options={"values": "linear", "decay": "head"})
+    window = {"window_size": 7}
+    rotary = Layers("sliding_window", options={**window, "positions": "rotary"})
+    ours = model(block="decay", attention=("log", Layers("sliding_window", options=window)))
+    parts = model(attention=(log, rotary), **said)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
     np.testing.assert_array_equal(apply(ours, tokens), apply(parts, tokens))
     assert ours.blocks[0].attention.config.decay == "head"
@@ -165,10 +163,10 @@ def test_norm_and_mlp_follow_their_formulas(x64, style):
 
 
 def test_the_llama_block_is_a_standard_block_of_these_parts():
-    options = (("softmax.positions", "rotary"),)
+    rotary = Layers("softmax", options={"positions": "rotary"})
     parts = {"norm": "rms", "mlp": "swiglu", "use_bias": False, "positions": "none"}
     ours = model(block="llama", attention="softmax")
-    same = model(block="standard", attention="softmax", attention_options=options, **parts)
+    same = model(block="standard", attention=rotary, **parts)
     tokens = jax.random.randint(jax.random.key(0), (2, 30), 0, 17)
     np.testing.assert_array_equal(apply(ours, tokens), apply(same, tokens))
     assert "bias" not in str(nnx.to_flat_state(nnx.state(ours, nnx.Param)).paths)
@@ -198,8 +196,8 @@ def test_invalid_arguments_raise(fields, message):
 
 
 def test_rotary_needs_pairs_of_features():
-    options = (("softmax.positions", "rotary"),)
+    rotary = Layers("softmax", options={"positions": "rotary"})
     with pytest.raises(
         ValueError, match="key_depth=3: rotary position encodings rotate pairs of features"
     ):
-        model(attention="softmax", attention_options=options, key_depth=3)
+        model(attention=rotary, key_depth=3)

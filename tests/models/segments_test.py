@@ -101,9 +101,8 @@ VARIANTS = {
 @few_or_nightly([*VARIANTS], few=["recurrence and convolution", "learned positions", "decay block"])
 def test_positions_and_convolutions_are_those_of_each_document(name):
     mechanism, options, fields = VARIANTS[name]
-    pairs = tuple((f"{mechanism}.{option}", x) for option, x in options.items())
     sizes = {"num_layers": 2, "block": "standard", "model_dim": 16}
-    check(configured(mechanism, options=pairs, **sizes | fields))
+    check(configured(mechanism, options=options, **sizes | fields))
 
 
 def test_a_stream_continues_the_first_segment_and_returns_the_last():

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from heinsen_jax.models import LanguageModel, LanguageModelConfig  # noqa: E402
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers  # noqa: E402
 from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch, shardings  # noqa: E402
 from heinsen_jax.training.cross_entropy import cross_entropy  # noqa: E402
 from heinsen_jax.training.objective import next_token  # noqa: E402
@@ -92,8 +92,7 @@ def main() -> None:
         model_dim=16,
         num_layers=2,
         num_heads=8,
-        attention=fields["attention"],
-        attention_options=tuple(fields.get("options", {}).items()),
+        attention=Layers(fields["attention"], options=fields.get("options", {})),
         convolution_size=fields.get("convolution_size"),
     )
     is_packed = fields.get("is_packed", False)

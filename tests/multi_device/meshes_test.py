@@ -9,7 +9,7 @@ from tests.multi_device.apart import run_apart
 
 LINEAR = {"attention": "linear"}
 # Compiles faster than others, and is split in the same way.
-SCAN = {"attention": "log", "options": {"log.implementation": "scan"}}
+SCAN = {"attention": "log", "options": {"implementation": "scan"}}
 AXES = "data", "fsdp", "tensor", "context"
 PRODUCTS = [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 4}]
 

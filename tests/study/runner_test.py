@@ -12,6 +12,7 @@ import pytest
 from heinsen_jax.config import (
     ExperimentConfig,
     LanguageModelConfig,
+    Layers,
     OptimizerConfig,
     TrainingConfig,
     as_json,
@@ -134,11 +135,11 @@ def test_a_fingerprint_is_of_what_is_not_a_default():
         return Run({}, replace(BASE, **changes)).fingerprint
 
     model = BASE.model
-    assert fingerprint() == fingerprint(model=replace(model, attention_options=(), remat=False))
+    assert fingerprint() == fingerprint(model=replace(model, attention="linear", remat=False))
     others = [
         {"seed": 1},
         {"model": replace(model, remat=True)},
-        {"model": replace(model, attention_options=(("linear.num_kv_heads", 1),))},
+        {"model": replace(model, attention=Layers("linear", options={"num_kv_heads": 1}))},
         {"data": Copying()},
         {"data": Copying(num_letters=25)},
         {"data": DataConfig()},
@@ -231,10 +232,9 @@ def test_a_damaged_line_is_named(tmp_path):
 
 
 def test_fields_that_fit_only_together_are_set_together():
-    options = {"model.attention_options": (("l1.denominator_bias", 1.0),), "model.attention": "l1"}
-    run = replace(STUDY, axes={"mechanism": {"l1": options}}).first_seed_runs()[0]
-    assert run.config.model.attention == "l1"
-    assert run.config.model.attention_options == (("l1.denominator_bias", 1.0),)
+    fields = {"model.max_length": 8, "model.positions": "learned"}
+    run = replace(PLAIN, axes={"positions": {"of 8 tokens": fields}}).first_seed_runs()[0]
+    assert (run.config.model.max_length, run.config.model.positions) == (8, "learned")
 
 
 def test_errors_name_their_run():
@@ -371,6 +371,6 @@ def test_committed_studies_load_and_all_their_runs_are_different(path):
 def test_models_of_committed_studies_can_be_built(path):
     first = load_study(path).first_seed_runs()
     models = [run.config.model for run in first]
-    names = [(model.attention, model.attention_options) for model in models]
+    names = [model.attention for model in models]
     for run in dict(zip(names, first, strict=True)).values():
         assert costs(run.config)["state_bytes"] > 0

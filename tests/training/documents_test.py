@@ -13,6 +13,7 @@ from flax import nnx
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, LanguageModelConfig
 from heinsen_jax.errors import UserError
+from heinsen_jax.models import Layers
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.settings import _check_split, check_settings, with_documents
 from heinsen_jax.training.step import make_evaluation_step
@@ -39,8 +40,8 @@ def dataset(config) -> data.TokenDataset:
 
 def model_of(*attention: str, **options: str) -> LanguageModelConfig:
     sizes = {"model_dim": 16, "num_heads": 2, "num_layers": len(attention), "vocab_size": 264}
-    pairs = tuple((f"{attention[0]}.{name}", value) for name, value in options.items())
-    return LanguageModelConfig(attention=attention, attention_options=pairs, **sizes)
+    first, *others = attention
+    return LanguageModelConfig(attention=(Layers(first, options=options), *others), **sizes)
 
 
 def test_the_default_depends_on_the_corpus_and_the_mechanisms(config, dataset, small):

@@ -22,6 +22,7 @@ import pytest
 
 CHECKED = [
     "heinsen_jax.attention",
+    "heinsen_jax.buckets",
     "heinsen_jax.compilation",
     "heinsen_jax.config",
     "heinsen_jax.data",
@@ -33,6 +34,7 @@ CHECKED = [
     "heinsen_jax.models",
     "heinsen_jax.on_ray",
     "heinsen_jax.ops",
+    "heinsen_jax.run_folder",
     "heinsen_jax.sharding",
     "heinsen_jax.study",
     "heinsen_jax.training",

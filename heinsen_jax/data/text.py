@@ -10,9 +10,11 @@ import grain
 import numpy as np
 import pydantic
 
+from heinsen_jax.buckets import bucket_path, is_remote
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch
 from heinsen_jax.data.documents import Source, SplitName
+from heinsen_jax.data.fetch import fetch_prepared
 from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.prepare import SplitChoice, prepare, sources_of
@@ -27,7 +29,8 @@ class DataConfig:
     """Text corpus, tokenizer, and shape of the batches."""
 
     corpus: str = "python-stdlib"
-    """Name of a corpus, a text file, a folder, a .jsonl[.zst] file, or a prepared folder."""
+    """Name of a corpus, a text file, a folder, a .jsonl[.zst] file, or a prepared folder, on a disk
+    or in a bucket, gs://bucket/folder."""
     tokenizer: str = "bytes"
     """bytes, the name of a tiktoken encoding (gpt2, ...), or a .tiktoken file."""
     cache: str = "data"
@@ -143,8 +146,12 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
       config: configuration of the data set.
       split: as for `prepare`; ignored for prepared folders and published splits.
     """
-    if (Path(config.corpus) / MANIFEST_FILE).exists():
-        dataset = TokenDataset(config.corpus)
+    if is_remote(config.corpus):
+        corpus = fetch_prepared(bucket_path(config.corpus, "data.corpus"), Path(config.cache))
+    else:
+        corpus = Path(config.corpus)
+    if (corpus / MANIFEST_FILE).exists():
+        dataset = TokenDataset(corpus)
         _check_prepared(dataset.manifest, config)
         return _verified(dataset, config)
     downloads = Path(config.cache) / "downloads"

@@ -17,15 +17,18 @@ import jax
 import orbax.checkpoint as ocp
 import pydantic
 import tiktoken
+from etils import epath
 from flax import nnx
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from heinsen_jax.buckets import AnyPath
 from heinsen_jax.data import load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
 from heinsen_jax.errors import UserError, explain, wants_tracebacks
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.run_folder import RunFolder, opened
 from heinsen_jax.training.checksums import (
     add_last_checksums,
     find_damage,
@@ -36,7 +39,6 @@ from heinsen_jax.training.weights import has_weights, load_weights
 from heinsen_jax.typing import JSON, Array, PyTree
 
 CONFIG_FILE = "config.json"
-CHECKPOINT_FOLDER = "checkpoints"
 
 SAVED_FILE = "last_checkpoint.json"
 """Records the newest step that was saved, so that lost checkpoints are noticed."""
@@ -85,10 +87,11 @@ class Checkpoints:
     write, and the steps are those at the opening.
     """
 
-    def __init__(self, workdir: Path, *, keep: int = 2, read_only: bool = False):
-        self.folder = workdir.resolve() / CHECKPOINT_FOLDER
+    def __init__(self, workdir: Path | RunFolder, *, keep: int = 2, read_only: bool = False):
+        self._run = RunFolder(workdir) if isinstance(workdir, Path) else workdir
+        self.folder = self._run.checkpoints
         self.damaged: dict[int, str] = {}
-        self._saved_file = workdir.resolve() / SAVED_FILE
+        self._saved_file = self._run.files.resolve() / SAVED_FILE
         self._manager: ocp.CheckpointManager | None = None
         _quiet_failed_saves()
         if read_only:
@@ -104,9 +107,7 @@ class Checkpoints:
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             best_fn=_score,
             cleanup_tmp_directories=True,
-            async_options=ocp.options.AsyncOptions(
-                post_finalization_callback=self._write_checksums
-            ),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._complete),
         )
         self._manager = ocp.CheckpointManager(
             self.folder, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
@@ -115,7 +116,7 @@ class Checkpoints:
     def _finished(self) -> list[int]:
         """The finished steps."""
         folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(path.name) for path in folders if path.name.isdecimal())
+        return sorted(int(path.name) for path in folders if _is_finished(path))
 
     def _set_damaged_aside(self) -> None:
         """Rename the steps with damage other than in the content of their arrays."""
@@ -166,11 +167,13 @@ class Checkpoints:
         except FileNotFoundError:  # another process is removing the step
             return math.inf
 
-    def _write_checksums(self) -> None:
-        """Callback of Orbax, when all files of a step are written under a temporary name."""
+    def _complete(self) -> None:
+        """Callback of Orbax, when all files of a step are written, before it is final."""
         if jax.process_index() == 0:
-            for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
-                write_checksums(folder)
+            for folder in self.folder.iterdir():
+                if _is_being_written(folder):
+                    write_checksums(folder)
+            self._run.publish()
 
     def record_newest(self) -> None:
         """Record the newest step. (Orbax has no callback after a step gets its final name.)"""
@@ -288,10 +291,11 @@ class Checkpoints:
             partial_restore=True,
         )
         try:
-            with ocp.PyTreeCheckpointer() as checkpointer:
-                saved = checkpointer.metadata(folder).item_metadata.tree
-                if missing := wanted.keys() - saved.keys():
-                    raise ValueError(f"it does not hold {min(missing)}")
+            handler = ocp.PyTreeCheckpointHandler()
+            saved = handler.metadata(epath.Path(folder)).tree
+            if missing := wanted.keys() - saved.keys():
+                raise ValueError(f"it does not hold {min(missing)}")
+            with ocp.Checkpointer(handler) as checkpointer:
                 restored = checkpointer.restore(folder, arguments)
         except jax.errors.JaxRuntimeError:  # an error of a device, or of another process
             raise
@@ -340,13 +344,17 @@ def load_run(
     Warns:
       UserWarning: a checkpoint is damaged or missing, and another one is used.
     """
-    workdir = Path(workdir)
-    config = read_config(workdir)
+    with opened(workdir) as run:
+        return _loaded(run, best)
+
+
+def _loaded(run: RunFolder, best: bool) -> tuple[LanguageModel, tiktoken.Encoding | None, int]:
+    workdir, config = run.files, read_config(run.files)
     if config is None:
-        raise UserError(_no_run(workdir))
-    has_checkpoints = (workdir / CHECKPOINT_FOLDER).is_dir()
+        raise UserError(_no_run(run))
+    has_checkpoints = run.checkpoints.is_dir()
     if not has_checkpoints and not has_weights(workdir):
-        raise UserError(_no_checkpoint(workdir))
+        raise UserError(_no_checkpoint(run))
     try:
         model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
     except ValueError as error:
@@ -357,7 +365,7 @@ def load_run(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )
     if has_checkpoints:
-        parameters, step = _of_checkpoint(workdir, abstract, best)
+        parameters, step = _of_checkpoint(run, abstract, best)
     else:
         arrays, step = load_weights(workdir, flatten_with_names(abstract))
         leaves = [arrays[name] for name in flatten_with_names(abstract)]
@@ -383,13 +391,13 @@ def load_text_run(
     return model, tokenizer, step
 
 
-def _of_checkpoint(workdir: Path, abstract: nnx.State, best: bool) -> tuple[nnx.State, int]:
+def _of_checkpoint(run: RunFolder, abstract: nnx.State, best: bool) -> tuple[nnx.State, int]:
     """Load the parameters and the step of a run's best (or latest) checkpoint."""
-    with Checkpoints(workdir, read_only=True) as checkpoints:
+    with Checkpoints(run, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
         checkpoints.check_lost("bring one back, or train it again")
         if step is None:
-            raise UserError(_no_checkpoint(workdir))
+            raise UserError(_no_checkpoint(run))
         for warning in checkpoints.losses():
             warnings.warn(f"{warning}: step {step} is used", stacklevel=3)
         return checkpoints.restore(step, {"parameters": abstract})["parameters"], step
@@ -417,24 +425,37 @@ def read_config(workdir: Path) -> SavedConfig | None:
     return cast(SavedConfig, config)
 
 
-def _no_run(workdir: Path) -> str:
+def _no_run(run: RunFolder) -> str:
     """Error message for a path without a run."""
-    said = f"{workdir} holds no run ({CONFIG_FILE} is missing)"
+    workdir, said = run.files, f"{run} holds no run ({CONFIG_FILE} is missing)"
     if workdir.is_file():
         return f"{workdir} is a file: give the folder of a run"
     if runs := sorted(path.parent.name for path in workdir.glob(f"*/{CONFIG_FILE}")):
         return f"{said}: give one of the folders in it that do: {', '.join(runs)}"
-    command = shlex.join(("--config", "quickstart", "--workdir", str(workdir)))
+    command = shlex.join(("--config", "quickstart", "--workdir", str(run)))
     return f"{said}: train one with `python -m heinsen_jax.train {command}`"
 
 
-def _no_checkpoint(workdir: Path) -> str:
-    if (workdir / SAVED_FILE).exists():
-        return f"{workdir / CHECKPOINT_FOLDER} is gone: bring it back, or train the run again"
-    return f"{workdir} has no checkpoint yet: start its training again"
+def _no_checkpoint(run: RunFolder) -> str:
+    if (run.files / SAVED_FILE).exists():
+        return f"{run.checkpoints} is gone: bring it back, or train the run again"
+    return f"{run} has no checkpoint yet: start its training again"
 
 
-def _is_being_removed(folder: Path) -> bool:
+def _is_finished(folder: AnyPath) -> bool:
+    """Whether a folder is of a finished step: by its name on a disk, where Orbax renames it; by its
+    last object in a bucket."""
+    is_local = isinstance(folder, Path)
+    return folder.name.isdecimal() and (is_local or (folder / "commit_success.txt").exists())
+
+
+def _is_being_written(folder: AnyPath) -> bool:
+    if isinstance(folder, Path):
+        return folder.name.endswith(".orbax-checkpoint-tmp")
+    return folder.name.isdecimal() and not _is_finished(folder)
+
+
+def _is_being_removed(folder: AnyPath) -> bool:
     """Whether the process that writes the run is removing this step."""
     deadline = time.monotonic() + REMOVED_WITHIN
     while folder.exists() and time.monotonic() < deadline:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -109,10 +109,15 @@ def _reason(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def move(paths: Iterable[AnyPath], target: AnyPath) -> None:
-    """Move objects and folders into a folder."""
-    for path in paths:
-        file_system().mv(str(path), str(target / path.name), recursive=True)
+def move(path: AnyPath, target: AnyPath) -> None:
+    """Rename a file or a folder. In a bucket all objects are copied, within it, then removed."""
+    if isinstance(path, Path):
+        path.rename(target)
+        return
+    system = file_system()
+    names = [f"/{name}" for name in files_below(path)] or [""]  # "": an object, not a folder
+    system.copy([f"{path}{name}" for name in names], [f"{target}{name}" for name in names])
+    system.rm([f"{path}{name}" for name in names])
 
 
 def check_writable(folder: epath.Path, field: str) -> None:
@@ -198,10 +203,11 @@ class _Lock:
         """Renew the lock until it is released."""
         while not released.wait(REFRESHED_AFTER):
             try:
-                if (self._read() or {}).get("id") != self._id:
+                if (self._read() or {}).get("id") == self._id:
+                    self._write("overwrite")
+                else:
                     print(f"error: another process has locked {self._folder}", file=sys.stderr)
                     os._exit(1)  # not to write into its run
-                self._write("overwrite")
             except Exception as error:  # of the network: tried again
                 print(f"warning: {self._path} cannot be renewed ({error})", file=sys.stderr)
 

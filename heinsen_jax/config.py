@@ -14,6 +14,7 @@ from typing import TypeVar
 import pydantic
 import tyro
 
+from heinsen_jax.buckets import move
 from heinsen_jax.data import (
     AnyDataConfig,
     DataConfig,
@@ -265,8 +266,13 @@ def set_aside(run: RunFolder) -> None:
     held = [path for path in shared.iterdir() if not path.name.startswith((".", SET_ASIDE))]
     held.sort(key=lambda path: path.name != METRICS_FILE)
     if held:
+        aside = free_name(shared / SET_ASIDE)
         with writing(run.files):
-            run.move(held, free_name(shared / SET_ASIDE))
+            aside.mkdir()
+            for path in held:
+                move(path, aside / path.name)
+            for path in run.files.iterdir() if run.remote else ():  # copies of moved objects
+                path.unlink()
 
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:

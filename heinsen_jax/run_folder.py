@@ -8,7 +8,7 @@ than the metrics in the bucket. Checkpoints are read and written in the bucket i
 
 import contextlib
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -90,17 +90,6 @@ class RunFolder:
             raise UserError(
                 f"--workdir {self} cannot be written ({error.strerror}): choose another folder"
             ) from None
-
-    def move(self, paths: Iterable[AnyPath], target: AnyPath) -> None:
-        """Move files and folders of the shared folder into a new subfolder."""
-        if isinstance(target, Path):
-            target.mkdir()
-            for path in paths:
-                path.rename(target / path.name)
-            return
-        buckets.move(paths, target)
-        for path in self.files.iterdir():  # copies of moved objects
-            path.unlink()
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Context manager that locks the folder against other processes."""

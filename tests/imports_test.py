@@ -28,7 +28,7 @@ ALLOWED = {
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "training", "generate"},
     "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config"},
-    "config": LOWEST | {"models", "sharding", "data", "training", "run_folder"},
+    "config": LOWEST | {"models", "sharding", "data", "training", "buckets", "run_folder"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST
     | {"distributed", "run_folder", "data", "training", "generate", "config", "field_help"},

@@ -21,7 +21,7 @@ from etils import epath
 from flax import nnx
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-from heinsen_jax.buckets import AnyPath
+from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
@@ -141,7 +141,7 @@ class Checkpoints:
     def _set_aside(self, step: int, reason: str) -> None:
         self.damaged[step] = reason
         folder = self.folder / str(step)
-        folder.rename(free_name(folder.with_name(f"damaged-{step}")))
+        move(folder, free_name(folder.with_name(f"damaged-{step}")))
 
     def _is_damaged(self, step: int, *, arrays: bool = False) -> bool:
         """Whether a reader finds a step, or its arrays, damaged or being removed."""

@@ -21,13 +21,13 @@ ALLOWED = {
     "attention": LOWEST | {"ops", "sharding"},
     "models": LOWEST | {"ops", "attention", "sharding"},
     "data": LOWEST | {"on_ray", "locks", "buckets"},
-    "interop": LOWEST | {"attention", "models", "data", "training", "generate"},
+    "interop": LOWEST | {"attention", "models", "data", "training", "generate", "run_folder"},
     "training": LOWEST
     | {"compilation", "attention", "models", "sharding", "distributed", "data"}
     | {"buckets", "run_folder"},
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "training", "generate"},
-    "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config"},
+    "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config", "run_folder"},
     "config": LOWEST | {"models", "sharding", "data", "training", "buckets", "run_folder"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST

@@ -12,16 +12,11 @@ from heinsen_jax import buckets
 from heinsen_jax.data import DataConfig, load
 from heinsen_jax.errors import UserError
 from heinsen_jax.run_folder import opened
+from heinsen_jax.training import checkpoint
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.metrics import read_metrics
-from tests.faults.conftest import assert_one_line, place, wait_until  # noqa: F401
-from tests.multi_device.apart import finish, kill_all, train
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_running():
-    yield
-    kill_all()
+from tests.faults.conftest import wait_until
+from tests.multi_device.apart import finish, train
 
 
 def state(value: float):
@@ -34,7 +29,8 @@ def flip(path: epath.Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def test_damaged_checkpoints_are_set_aside(bucket):
+def test_damaged_checkpoints_are_set_aside(bucket, monkeypatch):
+    monkeypatch.setattr(checkpoint, "REMOVED_WITHIN", 0.0)
     with opened(bucket) as run, Checkpoints(run) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state(step), loss=float(step))
@@ -85,7 +81,7 @@ def arrays(step: epath.Path) -> dict[str, np.ndarray]:
         return checkpointer.restore(step / "default", ocp.args.PyTreeRestore(restore_args=as_numpy))
 
 
-def test_a_killed_run_resumes_bit_for_bit(place, bucket, tmp_path):  # noqa: F811
+def test_a_killed_run_in_a_bucket_resumes_bit_for_bit(place, bucket):
     """Compared with a run that was not killed, on a disk."""
     shared = epath.Path(bucket) / "checkpoints"
     (process,) = train(place, "--workdir", bucket)
@@ -149,8 +145,22 @@ def test_a_bucket_without_prepared_data_is_refused(bucket):
         load(DataConfig(corpus="s3://bucket/x"))
 
 
-def test_a_second_trainer_is_refused(place, bucket):  # noqa: F811
+@pytest.mark.nightly
+def test_a_second_trainer_is_refused(place, bucket):
     with buckets.locked(epath.Path(bucket)):
         ((code, _, err),) = finish(train(place, "--workdir", bucket, "--training.steps", "41"))
     assert code == 2
     assert err.splitlines()[-1].startswith(f"error: {bucket} is in use by process ")
+
+
+@pytest.mark.nightly
+def test_two_processes_train_in_a_bucket(place, bucket):
+    """Neither has any other folder in common."""
+    ends = finish(train(place, "--workdir", bucket, "--training.steps", "20", processes=2))
+    for code, _, err in ends:
+        assert code == 0, err
+    ends = finish(train(place, "--workdir", bucket, processes=2))
+    for code, _, err in ends:
+        assert code == 0, err
+    assert f"continuing {bucket} from step 20" in ends[0][1]
+    assert load_run(bucket, best=False)[2] == 40

@@ -9,6 +9,7 @@ which TensorStore and locks depend: they are added here.
 import sys
 from collections.abc import Callable
 from http import HTTPStatus
+from http.server import HTTPServer
 from typing import Any
 
 from gcp_storage_emulator import server
@@ -80,4 +81,5 @@ if __name__ == "__main__":
         for path, handlers in server.HANDLERS
     )
     server.Storage = Checking
+    HTTPServer.request_queue_size = 128  # with 5, connections wait for a second
     server.Server("localhost", int(sys.argv[1]), in_memory=True, default_bucket="bucket").run()

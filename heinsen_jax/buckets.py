@@ -1,7 +1,6 @@
 """Files in buckets of Google Cloud Storage, `gs://bucket/folder`.
 
-Objects appear whole and cannot be appended to, and folders are prefixes of their names. Only this
-module knows which paths are in buckets.
+Objects appear whole and cannot be appended to, and folders are prefixes of their names.
 """
 
 import contextlib
@@ -169,6 +168,7 @@ class _Lock:
         self._folder, self._path = folder, str(folder / LOCK_FILE)
         start = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         self._owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": start}
+        self._owner["processes"] = _process_namespace()
         self._id = uuid.uuid4().hex
 
     def acquire(self) -> None:
@@ -181,7 +181,8 @@ class _Lock:
             self._refuse(self._read() or {})
 
     def _wait_until_abandoned(self, found: dict[str, Any]) -> None:
-        if found["host"] == self._owner["host"] and not _is_running(found["pid"]):
+        is_here = all(found.get(name) == self._owner[name] for name in ("host", "processes"))
+        if is_here and not _is_running(found["pid"]):
             return
         said = f"{self._folder} may be in use by {_described(found)}: waiting for its next sign"
         print(f"{said}, up to {ABANDONED_AFTER:g} s", file=sys.stderr)
@@ -233,6 +234,15 @@ def _described(found: dict[str, Any]) -> str:
     if not found:
         return "another process"
     return f"process {found['pid']} on {found['host']}, since {found['start']}"
+
+
+def _process_namespace() -> str:
+    """Identity of the namespace of process ids: containers with the name of one host have their
+    own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
 
 
 def _is_running(process: int) -> bool:

@@ -47,6 +47,14 @@ class RunFolder:
         """The folder of checkpoints."""
         return (self.remote or self.files.resolve()) / CHECKPOINT_FOLDER
 
+    def fetch(self) -> None:
+        """Download the files of the folder in the bucket, except hidden ones and subfolders."""
+        for path in self.remote.iterdir() if self.remote and self.remote.is_dir() else ():
+            if not path.name.startswith(".") and not path.is_dir():
+                file = self.files / path.name
+                file.write_bytes(path.read_bytes())
+                self._published[file] = _version(file)
+
     def publish(self) -> None:
         """Upload the files that this process has changed since the last call.
 
@@ -91,9 +99,13 @@ class RunFolder:
                 f"--workdir {self} cannot be written ({error.strerror}): choose another folder"
             ) from None
 
-    def locked(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
         """Context manager that locks the folder against other processes."""
-        return locks.locked(self.files) if self.remote is None else buckets.locked(self.remote)
+        lock = locks.locked(self.files) if self.remote is None else buckets.locked(self.remote)
+        with lock:
+            self.fetch()  # again: the previous owner may have changed files until now
+            yield
 
 
 @contextlib.contextmanager
@@ -113,11 +125,7 @@ def opened(workdir: str | Path) -> Iterator[RunFolder]:
     with tempfile.TemporaryDirectory(prefix="heinsen_jax-") as temporary:
         run = RunFolder(Path(temporary) / remote.name, remote)
         run.files.mkdir()
-        for path in remote.iterdir() if remote.is_dir() else ():
-            if not path.name.startswith(".") and not path.is_dir():
-                file = run.files / path.name
-                file.write_bytes(path.read_bytes())
-                run._published[file] = _version(file)
+        run.fetch()
         yield run
 
 

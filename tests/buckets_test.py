@@ -66,6 +66,15 @@ def test_files_of_a_run_are_uploaded_when_they_change(bucket, monkeypatch):
     assert (epath.Path(bucket) / "config.json").read_text() == "{}"
 
 
+def test_files_that_change_before_the_lock_is_taken_are_read(bucket):
+    metrics = epath.Path(bucket) / "metrics.jsonl"
+    metrics.write_text("1\n")
+    with opened(bucket) as run:
+        metrics.write_text("1\n2\n")  # by the previous owner, which now ends
+        with run.locked():
+            assert (run.files / "metrics.jsonl").read_text() == "1\n2\n"
+
+
 def test_restart_sets_a_run_aside(bucket):
     for number in ("", "-2"):
         with opened(bucket) as run:
@@ -117,7 +126,8 @@ def test_the_lock_of_a_dead_process_of_this_host_is_abandoned(bucket, capsys):
     folder = bucket_path(bucket, "--workdir")
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-        other(folder, host=socket.gethostname(), pid=ended.pid)
+        here = {"host": socket.gethostname(), "processes": buckets._process_namespace()}
+        other(folder, pid=ended.pid, **here)
     with locked(folder):
         assert json.loads((folder / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert capsys.readouterr().err == ""

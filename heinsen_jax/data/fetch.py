@@ -2,16 +2,20 @@
 maps."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from etils import epath
 
 from heinsen_jax.data.files import byte_progress, replacing, sha256_of, writing
-from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest
+from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, Shard, numpy_dtype
 from heinsen_jax.data.tokenizers import TOKENIZER_FILES
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
+
+CONCURRENT = 8
+"""Number of shards that are downloaded concurrently."""
 
 
 def fetch_prepared(remote: epath.Path, cache: Path) -> Path:
@@ -57,19 +61,26 @@ def _download(remote: epath.Path, folder: Path, manifest: Manifest) -> None:
     for name in TOKENIZER_FILES:
         _copy(remote / name, folder / name)
     shards = [shard for shard in manifest.shards() if not (folder / shard.file).exists()]
-    sizes = [(remote / shard.file).stat().length for shard in shards]
-    with byte_progress(f"downloading {remote}", sum(sizes)) as advance:
-        for shard, size in zip(shards, sizes, strict=True):
-            aside = folder / f"{shard.file}.download"
-            _copy(remote / shard.file, aside)
-            if sha256_of(aside) != shard.sha256:
-                aside.unlink()
-                raise UserError(
-                    f"{remote / shard.file} is damaged (its content has another hash than in "
-                    f"{MANIFEST_FILE}): copy it to the bucket again"
-                )
-            aside.replace(folder / shard.file)
-            advance(size)
+    total = sum(shard.tokens for shard in shards) * numpy_dtype(manifest.dtype).itemsize
+    with (
+        byte_progress(f"downloading {remote}", total) as advance,
+        ThreadPoolExecutor(CONCURRENT) as pool,
+    ):
+        list(pool.map(lambda shard: advance(_fetch_shard(remote, folder, shard)), shards))
+
+
+def _fetch_shard(remote: epath.Path, folder: Path, shard: Shard) -> int:
+    """Download a shard, check its hash, and return its size."""
+    aside = folder / f"{shard.file}.download"
+    _copy(remote / shard.file, aside)
+    if sha256_of(aside) != shard.sha256:
+        aside.unlink()
+        raise UserError(
+            f"{remote / shard.file} is damaged (its content has another hash than in "
+            f"{MANIFEST_FILE}): copy it to the bucket again"
+        )
+    aside.replace(folder / shard.file)
+    return (folder / shard.file).stat().st_size
 
 
 def _copy(source: epath.Path, target: Path) -> None:

@@ -2,11 +2,8 @@
 
 import contextlib
 import json
-import logging
 import math
-import re
 import shlex
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -25,7 +22,7 @@ from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
-from heinsen_jax.errors import UserError, explain, wants_tracebacks
+from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.run_folder import RunFolder, opened
@@ -35,6 +32,7 @@ from heinsen_jax.training.checksums import (
     find_damaged_array,
     write_checksums,
 )
+from heinsen_jax.training.storage_errors import first_line, is_of_storage, quiet_failed_saves
 from heinsen_jax.training.weights import has_weights, load_weights
 from heinsen_jax.typing import JSON, Array, PyTree
 
@@ -46,19 +44,8 @@ SAVED_FILE = "last_checkpoint.json"
 REMOVED_WITHIN = 2.0
 """Seconds that a reader waits for the removal of a step by another process."""
 
-OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
-"""Pattern of operating-system errors in messages of TensorStore and Orbax."""
-
 ITEM, METRICS = "default", "metrics/metrics"
 """Names of Orbax in a step's folder: the folder of the state, and the file of metrics."""
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for log records of failed saves, which this module reports as one `UserError`."""
-    message = record.getMessage()
-    is_of_save = "orbax" in record.pathname or "orbax" in message
-    is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
-    return wants_tracebacks() or not is_reported
 
 
 Tree = TypeVar("Tree")
@@ -93,7 +80,7 @@ class Checkpoints:
         self.damaged: dict[int, str] = {}
         self._saved_file = self._run.files.resolve() / SAVED_FILE
         self._manager: ocp.CheckpointManager | None = None
-        _quiet_failed_saves()
+        quiet_failed_saves()
         if read_only:
             self._steps = [step for step in self._finished() if not self._is_damaged(step)]
             self._verified: set[int] = set()
@@ -252,13 +239,13 @@ class Checkpoints:
             )
             self.record_newest()  # records an earlier step, since this one is still being written
         except Exception as error:
-            if not _is_of_storage(error):
+            if not is_of_storage(error):
                 raise
             raise self._not_written(error) from error
 
     def _not_written(self, error: Exception) -> UserError:
         return UserError(
-            f"{self.folder}: a checkpoint cannot be written ({_reason(error)}); free space, or "
+            f"{self.folder}: a checkpoint cannot be written ({first_line(error)}); free space, or "
             "make the folder writable, and give the command again: earlier checkpoints are kept"
         )
 
@@ -274,7 +261,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self.record_newest()
         except Exception as error:
-            if not _is_of_storage(error):
+            if not is_of_storage(error):
                 raise
             raise self._not_written(error) from error
 
@@ -301,7 +288,7 @@ class Checkpoints:
             raise
         except Exception as error:
             raise UserError(
-                f"{self.folder / str(step)} cannot be read ({_reason(error)}): move that folder "
+                f"{self.folder / str(step)} cannot be read ({first_line(error)}): move that folder "
                 "away to resume from the step before"
             ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
@@ -461,37 +448,6 @@ def _is_being_removed(folder: AnyPath) -> bool:
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return not folder.exists()
-
-
-def _is_of_storage(error: Exception) -> bool:
-    """Whether a save failed because of storage, not because of a device or a bug. TensorStore
-    raises ValueError with the message of the operating system."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return False
-    causes = [error, error.__cause__, error.__context__]
-    return any(isinstance(x, OSError) or OF_SYSTEM.search(str(x)) for x in causes)
-
-
-def _quiet_failed_saves() -> None:
-    """Silence the logs of libraries about failed saves, permanently: their threads outlive the
-    save."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_news)
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _ignore_closed_loop
-
-
-def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Ignore callbacks of TensorStore's threads to an event loop that Orbax has closed after a
-    failed save; each would print a traceback."""
-    if wants_tracebacks() or str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
-
-
-def _reason(error: Exception) -> str:
-    """First line of the message of an error, or of its cause."""
-    cause = error.__cause__ or error
-    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
 def _score(metrics: dict[str, float]) -> float:

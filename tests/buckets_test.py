@@ -30,6 +30,15 @@ def test_other_addresses_are_refused(url, message):
         raise AssertionError
 
 
+def test_the_missing_extra_is_named(monkeypatch):
+    def missing(*_, **__):
+        raise ImportError("Please install gcsfs")
+
+    monkeypatch.setattr(buckets.fsspec, "filesystem", missing)
+    with pytest.raises(UserError, match=r"pip install 'heinsen_jax\[gcs\]'"), opened("gs://a/b"):
+        raise AssertionError
+
+
 def test_a_bucket_that_does_not_exist_is_refused(bucket):
     with (
         opened("gs://other-bucket/run") as run,

@@ -1,6 +1,6 @@
 """A small hybrid of log-attention and softmax attention, 3:1, on articles in Parquet files.
 
-python -m heinsen_jax.data.train_tokenizer data/wikitext-2 --vocab-size 4096 --output data/wikitext-2-bpe
+python -m heinsen_jax.data.train_tokenizer data/wikitext-2 --vocab-size 4096 --output data/bpe
 python train.py --config configs/wikitext2_hybrid.py
 
 where data/wikitext-2 has files train-*.parquet and validation-*.parquet with an article of
@@ -37,7 +37,7 @@ def get_config() -> ExperimentConfig:
         ),
         data=DataConfig(
             corpus="data/wikitext-2",
-            tokenizer="data/wikitext-2-bpe",
+            tokenizer="data/bpe",
             documents="separate",
             sequence_length=256,
             batch_size=8,

@@ -7,7 +7,6 @@ import importlib.util
 import io
 import json
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar, get_args
@@ -16,6 +15,7 @@ import pydantic
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from heinsen_jax.buckets import move
 from heinsen_jax.data import (
     AnyDataConfig,
     DataConfig,
@@ -29,6 +29,7 @@ from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
+from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.metrics import METRICS_FILE
@@ -188,21 +189,6 @@ def _same_field(config: ExperimentConfig, reason: str) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in fields]
 
 
-def check_writable(workdir: Path) -> None:
-    """Create a run's folder, before any work is done.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=workdir).close()
-    except OSError as error:
-        raise UserError(
-            f"--workdir {workdir} cannot be written ({error.strerror}): choose another folder"
-        ) from None
-
-
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     """Check that a run may start or resume in a folder, before its data are loaded.
 
@@ -296,17 +282,20 @@ def _affects_result(name: str) -> bool:
     return name in AFFECT_RESULT
 
 
-def set_aside(workdir: Path) -> None:
-    """Move the content of a run's folder into its subfolder `before-restart`."""
-    held = [path for path in workdir.iterdir() if not path.name.startswith((".", SET_ASIDE))]
-    # The metrics are moved first, so that an interruption cannot lose them.
+def set_aside(run: RunFolder) -> None:
+    """Move the content of a run's folder into its subfolder `before-restart`, the metrics first, so
+    that an interruption cannot lose them."""
+    shared = run.shared
+    held = [path for path in shared.iterdir() if not path.name.startswith((".", SET_ASIDE))]
     held.sort(key=lambda path: path.name != METRICS_FILE)
     if held:
-        aside = free_name(workdir / SET_ASIDE)
-        with writing(workdir):
+        aside = free_name(shared / SET_ASIDE)
+        with writing(run.files):
             aside.mkdir()
             for path in held:
-                path.rename(aside / path.name)
+                move(path, aside / path.name)
+            for path in run.files.iterdir() if run.remote else ():  # copies of moved objects
+                path.unlink()
 
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:

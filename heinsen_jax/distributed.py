@@ -5,7 +5,6 @@ import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from heinsen_jax.buckets import AnyPath
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array
 
@@ -115,7 +115,7 @@ def check_alike(values: Mapping[str, object]) -> None:
             )
 
 
-def check_shared(folder: Path) -> None:
+def check_shared(folder: AnyPath) -> None:
     """Check that all processes share the folder of this name.
 
     Raises:
@@ -126,7 +126,7 @@ def check_shared(folder: Path) -> None:
     path = folder / f".shared-{gather(uuid.uuid4().hex)[0]}"
     with together():
         if jax.process_index() == 0:
-            path.touch()
+            path.write_text("")
     missing = [i for i, exists in enumerate(gather(str(path.exists()))) if exists != "True"]
     if jax.process_index() == 0:
         path.unlink()

@@ -21,6 +21,7 @@ from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
+from heinsen_jax.run_folder import opened
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
 from heinsen_jax.training.evaluate import evaluate
@@ -39,7 +40,7 @@ DATA_HELP = (
 @command_line
 def main() -> None:
     def run(
-        workdir: Annotated[Path, tyro.conf.arg(help=WORKDIR_HELP)],
+        workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
         data: Annotated[str | None, tyro.conf.arg(help=DATA_HELP)] = None,
         sequence_length: Annotated[
             int | None, tyro.conf.arg(help="sequence length, in tokens; that of the run when None")
@@ -84,7 +85,7 @@ def main() -> None:
                 f"--output {output}: folder {output.parent} does not exist; create it first"
             )
         if tasks:
-            model: dict[str, str | bool | int] = {"workdir": str(workdir), "latest": latest}
+            model: dict[str, str | bool | int] = {"workdir": workdir, "latest": latest}
             model["batch_size"] = batch_size or 16
             options = {"tasks": [*tasks], "limit": limit, "num_fewshot": num_fewshot}
             _run_tasks(model, options, include_path, output)
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def _run_text(
-    workdir: Path,
+    workdir: str,
     data: str | None,
     sequence_length: int | None,
     max_batches: int | None,
@@ -107,7 +108,8 @@ def _run_text(
         if number is not None and number < 1:
             raise UserError(f"--{option} {number} must be at least 1")
     model, tokenizer, step = load_run(workdir, best=not latest)
-    experiment = load_config(workdir / CONFIG_FILE)
+    with opened(workdir) as run:
+        experiment = load_config(run.files / CONFIG_FILE)
     settings = experiment.data
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
@@ -172,7 +174,7 @@ def _all_of(settings: text.AnyDataConfig) -> Dataset:
 
 
 def _check_tokenizer(
-    workdir: Path, ours: Tokenizer | None, corpus: str, theirs: Tokenizer | None
+    workdir: str, ours: Tokenizer | None, corpus: str, theirs: Tokenizer | None
 ) -> None:
     if ours and theirs and ours.fingerprint != theirs.fingerprint:
         raise UserError(

@@ -26,17 +26,16 @@ from heinsen_jax.config import (
     check_changes,
     check_tokenizer,
     check_workdir,
-    check_writable,
     identity,
     load_config,
     override,
     record,
     set_aside,
 )
-from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.errors import command_line
 from heinsen_jax.field_help import print_help
 from heinsen_jax.generate import sample
-from heinsen_jax.locks import locked
+from heinsen_jax.run_folder import opened
 from heinsen_jax.training.checkpoint import CONFIG_FILE
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.settings import check_settings
@@ -65,7 +64,9 @@ def main() -> int:
         help="name of a shipped configuration, a Python file, or a run's config.json; required",
     )
     parser.add_argument(
-        "--workdir", help="the run's folder; runs/<name of the configuration> by default"
+        "--workdir",
+        help="the run's folder, on a disk or in a bucket, gs://bucket/folder; runs/<name of the "
+        "configuration> by default",
     )
     parser.add_argument(
         "--restart",
@@ -119,18 +120,15 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
     with ExitStack() as held:
         with distributed.together():
             config = override(load_config(options.config), overrides)
-            if "://" in (options.workdir or ""):
-                raise UserError(
-                    f"--workdir {options.workdir}: buckets are not supported; give a local folder, "
-                    "or one that all hosts mount"
-                )
-            workdir = Path(options.workdir or Path("runs") / _name(Path(options.config)))
-            check_writable(workdir)
+            name = options.workdir or Path("runs") / _name(Path(options.config))
+            run = held.enter_context(opened(name))
+            workdir = run.files
+            run.check_writable()
             if jax.process_index() == 0 and not options.dry_run:
-                held.enter_context(locked(workdir))
+                held.enter_context(run.locked())
             if not options.restart:
                 check_workdir(workdir, config)
-        distributed.check_shared(workdir)
+        distributed.check_shared(run.shared)
         with distributed.process_0_first():
             dataset = data.load(config.data)
         modes: dict[str, JSON] = {
@@ -147,13 +145,13 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
         with distributed.process_0_first() as is_first:
             if is_first and not options.dry_run:
                 if options.restart:
-                    set_aside(workdir)
+                    set_aside(run)
                 check_tokenizer(workdir, config, dataset)
                 allowed = options.allow_change
                 if changed := check_changes(workdir, config, dataset, allowed=allowed):
                     print(f"changed since the last start: {'; '.join(changed)}", flush=True)
         result = train(
-            workdir,
+            run,
             dataset,
             config,
             dry_run=options.dry_run,

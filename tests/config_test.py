@@ -9,12 +9,12 @@ from heinsen_jax.config import (
     ExperimentConfig,
     as_json,
     check_workdir,
-    check_writable,
     load_config,
     override,
 )
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import Layers
+from heinsen_jax.run_folder import RunFolder
 
 CONFIGS = sorted((Path(__file__).resolve().parents[1] / "configs").glob("*.py"))
 
@@ -152,4 +152,4 @@ def test_another_architecture_is_refused_with_its_differences(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        check_writable(tmp_path / "file" / "run")
+        RunFolder(tmp_path / "file" / "run").check_writable()

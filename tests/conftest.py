@@ -11,6 +11,10 @@ is collected rarely, since tracing creates many long-lived objects.
 import gc
 import lzma
 import os
+import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -20,8 +24,11 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from tests.multi_device.apart import free_port
+
 CHECKED = [
     "heinsen_jax.attention",
+    "heinsen_jax.buckets",
     "heinsen_jax.compilation",
     "heinsen_jax.config",
     "heinsen_jax.data",
@@ -33,6 +40,7 @@ CHECKED = [
     "heinsen_jax.models",
     "heinsen_jax.on_ray",
     "heinsen_jax.ops",
+    "heinsen_jax.run_folder",
     "heinsen_jax.sharding",
     "heinsen_jax.study",
     "heinsen_jax.training",
@@ -138,3 +146,35 @@ def published_data(tmp_path_factory) -> Path:
     for file in GOLDEN_FOLDER.glob("*.xz"):
         (folder / file.stem).write_bytes(lzma.decompress(file.read_bytes()))
     return folder
+
+
+@pytest.fixture(scope="session")
+def emulator() -> Iterator[dict[str, str]]:
+    """Yield the environment variables that lead clients to an emulator of Google Cloud Storage."""
+    port = free_port()
+    command = [sys.executable, str(ROOT / "tests/emulator.py"), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        address, deadline = f"http://localhost:{port}", time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/storage/v1/b?project=test").close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, "the emulator did not start"
+                time.sleep(0.1)
+        yield {
+            "STORAGE_EMULATOR_HOST": address,
+            "TENSORSTORE_GCS_HTTP_URL": address,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
+            "GOOGLE_CLOUD_PROJECT": "test",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # needs credentials
+        }
+        server.kill()
+
+
+@pytest.fixture
+def bucket(emulator, monkeypatch, tmp_path) -> str:
+    """Return the address of an empty folder in a bucket, for this process and its children."""
+    for name, value in emulator.items():
+        monkeypatch.setenv(name, value)
+    return f"gs://bucket/{tmp_path.name}"

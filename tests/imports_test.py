@@ -9,27 +9,33 @@ ALLOWED = {
     "errors": set(),
     "typing": set(),
     "pytrees": {"typing"},
+    "buckets": LOWEST,
     "locks": LOWEST,
+    "run_folder": LOWEST | {"buckets", "locks"},
     "ops": LOWEST,
     "sharding": LOWEST,
     "compilation": set(),
     "environment": set(),
     "on_ray": LOWEST,
-    "distributed": LOWEST,
+    "distributed": LOWEST | {"buckets"},
     "attention": LOWEST | {"ops", "sharding"},
     "models": LOWEST | {"ops", "attention", "sharding"},
-    "data": LOWEST | {"on_ray", "locks"},
-    "interop": LOWEST | {"attention", "models", "data", "training", "generate"},
-    "training": LOWEST | {"compilation", "attention", "models", "sharding", "distributed", "data"},
+    "data": LOWEST | {"on_ray", "locks", "buckets"},
+    "interop": LOWEST | {"attention", "models", "data", "training", "generate", "run_folder"},
+    "training": LOWEST
+    | {"compilation", "attention", "models", "sharding", "distributed", "data"}
+    | {"buckets", "run_folder"},
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "data", "training", "generate"},
-    "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config", "generate"},
-    "config": LOWEST | {"models", "sharding", "data", "training"},
+    "evaluate": LOWEST
+    | {"compilation", "data", "sharding", "training", "config", "generate", "run_folder"},
+    "config": LOWEST | {"models", "sharding", "data", "training", "buckets", "run_folder"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST
-    | {"distributed", "locks", "data", "training", "generate", "config", "field_help"},
+    | {"distributed", "run_folder", "data", "training", "generate", "config", "field_help"},
     "study": LOWEST
-    | {"environment", "on_ray", "locks", "attention", "models", "data", "training", "config"},
+    | {"environment", "on_ray", "locks", "attention", "models", "data", "training", "config"}
+    | {"run_folder"},
 }
 
 

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -20,7 +20,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from heinsen_jax.buckets import AnyPath
 from heinsen_jax.errors import UserError
+
+Location = TypeVar("Location", bound=AnyPath)
 
 _SECONDS_BETWEEN_LINES = 5
 
@@ -63,7 +66,7 @@ def writing(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def free_name(path: Path) -> Path:
+def free_name(path: Location) -> Location:
     """Return an unused name, with a number appended if necessary."""
     others = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(name for name in itertools.chain([path], others) if not name.exists())

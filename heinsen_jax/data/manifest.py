@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pydantic
 
+from heinsen_jax.buckets import AnyPath
 from heinsen_jax.data.files import sha256_of, write_atomically
 from heinsen_jax.data.sources import DEFAULT_COLUMN, SplitName
 from heinsen_jax.errors import UserError
@@ -100,20 +101,27 @@ class Manifest(Recipe):
         """Read the manifest in `folder` and check that every shard exists with its full size."""
         path = Path(folder) / MANIFEST_FILE
         try:
-            manifest = cls.model_validate_json(path.read_bytes())
+            manifest = cls.parse(path.read_bytes(), path)
         except OSError:
             raise UserError(
                 f"{folder} holds no {MANIFEST_FILE}: prepare it with "
                 f"python -m heinsen_jax.data.prepare INPUT --output {folder}"
             ) from None
+        manifest._check_shards(Path(folder))
+        return manifest
+
+    @classmethod
+    def parse(cls, content: bytes, path: AnyPath) -> "Manifest":
+        """The manifest with this content, read from `path`."""
+        try:
+            return cls.model_validate_json(content)
         except pydantic.ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"])) or "content"
             raise UserError(
-                f"{path} is damaged ({where}: {problem['msg']}): delete {folder}, prepare it again"
+                f"{path} is damaged ({where}: {problem['msg']}): delete {path.parent}, prepare it "
+                "again"
             ) from None
-        manifest._check_shards(Path(folder))
-        return manifest
 
     def check_hashes(self, folder: Path) -> None:
         """Check the hash of every shard.
@@ -121,18 +129,19 @@ class Manifest(Recipe):
         Raises:
           UserError: one is not; the message names it.
         """
-        for shard in self._shards():
+        for shard in self.shards():
             if sha256_of(path := folder / shard.file) != shard.sha256:
                 raise UserError(
                     f"{path} is damaged (its content has another hash): delete {folder} and "
                     "prepare it again"
                 )
 
-    def _shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[Shard]:
+        """The shards of all splits."""
         return (shard for split in self.splits.values() for shard in split.shards)
 
     def _check_shards(self, folder: Path) -> None:
-        for shard in self._shards():
+        for shard in self.shards():
             path, expected = folder / shard.file, shard.tokens * numpy_dtype(self.dtype).itemsize
             if not path.is_file():
                 raise UserError(f"{path} is missing: delete {folder} and prepare it again")

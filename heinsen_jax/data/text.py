@@ -11,8 +11,10 @@ import numpy as np
 import pydantic
 import tyro
 
+from heinsen_jax.buckets import bucket_path, is_remote
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch
+from heinsen_jax.data.fetch import fetch_prepared
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import HUB, SplitChoice, prepare, sources_of
@@ -34,7 +36,8 @@ class DataConfig:
 
     corpus: str = "python-stdlib"
     """Name of a corpus; a text, .jsonl or Parquet file, or a folder of them; a data set of the
-    Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder."""
+    Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder, on a
+    disk or in a bucket, gs://bucket/folder."""
     mixture: dict[str, pydantic.NonNegativeFloat] | None = None
     """Several corpora in place of `corpus`, each with a weight: rows of training in proportion to
     the weights; evaluation of all, and of each by its name."""
@@ -252,8 +255,12 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
       config: configuration of the data set.
       split: as for `prepare`; ignored for prepared folders and published splits.
     """
-    if (Path(config.corpus) / MANIFEST_FILE).exists():
-        dataset = TokenDataset(config.corpus)
+    if is_remote(config.corpus) and not config.corpus.startswith(HUB):
+        corpus = fetch_prepared(bucket_path(config.corpus, "data.corpus"), Path(config.cache))
+    else:
+        corpus = Path(config.corpus)
+    if (corpus / MANIFEST_FILE).exists():
+        dataset = TokenDataset(corpus)
         _check_prepared(dataset.manifest, config)
         return _verified(dataset, config)
     downloads = Path(config.cache) / "downloads"

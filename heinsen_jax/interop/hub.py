@@ -26,6 +26,7 @@ from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.run_folder import RunFolder, opened
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
 from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
@@ -56,11 +57,17 @@ def save_pretrained(
     Raises:
       UserError: the run does not exist; the folder is not empty; or it cannot be written.
     """
-    workdir, place = Path(workdir), Path(output)
-    output = place.resolve()
+    with opened(workdir) as run:
+        return _save_pretrained(run, Path(output), best, shard_bytes, repo_id)
+
+
+def _save_pretrained(
+    run: RunFolder, place: Path, best: bool, shard_bytes: int, repo_id: str | None
+) -> Path:
+    workdir, output = run.files, place.resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{place} exists: give the name of a new folder")
-    model, tokenizer, step = load_run(workdir, best=best)
+    model, tokenizer, step = load_run(str(run), best=best)
     arrays = flatten_with_names(nnx.state(model, nnx.Param))
     holder = output if output.exists() else output.parent
     partial = free_name(holder / f"{output.name}.partial")
@@ -278,7 +285,7 @@ def _metadata(
 @command_line
 def main() -> None:
     def save(
-        workdir: Annotated[Path, tyro.conf.arg(help=WORKDIR_HELP)],
+        workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
         output: Annotated[Path, tyro.conf.arg(help="a new or empty folder")],
         latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
     ) -> None:
@@ -286,7 +293,7 @@ def main() -> None:
         print(f"saved in {save_pretrained(workdir, output, best=not latest)}")
 
     def push_run(
-        workdir: Annotated[Path, tyro.conf.arg(help=WORKDIR_HELP)],
+        workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
         repo_id: Annotated[str, tyro.conf.arg(help="repository of the hub, as owner/name")],
         private: Annotated[
             bool, tyro.conf.arg(help="create it as a private repository, if it does not exist")

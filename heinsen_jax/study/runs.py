@@ -20,16 +20,17 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax import data, on_ray
-from heinsen_jax.config import ExperimentConfig, as_json, check_writable, record
+from heinsen_jax.config import ExperimentConfig, as_json, record
 from heinsen_jax.data import DataConfig
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel
+from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
 from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.report import Row
-from heinsen_jax.training.checkpoint import CHECKPOINT_FOLDER, SAVED_FILE, SavedConfig
+from heinsen_jax.training.checkpoint import SAVED_FILE, SavedConfig
 from heinsen_jax.training.loop import Diverged, train
 
 LOG_FILE = "log.txt"
@@ -50,7 +51,7 @@ def run_one(values: SavedConfig, workdir: Path) -> Row:
     Raises:
       Stopped: a signal stopped the run.
     """
-    check_writable(workdir)
+    RunFolder(workdir).check_writable()
     with locked(workdir, wait=True):  # until the process of a killed study has exited
         row = _recorded(workdir / ROW_FILE)
         if row is None:

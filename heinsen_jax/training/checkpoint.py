@@ -2,11 +2,8 @@
 
 import contextlib
 import json
-import logging
 import math
-import re
 import shlex
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -16,27 +13,30 @@ from typing import TypedDict, TypeVar, cast
 import jax
 import orbax.checkpoint as ocp
 import pydantic
+from etils import epath
 from flax import nnx
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
+from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import Tokenizer, load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
-from heinsen_jax.errors import UserError, explain, wants_tracebacks
+from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.run_folder import RunFolder, opened
 from heinsen_jax.training.checksums import (
     add_last_checksums,
     find_damage,
     find_damaged_array,
     write_checksums,
 )
+from heinsen_jax.training.storage_errors import first_line, is_of_storage, quiet_failed_saves
 from heinsen_jax.training.weights import has_weights, load_weights
 from heinsen_jax.typing import JSON, Array, PyTree
 
 CONFIG_FILE = "config.json"
-CHECKPOINT_FOLDER = "checkpoints"
 
 SAVED_FILE = "last_checkpoint.json"
 """Records the newest step that was saved, so that lost checkpoints are noticed."""
@@ -44,21 +44,8 @@ SAVED_FILE = "last_checkpoint.json"
 REMOVED_WITHIN = 2.0
 """Seconds that a reader waits for the removal of a step by another process."""
 
-OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
-"""Pattern of operating-system errors in messages of TensorStore and Orbax."""
-
-EXPECTED = "Metadata file does not exist"
-"""Warning of Orbax about a checkpoint that is read by itself, without its manager."""
 ITEM, METRICS = "default", "metrics/metrics"
 """Names of Orbax in a step's folder: the folder of the state, and the file of metrics."""
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for log records of failed saves, which this module reports as one `UserError`."""
-    message = record.getMessage()
-    is_of_save = "orbax" in record.pathname or "orbax" in message
-    is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
-    return not message.startswith(EXPECTED) and (wants_tracebacks() or not is_reported)
 
 
 Tree = TypeVar("Tree")
@@ -87,12 +74,13 @@ class Checkpoints:
     write, and the steps are those at the opening.
     """
 
-    def __init__(self, workdir: Path, *, keep: int = 2, read_only: bool = False):
-        self.folder = workdir.resolve() / CHECKPOINT_FOLDER
+    def __init__(self, workdir: Path | RunFolder, *, keep: int = 2, read_only: bool = False):
+        self._run = RunFolder(workdir) if isinstance(workdir, Path) else workdir
+        self.folder = self._run.checkpoints
         self.damaged: dict[int, str] = {}
-        self._saved_file = workdir.resolve() / SAVED_FILE
+        self._saved_file = self._run.files.resolve() / SAVED_FILE
         self._manager: ocp.CheckpointManager | None = None
-        _quiet_failed_saves()
+        quiet_failed_saves()
         if read_only:
             self._steps = [step for step in self._finished() if not self._is_damaged(step)]
             self._verified: set[int] = set()
@@ -106,9 +94,7 @@ class Checkpoints:
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             best_fn=_score,
             cleanup_tmp_directories=True,
-            async_options=ocp.options.AsyncOptions(
-                post_finalization_callback=self._write_checksums
-            ),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._complete),
         )
         self._manager = ocp.CheckpointManager(
             self.folder, options=options, item_handlers=ocp.PyTreeCheckpointHandler()
@@ -117,7 +103,7 @@ class Checkpoints:
     def _finished(self) -> list[int]:
         """The finished steps."""
         folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(path.name) for path in folders if path.name.isdecimal())
+        return sorted(int(path.name) for path in folders if _is_finished(path))
 
     def _set_damaged_aside(self) -> None:
         """Rename the steps with damage other than in the content of their arrays."""
@@ -142,7 +128,7 @@ class Checkpoints:
     def _set_aside(self, step: int, reason: str) -> None:
         self.damaged[step] = reason
         folder = self.folder / str(step)
-        folder.rename(free_name(folder.with_name(f"damaged-{step}")))
+        move(folder, free_name(folder.with_name(f"damaged-{step}")))
 
     def _is_damaged(self, step: int, *, arrays: bool = False) -> bool:
         """Whether a reader finds a step, or its arrays, damaged or being removed."""
@@ -168,11 +154,13 @@ class Checkpoints:
         except FileNotFoundError:  # another process is removing the step
             return math.inf
 
-    def _write_checksums(self) -> None:
-        """Callback of Orbax, when all files of a step are written under a temporary name."""
+    def _complete(self) -> None:
+        """Callback of Orbax, when all files of a step are written, before it is final."""
         if jax.process_index() == 0:
-            for folder in self.folder.glob("*.orbax-checkpoint-tmp"):
-                write_checksums(folder)
+            for folder in self.folder.iterdir():
+                if _is_being_written(folder):
+                    write_checksums(folder)
+            self._run.publish()
 
     def record_newest(self) -> None:
         """Record the newest step. (Orbax has no callback after a step gets its final name.)"""
@@ -251,13 +239,13 @@ class Checkpoints:
             )
             self.record_newest()  # records an earlier step, since this one is still being written
         except Exception as error:
-            if not _is_of_storage(error):
+            if not is_of_storage(error):
                 raise
             raise self._not_written(error) from error
 
     def _not_written(self, error: Exception) -> UserError:
         return UserError(
-            f"{self.folder}: a checkpoint cannot be written ({_reason(error)}); free space, or "
+            f"{self.folder}: a checkpoint cannot be written ({first_line(error)}); free space, or "
             "make the folder writable, and give the command again: earlier checkpoints are kept"
         )
 
@@ -273,7 +261,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self.record_newest()
         except Exception as error:
-            if not _is_of_storage(error):
+            if not is_of_storage(error):
                 raise
             raise self._not_written(error) from error
 
@@ -290,16 +278,17 @@ class Checkpoints:
             partial_restore=True,
         )
         try:
-            with ocp.PyTreeCheckpointer() as checkpointer:
-                saved = checkpointer.metadata(folder).item_metadata.tree
-                if missing := wanted.keys() - saved.keys():
-                    raise ValueError(f"it does not hold {min(missing)}")
+            handler = ocp.PyTreeCheckpointHandler()
+            saved = handler.metadata(epath.Path(folder)).tree
+            if missing := wanted.keys() - saved.keys():
+                raise ValueError(f"it does not hold {min(missing)}")
+            with ocp.Checkpointer(handler) as checkpointer:
                 restored = checkpointer.restore(folder, arguments)
         except jax.errors.JaxRuntimeError:  # an error of a device, or of another process
             raise
         except Exception as error:
             raise UserError(
-                f"{self.folder / str(step)} cannot be read ({_reason(error)}): move that folder "
+                f"{self.folder / str(step)} cannot be read ({first_line(error)}): move that folder "
                 "away to resume from the step before"
             ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
@@ -342,13 +331,17 @@ def load_run(
     Warns:
       UserWarning: a checkpoint is damaged or missing, and another one is used.
     """
-    workdir = Path(workdir)
-    config = read_config(workdir)
+    with opened(workdir) as run:
+        return _loaded(run, best)
+
+
+def _loaded(run: RunFolder, best: bool) -> tuple[LanguageModel, Tokenizer | None, int]:
+    workdir, config = run.files, read_config(run.files)
     if config is None:
-        raise UserError(_no_run(workdir))
-    has_checkpoints = (workdir / CHECKPOINT_FOLDER).is_dir()
+        raise UserError(_no_run(run))
+    has_checkpoints = run.checkpoints.is_dir()
     if not has_checkpoints and not has_weights(workdir):
-        raise UserError(_no_checkpoint(workdir))
+        raise UserError(_no_checkpoint(run))
     try:
         model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
     except ValueError as error:
@@ -361,7 +354,7 @@ def load_run(
     if has_checkpoints:
         has_average = config["optimizer"].get("ema_decay") is not None
         name = "average" if has_average else "parameters"
-        parameters, step = _of_checkpoint(workdir, name, abstract, best)
+        parameters, step = _of_checkpoint(run, name, abstract, best)
     else:
         arrays, step = load_weights(workdir, flatten_with_names(abstract))
         leaves = [arrays[name] for name in flatten_with_names(abstract)]
@@ -388,15 +381,15 @@ def load_text_run(
 
 
 def _of_checkpoint(
-    workdir: Path, name: str, abstract: nnx.State, best: bool
+    run: RunFolder, name: str, abstract: nnx.State, best: bool
 ) -> tuple[nnx.State, int]:
     """Load the parameters, or their average, by the name in `TrainState`, and the step of a run's
     best (or latest) checkpoint."""
-    with Checkpoints(workdir, read_only=True) as checkpoints:
+    with Checkpoints(run, read_only=True) as checkpoints:
         step = checkpoints.best_step() if best else checkpoints.latest_step()
         checkpoints.check_lost("bring one back, or train it again")
         if step is None:
-            raise UserError(_no_checkpoint(workdir))
+            raise UserError(_no_checkpoint(run))
         for warning in checkpoints.losses():
             warnings.warn(f"{warning}: step {step} is used", stacklevel=3)
         return checkpoints.restore(step, {name: abstract})[name], step
@@ -428,60 +421,42 @@ def read_config(workdir: Path) -> SavedConfig | None:
     return cast(SavedConfig, config)
 
 
-def _no_run(workdir: Path) -> str:
+def _no_run(run: RunFolder) -> str:
     """Error message for a path without a run."""
-    said = f"{workdir} holds no run ({CONFIG_FILE} is missing)"
+    workdir, said = run.files, f"{run} holds no run ({CONFIG_FILE} is missing)"
     if workdir.is_file():
         return f"{workdir} is a file: give the folder of a run"
     if runs := sorted(path.parent.name for path in workdir.glob(f"*/{CONFIG_FILE}")):
         return f"{said}: give one of the folders in it that do: {', '.join(runs)}"
-    command = shlex.join(("--config", "quickstart", "--workdir", str(workdir)))
+    command = shlex.join(("--config", "quickstart", "--workdir", str(run)))
     return f"{said}: train one with `python -m heinsen_jax.train {command}`"
 
 
-def _no_checkpoint(workdir: Path) -> str:
-    if (workdir / SAVED_FILE).exists():
-        return f"{workdir / CHECKPOINT_FOLDER} is gone: bring it back, or train the run again"
-    return f"{workdir} has no checkpoint yet: start its training again"
+def _no_checkpoint(run: RunFolder) -> str:
+    if (run.files / SAVED_FILE).exists():
+        return f"{run.checkpoints} is gone: bring it back, or train the run again"
+    return f"{run} has no checkpoint yet: start its training again"
 
 
-def _is_being_removed(folder: Path) -> bool:
+def _is_finished(folder: AnyPath) -> bool:
+    """Whether a folder is of a finished step: by its name on a disk, where Orbax renames it; by its
+    last object in a bucket."""
+    is_local = isinstance(folder, Path)
+    return folder.name.isdecimal() and (is_local or (folder / "commit_success.txt").exists())
+
+
+def _is_being_written(folder: AnyPath) -> bool:
+    if isinstance(folder, Path):
+        return folder.name.endswith(".orbax-checkpoint-tmp")
+    return folder.name.isdecimal() and not _is_finished(folder)
+
+
+def _is_being_removed(folder: AnyPath) -> bool:
     """Whether the process that writes the run is removing this step."""
     deadline = time.monotonic() + REMOVED_WITHIN
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return not folder.exists()
-
-
-def _is_of_storage(error: Exception) -> bool:
-    """Whether a save failed because of storage, not because of a device or a bug. TensorStore
-    raises ValueError with the message of the operating system."""
-    if isinstance(error, jax.errors.JaxRuntimeError):
-        return False
-    causes = [error, error.__cause__, error.__context__]
-    return any(isinstance(x, OSError) or OF_SYSTEM.search(str(x)) for x in causes)
-
-
-def _quiet_failed_saves() -> None:
-    """Silence the logs of libraries about failed saves, permanently: their threads outlive the
-    save."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_news)
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _ignore_closed_loop
-
-
-def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Ignore callbacks of TensorStore's threads to an event loop that Orbax has closed after a
-    failed save; each would print a traceback."""
-    if wants_tracebacks() or str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
-
-
-def _reason(error: Exception) -> str:
-    """First line of the message of an error, or of its cause."""
-    cause = error.__cause__ or error
-    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
 def _score(metrics: dict[str, float]) -> float:

@@ -8,14 +8,15 @@ not resist forgery, and nothing here is secret. SHA-256 is read in earlier check
 """
 
 import hashlib
+import io
 import json
-import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import xxhash
+
+from heinsen_jax.buckets import AnyPath, files_below, write_whole
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "xxh3_128": xxhash.xxh3_128,
@@ -41,14 +42,14 @@ class Checksums(NamedTuple):
     files: dict[str, str]
 
 
-def write_checksums(folder: Path) -> None:
+def write_checksums(folder: AnyPath) -> None:
     """Record the hash of every file in the folder of a step that is being written."""
     algorithm = next(iter(ALGORITHMS))
     names = set(_files(folder)) - WRITTEN_LAST
     _write(folder, Checksums(algorithm, _hashes(folder, names, algorithm)))
 
 
-def add_last_checksums(folder: Path) -> None:
+def add_last_checksums(folder: AnyPath) -> None:
     """Add the checksums of the files that Orbax writes last."""
     recorded = _read(folder)
     if recorded is not None and WRITTEN_LAST.isdisjoint(recorded.files):
@@ -56,7 +57,7 @@ def add_last_checksums(folder: Path) -> None:
         _write(folder, recorded._replace(files=recorded.files | found))
 
 
-def find_damage(folder: Path) -> str | None:
+def find_damage(folder: AnyPath) -> str | None:
     """Describe the damage of a step's folder, except in the content of its arrays: missing,
     additional or changed files. None if it is intact."""
     recorded = _read(folder)
@@ -73,7 +74,7 @@ def find_damage(folder: Path) -> str | None:
     return _first_changed(folder, recorded, (x for x in files if not _is_of_arrays(x)))
 
 
-def find_damaged_array(folder: Path, share: int = 0, shares: int = 1) -> str | None:
+def find_damaged_array(folder: AnyPath, share: int = 0, shares: int = 1) -> str | None:
     """Describe the first damaged file of arrays in a share of them; None if they are intact.
 
     Args:
@@ -92,39 +93,39 @@ def _is_of_arrays(name: str) -> bool:
     return ARRAYS in name.split("/")[:-1]
 
 
-def _first_changed(folder: Path, recorded: Checksums, names: Iterable[str]) -> str | None:
+def _first_changed(folder: AnyPath, recorded: Checksums, names: Iterable[str]) -> str | None:
     try:
         found = _hashes(folder, names, recorded.algorithm)
     except FileNotFoundError as error:  # removed meanwhile
-        return f"{error.filename} is missing"
+        return f"{error.filename or error} is missing"
     changed = (name for name, digest in found.items() if digest != recorded.files[name])
     name = next(changed, None)
     return name and f"{name} is not as it was written"
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: AnyPath) -> list[str]:
     """Paths of all files in a step's folder, except the file of checksums."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    names = (path.relative_to(folder).as_posix() for path in paths)
-    own = {_name(algorithm, partial) for algorithm in ALGORITHMS for partial in ("", ".partial")}
-    return [name for name in names if name not in own]
+    own = {_name(algorithm) for algorithm in ALGORITHMS}
+    return [name for name in files_below(folder) if name.removesuffix(".partial") not in own]
 
 
-def _hashes(folder: Path, names: Iterable[str], algorithm: str) -> dict[str, str]:
+def _hashes(folder: AnyPath, names: Iterable[str], algorithm: str) -> dict[str, str]:
     def hash_of(name: str) -> str:
         with (folder / name).open("rb") as file:
-            return hashlib.file_digest(file, ALGORITHMS[algorithm]).hexdigest()
+            return hashlib.file_digest(
+                cast(io.BufferedReader, file), ALGORITHMS[algorithm]
+            ).hexdigest()
 
     names = sorted(names)
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(names, pool.map(hash_of, names), strict=True))
 
 
-def _name(algorithm: str, partial: str = "") -> str:
-    return f"{algorithm}.json{partial}"
+def _name(algorithm: str) -> str:
+    return f"{algorithm}.json"
 
 
-def _read(folder: Path) -> Checksums | None:
+def _read(folder: AnyPath) -> Checksums | None:
     """The checksums of a step; None if their file is missing or damaged."""
     for algorithm in ALGORITHMS:
         try:
@@ -137,13 +138,10 @@ def _read(folder: Path) -> Checksums | None:
     return None
 
 
-def _write(folder: Path, checksums: Checksums) -> None:
-    """Write the file of checksums atomically."""
+def _write(folder: AnyPath, checksums: Checksums) -> None:
     algorithm, hashes = checksums
-    path = folder / _name(algorithm, ".partial")
     content = {"files": hashes, algorithm: _hash_of(hashes, algorithm)}
-    path.write_text(json.dumps(content, indent=1))
-    os.replace(path, folder / _name(algorithm))
+    write_whole(folder / _name(algorithm), json.dumps(content, indent=1).encode())
 
 
 def _hash_of(hashes: dict[str, str], algorithm: str) -> str:

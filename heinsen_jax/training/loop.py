@@ -22,6 +22,7 @@ from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batche
 from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, flops_per_token
+from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.evaluate import evaluate
@@ -84,7 +85,7 @@ class TrainingResult:
 
 
 def train(
-    workdir: Path,
+    workdir: Path | RunFolder,
     dataset: Dataset,
     experiment: Experiment,
     *,
@@ -116,8 +117,9 @@ def train(
     """
     cache_compilations(experiment.training.compilation_cache)
     mesh = check_settings(dataset, experiment)
-    with jax.set_mesh(mesh):
-        run = _Run(workdir, dataset, experiment, mesh, profile, on_start, sample_fn)
+    folder = RunFolder(workdir) if isinstance(workdir, Path) else workdir
+    with jax.set_mesh(mesh), folder.published():
+        run = _Run(folder, dataset, experiment, mesh, profile, on_start, sample_fn)
         return run.dry_run() if dry_run else run()
 
 
@@ -126,7 +128,7 @@ class _Run:
 
     def __init__(
         self,
-        workdir: Path,
+        folder: RunFolder,
         dataset: Dataset,
         experiment: Experiment,
         mesh: Mesh,
@@ -134,7 +136,8 @@ class _Run:
         on_start: Callable[[], None],
         sample_fn: SampleFn | None,
     ):
-        self.workdir, self.dataset, self.mesh = workdir, dataset, mesh
+        self.folder, self.workdir = folder, folder.files
+        self.dataset, self.mesh = dataset, mesh
         self.seed = experiment.seed
         self.model = experiment.model
         self.data, self.documents = with_documents(experiment.data, dataset, self.model)
@@ -158,7 +161,7 @@ class _Run:
         keep, steps = self.training.keep_checkpoints, self.training.steps
         with (
             contextlib.ExitStack() as outer,
-            Checkpoints(self.workdir, keep=keep) as self.checkpoints,
+            Checkpoints(self.folder, keep=keep) as self.checkpoints,
         ):
             start, lost = self._start()
             with contextlib.ExitStack() as files:
@@ -178,11 +181,12 @@ class _Run:
                 if start is None:
                     start, state = 0, init_sharded(self.init, self.abstract)
                 else:
-                    self.reporter.line(f"continuing {self.workdir} from step {start}")
+                    self.reporter.line(f"continuing {self.folder} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
                 with together():
                     if jax.process_index() == 0:
                         self.on_start()
+                    self.folder.publish()
                 # Handled until the last save ends, also after an error: its deadline still holds.
                 self.signals = outer.enter_context(Signals(self.training.shutdown_timeout))
                 self.reporter.begin()
@@ -207,7 +211,7 @@ class _Run:
     def _finished(self, step: int) -> TrainingResult:
         """The result of a run that has made all its updates."""
         self.reporter.line(
-            f"{self.workdir} has made {step} updates, and training.steps={self.training.steps}: "
+            f"{self.folder} has made {step} updates, and training.steps={self.training.steps}: "
             "nothing is left to train"
         )
         if (metrics := self._recorded(step)) is None:
@@ -294,15 +298,17 @@ class _Run:
             batch = shard_batch(next(batches), self.mesh)
             state, measured = update(state, batch, *self._scalars(step - 1))
             last, stopped_by = step == training.steps, delayed_max(self.signals.first)
+            evaluates = step % training.evaluate_every == 0 or last or stopped_by
+            saves = training.checkpoint_every and step % training.checkpoint_every == 0
             if pending is not None:
                 self._report(*pending, clock)
                 pending = None
             if step % training.log_every == 0 or last:
                 pending = step, measured
-            if step % training.evaluate_every == 0 or last or stopped_by:
-                if pending is not None:
-                    self._report(*pending, clock)
-                    pending = None
+            if (evaluates or saves) and pending is not None:  # a checkpoint includes its metrics
+                self._report(*pending, clock)
+                pending = None
+            if evaluates:
                 if stopped_by or last:
                     tracer(step, last=True)
                 if stopped_by and not last:
@@ -312,7 +318,7 @@ class _Run:
                 with self.reporter.untimed() if is_first else contextlib.nullcontext():
                     metrics = self._evaluate_and_save(step, state)
                 clock.restart(step)
-            elif training.checkpoint_every and step % training.checkpoint_every == 0:
+            elif saves:
                 self.checkpoints.save(step, state)
         return TrainingResult(training.steps, metrics)
 
@@ -341,8 +347,8 @@ class _Run:
     def _evaluate_and_save(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluate, save a checkpoint, and write a sample."""
         metrics = self._evaluated(state)
-        self.checkpoints.save(step, state, loss=metrics["loss"])
         self.reporter.validation(step, metrics)
+        self.checkpoints.save(step, state, loss=metrics["loss"])
         if self.sample_fn is not None and self.training.sample_tokens:
             assert self.dataset.tokenizer is not None
             text = self.sample_fn(
@@ -372,20 +378,20 @@ class _Run:
             return
         if result.signal is not None:
             name = signal.Signals(result.signal).name
-            line(f"stopped by {name} after step {result.step}, which is saved in {self.workdir}")
+            line(f"stopped by {name} after step {result.step}, which is saved in {self.folder}")
             line("to resume, give the same command again")
             return
-        plot = plot_losses(self.workdir)
+        plot_losses(self.workdir)
         sample = self.workdir / "samples" / f"step_{result.step:08d}.txt"
         if sample.exists():
             line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
-        line(f"loss plot: {plot}")
+        line(f"loss plot: {self.folder}/{PLOT_FILE}")
         self._print_next_commands()
 
     def _print_next_commands(self) -> None:
         if self.model.is_causal and self.dataset.tokenizer is not None:
             self.reporter.line("next, generate text:")
-            workdir = shlex.quote(str(self.workdir))
+            workdir = shlex.quote(str(self.folder))
             command = f'python -m heinsen_jax.generate --workdir {workdir} --prompt "..."'
             self.reporter.line(f"  {command}")
 

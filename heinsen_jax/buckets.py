@@ -1,0 +1,255 @@
+"""Files in buckets of Google Cloud Storage, `gs://bucket/folder`.
+
+Objects appear whole and cannot be appended to, and folders are prefixes of their names.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import fsspec
+from etils import epath
+from fsspec.config import conf
+
+from heinsen_jax.errors import UserError
+
+AnyPath: TypeAlias = Path | epath.Path
+"""A path on a disk, or in a bucket."""
+
+SCHEME = "gs://"
+LOCK_FILE = ".lock"
+REFRESHED_AFTER = 10.0
+"""Seconds after which the owner of a lock renews it."""
+ABANDONED_AFTER = 60.0
+"""Seconds without renewal after which a lock has no owner."""
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path has a scheme, such as gs://."""
+    return "://" in str(path)
+
+
+def bucket_path(url: str, field: str) -> epath.Path:
+    """The path of a folder in a bucket.
+
+    Args:
+      url: its address.
+      field: option or field with that address, for messages.
+
+    Raises:
+      UserError: the scheme is not gs://, the address has no folder, or the extra `gcs` is missing.
+    """
+    bucket, _, folder = url.removeprefix(SCHEME).strip("/").partition("/")
+    if not url.startswith(SCHEME):
+        raise UserError(
+            f"{field} {url}: only buckets of Google Cloud Storage, gs://, are supported; give one, "
+            "or a folder that all hosts mount"
+        )
+    if not (bucket and folder):
+        raise UserError(f"{field} {url}: give a folder in the bucket, gs://bucket/folder")
+    try:
+        file_system()
+    except ImportError:
+        raise UserError(
+            f"{field} {url}: buckets need further packages; pip install 'heinsen_jax[gcs]'"
+        ) from None
+    return epath.Path(f"{SCHEME}{bucket}/{folder}")
+
+
+def file_system() -> Any:
+    """The file system of `epath` for buckets. Other processes write, so listings are not cached."""
+    conf.setdefault("gcs", {})["use_listings_cache"] = False
+    return fsspec.filesystem("gcs", finalize_on_close=True)
+
+
+def files_below(folder: AnyPath) -> list[str]:
+    """Paths, relative to a folder, of all files in it and in its subfolders."""
+    if isinstance(folder, Path):
+        files = (path for path in folder.rglob("*") if path.is_file())
+        return [path.relative_to(folder).as_posix() for path in files]
+    prefix = f"{folder}/".removeprefix(SCHEME)
+    return [name.removeprefix(prefix) for name in file_system().find(prefix)]
+
+
+def write_whole(path: AnyPath, content: bytes) -> None:
+    """Write a small file, which appears with its complete content or not at all."""
+    if isinstance(path, Path):
+        partial = path.with_name(f"{path.name}.partial")
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    else:
+        file_system().pipe_file(str(path), content)
+
+
+def upload(content: bytes, target: epath.Path) -> None:
+    """Write an object.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    try:
+        write_whole(target, content)
+    except Exception as error:  # of credentials, of HTTP, or of the operating system
+        raise UserError(
+            f"{target} cannot be written ({_reason(error)}); check the network and the "
+            "credentials, and give the same command again"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def move(path: AnyPath, target: AnyPath) -> None:
+    """Rename a file or a folder. In a bucket all objects are copied, within it, then removed."""
+    if isinstance(path, Path):
+        path.rename(target)
+        return
+    system = file_system()
+    names = [f"/{name}" for name in files_below(path)] or [""]  # "": an object, not a folder
+    system.copy([f"{path}{name}" for name in names], [f"{target}{name}" for name in names])
+    system.rm([f"{path}{name}" for name in names])
+
+
+def check_writable(folder: epath.Path, field: str) -> None:
+    """Check that a folder in a bucket can be written and read.
+
+    Raises:
+      UserError: it cannot be.
+    """
+    path = folder / f".writable-{uuid.uuid4().hex}"
+    try:
+        path.write_text("")
+        path.read_text()
+        path.unlink()
+    except Exception as error:  # of credentials, of HTTP, or of the operating system
+        raise UserError(
+            f"{field} {folder} cannot be written ({_reason(error)}); check its name, the "
+            "credentials (gcloud auth application-default login) and the role Storage Object User"
+        ) from None
+
+
+@contextlib.contextmanager
+def locked(folder: epath.Path) -> Iterator[None]:
+    """Context manager that locks a folder in a bucket against other processes.
+
+    The object `.lock` names the owner, which renews it. A lock that its owner has not renewed for
+    a minute, or whose owner is a dead process of this host, is abandoned. An owner that was
+    suspended for so long that another process has taken the lock ends immediately.
+
+    Raises:
+      UserError: another process, named in the message, holds the lock.
+    """
+    lock = _Lock(folder)
+    lock.acquire()
+    released = threading.Event()
+    thread = threading.Thread(target=lock.renew, args=(released,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        released.set()
+        thread.join()
+        lock.release()
+
+
+class _Lock:
+    """The lock object of a folder."""
+
+    def __init__(self, folder: epath.Path) -> None:
+        self._folder, self._path = folder, str(folder / LOCK_FILE)
+        start = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": start}
+        self._owner["processes"] = _process_namespace()
+        self._id = uuid.uuid4().hex
+
+    def acquire(self) -> None:
+        if (found := self._read()) is not None:
+            self._wait_until_abandoned(found)
+            self.release(found["id"])
+        try:
+            self._write("create")  # fails if another process has created it since
+        except FileExistsError:
+            self._refuse(self._read() or {})
+
+    def _wait_until_abandoned(self, found: dict[str, Any]) -> None:
+        is_here = all(found.get(name) == self._owner[name] for name in ("host", "processes"))
+        if is_here and not _is_running(found["pid"]):
+            return
+        said = f"{self._folder} may be in use by {_described(found)}: waiting for its next sign"
+        print(f"{said}, up to {ABANDONED_AFTER:g} s", file=sys.stderr)
+        deadline = time.monotonic() + ABANDONED_AFTER
+        while time.monotonic() < deadline:
+            time.sleep(REFRESHED_AFTER / 10)
+            if (now := self._read()) is None:
+                return
+            if now != found:
+                self._refuse(now)
+
+    def _refuse(self, found: dict[str, Any]) -> NoReturn:
+        raise UserError(
+            f"{self._folder} is in use by {_described(found)}: wait until it ends, stop it, or "
+            "choose another folder"
+        )
+
+    def renew(self, released: threading.Event) -> None:
+        """Renew the lock until it is released."""
+        while not released.wait(REFRESHED_AFTER):
+            try:
+                if (self._read() or {}).get("id") == self._id:
+                    self._write("overwrite")
+                else:
+                    print(f"error: another process has locked {self._folder}", file=sys.stderr)
+                    os._exit(1)  # not to write into its run
+            except Exception as error:  # of the network: tried again
+                print(f"warning: {self._path} cannot be renewed ({error})", file=sys.stderr)
+
+    def release(self, owner: str | None = None) -> None:
+        """Remove the lock of an owner, by default of this process."""
+        with contextlib.suppress(FileNotFoundError):
+            if (self._read() or {}).get("id") == (owner or self._id):
+                file_system().rm_file(self._path)
+
+    def _read(self) -> dict[str, Any] | None:
+        """The content of the lock; None if it is free."""
+        try:
+            return json.loads(file_system().cat_file(self._path))
+        except FileNotFoundError:
+            return None
+
+    def _write(self, mode: str) -> None:
+        content = self._owner | {"id": self._id, "renewed": time.time()}
+        file_system().pipe_file(self._path, json.dumps(content).encode(), mode=mode)
+
+
+def _described(found: dict[str, Any]) -> str:
+    if not found:
+        return "another process"
+    return f"process {found['pid']} on {found['host']}, since {found['start']}"
+
+
+def _process_namespace() -> str:
+    """Identity of the namespace of process ids: containers with the name of one host have their
+    own."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,0 +1,89 @@
+"""Prepared data in a bucket, downloaded once to a local folder, since tokens are read from memory
+maps."""
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from etils import epath
+
+from heinsen_jax.data.files import byte_progress, replacing, sha256_of, writing
+from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, Shard, numpy_dtype
+from heinsen_jax.data.tokenizers import TOKENIZER_FILES
+from heinsen_jax.data.units import joint_hash
+from heinsen_jax.errors import UserError
+from heinsen_jax.locks import locked
+
+CONCURRENT = 8
+"""Number of shards that are downloaded concurrently."""
+
+
+def fetch_prepared(remote: epath.Path, cache: Path) -> Path:
+    """Download a prepared folder, unless the cache has it, and return the local folder.
+
+    Interrupted downloads resume with the missing shards. Other content of the bucket gets another
+    local folder.
+
+    Args:
+      remote: the folder in the bucket.
+      cache: local folder, which processes of a host may share.
+
+    Raises:
+      UserError: the bucket has no such folder, it cannot be read, or a shard has another hash than
+        in the manifest.
+    """
+    path = remote / MANIFEST_FILE
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(
+            f"data.corpus {remote} holds no {MANIFEST_FILE}: prepare the data locally with "
+            "python -m heinsen_jax.data.prepare, and copy that folder to the bucket"
+        ) from None
+    except Exception as error:  # of credentials, of HTTP, or of the operating system
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"data.corpus {remote} cannot be read ({reason}); check the name and the credentials "
+            "(gcloud auth application-default login)"
+        ) from None
+    manifest = Manifest.parse(content, path)
+    folder = cache / f"{remote.name}-{joint_hash(content.decode())[:12]}"
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder, wait=True):
+            if not (folder / MANIFEST_FILE).exists():
+                _download(remote, folder, manifest)
+                _copy(remote / MANIFEST_FILE, folder / MANIFEST_FILE)  # last: all others exist
+    return folder
+
+
+def _download(remote: epath.Path, folder: Path, manifest: Manifest) -> None:
+    for name in TOKENIZER_FILES:
+        if (remote / name).exists():
+            _copy(remote / name, folder / name)
+    shards = [shard for shard in manifest.shards() if not (folder / shard.file).exists()]
+    total = sum(shard.tokens for shard in shards) * numpy_dtype(manifest.dtype).itemsize
+    with (
+        byte_progress(f"downloading {remote}", total) as advance,
+        ThreadPoolExecutor(CONCURRENT) as pool,
+    ):
+        list(pool.map(lambda shard: advance(_fetch_shard(remote, folder, shard)), shards))
+
+
+def _fetch_shard(remote: epath.Path, folder: Path, shard: Shard) -> int:
+    """Download a shard, check its hash, and return its size."""
+    aside = folder / f"{shard.file}.download"
+    _copy(remote / shard.file, aside)
+    if sha256_of(aside) != shard.sha256:
+        aside.unlink()
+        raise UserError(
+            f"{remote / shard.file} is damaged (its content has another hash than in "
+            f"{MANIFEST_FILE}): copy it to the bucket again"
+        )
+    aside.replace(folder / shard.file)
+    return (folder / shard.file).stat().st_size
+
+
+def _copy(source: epath.Path, target: Path) -> None:
+    with source.open("rb") as file, replacing(target) as copy:
+        shutil.copyfileobj(file, copy, 1 << 24)

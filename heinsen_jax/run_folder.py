@@ -1,0 +1,135 @@
+"""The folder of a run, `--workdir`: on a disk, or in a bucket.
+
+A run appends to some of its files and replaces others, which objects in a bucket do not allow. A
+process therefore keeps the files in a temporary folder: it downloads them at the start, and uploads
+changed ones whole, before a checkpoint becomes final and at the end. So a checkpoint is never newer
+than the metrics in the bucket. Checkpoints are read and written in the bucket itself.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etils import epath
+
+from heinsen_jax import buckets, locks
+from heinsen_jax.buckets import AnyPath
+from heinsen_jax.errors import UserError
+
+CHECKPOINT_FOLDER = "checkpoints"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder.
+
+    Attributes:
+      files: local folder of all files but checkpoints.
+      remote: the folder in a bucket; None for a run on a disk.
+    """
+
+    files: Path
+    remote: epath.Path | None = None
+    _published: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False)
+
+    def __str__(self) -> str:
+        return str(self.remote or self.files)
+
+    @property
+    def shared(self) -> AnyPath:
+        """The folder that all processes of a run share."""
+        return self.remote or self.files
+
+    @property
+    def checkpoints(self) -> AnyPath:
+        """The folder of checkpoints."""
+        return (self.remote or self.files.resolve()) / CHECKPOINT_FOLDER
+
+    def fetch(self) -> None:
+        """Download the files of the folder in the bucket, except hidden ones and subfolders."""
+        for path in self.remote.iterdir() if self.remote and self.remote.is_dir() else ():
+            if not path.name.startswith(".") and not path.is_dir():
+                file = self.files / path.name
+                file.write_bytes(path.read_bytes())
+                self._published[file] = _version(file)
+
+    def publish(self) -> None:
+        """Upload the files that this process has changed since the last call.
+
+        Raises:
+          UserError: they cannot be uploaded.
+        """
+        if self.remote is None:
+            return
+        for path in filter(Path.is_file, self.files.rglob("*")):
+            version = _version(path)
+            if path.suffix != ".partial" and self._published.get(path) != version:
+                target = self.remote / path.relative_to(self.files).as_posix()
+                buckets.upload(path.read_bytes(), target)
+                self._published[path] = version
+
+    @contextlib.contextmanager
+    def published(self) -> Iterator[None]:
+        """Context manager that publishes at the end, also after an error, which takes precedence
+        over one of the upload."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(UserError):
+                self.publish()
+            raise
+        self.publish()
+
+    def check_writable(self) -> None:
+        """Check that the folder can be written, before any work is done.
+
+        Raises:
+          UserError: it cannot be.
+        """
+        if self.remote is not None:
+            buckets.check_writable(self.remote, "--workdir")
+            return
+        try:
+            self.files.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.files).close()
+        except OSError as error:
+            raise UserError(
+                f"--workdir {self} cannot be written ({error.strerror}): choose another folder"
+            ) from None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Context manager that locks the folder against other processes."""
+        lock = locks.locked(self.files) if self.remote is None else buckets.locked(self.remote)
+        with lock:
+            self.fetch()  # again: the previous owner may have changed files until now
+            yield
+
+
+@contextlib.contextmanager
+def opened(workdir: str | Path) -> Iterator[RunFolder]:
+    """Context manager for a run's folder, with the files of one in a bucket.
+
+    Args:
+      workdir: path or gs:// address of the folder.
+
+    Raises:
+      UserError: the folder is in a bucket of another kind, or the extra `gcs` is missing.
+    """
+    if not buckets.is_remote(workdir):
+        yield RunFolder(Path(workdir))
+        return
+    remote = buckets.bucket_path(str(workdir), "--workdir")
+    with tempfile.TemporaryDirectory(prefix="heinsen_jax-") as temporary:
+        run = RunFolder(Path(temporary) / remote.name, remote)
+        run.files.mkdir()
+        run.fetch()
+        yield run
+
+
+def _version(file: Path) -> tuple[int, int]:
+    """Values that differ after every change of a file."""
+    status = file.stat()
+    return status.st_mtime_ns, status.st_size

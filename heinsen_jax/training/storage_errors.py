@@ -1,0 +1,53 @@
+"""Errors of storage in saves of Orbax: recognized, described in one line, and logged once."""
+
+import logging
+import re
+import sys
+
+import jax
+
+from heinsen_jax.errors import wants_tracebacks
+
+EXPECTED = "Metadata file does not exist"
+"""Warning of Orbax about a checkpoint that is read by itself, without its manager."""
+OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
+"""Pattern of operating-system errors in messages of TensorStore and Orbax."""
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether a save failed because of storage, not because of a device or a bug. TensorStore
+    raises ValueError with the message of the operating system."""
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        return False
+    causes = [error, error.__cause__, error.__context__]
+    return any(isinstance(x, OSError) or OF_SYSTEM.search(str(x)) for x in causes)
+
+
+def quiet_failed_saves() -> None:
+    """Silence the logs of libraries about failed saves, permanently: their threads outlive the
+    save."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_news)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _ignore_closed_loop
+
+
+def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Ignore callbacks of TensorStore's threads to an event loop that Orbax has closed after a
+    failed save; each would print a traceback."""
+    if wants_tracebacks() or str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
+
+
+def first_line(error: Exception) -> str:
+    """First line of the message of an error, or of its cause."""
+    cause = error.__cause__ or error
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False for log records of failed saves, which this module reports as one `UserError`."""
+    message = record.getMessage()
+    is_of_save = "orbax" in record.pathname or "orbax" in message
+    is_reported = is_of_save and record.levelno >= logging.ERROR and record.exc_info
+    return not message.startswith(EXPECTED) and (wants_tracebacks() or not is_reported)

@@ -1,0 +1,162 @@
+"""Objects, locks and files of runs in a bucket."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from etils import epath
+
+from heinsen_jax import buckets
+from heinsen_jax.buckets import LOCK_FILE, bucket_path, locked
+from heinsen_jax.config import set_aside
+from heinsen_jax.errors import UserError
+from heinsen_jax.run_folder import opened
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/run", "--workdir s3://bucket/run: only buckets of Google Cloud Storage"),
+        ("gs://bucket", r"--workdir gs://bucket: give a folder in the bucket, gs://bucket/folder"),
+    ],
+)
+def test_other_addresses_are_refused(url, message):
+    with pytest.raises(UserError, match=message), opened(url):
+        raise AssertionError
+
+
+def test_the_missing_extra_is_named(monkeypatch):
+    def missing(*_, **__):
+        raise ImportError("Please install gcsfs")
+
+    monkeypatch.setattr(buckets.fsspec, "filesystem", missing)
+    with pytest.raises(UserError, match=r"pip install 'heinsen_jax\[gcs\]'"), opened("gs://a/b"):
+        raise AssertionError
+
+
+def test_a_bucket_that_does_not_exist_is_refused(bucket):
+    with (
+        opened("gs://other-bucket/run") as run,
+        pytest.raises(UserError, match="--workdir gs://other-bucket/run cannot be written"),
+    ):
+        run.check_writable()
+
+
+def test_files_of_a_run_are_uploaded_when_they_change(bucket, monkeypatch):
+    uploaded = []
+    write = buckets.write_whole
+    monkeypatch.setattr(
+        buckets, "write_whole", lambda path, x: (uploaded.append(path.name), write(path, x))
+    )
+    with opened(bucket) as run:
+        run.check_writable()
+        (run.files / "metrics.jsonl").write_text("1\n")
+        (run.files / "samples").mkdir()
+        (run.files / "samples/step_1.txt").write_text("text")
+        run.publish()
+        with (run.files / "metrics.jsonl").open("a") as file:
+            file.write("2\n")
+        run.publish()
+    assert sorted(uploaded) == ["metrics.jsonl", "metrics.jsonl", "step_1.txt"]
+    assert not run.files.exists()
+    with opened(bucket) as run:
+        assert (run.files / "metrics.jsonl").read_text() == "1\n2\n"
+        assert run.files.name == bucket.rpartition("/")[2]
+        run.publish()
+        assert len(uploaded) == 3, "nothing has changed"
+        (run.files / "config.json").write_text("{}")
+        with pytest.raises(ZeroDivisionError), run.published():
+            raise ZeroDivisionError
+    assert (epath.Path(bucket) / "config.json").read_text() == "{}"
+
+
+def test_files_that_change_before_the_lock_is_taken_are_read(bucket):
+    metrics = epath.Path(bucket) / "metrics.jsonl"
+    metrics.write_text("1\n")
+    with opened(bucket) as run:
+        metrics.write_text("1\n2\n")  # by the previous owner, which now ends
+        with run.locked():
+            assert (run.files / "metrics.jsonl").read_text() == "1\n2\n"
+
+
+def test_restart_sets_a_run_aside(bucket):
+    for number in ("", "-2"):
+        with opened(bucket) as run:
+            (run.files / "metrics.jsonl").write_text(f"rows{number}")
+            run.publish()
+            (epath.Path(bucket) / "checkpoints/5/file").write_text("arrays")
+        with opened(bucket) as run:
+            set_aside(run)
+            assert not list(run.files.iterdir())
+        aside = epath.Path(bucket) / f"before-restart{number}"
+        assert (aside / "metrics.jsonl").read_text() == f"rows{number}"
+        assert (aside / "checkpoints/5/file").read_text() == "arrays"
+        assert not (epath.Path(bucket) / "checkpoints").exists()
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    monkeypatch.setattr(buckets, "REFRESHED_AFTER", 0.2)
+    monkeypatch.setattr(buckets, "ABANDONED_AFTER", 2.0)
+
+
+def other(folder, **changes) -> None:
+    """Write the lock of another process."""
+    owner = {"host": "elsewhere", "pid": 1, "start": "2030-01-01", "id": "x", "renewed": 0}
+    (folder / LOCK_FILE).write_text(json.dumps(owner | changes))
+
+
+def test_a_lock_is_refused_while_its_owner_renews_it(bucket, fast, capsys):
+    folder = bucket_path(bucket, "--workdir")
+    owner = f"in use by process {os.getpid()} on {socket.gethostname()}, since 20"
+    with locked(folder), pytest.raises(UserError, match=owner), locked(folder):
+        raise AssertionError
+    assert not (folder / LOCK_FILE).exists()
+    with locked(folder):
+        assert (folder / LOCK_FILE).exists()
+
+
+def test_a_lock_that_is_not_renewed_is_abandoned(bucket, fast, capsys):
+    folder = bucket_path(bucket, "--workdir")
+    other(folder)
+    start = time.monotonic()
+    with locked(folder):
+        assert time.monotonic() - start > 2
+        assert json.loads((folder / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert "may be in use by process 1 on elsewhere, since 2030" in capsys.readouterr().err
+
+
+def test_the_lock_of_a_dead_process_of_this_host_is_abandoned(bucket, capsys):
+    folder = bucket_path(bucket, "--workdir")
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+        here = {"host": socket.gethostname(), "processes": buckets._process_namespace()}
+        other(folder, pid=ended.pid, **here)
+    with locked(folder):
+        assert json.loads((folder / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_owner_that_has_lost_its_lock_ends(bucket, fast, monkeypatch, capsys):
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    folder = bucket_path(bucket, "--workdir")
+    with locked(folder):
+        other(folder)
+        assert ended.wait(10)
+    assert "another process has locked" in capsys.readouterr().err
+    assert (folder / LOCK_FILE).exists(), "of the other process"
+
+
+def test_one_of_two_starters_gets_the_lock(bucket, monkeypatch):
+    """The other one creates it after this one has found none."""
+    folder = bucket_path(bucket, "--workdir")
+    read = buckets._Lock._read
+    monkeypatch.setattr(buckets._Lock, "_read", lambda lock: read(lock) or other(folder))
+    with pytest.raises(UserError, match="in use by process 1 on elsewhere"), locked(folder):
+        raise AssertionError

@@ -29,8 +29,6 @@ END_OF_TEXT = "<|endoftext|>"
 _SUFFIX = ".tiktoken"
 _RANKS_FILE = "tokenizer.tiktoken"
 _DEFINITION_FILE = "tokenizer.json"
-TOKENIZER_FILES = _RANKS_FILE, _DEFINITION_FILE
-"""Files of `save_tokenizer`."""
 _BYTE_RANKS = {bytes([byte]): byte for byte in range(256)}
 _BYTE_PATTERN = "(?s:.)"
 

@@ -146,7 +146,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
       config: configuration of the data set.
       split: as for `prepare`; ignored for prepared folders and published splits.
     """
-    if is_remote(config.corpus):
+    if is_remote(config.corpus) and not config.corpus.startswith("hf://"):  # hubs are sources
         corpus = fetch_prepared(bucket_path(config.corpus, "data.corpus"), Path(config.cache))
     else:
         corpus = Path(config.corpus)

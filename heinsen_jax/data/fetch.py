@@ -9,7 +9,6 @@ from etils import epath
 
 from heinsen_jax.data.files import byte_progress, replacing, sha256_of, writing
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, Shard, numpy_dtype
-from heinsen_jax.data.tokenizers import TOKENIZER_FILES
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
@@ -58,9 +57,8 @@ def fetch_prepared(remote: epath.Path, cache: Path) -> Path:
 
 
 def _download(remote: epath.Path, folder: Path, manifest: Manifest) -> None:
-    for name in TOKENIZER_FILES:
-        if (remote / name).exists():
-            _copy(remote / name, folder / name)
+    for path in remote.glob("tokenizer*"):
+        _copy(path, folder / path.name)
     shards = [shard for shard in manifest.shards() if not (folder / shard.file).exists()]
     total = sum(shard.tokens for shard in shards) * numpy_dtype(manifest.dtype).itemsize
     with (

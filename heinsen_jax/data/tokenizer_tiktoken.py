@@ -18,7 +18,7 @@ from heinsen_jax.errors import UserError
 END_OF_TEXT = "<|endoftext|>"
 SUFFIX = ".tiktoken"
 
-RANKS_FILE = "tokenizer.tiktoken"
+_RANKS_FILE = "tokenizer.tiktoken"
 _DEFINITION_FILE = "tokenizer.json"
 _BYTE_RANKS = {bytes([byte]): byte for byte in range(256)}
 _BYTE_PATTERN = "(?s:.)"
@@ -87,7 +87,7 @@ class TiktokenTokenizer:
             "special_tokens": self._special_tokens,
             "fingerprint": self.fingerprint,
         }
-        write_atomically(folder / RANKS_FILE, _rank_lines(self._ranks))
+        write_atomically(folder / _RANKS_FILE, _rank_lines(self._ranks))
         text = json.dumps(definition, indent=2, ensure_ascii=False) + "\n"
         write_atomically(folder / _DEFINITION_FILE, text.encode())
 
@@ -96,7 +96,7 @@ class TiktokenTokenizer:
         """Read the files of `save`, and check that they are unchanged; `name` replaces the saved
         name."""
         path = folder / _DEFINITION_FILE
-        ranks, _ = _read_ranks(folder / RANKS_FILE)
+        ranks, _ = _read_ranks(folder / _RANKS_FILE)
         try:
             definition = json.loads(path.read_bytes())
             tokenizer = cls(

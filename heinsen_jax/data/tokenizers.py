@@ -19,7 +19,6 @@ import tiktoken
 
 from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.tokenizer_json import (
-    CONFIG_FILE,
     TOKENIZER_FILE,
     JsonTokenizer,
     read_json,
@@ -27,7 +26,6 @@ from heinsen_jax.data.tokenizer_json import (
 )
 from heinsen_jax.data.tokenizer_tiktoken import (
     END_OF_TEXT,
-    RANKS_FILE,
     SUFFIX,
     TiktokenTokenizer,
     byte_tokenizer,
@@ -38,7 +36,6 @@ from heinsen_jax.errors import UserError
 
 __all__ = [
     "END_OF_TEXT",
-    "TOKENIZER_FILES",
     "Tokenizer",
     "get_tokenizer",
     "load_tokenizer",
@@ -47,9 +44,6 @@ __all__ = [
     "tokenizer_name",
     "tokenizer_version",
 ]
-
-TOKENIZER_FILES = TOKENIZER_FILE, CONFIG_FILE, RANKS_FILE
-"""Files of `save_tokenizer`, of which the first always exists."""
 
 
 @runtime_checkable

@@ -20,7 +20,8 @@ ALLOWED = {
     "models": LOWEST | {"ops", "attention", "sharding"},
     "data": LOWEST | {"on_ray", "locks"},
     "interop": LOWEST | {"attention", "models", "data", "training", "generate"},
-    "training": LOWEST | {"compilation", "attention", "models", "sharding", "distributed", "data"},
+    "training": LOWEST
+    | {"compilation", "environment", "attention", "models", "sharding", "distributed", "data"},
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "data", "training", "generate"},
     "evaluate": LOWEST | {"compilation", "data", "sharding", "training", "config", "generate"},

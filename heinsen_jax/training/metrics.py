@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -54,7 +54,8 @@ def model_flops_utilization(tokens_per_second: float, flops_per_token: float) ->
 class Reporter:
     """Context manager that writes a run's metrics, on process 0 only.
 
-    Rows of metrics.jsonl after `start_step`, from a process that was killed before its next
+    Every row is also passed to `log`, as a step and metrics. Rows of metrics.jsonl after
+    `start_step`, from a process that was killed before its next
     checkpoint, are removed, since the run resumes from that step. Damaged lines are reported and
     skipped.
 
@@ -63,11 +64,17 @@ class Reporter:
     """
 
     def __init__(
-        self, workdir: Path, *, start_step: int, steps: int, console: Console | None = None
+        self,
+        workdir: Path,
+        *,
+        start_step: int,
+        steps: int,
+        console: Console | None = None,
+        log: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
         self.active = jax.process_index() == 0
         self.console = console or _Console()
-        self._steps = steps
+        self._steps, self._log = steps, log
         if not self.active:
             return
         self._workdir, path = workdir, workdir / METRICS_FILE
@@ -163,12 +170,13 @@ class Reporter:
     def _record(self, group: str, step: int, metrics: dict[str, float]) -> None:
         if not self.active:
             return
-        row = {"step": step} | {f"{group}/{name}": value for name, value in metrics.items()}
+        named = {f"{group}/{name}": value for name, value in metrics.items()}
         with writing(self._workdir):
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps({"step": step} | named) + "\n")
             self._file.flush()
-            for name, value in metrics.items():
-                self._board.add(step, summary.scalar(f"{group}/{name}", value))
+            for name, value in named.items():
+                self._board.add(step, summary.scalar(name, value))
+        self._log(step, named)
 
 
 class _Console(Console):

@@ -32,6 +32,7 @@ from heinsen_jax.training.metrics import (
     model_flops_utilization,
     plot_losses,
     read_metrics,
+    without_peak,
 )
 from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import learning_rates, make_optimizer
@@ -306,7 +307,7 @@ class _Run:
 
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
-        return [*describe(*what, self.count, update), *self.documents]
+        return [*describe(*what, self.count, update), *self.documents, *without_peak()]
 
     def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)

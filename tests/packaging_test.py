@@ -1,5 +1,7 @@
 """Packaging: wheel, source archive, changelog, workflows."""
 
+import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -98,6 +100,26 @@ def test_the_changelog_has_this_version():
         if name != "Unreleased":
             assert re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d{2}-\d{2}", f"{name}{rest}")
     assert f"version: {heinsen_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_imported_packages_are_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {normal(re.split(r"[\[<>=;]", line)[0]) for lines in lists for line in lines}
+    imported = set()
+    for path in (ROOT / "heinsen_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    providers = importlib.metadata.packages_distributions()
+    for name in imported - sys.stdlib_module_names - {"heinsen_jax"}:
+        assert {normal(distribution) for distribution in providers[name]} & declared, name
+
+
+def normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def test_continuous_integration_runs_the_documented_commands():

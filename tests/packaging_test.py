@@ -88,7 +88,7 @@ def test_the_source_archive_is_the_checkout(built):
     assert not [name for name in names if CACHES.search(name)]
     needed = {"README.md", "LICENSE", "pyproject.toml", "constraints.txt", "train.py", ".ci/run"}
     assert names >= needed | {"PKG-INFO", "heinsen_jax/py.typed", "docs/training.md"}
-    for folder in ("tests", "configs", "benchmarks", "notebooks", "heinsen_jax"):
+    for folder in ("tests", "configs", "benchmarks", "notebooks", "scripts", "heinsen_jax"):
         here = {str(x.relative_to(ROOT)) for x in (ROOT / folder).rglob("*") if x.is_file()}
         assert {name for name in here if not CACHES.search(name)} <= names
 

@@ -65,7 +65,7 @@ def run_from(wheel, folder, *arguments: str) -> str:
 @pytest.mark.xdist_group("packaging")
 def test_the_wheel_finds_its_configurations_outside_a_checkout(wheel, tmp_path):
     said = run_from(wheel, tmp_path, "--config", "quickstart", "--help")
-    assert "--model.num_layers 4" in said
+    assert "--model.num-layers 4" in said
 
 
 @pytest.mark.nightly

@@ -1,7 +1,9 @@
 """Trackers: rows, resumption, and failures that never end training."""
 
 import json
+import os
 import re
+import signal
 import threading
 
 import pytest
@@ -10,6 +12,7 @@ from heinsen_jax import data
 from heinsen_jax.config import override
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
+from heinsen_jax.sharding import shard_batch
 from heinsen_jax.training import trackers
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
@@ -44,27 +47,37 @@ def described(folder) -> TrackedRun:
     return TrackedRun("run", "project", folder, {"seed": 1}, environment())
 
 
-def test_a_run_is_tracked_completely_and_resumes_under_its_id(small, tmp_path, capsys):
-    words = "--training.sample_tokens 0 --training.project mine --training.steps"
-    few, more = (override(small, [*words.split(), steps]) for steps in ("10", "20"))
+def test_a_run_is_tracked_completely_and_resumes_under_its_id(small, tmp_path, monkeypatch, capsys):
+    """Stopped by a signal during step 7."""
+    steps = []
+
+    def shard(*args):
+        steps.append(args)
+        if len(steps) == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return shard_batch(*args)
+
+    monkeypatch.setattr("heinsen_jax.training.loop.shard_batch", shard)
+    words = "--training.sample-tokens 0 --training.project mine --training.steps 20"
+    config = override(small, words.split())
     recorder, unreachable = Recorder(), Unreachable("unreachable")
-    workdir, dataset = tmp_path / "a run", data.load(small.data)
+    workdir, dataset = tmp_path / "a run", data.load(config.data)
     workdir.mkdir()
-    train(workdir, dataset, few, trackers=[recorder, unreachable])
-    train(workdir, dataset, more, trackers=[recorder])
+    train(workdir, dataset, config, trackers=[recorder, unreachable])
+    train(workdir, dataset, config, trackers=[recorder])
     first, second = recorder.runs
     assert (first.name, first.project, first.id, first.step) == ("a run", "mine", None, 0)
-    assert (second.id, second.step) == ("recorder 1", 10)
+    assert (second.id, second.step) == ("recorder 1", 7)
     assert second.config["training"]["steps"] == 20
     assert second.environment["commit"] == environment()["commit"]
     assert recorder.rows == read_metrics(workdir)
-    assert [row["step"] for row in recorder.rows] == [5, 10, 10, 15, 20, 20]
-    assert recorder.ends == ["finished", "finished"]
+    assert [row["step"] for row in recorder.rows] == [5, 10, 15, 20, 20]
+    assert recorder.ends == ["stopped", "finished"]
     ids = json.loads((workdir / TRACKER_FILE).read_text())
     assert ids == {"recorder": "recorder 1", "unreachable": "unreachable 1"}
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("warning: tracker unreachable: no route to host; training continues") == 1
-    train(workdir, dataset, more, trackers=[recorder])  # nothing is left to train
+    train(workdir, dataset, config, trackers=[recorder])  # nothing is left to train
     assert len(recorder.runs) == 2
 
 

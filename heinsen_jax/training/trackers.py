@@ -122,9 +122,9 @@ class Tracking:
             worker = _Worker(tracker, self._warn)
             ids[tracker.name] = worker.start(replace(run, id=ids.get(tracker.name)))
             self._started.append(worker)
-        with writing(run.workdir):
-            content = json.dumps(ids, indent=2) + "\n"
-            write_atomically(run.workdir / TRACKER_FILE, content.encode())
+            with writing(run.workdir):
+                content = json.dumps(ids, indent=2) + "\n"
+                write_atomically(run.workdir / TRACKER_FILE, content.encode())
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass a row of metrics to the trackers that have started."""

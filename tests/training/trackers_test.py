@@ -111,6 +111,7 @@ def test_a_tracker_that_cannot_start_is_one_line_and_ends_the_others(tmp_path):
     ):
         tracking.start(described(tmp_path))
     assert recorder.ends == ["failed"]
+    assert json.loads((tmp_path / TRACKER_FILE).read_text()) == {"recorder": "recorder 1"}
 
 
 def test_a_tracker_that_hangs_delays_nothing(tmp_path, monkeypatch):

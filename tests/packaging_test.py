@@ -129,6 +129,8 @@ def test_continuous_integration_runs_the_documented_commands():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     promised = [x.rpartition(" ")[2] for x in project["classifiers"] if ":: Python ::" in x]
     assert [job["python"] for job in jobs] == promised
+    for page in ("README.md", "docs/install.md"):
+        assert f"Python {promised[0]} to {promised[-1]}" in (ROOT / page).read_text()
     for job in jobs:
         (script,) = (word for word in job["command"].split() if word.startswith(".ci/"))
         assert os.access(ROOT / script, os.X_OK)

@@ -93,7 +93,8 @@ def test_slurm_does_not_queue_other_runs_again(tmp_path, code):
 
 
 def test_the_tpu_script_installs_the_commit_and_trains_on_all_hosts(tmp_path):
-    record = 'python3 -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@" >> "$CALLS"'
+    call = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    record = f'{shlex.quote(sys.executable)} -c "{call}" "$@" >> "$CALLS"'
     env = programs(tmp_path / "bin", gcloud=record, git='echo "$@" > "$CALLS.git"')
     env["CALLS"] = str(tmp_path / "calls")
     arguments = "v6", "zone-a", *PILE.split(), "--training.sample_prompt", "it's $HOME"

@@ -18,6 +18,8 @@ LINKED = (
     "benchmarks/results/**/*",
     "configs/**/*.py",
     "notebooks/*.ipynb",
+    "scripts/*",
+    "Dockerfile",
     "LICENSE",
     "CITATION.cff",
 )

@@ -23,7 +23,7 @@ ALLOWED = {
     "data": LOWEST | {"on_ray", "locks", "buckets"},
     "interop": LOWEST | {"attention", "models", "data", "training", "generate", "run_folder"},
     "training": LOWEST
-    | {"compilation", "attention", "models", "sharding", "distributed", "data"}
+    | {"compilation", "environment", "attention", "models", "sharding", "distributed", "data"}
     | {"buckets", "run_folder"},
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "data", "training", "generate"},

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PATTERNS = (
-    *("*.md", "*.toml", "*.yml", ".ci/*", ".github/**/*.yml"),
+    *("*.md", "*.toml", "*.yml", ".ci/*", ".github/**/*.yml", "Dockerfile", "scripts/*"),
     *(
         f"{folder}/**/*.{suffix}"
         for folder in ("heinsen_jax", "benchmarks", "configs", "docs", "notebooks", "tests")

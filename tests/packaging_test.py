@@ -1,5 +1,7 @@
 """Packaging: wheel, source archive, changelog, workflows."""
 
+import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -86,7 +88,7 @@ def test_the_source_archive_is_the_checkout(built):
     assert not [name for name in names if CACHES.search(name)]
     needed = {"README.md", "LICENSE", "pyproject.toml", "constraints.txt", "train.py", ".ci/run"}
     assert names >= needed | {"PKG-INFO", "heinsen_jax/py.typed", "docs/training.md"}
-    for folder in ("tests", "configs", "benchmarks", "notebooks", "heinsen_jax"):
+    for folder in ("tests", "configs", "benchmarks", "notebooks", "scripts", "heinsen_jax"):
         here = {str(x.relative_to(ROOT)) for x in (ROOT / folder).rglob("*") if x.is_file()}
         assert {name for name in here if not CACHES.search(name)} <= names
 
@@ -100,6 +102,26 @@ def test_the_changelog_has_this_version():
     assert f"version: {heinsen_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+def test_imported_packages_are_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lists = [project["dependencies"], *project["optional-dependencies"].values()]
+    declared = {normal(re.split(r"[\[<>=;]", line)[0]) for lines in lists for line in lines}
+    imported = set()
+    for path in (ROOT / "heinsen_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    providers = importlib.metadata.packages_distributions()
+    for name in imported - sys.stdlib_module_names - {"heinsen_jax"}:
+        assert {normal(distribution) for distribution in providers[name]} & declared, name
+
+
+def normal(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
 def test_continuous_integration_runs_the_documented_commands():
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
     assert workflow["permissions"] == {"contents": "read"}
@@ -107,6 +129,8 @@ def test_continuous_integration_runs_the_documented_commands():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     promised = [x.rpartition(" ")[2] for x in project["classifiers"] if ":: Python ::" in x]
     assert [job["python"] for job in jobs] == promised
+    for page in ("README.md", "docs/install.md"):
+        assert f"Python {promised[0]} to {promised[-1]}" in (ROOT / page).read_text()
     for job in jobs:
         (script,) = (word for word in job["command"].split() if word.startswith(".ci/"))
         assert os.access(ROOT / script, os.X_OK)

@@ -5,7 +5,7 @@ import json
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batches
 from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
+from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import RunFolder
@@ -32,11 +33,18 @@ from heinsen_jax.training.metrics import (
     model_flops_utilization,
     plot_losses,
     read_metrics,
+    without_peak,
 )
 from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import learning_rates, make_optimizer
 from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
-from heinsen_jax.training.settings import Experiment, check_settings, with_documents
+from heinsen_jax.training.profiling import Clock, Tracer
+from heinsen_jax.training.settings import (
+    Experiment,
+    check_settings,
+    plain_values,
+    with_documents,
+)
 from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.state import (
     TrainState,
@@ -47,6 +55,8 @@ from heinsen_jax.training.state import (
 )
 from heinsen_jax.training.step import Metrics, make_evaluation_step, make_train_step
 from heinsen_jax.training.timeouts import with_timeout
+from heinsen_jax.training.tracker_services import services
+from heinsen_jax.training.trackers import TrackedRun, Tracker, Tracking
 
 
 class Diverged(UserError):
@@ -93,6 +103,7 @@ def train(
     profile: bool = False,
     on_start: Callable[[], None] = lambda: None,
     sample_fn: SampleFn | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> TrainingResult:
     """Train from the latest checkpoint in `workdir`, or from the start, to the last step.
 
@@ -109,17 +120,18 @@ def train(
       on_start: called by process 0 before the first step, if any.
       sample_fn: returns the text of a sample, such as `heinsen_jax.generate.sample`; no samples are
         written when None.
+      trackers: trackers of the metrics, in addition to `training.trackers`; process 0 calls them.
 
     Raises:
-      UserError: as `check_settings`; all checkpoints of the run are lost; or a file cannot be
-        written.
+      UserError: as `check_settings`; all checkpoints of the run are lost; a tracker cannot start;
+        or a file cannot be written.
       Diverged: `max_consecutive_skips` consecutive updates were skipped.
     """
     cache_compilations(experiment.training.compilation_cache)
     mesh = check_settings(dataset, experiment)
     folder = RunFolder(workdir) if isinstance(workdir, Path) else workdir
     with jax.set_mesh(mesh), folder.published():
-        run = _Run(folder, dataset, experiment, mesh, profile, on_start, sample_fn)
+        run = _Run(folder, dataset, experiment, mesh, profile, on_start, sample_fn, trackers)
         return run.dry_run() if dry_run else run()
 
 
@@ -135,9 +147,11 @@ class _Run:
         profile: bool,
         on_start: Callable[[], None],
         sample_fn: SampleFn | None,
+        trackers: Sequence[Tracker],
     ):
         self.folder, self.workdir = folder, folder.files
         self.dataset, self.mesh = dataset, mesh
+        self.experiment, self.trackers = experiment, trackers
         self.seed = experiment.seed
         self.model = experiment.model
         self.data, self.documents = with_documents(experiment.data, dataset, self.model)
@@ -158,6 +172,17 @@ class _Run:
         self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
 
     def __call__(self) -> TrainingResult:
+        is_first = jax.process_index() == 0
+        with together():
+            trackers = [*services(self.training.trackers), *self.trackers] if is_first else []
+            tracking = Tracking(trackers, lambda text: self.reporter.line(text))
+        with tracking as self.tracking:
+            result = self._train()
+            # After the last save: its deadline does not include waiting for trackers.
+            self.tracking.finish("finished" if result.signal is None else "stopped")
+        return result
+
+    def _train(self) -> TrainingResult:
         keep, steps = self.training.keep_checkpoints, self.training.steps
         with (
             contextlib.ExitStack() as outer,
@@ -166,12 +191,17 @@ class _Run:
             start, lost = self._start()
             with contextlib.ExitStack() as files:
                 with together():
-                    reporter = Reporter(self.workdir, start_step=start or 0, steps=steps)
+                    reporter = Reporter(
+                        self.workdir, start_step=start or 0, steps=steps, log=self.tracking.log
+                    )
                     self.reporter = files.enter_context(reporter)
                 for words in lost:
                     self.reporter.line(f"warning: {words}: step {start} is used")
                 if start is not None and start >= steps:
                     return self._finished(start)
+                with together():
+                    if jax.process_index() == 0:
+                        self.tracking.start(self._tracked(start or 0))
                 self.reporter.line("compiling the update")
                 started = time.monotonic()
                 update = self._compiled()
@@ -207,6 +237,17 @@ class _Run:
         start = self.checkpoints.latest_step()
         check_alike({"the latest step in --workdir": start})
         return start, lost
+
+    def _tracked(self, step: int) -> TrackedRun:
+        workdir = self.workdir.resolve()
+        return TrackedRun(
+            name=workdir.name,
+            project=self.training.project,
+            workdir=workdir,
+            config=plain_values(self.experiment),
+            environment=environment(),
+            step=step,
+        )
 
     def _finished(self, step: int) -> TrainingResult:
         """The result of a run that has made all its updates."""
@@ -270,7 +311,7 @@ class _Run:
 
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
-        return [*describe(*what, self.count, update), *self.documents]
+        return [*describe(*what, self.count, update), *self.documents, *without_peak()]
 
     def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)
@@ -284,14 +325,14 @@ class _Run:
         )
 
     def _steps(self, state: TrainState, start: int, update: jax.stages.Compiled) -> TrainingResult:
-        training, clock, metrics = self.training, _Clock(start), {}
+        training, clock, metrics = self.training, Clock(start), {}
         batches = with_timeout(
             self._batches(start),
             self.dataset.name,
             timeout=training.data_timeout,
             warn=self.reporter.line,
         )
-        delayed_max, tracer = DelayedMax(self.mesh), _Tracer(self.workdir, start, self.profile)
+        delayed_max, tracer = DelayedMax(self.mesh), Tracer(self.workdir, start, self.profile)
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
             tracer(step)
@@ -322,7 +363,7 @@ class _Run:
                 self.checkpoints.save(step, state)
         return TrainingResult(training.steps, metrics)
 
-    def _report(self, step: int, measured: Metrics, clock: "_Clock") -> None:
+    def _report(self, step: int, measured: Metrics, clock: Clock) -> None:
         values = {name: float(x) for name, x in measured.items()}
         skips = int(values.pop("consecutive_skips"))
         if skips:
@@ -394,38 +435,3 @@ class _Run:
             workdir = shlex.quote(str(self.folder))
             command = f'python -m heinsen_jax.generate --workdir {workdir} --prompt "..."'
             self.reporter.line(f"  {command}")
-
-
-class _Tracer:
-    """Profiler trace of a few steps after the first ones."""
-
-    STEPS = range(5, 10)
-
-    def __init__(self, workdir: Path, start: int, is_wanted: bool):
-        self._folder, self._start = workdir / "profile", start
-        self._is_wanted, self._is_on = is_wanted, False
-
-    def __call__(self, step: int, last: bool = False) -> None:
-        """Call before each step, and after the last one."""
-        is_on = self._is_wanted and step - self._start in self.STEPS and not last
-        if is_on and not self._is_on:
-            jax.profiler.start_trace(self._folder)
-        if self._is_on and not is_on:
-            jax.profiler.stop_trace()
-        self._is_on = is_on
-
-
-class _Clock:
-    """Steps per second since the previous call."""
-
-    def __init__(self, step: int):
-        self.restart(step)
-
-    def restart(self, step: int) -> None:
-        self._step, self._time = step, time.monotonic()
-
-    def steps_per_second(self, step: int) -> float:
-        now = time.monotonic()
-        rate = (step - self._step) / max(now - self._time, 1e-9)
-        self._step, self._time = step, now
-        return rate

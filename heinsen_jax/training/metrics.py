@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -33,16 +33,37 @@ FLUSH_SECONDS = 30
 """Maximum delay of TensorBoard events."""
 
 PEAK_FLOPS = {
+    "NVIDIA A10": 125e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100-SXM4-40GB": 312e12,
     "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA B100": 1750e12,
+    "NVIDIA B200": 2250e12,
+    "NVIDIA B300 SXM6 AC": 2250e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA GB300": 2500e12,
+    "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA GeForce RTX 5090": 209e12,
     "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA L40S": 362e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
     "TPU v5": 459e12,
+    "TPU v5p": 459e12,
     "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 2307e12 / 2,  # a chip is two devices
 }
-"""Peak dense bfloat16 FLOP/s by `device_kind`, from the vendors' datasheets."""
+"""Peak dense bfloat16 FLOP/s of a device by `device_kind`, with float32 accumulation, from the
+vendors' datasheets."""
 
 
 def model_flops_utilization(tokens_per_second: float, flops_per_token: float) -> float | None:
@@ -51,10 +72,22 @@ def model_flops_utilization(tokens_per_second: float, flops_per_token: float) ->
     return peak and tokens_per_second * flops_per_token / (peak * jax.device_count())
 
 
+def without_peak() -> list[str]:
+    """A warning if the devices are accelerators with an unknown peak."""
+    device = jax.devices()[0]
+    if device.platform == "cpu" or device.device_kind in PEAK_FLOPS:
+        return []
+    return [
+        f"warning: mfu is not reported, since the peak FLOP/s of {device.device_kind} are unknown; "
+        "add them to heinsen_jax.training.metrics.PEAK_FLOPS"
+    ]
+
+
 class Reporter:
     """Context manager that writes a run's metrics, on process 0 only.
 
-    Rows of metrics.jsonl after `start_step`, from a process that was killed before its next
+    Every row is also passed to `log`, as a step and metrics. Rows of metrics.jsonl after
+    `start_step`, from a process that was killed before its next
     checkpoint, are removed, since the run resumes from that step. Damaged lines are reported and
     skipped.
 
@@ -63,11 +96,17 @@ class Reporter:
     """
 
     def __init__(
-        self, workdir: Path, *, start_step: int, steps: int, console: Console | None = None
+        self,
+        workdir: Path,
+        *,
+        start_step: int,
+        steps: int,
+        console: Console | None = None,
+        log: Callable[[int, Mapping[str, float]], None] = lambda step, metrics: None,
     ):
         self.active = jax.process_index() == 0
         self.console = console or _Console()
-        self._steps = steps
+        self._steps, self._log = steps, log
         if not self.active:
             return
         self._workdir, path = workdir, workdir / METRICS_FILE
@@ -163,12 +202,13 @@ class Reporter:
     def _record(self, group: str, step: int, metrics: dict[str, float]) -> None:
         if not self.active:
             return
-        row = {"step": step} | {f"{group}/{name}": value for name, value in metrics.items()}
+        named = {f"{group}/{name}": value for name, value in metrics.items()}
         with writing(self._workdir):
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps({"step": step} | named) + "\n")
             self._file.flush()
-            for name, value in metrics.items():
-                self._board.add(step, summary.scalar(f"{group}/{name}", value))
+            for name, value in named.items():
+                self._board.add(step, summary.scalar(name, value))
+        self._log(step, named)
 
 
 class _Console(Console):

@@ -1,8 +1,10 @@
 """Configuration of training, and checks across the sections of an experiment."""
 
-from dataclasses import replace
-from typing import Annotated, Protocol, runtime_checkable
+import dataclasses
+import json
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
+import jax
 import pydantic
 from jax.sharding import Mesh
 
@@ -13,7 +15,8 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
 from heinsen_jax.training.optimizer import OptimizerConfig, learning_rates
-from heinsen_jax.typing import config_dataclass
+from heinsen_jax.training.tracker_services import services
+from heinsen_jax.typing import JSON, config_dataclass
 
 
 @config_dataclass
@@ -57,6 +60,11 @@ class TrainingConfig:
     JAX_COMPILATION_CACHE_DIR, or in a run of one process ~/.cache/heinsen_jax."""
     masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     """Fraction of the tokens that a bidirectional model is trained to predict."""
+    trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
+    """Experiment trackers that record the metrics, in addition to metrics.jsonl and TensorBoard;
+    each needs the extra of its name."""
+    project: str = "heinsen_jax"
+    """Project of the trackers; the run is named after its folder."""
 
 
 @runtime_checkable
@@ -75,6 +83,13 @@ class Experiment(Protocol):
     def training(self) -> TrainingConfig: ...
     @property
     def mesh(self) -> MeshConfig: ...
+
+
+def plain_values(experiment: Experiment) -> dict[str, JSON]:
+    """The sections of an experiment as plain values."""
+    names = "model", "data", "optimizer", "training", "mesh"
+    sections = {name: dataclasses.asdict(getattr(experiment, name)) for name in names}
+    return json.loads(json.dumps({"seed": experiment.seed, **sections}))
 
 
 def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
@@ -109,6 +124,8 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
     dataset.train_row(data, experiment.seed)
     dataset.validation_rows(data)
     learning_rates(experiment.optimizer, training.steps)
+    if jax.process_index() == 0:
+        services(training.trackers)
     mesh = make_mesh(experiment.mesh)
     share_of_process(mesh)
     parts = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -149,7 +166,7 @@ def with_documents(
     said = [f"documents: {chosen}{reason}"]
     if data.packing == "best_fit":
         said.append(f"packing: best_fit, with {dataset.padding(data):.2%} padding")
-    return replace(data, documents=chosen), said
+    return dataclasses.replace(data, documents=chosen), said
 
 
 def _without_segments(model: LanguageModelConfig) -> str | None:

@@ -16,6 +16,7 @@ from heinsen_jax.training.metrics import (
     model_flops_utilization,
     plot_losses,
     read_metrics,
+    without_peak,
 )
 
 
@@ -127,3 +128,15 @@ def test_utilization_needs_a_known_peak():
 def test_utilization_is_a_fraction_of_the_peak(monkeypatch):
     monkeypatch.setattr("heinsen_jax.training.metrics.PEAK_FLOPS", {"cpu": 1e15})
     assert model_flops_utilization(1e6, 2e8) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "warned"),
+    [("gpu", "NVIDIA T4", True), ("gpu", "NVIDIA B200", False), ("cpu", "cpu", False)],
+)
+def test_an_accelerator_without_a_known_peak_is_named(platform, kind, warned, monkeypatch):
+    device = SimpleNamespace(platform=platform, device_kind=kind)
+    monkeypatch.setattr("jax.devices", lambda: [device])
+    warnings = without_peak()
+    assert bool(warnings) == warned
+    assert not warned or f"peak FLOP/s of {kind} are unknown" in warnings[0]

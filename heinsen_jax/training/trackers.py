@@ -1,0 +1,211 @@
+"""Trackers: copies of a run's metrics in experiment trackers, such as Weights & Biases."""
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+from heinsen_jax.data.files import write_atomically, writing
+from heinsen_jax.environment import Environment
+from heinsen_jax.errors import UserError, explain
+from heinsen_jax.typing import JSON
+
+TRACKER_FILE = "tracker.json"
+"""Ids of a run in its trackers, by the trackers' names."""
+START_SECONDS = 120
+FINISH_SECONDS = 30
+
+Status: TypeAlias = Literal["finished", "stopped", "failed"]
+
+FIXES = {
+    "wandb": "run `wandb login`, check the network, or set WANDB_MODE=offline",
+    "trackio": "check TRACKIO_SPACE_ID, TRACKIO_SERVER_URL and the network",
+    "mlflow": "check MLFLOW_TRACKING_URI, such as sqlite:///mlflow.db, and the network",
+}
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Description of a run for its trackers.
+
+    Attributes:
+      name: name of the run's folder.
+      project: `training.project`.
+      workdir: the run's folder.
+      config: all fields of the configuration as plain values, by section.
+      environment: hardware, versions and commit.
+      step: the step from which the run starts or resumes.
+      id: result of the tracker's earlier `start` for this folder; None for a new run.
+    """
+
+    name: str
+    project: str
+    workdir: Path
+    config: Mapping[str, JSON]
+    environment: Environment
+    step: int = 0
+    id: str | None = None
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """A service that records the metrics of a run. All calls are in one thread of their own."""
+
+    @property
+    def name(self) -> str:
+        """Name of the tracker in messages and in tracker.json."""
+        ...
+
+    def start(self, run: TrackedRun) -> str:
+        """Start a run, or resume it if `run.id` is given, and return its id."""
+        ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a row of metrics, with names such as train/loss."""
+        ...
+
+    def finish(self, status: Status) -> None:
+        """Record the end of this call of `train`."""
+        ...
+
+
+class Tracking:
+    """Context manager that passes metrics to trackers, each in a thread of its own.
+
+    A tracker that cannot start ends the run before its first step. Later, one that is slow or fails
+    causes a warning, and never delays or ends training.
+
+    Args:
+      trackers: the trackers.
+      warn: called with a line of text.
+
+    Raises:
+      UserError: two trackers have the same name.
+    """
+
+    def __init__(self, trackers: Sequence[Tracker], warn: Callable[[str], None]):
+        names = [tracker.name for tracker in trackers]
+        if len({*names}) < len(names):
+            raise UserError(f"training.trackers: {names} has a name twice; give each tracker once")
+        self._trackers, self._warn = trackers, warn
+        self._started: list[_Worker] = []
+
+    def __enter__(self) -> "Tracking":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            self.finish("failed")
+
+    def start(self, run: TrackedRun) -> None:
+        """Start the trackers; those that tracker.json names resume the same tracked run.
+
+        Raises:
+          UserError: a tracker cannot start, or tracker.json is damaged.
+        """
+        if not self._trackers:
+            return
+        ids = _recorded_ids(run.workdir / TRACKER_FILE)
+        for tracker in self._trackers:
+            worker = _Worker(tracker, self._warn)
+            ids[tracker.name] = worker.start(replace(run, id=ids.get(tracker.name)))
+            self._started.append(worker)
+            with writing(run.workdir):
+                content = json.dumps(ids, indent=2) + "\n"
+                write_atomically(run.workdir / TRACKER_FILE, content.encode())
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass a row of metrics to the trackers that have started."""
+        for worker in self._started:
+            worker.log(step, metrics)
+
+    def finish(self, status: Status) -> None:
+        """End the tracked runs, and wait for their trackers for `FINISH_SECONDS` at most."""
+        end = time.monotonic() + FINISH_SECONDS
+        started, self._started = self._started, []
+        for worker in started:
+            worker.finish(status)
+        for worker in started:
+            worker.wait(end)
+
+
+class _Worker:
+    """The thread of one tracker, which makes its calls in order."""
+
+    def __init__(self, tracker: Tracker, warn: Callable[[str], None]):
+        self._tracker, self._warn, self._has_failed = tracker, warn, False
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def start(self, run: TrackedRun) -> str:
+        answer: Future[str] = Future()
+
+        def call() -> None:
+            try:
+                answer.set_result(self._tracker.start(run))
+            except BaseException as error:  # any error is for the caller
+                answer.set_exception(error)
+
+        self._calls.put(call)
+        try:
+            return answer.result(START_SECONDS)
+        except UserError:
+            raise
+        except Exception as error:
+            name, late = self._tracker.name, f"no answer in {START_SECONDS} s"
+            reason = explain(error) or (late if isinstance(error, TimeoutError) else repr(error))
+            raise UserError(
+                f"training.trackers: {name} cannot start ({reason}); "
+                f"{FIXES.get(name, 'fix the tracker')}, or leave {name} out"
+            ) from error
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._calls.put(partial(self._tracker.log, step, metrics))
+
+    def finish(self, status: Status) -> None:
+        self._calls.put(partial(self._tracker.finish, status))
+        self._calls.put(None)
+
+    def wait(self, end: float) -> None:
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            self._say(f"not all metrics were sent in {FINISH_SECONDS} s")
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # of any library: training continues
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._say(f"{explain(error) or repr(error)}; training continues")
+
+    def _say(self, problem: str) -> None:
+        self._warn(
+            f"warning: tracker {self._tracker.name}: {problem}; metrics.jsonl has all metrics"
+        )
+
+
+def _recorded_ids(path: Path) -> dict[str, str]:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        ids, reason = None, explain(error)
+    else:
+        reason = "it is not an object of strings"
+    if isinstance(ids, dict) and all(isinstance(id, str) for id in ids.values()):
+        return ids
+    raise UserError(f"{path} cannot be read ({reason}); remove it to start a new tracked run")

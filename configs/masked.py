@@ -3,7 +3,7 @@
 python train.py --config configs/masked.py [--model.attention colt5]
 
 The quickstart's text, sizes and optimizer; needs some minutes on a CPU. 15% of the bytes are
-masked. Expected: a loss on these below 3.3, the unigram baseline.
+masked. Expected: a loss on the masked bytes below 3.3, the unigram baseline.
 """
 
 from dataclasses import replace

@@ -59,7 +59,8 @@ def bucket_path(url: str, field: str) -> epath.Path:
         file_system()
     except ImportError:
         raise UserError(
-            f"{field} {url}: buckets need further packages; pip install 'heinsen_jax[gcs]'"
+            f"{field} {url}: buckets need the extra gcs; pip install 'heinsen_jax[gcs]', or in a "
+            "clone pip install -e '.[gcs]'"
         ) from None
     return epath.Path(f"{SCHEME}{bucket}/{folder}")
 

@@ -31,9 +31,9 @@ from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.training.step import make_evaluation_step
 
 DATA_HELP = (
-    "a named corpus or a prepared folder, whose validation split is evaluated; or a text file, "
-    "folder or .jsonl file, evaluated completely unless the run was trained on it; the run's data "
-    "when None"
+    "a named corpus, a prepared folder or data with published splits, whose validation split is "
+    "evaluated; or any other input of training, evaluated completely unless the run was trained on "
+    "it; the run's data when None"
 )
 
 

@@ -13,7 +13,7 @@ from heinsen_jax.config import load_config
 from heinsen_jax.study import Points, Study, sweeps
 
 ABOUT = """
-Sequences of 64 tokens contain 8 keys with their values, and then query each value once; guessing
+Sequences of 64 tokens contain 8 keys with their values, and then query each key once; guessing
 among the 8 values has accuracy 1/8. Two layers of each width, a convolution of 4 tokens before each
 branch, no position encoding, 800 updates of 32 sequences. Zoology's sizes are in
 `configs/studies/recall_zoology.py`. State size is that after 64 tokens, in float32, convolutions

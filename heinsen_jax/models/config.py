@@ -102,7 +102,7 @@ class LanguageModelConfig:
     1/sqrt(model_dim)."""
     positions: Positions | None = None
     """Position encoding: the paper's recurrence, learned vectors, or none. When None: none in the
-    decay block, else that of the embedding style."""
+    blocks decay and llama, else that of the embedding style."""
     max_length: pydantic.PositiveInt | None = None
     """Maximum sequence length, in tokens, with learned positions; None with others."""
     convolution_size: pydantic.PositiveInt | None = None

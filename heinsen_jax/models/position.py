@@ -100,7 +100,7 @@ class NoPositions(nnx.Module):
 
 
 class LearnedPositions(nnx.Module):
-    """x + P_t, with a learned vector P_t for each position; norm(x + P_t), as in Fastformer's
+    """x + P_t, with a trained vector P_t for each position; norm(x + P_t), as in Fastformer's
     language model, if `has_norm`.
 
     The state is the number of previous tokens. Beyond max_length tokens results are NaN; outside

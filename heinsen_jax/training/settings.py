@@ -57,7 +57,8 @@ class TrainingConfig:
     """Seconds to wait for the next batch before the run ends with an error."""
     compilation_cache: str | None = None
     """Folder of JAX's persistent compilation cache, for fast restarts. When None:
-    JAX_COMPILATION_CACHE_DIR, or in a run of one process ~/.cache/heinsen_jax."""
+    JAX_COMPILATION_CACHE_DIR, or in a run of one process `heinsen_jax` in XDG_CACHE_HOME or
+    ~/.cache, with at most 2 GiB."""
     masked_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] = 0.15
     """Fraction of the tokens that a bidirectional model is trained to predict."""
     trackers: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()

@@ -122,6 +122,18 @@ def test_evaluation_counts_masked_tokens_only(parts):
     assert float(total) == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_program_does_not_depend_on_rates_and_steps(parts):
+    """So that it is compiled once for all schedules, lengths and seeds."""
+    batch = everything(random_tokens(0))
+    others = jnp.float32(3e-4), jax.random.key_data(jax.random.key(0))
+    programs = set()
+    for fields in ({}, {"learning_rate": 1.0, "warmup_steps": 7, "schedule": "constant"}):
+        optimizer = make_optimizer(OptimizerConfig(**fields))
+        step = make_train_step(parts.graph, optimizer, accumulation_steps=1, out_shardings=None)
+        programs.add(step.lower(parts.first, batch, *others).as_text())
+    assert len(programs) == 1
+
+
 @pytest.mark.parametrize("harm", [1, 2, 3], ids=lambda harm: f"{FACTORS[harm]:g}")
 def test_a_harmful_update_changes_nothing_and_is_counted(parts, harm):
     step = parts.update(1, objective=next_token_or_harm, skip_grad_norm_ratio=20.0)

@@ -32,8 +32,8 @@ def cache_compilations(folder: str | Path | None = None) -> None:
     if is_default:
         if jax.config.values["jax_compilation_cache_dir"] is not None or jax.process_count() > 1:
             return
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = root / "heinsen_jax" / _processor()
+        root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        folder = Path(root) / "heinsen_jax" / _processor()
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
@@ -56,7 +56,10 @@ def cache_compilations(folder: str | Path | None = None) -> None:
 def _remove_incomplete(folder: Path) -> None:
     """Remove entries that a killed process has not completed: JAX writes the time of access last,
     and without it would warn at every further entry, instead of writing it."""
-    with contextlib.suppress(filelock.Timeout), filelock.FileLock(folder / LOCK_FILE, timeout=10):
+    with (
+        contextlib.suppress(filelock.Timeout, OSError),  # some file systems have no locks
+        filelock.FileLock(folder / LOCK_FILE, timeout=10),
+    ):
         for entry in folder.glob("*-cache"):
             if not entry.with_name(entry.name.removesuffix("cache") + "atime").exists():
                 entry.unlink()

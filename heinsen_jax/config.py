@@ -204,7 +204,14 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
             f"--workdir {workdir} contains a run trained on {theirs}, not {ours}: choose another "
             "folder"
         )
-    ours, theirs = as_json(config)["model"], recorded["model"]
+    try:
+        model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(recorded["model"])
+    except ValueError as error:
+        raise UserError(f"{workdir / CONFIG_FILE}: model.{explain(error)}") from None
+    ours, theirs = (
+        as_json(config)["model"],
+        as_json(dataclasses.replace(config, model=model))["model"],
+    )
     if differing := [
         f"model.{name} is {ours.get(name)!r} here, {theirs.get(name)!r} there"
         for name in sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
@@ -251,6 +258,8 @@ def check_changes(
     if (recorded := read_config(workdir)) is None:
         return []
     ours, theirs = _flat(as_json(config)), _flat(recorded)
+    if "data.documents" in ours:  # a run of an earlier version has no such field
+        theirs.setdefault("data.documents", "continuous")
     changed = {
         name: f"{name} {value!r} (was {theirs[name]!r})"
         for name, value in ours.items()

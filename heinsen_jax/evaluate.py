@@ -18,6 +18,7 @@ from heinsen_jax import data as text
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.config import load_config
 from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
+from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
@@ -48,6 +49,9 @@ def main() -> None:
         max_batches: Annotated[
             int | None, tyro.conf.arg(help="maximum number of batches; all when None")
         ] = None,
+        text_column: Annotated[
+            str | None, tyro.conf.arg(help="column of the texts of --data; `text` when None")
+        ] = None,
         latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
         tasks: Annotated[
             tuple[str, ...],
@@ -70,10 +74,10 @@ def main() -> None:
             Path | None, tyro.conf.arg(help="JSON file to which results of tasks are written")
         ] = None,
     ) -> None:
-        """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on a validation split,
-        or tasks of the lm-evaluation-harness."""
+        """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on text, or
+        tasks of the lm-evaluation-harness."""
         of_text = {"--data": data, "--sequence-length": sequence_length}
-        of_text |= {"--max-batches": max_batches}
+        of_text |= {"--max-batches": max_batches, "--text-column": text_column}
         of_tasks = {"--include-path": include_path, "--limit": limit, "--output": output}
         of_tasks |= {"--num-fewshot": num_fewshot, "--batch-size": batch_size}
         for name, value in (of_text if tasks else of_tasks).items():
@@ -90,7 +94,7 @@ def main() -> None:
             options = {"tasks": [*tasks], "limit": limit, "num_fewshot": num_fewshot}
             _run_tasks(model, options, include_path, output)
         else:
-            _run_text(workdir, data, sequence_length, max_batches, latest)
+            _run_text(workdir, data, text_column, sequence_length, max_batches, latest)
 
     cache_compilations()
     with exit_immediately():
@@ -100,10 +104,13 @@ def main() -> None:
 def _run_text(
     workdir: str,
     data: str | None,
+    text_column: str | None,
     sequence_length: int | None,
     max_batches: int | None,
     latest: bool,
 ) -> None:
+    if text_column is not None and data is None:
+        raise UserError(f"--text-column {text_column} needs --data: leave it out")
     for option, number in (("max-batches", max_batches), ("sequence-length", sequence_length)):
         if number is not None and number < 1:
             raise UserError(f"--{option} {number} must be at least 1")
@@ -116,14 +123,15 @@ def _run_text(
             f"{workdir} has a run that trained on a task, with its own lengths; leave out "
             "--data and --sequence-length"
         )
-    is_other = (
-        isinstance(settings, DataConfig)
-        and data is not None
-        and not (settings.mixture is None and _same(data, settings.corpus))
-    )
-    if is_other:
-        single = {"mixture": None, "mixture_stages": (), "validation_fraction": None}
-        settings = replace(settings, corpus=data, **single)
+    is_other = False
+    if isinstance(settings, DataConfig) and data is not None:
+        trained = [name for weights in settings.mixtures for name in weights] or [settings.corpus]
+        own = next((name for name in trained if _same(data, name)), None)
+        is_other, corpus = own is None, own or data
+        settings = replace(settings, corpus=corpus, mixture=None, mixture_stages=())
+        if is_other:
+            column = text_column or DEFAULT_COLUMN
+            settings = replace(settings, validation_fraction=None, text_column=column)
     if sequence_length is not None:
         settings = replace(settings, sequence_length=sequence_length)
     dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))

@@ -89,7 +89,7 @@ class MixedDataset:
         for (_, weights), begin, end in zip(self._stages, begins, [*begins[1:], 0], strict=True):
             mixtures.append(_mix(rows, used, weights))
             total = sum(weights.values())
-            for name, weight in weights.items():  # one more at most: the order of sources is fixed
+            for name, weight in weights.items():  # an upper bound: none is repeated
                 used[name] += int(np.ceil((end - begin) * weight / total))
 
         def row(number: int) -> Batch:
@@ -104,7 +104,9 @@ class MixedDataset:
         """Rows of all sources, at each length; and those of each source, by its name."""
         of_source = {name: x.validation_rows(config) for name, x in self.sources.items()}
         lengths = next(iter(of_source.values()))
-        together = {length: _Chain([x[length] for x in of_source.values()]) for length in lengths}
+        together = {
+            length: _Interleaved([x[length] for x in of_source.values()]) for length in lengths
+        }
         return {**together, **{name: rows[""] for name, rows in of_source.items()}}
 
 
@@ -124,8 +126,8 @@ def load_mixture(config: DataConfig) -> MixedDataset:
         name = Path(corpus).name
         if name in by_name or name in map(str, config.test_lengths):
             raise UserError(
-                f"data.mixture: the name of {corpus} is in use; rename that file or folder, since "
-                "metrics are named after it"
+                f"data.mixture: the name of {corpus} is in use; give corpora whose last path "
+                "components differ, since metrics are named after them"
             )
         by_name[name] = load_text(replace(single, corpus=corpus))
     return MixedDataset(by_name, config)
@@ -142,15 +144,18 @@ def _mix(
     return grain.MapDataset.mix(unused, [*chosen.values()])
 
 
-class _Chain(Sequence[Batch]):
-    """Sequences of rows, one after the other."""
+class _Interleaved(Sequence[Batch]):
+    """Rows of several sequences, in proportion to their lengths everywhere, so that the first rows
+    are a sample of all."""
 
     def __init__(self, parts: Sequence[Sequence[Batch]]) -> None:
         self._parts = parts
-        self._ends = np.cumsum([len(part) for part in parts])
+        sizes = [len(part) for part in parts]
+        rows = [(part, row) for part, size in enumerate(sizes) for row in range(size)]
+        self._order = sorted(rows, key=lambda place: (place[1] + 0.5) / sizes[place[0]])
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._order)
 
     @overload
     def __getitem__(self, index: int) -> Batch: ...
@@ -161,5 +166,5 @@ class _Chain(Sequence[Batch]):
     def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        return self._parts[part][index - (int(self._ends[part - 1]) if part else 0)]
+        part, row = self._order[index]
+        return self._parts[part][row]

@@ -195,8 +195,8 @@ def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
     document = read_json(path)
     if not isinstance(document.get("model"), dict):
         raise UserError(f"{path} defines no tokenizer: give a tokenizer.json of Hugging Face")
-    added = document.get("added_tokens", [])
-    found = sorted({token["content"] for token in added if token["special"]} & ENDS_OF_TEXT)
+    added = document.get("added_tokens") or []
+    found = sorted({token["content"] for token in added if token.get("special")} & ENDS_OF_TEXT)
     if len(found) == 1:
         return JsonTokenizer(name, path, document, found[0])
     config_path = path.with_name(CONFIG_FILE)
@@ -232,7 +232,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[RustTokenizer, int]:
     """Build the tokenizer, without the parts that shorten or pad texts; `end_of_text` is special.
     Return its id, too."""
-    added = document.get("added_tokens", [])
+    added = document.get("added_tokens") or []
     end = next((token["id"] for token in added if token["content"] == end_of_text), None)
     if end is None:
         end = _parse(path, document).token_to_id(end_of_text)

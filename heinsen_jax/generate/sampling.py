@@ -18,9 +18,9 @@ def filter_logits(
     top_k: int | None,
     top_p: float | Float[Array, ""] | None = None,
 ) -> Float[Array, "*B V"]:
-    """logits / temperature, with -inf for all strictly below the k-th largest, and then for all
-    below the smallest set of the largest whose probabilities add up to `top_p` or more (nucleus
-    sampling). Ties with the last candidate are kept.
+    """Logits divided by the temperature. Those below the `top_k` largest become -inf; then those
+    outside the nucleus, the smallest set of most probable tokens whose total probability is at
+    least `top_p`. Tokens that tie with the last candidate are kept.
 
     References:
       Holtzman, Buys, Du, Forbes, Choi, 2020, The Curious Case of Neural Text Degeneration,

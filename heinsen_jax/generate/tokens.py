@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -129,7 +130,8 @@ def generate(
             f"key{[*sampler.key.shape]} must be one jax.random.key, or one for each row "
             f"{[*tokens.shape[:-1]]}"
         )
-    fed = tokens.shape[-1] + max(max_new_tokens - 1, 0)
+    longest = tokens.shape[-1] if lengths is None else int(np.max(lengths))
+    fed = longest + max(max_new_tokens - 1, 0)
     state = model.init_state(tokens.shape[:-1]) if state is None else state
     check_capacity(model, state, max_new_tokens, fed)
     state = model.ensure_capacity(state, fed)

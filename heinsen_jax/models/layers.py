@@ -110,9 +110,9 @@ def _entry(argument: str) -> str | Layers:
 
 def _value(text: str) -> FieldValue:
     """A value of an option from the command line."""
-    constants = {"true": True, "false": False, "none": None}
-    if text.lower() in constants:
-        return constants[text.lower()]
+    constants = {"True": True, "true": True, "False": False, "false": False, "None": None}
+    if text in constants:  # "none" is a value of some options
+        return constants[text]
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(text)

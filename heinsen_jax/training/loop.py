@@ -128,7 +128,8 @@ def train(
       Diverged: `max_consecutive_skips` consecutive updates were skipped.
     """
     cache_compilations(experiment.training.compilation_cache)
-    mesh = check_settings(dataset, experiment)
+    with together():
+        mesh = check_settings(dataset, experiment)
     folder = RunFolder(workdir) if isinstance(workdir, Path) else workdir
     with jax.set_mesh(mesh), folder.published():
         run = _Run(folder, dataset, experiment, mesh, profile, on_start, sample_fn, trackers)

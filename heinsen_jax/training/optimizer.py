@@ -60,7 +60,7 @@ class OptimizerConfig:
 
 
 def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
-    """Learning rate of every step. The last rate would be reached one step after the end.
+    """Learning rate of every step. The schedule would reach the last rate one step after the end.
 
     Raises:
       UserError: warm-up is not shorter than training, or overlaps with the decay.
@@ -71,7 +71,8 @@ def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
             f"optimizer.warmup_steps={warmup} is not less than training.steps={steps}; make it "
             "smaller, or train for more steps"
         )
-    decay = round(steps * config.decay_fraction) if config.schedule == "wsd" else steps - warmup
+    is_wsd = config.schedule == "wsd"
+    decay = max(1, round(steps * config.decay_fraction)) if is_wsd else steps - warmup
     if warmup + decay > steps:
         raise UserError(
             f"optimizer.warmup_steps={warmup} and optimizer.decay_fraction={config.decay_fraction} "

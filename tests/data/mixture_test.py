@@ -88,8 +88,8 @@ def test_validation_has_all_corpora_together_and_each(config):
     rows = dataset.validation_rows(config)
     assert [*rows] == ["", "a", "b"]
     assert len(rows[""]) == len(rows["a"]) + len(rows["b"])
-    last = rows[""][len(rows[""]) - 1]
-    np.testing.assert_array_equal(last.tokens, rows["b"][len(rows["b"]) - 1].tokens)
+    together = [chr(row.tokens[0]) for row in rows[""][:6]]
+    assert sorted(together) == ["a"] * 3 + ["b"] * 3  # so that the first rows are a sample of all
     assert dataset.bytes_per_token == 1
     assert b"inputs" in dataset.content
 

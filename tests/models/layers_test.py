@@ -57,12 +57,14 @@ def test_equal_patterns_hash_alike():
 
 
 def test_values_on_the_command_line_have_types():
-    argument = "log:window_size=none,gated=true,use_bias=False,max_timescale=1e3,num_kv_heads=2"
+    argument = "log:window_size=None,gated=true,use_bias=False,max_timescale=1e3,num_kv_heads=2"
     layers = parse_pattern([argument])
     assert isinstance(layers, Layers)
     values = [None, True, False, 1000.0, 2]
     assert [*layers.options.values()] == values
     assert [*map(type, layers.options.values())] == [*map(type, values)]
+    layers = Layers("softmax", options={"positions": "none"})
+    assert parse_pattern([str(layers)]) == layers
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def get_config():
     return ExperimentConfig(
         model=LanguageModelConfig(
             vocab_size=264, model_dim=8, num_layers=1, num_heads=2,
-            attention=Layers("log", options={"implementation": "scan"}),
+            attention=Layers("log", options={{"implementation": "scan"}}),
         ),
         data=DataConfig(corpus="words.txt", sequence_length=16, batch_size=4),
         optimizer=OptimizerConfig(warmup_steps=5),

@@ -278,8 +278,18 @@ def check_changes(
 
 
 def _differs(path: Path, content: bytes) -> bool:
-    """Whether a file exists and has another content."""
-    return path.exists() and path.read_bytes() != content
+    """Whether a manifest exists and has other tokens."""
+    return path.exists() and _splits(path.read_bytes()) != _splits(content)
+
+
+def _splits(content: bytes) -> JSON:
+    """The shards with their hashes in a manifest, or in those of a mixture; None if damaged."""
+    try:
+        manifest = json.loads(content)
+        by_name = manifest if "splits" not in manifest else {"": manifest}
+        return {name: each["splits"] for name, each in by_name.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def _affects_result(name: str) -> bool:

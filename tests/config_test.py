@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from heinsen_jax import data
 from heinsen_jax.config import (
     ExperimentConfig,
     as_json,
+    check_changes,
     check_workdir,
     load_config,
     override,
+    record,
 )
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import Layers
@@ -153,3 +156,26 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         RunFolder(tmp_path / "file" / "run").check_writable()
+
+
+def test_a_run_of_an_earlier_version_had_continuous_documents(tmp_path):
+    """Its files lack fields that were added since."""
+    (tmp_path / "a.txt").write_text("to be or not " * 50)
+    config = override(
+        ExperimentConfig(),
+        ["--data.corpus", str(tmp_path / "a.txt"), "--data.cache", str(tmp_path / "cache")],
+    )
+    dataset = data.load(config.data)
+    record(tmp_path, config, dataset)
+    for name in ("config.json", "data_manifest.json"):
+        content = json.loads((tmp_path / name).read_text())
+        content.pop("text_column", None)
+        content.get("data", {}).pop("documents", None)
+        content.get("model", {}).pop("qk_norm", None)
+        (tmp_path / name).write_text(json.dumps(content))
+    check_workdir(tmp_path, config)
+    changed = r"other settings: data.documents None \(was 'continuous'\); restore"
+    with pytest.raises(UserError, match=changed):
+        check_changes(tmp_path, config, dataset, allowed=False)
+    same = override(config, ["--data.documents", "continuous"])
+    assert check_changes(tmp_path, same, dataset, allowed=False) == []

@@ -10,17 +10,28 @@ from heinsen_jax.errors import wants_tracebacks
 
 EXPECTED = "Metadata file does not exist"
 """Warning of Orbax about a checkpoint that is read by itself, without its manager."""
-OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
-"""Pattern of operating-system errors in messages of TensorStore and Orbax."""
+OF_SYSTEM = re.compile(
+    r"os.error|errno|No space left|Permission.denied|RESOURCE_EXHAUSTED|UNAVAILABLE"
+    r"|HTTP response code",
+    re.IGNORECASE,
+)
+"""Pattern of errors of a disk or a bucket in messages of TensorStore and Orbax."""
+CLIENTS = {"gcsfs", "aiohttp", "google"}
+"""Packages that read and write buckets; most of their errors are not an OSError."""
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a save failed because of storage, not because of a device or a bug. TensorStore
-    raises ValueError with the message of the operating system."""
+    """Whether a save or a read failed because of storage, not because of a device or a bug.
+    TensorStore raises ValueError with the message of the operating system."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return False
     causes = [error, error.__cause__, error.__context__]
-    return any(isinstance(x, OSError) or OF_SYSTEM.search(str(x)) for x in causes)
+    return any(
+        isinstance(x, OSError)
+        or type(x).__module__.partition(".")[0] in CLIENTS
+        or OF_SYSTEM.search(str(x))
+        for x in causes
+    )
 
 
 def quiet_failed_saves() -> None:
@@ -37,12 +48,6 @@ def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:
     failed save; each would print a traceback."""
     if wants_tracebacks() or str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
-
-
-def first_line(error: Exception) -> str:
-    """First line of the message of an error, or of its cause."""
-    cause = error.__cause__ or error
-    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from heinsen_jax import distributed
 from heinsen_jax.errors import UserError
 from heinsen_jax.training import checkpoint, checksums
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
@@ -280,9 +281,10 @@ def test_an_unreadable_sector_is_damage(tmp_path, monkeypatch, name):
     folder = saved(tmp_path, (1, None))
     error = OSError(errno.EIO, "Input/output error", str(folder / "1" / name))
     failing(monkeypatch, name, error)
-    damage = find_damage(folder / "1")
-    assert damage == checksums.NO_CHECKSUMS or damage.endswith(
-        "cannot be read (Input/output error)"
+    found = str(find_damage(folder / "1"))
+    assert found in (
+        checksums.NO_CHECKSUMS,
+        f"{error.filename} cannot be read (Input/output error)",
     )
 
 
@@ -295,6 +297,22 @@ def test_a_failed_read_of_arrays_advises_to_try_again(tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoint.ocp.Checkpointer, "restore", fail)
         with pytest.raises(UserError, match=r"503\): check the disk or network"):
             checkpoints.restore(1, state(0.0))
+
+
+@pytest.mark.parametrize("name", ["find_damaged_array", "move", "_finished"])
+def test_errors_of_verification_reach_all_processes(tmp_path, monkeypatch, name):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    folder = saved(tmp_path, (1, None), (2, None))
+    flip(arrays(folder, 2)[0])
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        gathered = []
+        monkeypatch.setattr(distributed, "gather", lambda text: gathered.append(text) or [text])
+        monkeypatch.setattr(checkpoints if name == "_finished" else checkpoint, name, fail)
+        with pytest.raises(ZeroDivisionError):
+            checkpoints._verify_newest()
+    assert gathered[-1:] == ["ZeroDivisionError()"]
 
 
 def test_a_folder_without_a_run_names_the_command(tmp_path):

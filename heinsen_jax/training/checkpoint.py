@@ -6,7 +6,6 @@ import math
 import shlex
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict, TypeVar, cast
@@ -33,7 +32,7 @@ from heinsen_jax.training.checksums import (
     find_damaged_array,
     write_checksums,
 )
-from heinsen_jax.training.storage_errors import is_of_storage, quiet_failed_saves
+from heinsen_jax.training.storage_errors import is_of_storage, quiet_failed_saves, reading_steps
 from heinsen_jax.training.weights import has_weights, load_weights
 from heinsen_jax.typing import JSON, Array, PyTree
 
@@ -103,14 +102,15 @@ class Checkpoints:
 
     def _finished(self) -> list[int]:
         """The finished steps."""
-        folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(path.name) for path in folders if _is_finished(path))
+        with reading_steps(self.folder):
+            folders = self.folder.iterdir() if self.folder.is_dir() else ()
+            return sorted(int(path.name) for path in folders if _is_finished(path))
 
     def _set_damaged_aside(self) -> None:
         """Rename the steps with damage other than in the content of their arrays."""
         for step in self._finished():
             folder = self.folder / str(step)
-            with _reading(folder):
+            with reading_steps(folder):
                 add_last_checksums(folder)
                 reason = find_damage(folder)
             if reason:
@@ -122,7 +122,7 @@ class Checkpoints:
         index, count = jax.process_index(), jax.process_count()
         while newest := self._newest_of_process_0():
             folder = self.folder / newest
-            with together(), _reading(folder):
+            with together(), reading_steps(folder):
                 damage = find_damaged_array(folder, index, count)
             reason = next(filter(None, gather(damage or "")), None)
             if reason is None:
@@ -134,7 +134,7 @@ class Checkpoints:
     def _newest_of_process_0(self) -> str:
         """The newest finished step that process 0 lists, "" without any. A collective."""
         newest = ""
-        with together(), _reading(self.folder):
+        with together():
             if jax.process_index() == 0:
                 newest = str(max(self._finished(), default=""))
         return gather(newest)[0]
@@ -147,7 +147,7 @@ class Checkpoints:
     def _is_damaged(self, step: int, *, arrays: bool = False) -> bool:
         """Whether a reader finds a step, or its arrays, damaged or being removed."""
         folder = self.folder / str(step)
-        with _reading(folder):
+        with reading_steps(folder):
             reason = find_damaged_array(folder) if arrays else find_damage(folder)
         if reason and not _is_being_removed(folder):
             self.damaged[step] = reason
@@ -329,7 +329,7 @@ class Checkpoints:
         try:
             self.wait()
             if jax.process_index() == 0:
-                with _reading(self.folder):
+                with reading_steps(self.folder):
                     for step in self._finished():
                         add_last_checksums(self.folder / str(step))
         except Exception:
@@ -478,21 +478,6 @@ def _is_being_removed(folder: AnyPath) -> bool:
     while folder.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     return not folder.exists()
-
-
-@contextlib.contextmanager
-def _reading(folder: AnyPath) -> Iterator[None]:
-    """Convert errors of storage, in a block that reads a folder, to `UserError`: they do not mean
-    that it is damaged."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, UserError) or not is_of_storage(error):
-            raise
-        raise UserError(
-            f"{folder} cannot be read ({first_line(error)}); check the disk, the network or "
-            "permissions, and give the same command again"
-        ) from error
 
 
 def _score(metrics: dict[str, float]) -> float:

@@ -1,12 +1,15 @@
-"""Errors of storage in saves of Orbax: recognized, described in one line, and logged once."""
+"""Errors of storage in saves and reads of checkpoints: recognized, and reported in one line."""
 
+import contextlib
 import logging
 import re
 import sys
+from collections.abc import Iterator
 
 import jax
 
-from heinsen_jax.errors import wants_tracebacks
+from heinsen_jax.buckets import AnyPath
+from heinsen_jax.errors import UserError, first_line, wants_tracebacks
 
 EXPECTED = "Metadata file does not exist"
 """Warning of Orbax about a checkpoint that is read by itself, without its manager."""
@@ -32,6 +35,21 @@ def is_of_storage(error: Exception) -> bool:
         or OF_SYSTEM.search(str(x))
         for x in causes
     )
+
+
+@contextlib.contextmanager
+def reading_steps(folder: AnyPath) -> Iterator[None]:
+    """Convert errors of storage, in a block that reads a folder, to `UserError`: they do not mean
+    that it is damaged."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_of_storage(error):
+            raise
+        raise UserError(
+            f"{folder} cannot be read ({first_line(error)}); check the disk, the network or "
+            "permissions, and give the same command again"
+        ) from error
 
 
 def quiet_failed_saves() -> None:

@@ -19,13 +19,15 @@ import fsspec
 from etils import epath
 from fsspec.config import conf
 
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, first_line
 
 AnyPath: TypeAlias = Path | epath.Path
 """A path on a disk, or in a bucket."""
 
 SCHEME = "gs://"
 LOCK_FILE = ".lock"
+OWNER = {"id", "host", "pid", "start"}
+"""Keys of the content of a lock by which its owner is known."""
 REFRESHED_AFTER = 10.0
 """Seconds after which the owner of a lock renews it."""
 ABANDONED_AFTER = 60.0
@@ -100,13 +102,28 @@ def upload(content: bytes, target: epath.Path) -> None:
         write_whole(target, content)
     except Exception as error:  # of credentials, of HTTP, or of the operating system
         raise UserError(
-            f"{target} cannot be written ({_reason(error)}); check the network and the "
+            f"{target} cannot be written ({first_line(error)}); check the network and the "
             "credentials, and give the same command again"
         ) from error
 
 
-def _reason(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+@contextlib.contextmanager
+def reading(path: epath.Path, field: str) -> Iterator[None]:
+    """Convert errors, in a block that only reads from a bucket, to `UserError`.
+
+    Args:
+      path: the object or folder that the block reads.
+      field: option or field with its address, for messages.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of credentials, of HTTP, or of the operating system
+        raise UserError(
+            f"{field} {path} cannot be read ({first_line(error)}); check the name, the network and "
+            "the credentials (gcloud auth application-default login)"
+        ) from error
 
 
 def move(path: AnyPath, target: AnyPath) -> None:
@@ -133,7 +150,7 @@ def check_writable(folder: epath.Path, field: str) -> None:
         path.unlink()
     except Exception as error:  # of credentials, of HTTP, or of the operating system
         raise UserError(
-            f"{field} {folder} cannot be written ({_reason(error)}); check its name, the "
+            f"{field} {folder} cannot be written ({first_line(error)}); check its name, the "
             "credentials (gcloud auth application-default login) and the role Storage Object User"
         ) from None
 
@@ -220,11 +237,17 @@ class _Lock:
                 file_system().rm_file(self._path)
 
     def _read(self) -> dict[str, Any] | None:
-        """The content of the lock; None if it is free."""
+        """The content of the lock; None if it is free. Of a damaged one, its bytes are the id, by
+        which a renewal by its unknown owner is noticed."""
         try:
-            return json.loads(file_system().cat_file(self._path))
+            content = file_system().cat_file(self._path)
         except FileNotFoundError:
             return None
+        with contextlib.suppress(ValueError):
+            found = json.loads(content)
+            if isinstance(found, dict) and found.keys() >= OWNER:
+                return found
+        return {"id": repr(content)}
 
     def _write(self, mode: str) -> None:
         content = self._owner | {"id": self._id, "renewed": time.time()}
@@ -232,16 +255,17 @@ class _Lock:
 
 
 def _described(found: dict[str, Any]) -> str:
-    if not found:
+    if not found.keys() >= OWNER:
         return "another process"
     return f"process {found['pid']} on {found['host']}, since {found['start']}"
 
 
 def _process_namespace() -> str:
-    """Identity of the namespace of process ids: containers with the name of one host have their
-    own."""
+    """Identity of the namespace of process ids. Containers with the name of one host have their
+    own; that of hosts has the same number on all of them, but they differ in the id of the boot."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux
         return ""
 

@@ -38,6 +38,12 @@ def explain(error: Exception, within: str = "") -> str:
     return "; ".join(problems)
 
 
+def first_line(error: Exception) -> str:
+    """First line of the message of an error, or of its cause."""
+    cause = error.__cause__ or error
+    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
+
+
 def wants_tracebacks() -> bool:
     return bool(os.environ.get(TRACEBACK))
 

@@ -7,7 +7,9 @@ than the metrics in the bucket. Checkpoints are read and written in the bucket i
 """
 
 import contextlib
+import os
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,9 @@ class RunFolder:
     files: Path
     remote: epath.Path | None = None
     _published: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False)
+    _lock: contextlib.AbstractContextManager[bool] = field(
+        default_factory=threading.Lock, compare=False, repr=False
+    )
 
     def __str__(self) -> str:
         return str(self.remote or self.files)
@@ -48,27 +53,44 @@ class RunFolder:
         return (self.remote or self.files.resolve()) / CHECKPOINT_FOLDER
 
     def fetch(self) -> None:
-        """Download the files of the folder in the bucket, except hidden ones and subfolders."""
-        for path in self.remote.iterdir() if self.remote and self.remote.is_dir() else ():
-            if not path.name.startswith(".") and not path.is_dir():
-                file = self.files / path.name
-                file.write_bytes(path.read_bytes())
-                self._published[file] = _version(file)
+        """Download the files of the folder in the bucket, except hidden ones and subfolders.
+
+        Raises:
+          UserError: they cannot be read.
+        """
+        if self.remote is None:
+            return
+        with buckets.reading(self.remote, "--workdir"):
+            found = list(self.remote.iterdir()) if self.remote.is_dir() else []
+            found = [path for path in found if not (path.name.startswith(".") or path.is_dir())]
+        for path in found:
+            with buckets.reading(path, "--workdir"):
+                content = path.read_bytes()
+            file = self.files / path.name
+            file.write_bytes(content)
+            self._published[file] = _version(file)
 
     def publish(self) -> None:
-        """Upload the files that this process has changed since the last call.
+        """Upload the files that this process has changed since the last call. The thread of
+        checkpoints calls it, too.
 
         Raises:
           UserError: they cannot be uploaded.
         """
         if self.remote is None:
             return
-        for path in filter(Path.is_file, self.files.rglob("*")):
-            version = _version(path)
-            if path.suffix != ".partial" and self._published.get(path) != version:
-                target = self.remote / path.relative_to(self.files).as_posix()
-                buckets.upload(path.read_bytes(), target)
-                self._published[path] = version
+        with self._lock:
+            walk = os.walk(self.files)  # which ignores folders that vanish
+            for path in (Path(folder, name) for folder, _, names in walk for name in names):
+                if path.suffix == ".partial" or not path.is_file():
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # a temporary file, removed meanwhile
+                    version = _version(path)
+                    if self._published.get(path) != version:
+                        content = path.read_bytes()
+                        target = self.remote / path.relative_to(self.files).as_posix()
+                        buckets.upload(content, target)
+                        self._published[path] = version
 
     @contextlib.contextmanager
     def published(self) -> Iterator[None]:

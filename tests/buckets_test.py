@@ -7,11 +7,12 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from etils import epath
 
-from heinsen_jax import buckets
+from heinsen_jax import buckets, run_folder
 from heinsen_jax.buckets import LOCK_FILE, bucket_path, locked
 from heinsen_jax.config import set_aside
 from heinsen_jax.errors import UserError
@@ -99,6 +100,49 @@ def test_restart_sets_a_run_aside(bucket):
         assert not (epath.Path(bucket) / "checkpoints").exists()
 
 
+def test_temporary_files_that_vanish_are_not_uploaded(bucket, monkeypatch):
+    def vanishing(path):
+        if path.name != "config.json":
+            path.unlink()
+        return version(path)
+
+    version = run_folder._version
+    monkeypatch.setattr(run_folder, "_version", vanishing)
+    with opened(bucket) as run:
+        for name in ("config.json", "lock.tmp", "x.partial"):
+            (run.files / name).write_text("{}")
+        run.publish()
+        assert (run.files / "x.partial").exists(), "its version is not computed"
+    assert [path.name for path in epath.Path(bucket).iterdir()] == ["config.json"]
+
+
+def test_two_threads_upload_a_file_once(bucket, monkeypatch):
+    uploaded = []
+
+    def slow(path, content):
+        uploaded.append(path.name)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(buckets, "write_whole", slow)
+    with opened(bucket) as run:
+        (run.files / "config.json").write_text("{}")
+        thread = threading.Thread(target=run.publish)
+        thread.start()
+        run.publish()
+        thread.join()
+    assert uploaded == ["config.json"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Internal Error, 500"), OSError("Forbidden: x\ny")])
+def test_failed_reads_of_a_bucket_are_one_line(bucket, error):
+    message = rf"data.corpus gs://.*/x cannot be read \({str(error).splitlines()[0]}\); check the"
+    with (
+        pytest.raises(UserError, match=message),
+        buckets.reading(epath.Path(bucket) / "x", "data.corpus"),
+    ):
+        raise error
+
+
 @pytest.fixture
 def fast(monkeypatch):
     monkeypatch.setattr(buckets, "REFRESHED_AFTER", 0.2)
@@ -129,6 +173,33 @@ def test_a_lock_that_is_not_renewed_is_abandoned(bucket, fast, capsys):
         assert time.monotonic() - start > 2
         assert json.loads((folder / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert "may be in use by process 1 on elsewhere, since 2030" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"host": "elsewhere"}'])
+def test_a_damaged_lock_is_of_an_unknown_owner(bucket, fast, capsys, content):
+    folder = bucket_path(bucket, "--workdir")
+    (folder / LOCK_FILE).write_text(content)
+    with locked(folder):
+        assert json.loads((folder / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert "may be in use by another process: waiting" in capsys.readouterr().err
+
+
+def test_a_lock_of_another_host_with_the_same_name_is_respected(bucket, fast, monkeypatch, capsys):
+    """Both have the initial namespace of process ids; the process is not one of this host."""
+    read = Path.read_text
+    here = buckets._process_namespace()
+
+    def elsewhere(path, *args):
+        return "another boot" if path.name == "boot_id" else read(path, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", elsewhere)
+        there = buckets._process_namespace()
+    assert there.split()[-1] == here.split()[-1]
+    folder = bucket_path(bucket, "--workdir")
+    other(folder, host=socket.gethostname(), pid=1 << 22, processes=there)
+    with locked(folder):
+        assert "may be in use by process" in capsys.readouterr().err
 
 
 def test_the_lock_of_a_dead_process_of_this_host_is_abandoned(bucket, capsys):

@@ -1,17 +1,21 @@
 """Prepared data in a bucket, downloaded once to a local folder, since tokens are read from memory
 maps."""
 
-import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from etils import epath
 
+from heinsen_jax.buckets import reading
 from heinsen_jax.data.files import byte_progress, replacing, sha256_of, writing
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, Shard, numpy_dtype
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
+
+FIELD = "data.corpus"
+"""Field with the address of the bucket."""
 
 CONCURRENT = 8
 """Number of shards that are downloaded concurrently."""
@@ -32,19 +36,14 @@ def fetch_prepared(remote: epath.Path, cache: Path) -> Path:
         in the manifest.
     """
     path = remote / MANIFEST_FILE
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(
-            f"data.corpus {remote} holds no {MANIFEST_FILE}: prepare the data locally with "
-            "python -m heinsen_jax.data.prepare, and copy that folder to the bucket"
-        ) from None
-    except Exception as error:  # of credentials, of HTTP, or of the operating system
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(
-            f"data.corpus {remote} cannot be read ({reason}); check the name and the credentials "
-            "(gcloud auth application-default login)"
-        ) from None
+    with reading(remote, FIELD):
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise UserError(
+                f"{FIELD} {remote} holds no {MANIFEST_FILE}: prepare the data locally with "
+                "python -m heinsen_jax.data.prepare, and copy that folder to the bucket"
+            ) from None
     manifest = Manifest.parse(content, path)
     folder = cache / f"{remote.name}-{joint_hash(content.decode())[:12]}"
     with writing(folder):
@@ -57,7 +56,9 @@ def fetch_prepared(remote: epath.Path, cache: Path) -> Path:
 
 
 def _download(remote: epath.Path, folder: Path, manifest: Manifest) -> None:
-    for path in remote.glob("tokenizer*"):
+    with reading(remote, FIELD):
+        tokenizers = list(remote.glob("tokenizer*"))
+    for path in tokenizers:
         _copy(path, folder / path.name)
     shards = [shard for shard in manifest.shards() if not (folder / shard.file).exists()]
     total = sum(shard.tokens for shard in shards) * numpy_dtype(manifest.dtype).itemsize
@@ -83,5 +84,12 @@ def _fetch_shard(remote: epath.Path, folder: Path, shard: Shard) -> int:
 
 
 def _copy(source: epath.Path, target: Path) -> None:
-    with source.open("rb") as file, replacing(target) as copy:
-        shutil.copyfileobj(file, copy, 1 << 24)
+    with replacing(target) as copy:
+        for block in _blocks(source):
+            copy.write(block)
+
+
+def _blocks(source: epath.Path) -> Iterator[bytes]:
+    with reading(source, FIELD), source.open("rb") as file:
+        while block := file.read(1 << 24):
+            yield block

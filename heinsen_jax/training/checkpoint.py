@@ -21,7 +21,7 @@ from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import Tokenizer, load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
-from heinsen_jax.errors import UserError, explain
+from heinsen_jax.errors import UserError, explain, first_line
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.pytrees import flatten_with_names
@@ -32,7 +32,7 @@ from heinsen_jax.training.checksums import (
     find_damaged_array,
     write_checksums,
 )
-from heinsen_jax.training.storage_errors import first_line, is_of_storage, quiet_failed_saves
+from heinsen_jax.training.storage_errors import is_of_storage, quiet_failed_saves, reading_steps
 from heinsen_jax.training.weights import has_weights, load_weights
 from heinsen_jax.typing import JSON, Array, PyTree
 
@@ -102,28 +102,42 @@ class Checkpoints:
 
     def _finished(self) -> list[int]:
         """The finished steps."""
-        folders = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted(int(path.name) for path in folders if _is_finished(path))
+        with reading_steps(self.folder):
+            folders = self.folder.iterdir() if self.folder.is_dir() else ()
+            return sorted(int(path.name) for path in folders if _is_finished(path))
 
     def _set_damaged_aside(self) -> None:
         """Rename the steps with damage other than in the content of their arrays."""
         for step in self._finished():
-            add_last_checksums(self.folder / str(step))
-            if reason := find_damage(self.folder / str(step)):
+            folder = self.folder / str(step)
+            with reading_steps(folder):
+                add_last_checksums(folder)
+                reason = find_damage(folder)
+            if reason:
                 self._set_aside(step, reason)
 
     def _verify_newest(self) -> None:
         """Verify the arrays of the newest step, each process a share of their files; while they are
         damaged, rename that step and verify the one before."""
         index, count = jax.process_index(), jax.process_count()
-        while newest := gather(str(max(self._finished(), default="")))[0]:
-            with together():
-                damage = find_damaged_array(self.folder / newest, index, count)
+        while newest := self._newest_of_process_0():
+            folder = self.folder / newest
+            with together(), reading_steps(folder):
+                damage = find_damaged_array(folder, index, count)
             reason = next(filter(None, gather(damage or "")), None)
             if reason is None:
                 return
-            if index == 0:
-                self._set_aside(int(newest), reason)
+            with together():
+                if index == 0:
+                    self._set_aside(int(newest), reason)
+
+    def _newest_of_process_0(self) -> str:
+        """The newest finished step that process 0 lists, "" without any. A collective."""
+        newest = ""
+        with together():
+            if jax.process_index() == 0:
+                newest = str(max(self._finished(), default=""))
+        return gather(newest)[0]
 
     def _set_aside(self, step: int, reason: str) -> None:
         self.damaged[step] = reason
@@ -133,7 +147,8 @@ class Checkpoints:
     def _is_damaged(self, step: int, *, arrays: bool = False) -> bool:
         """Whether a reader finds a step, or its arrays, damaged or being removed."""
         folder = self.folder / str(step)
-        reason = find_damaged_array(folder) if arrays else find_damage(folder)
+        with reading_steps(folder):
+            reason = find_damaged_array(folder) if arrays else find_damage(folder)
         if reason and not _is_being_removed(folder):
             self.damaged[step] = reason
         return reason is not None
@@ -269,9 +284,10 @@ class Checkpoints:
         """Restore a pytree like `abstract` (shapes, dtypes, shardings), or a part of the saved one.
 
         Raises:
-          UserError: the step is damaged or has other arrays; the message names it.
+          UserError: the step is damaged, has other arrays, or cannot be read; the message names it.
         """
-        wanted, folder = flatten_with_names(abstract), self.folder / str(step) / ITEM
+        wanted, place = flatten_with_names(abstract), self.folder / str(step)
+        folder = place / ITEM
         arguments = ocp.args.PyTreeRestore(
             wanted,
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
@@ -281,16 +297,20 @@ class Checkpoints:
             handler = ocp.PyTreeCheckpointHandler()
             saved = handler.metadata(epath.Path(folder)).tree
             if missing := wanted.keys() - saved.keys():
-                raise ValueError(f"it does not hold {min(missing)}")
+                raise UserError(
+                    f"{place} has no {min(missing)}: it was saved with another optimizer.name or "
+                    "optimizer.ema_decay; restore those settings, or give --restart"
+                )
             with ocp.Checkpointer(handler) as checkpointer:
                 restored = checkpointer.restore(folder, arguments)
-        except jax.errors.JaxRuntimeError:  # an error of a device, or of another process
+        except (UserError, jax.errors.JaxRuntimeError):  # the latter: of a device or a process
             raise
         except Exception as error:
-            raise UserError(
-                f"{self.folder / str(step)} cannot be read ({first_line(error)}): move that folder "
-                "away to resume from the step before"
-            ) from error
+            is_missing = isinstance(error, FileNotFoundError)
+            remedy = "check the disk or network, and give the command again"
+            if is_missing or not is_of_storage(error):
+                remedy = "move that folder away to resume from the step before"
+            raise UserError(f"{place} cannot be read ({first_line(error)}): {remedy}") from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 
     def __enter__(self) -> "Checkpoints":
@@ -309,8 +329,9 @@ class Checkpoints:
         try:
             self.wait()
             if jax.process_index() == 0:
-                for step in self._finished():
-                    add_last_checksums(self.folder / str(step))
+                with reading_steps(self.folder):
+                    for step in self._finished():
+                        add_last_checksums(self.folder / str(step))
         except Exception:
             if kind is None:
                 raise

@@ -7,6 +7,7 @@ XXH3 detects damage as SHA-256 does, at ten times its speed, so that the disk se
 not resist forgery, and nothing here is secret. SHA-256 is read in earlier checkpoints.
 """
 
+import errno
 import hashlib
 import io
 import json
@@ -98,6 +99,10 @@ def _first_changed(folder: AnyPath, recorded: Checksums, names: Iterable[str]) -
         found = _hashes(folder, names, recorded.algorithm)
     except FileNotFoundError as error:  # removed meanwhile
         return f"{error.filename or error} is missing"
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
     changed = (name for name, digest in found.items() if digest != recorded.files[name])
     name = next(changed, None)
     return name and f"{name} is not as it was written"
@@ -126,14 +131,23 @@ def _name(algorithm: str) -> str:
 
 
 def _read(folder: AnyPath) -> Checksums | None:
-    """The checksums of a step; None if their file is missing or damaged."""
+    """The checksums of a step; None if their file is missing or damaged. Other errors of reading,
+    such as those of permissions or of a network, do not mean damage."""
     for algorithm in ALGORITHMS:
         try:
-            content = json.loads((folder / _name(algorithm)).read_text())
+            text = (folder / _name(algorithm)).read_bytes()
+        except OSError as error:
+            if error.errno == errno.EIO or isinstance(
+                error, (FileNotFoundError, NotADirectoryError)
+            ):
+                continue
+            raise
+        try:
+            content = json.loads(text)
             hashes = content["files"]
             if content[algorithm] == _hash_of(hashes, algorithm):
                 return Checksums(algorithm, hashes)
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             continue
     return None
 

@@ -1,26 +1,55 @@
-"""Errors of storage in saves of Orbax: recognized, described in one line, and logged once."""
+"""Errors of storage in saves and reads of checkpoints: recognized, and reported in one line."""
 
+import contextlib
 import logging
 import re
 import sys
+from collections.abc import Iterator
 
 import jax
 
-from heinsen_jax.errors import wants_tracebacks
+from heinsen_jax.buckets import AnyPath
+from heinsen_jax.errors import UserError, first_line, wants_tracebacks
 
 EXPECTED = "Metadata file does not exist"
 """Warning of Orbax about a checkpoint that is read by itself, without its manager."""
-OF_SYSTEM = re.compile(r"os.error|errno|No space left|Permission denied", re.IGNORECASE)
-"""Pattern of operating-system errors in messages of TensorStore and Orbax."""
+OF_SYSTEM = re.compile(
+    r"os.error|errno|No space left|Permission.denied|RESOURCE_EXHAUSTED|UNAVAILABLE"
+    r"|HTTP response code",
+    re.IGNORECASE,
+)
+"""Pattern of errors of a disk or a bucket in messages of TensorStore and Orbax."""
+CLIENTS = {"gcsfs", "aiohttp", "google"}
+"""Packages that read and write buckets; most of their errors are not an OSError."""
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether a save failed because of storage, not because of a device or a bug. TensorStore
-    raises ValueError with the message of the operating system."""
+    """Whether a save or a read failed because of storage, not because of a device or a bug.
+    TensorStore raises ValueError with the message of the operating system."""
     if isinstance(error, jax.errors.JaxRuntimeError):
         return False
     causes = [error, error.__cause__, error.__context__]
-    return any(isinstance(x, OSError) or OF_SYSTEM.search(str(x)) for x in causes)
+    return any(
+        isinstance(x, OSError)
+        or type(x).__module__.partition(".")[0] in CLIENTS
+        or OF_SYSTEM.search(str(x))
+        for x in causes
+    )
+
+
+@contextlib.contextmanager
+def reading_steps(folder: AnyPath) -> Iterator[None]:
+    """Convert errors of storage, in a block that reads a folder, to `UserError`: they do not mean
+    that it is damaged."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_of_storage(error):
+            raise
+        raise UserError(
+            f"{folder} cannot be read ({first_line(error)}); check the disk, the network or "
+            "permissions, and give the same command again"
+        ) from error
 
 
 def quiet_failed_saves() -> None:
@@ -37,12 +66,6 @@ def _ignore_closed_loop(unraisable: "sys.UnraisableHookArgs") -> None:
     failed save; each would print a traceback."""
     if wants_tracebacks() or str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
-
-
-def first_line(error: Exception) -> str:
-    """First line of the message of an error, or of its cause."""
-    cause = error.__cause__ or error
-    return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
 
 
 def _is_news(record: logging.LogRecord) -> bool:

@@ -134,7 +134,10 @@ def test_prepared_data_are_downloaded_once(bucket, tmp_path):
     flip(remote / shard.name)
     with pytest.raises(UserError, match=rf"{shard.name} is damaged .* copy it to the bucket again"):
         load(config)
-    flip(remote / shard.name)
+    (remote / shard.name).unlink()
+    with pytest.raises(UserError, match=rf"data\.corpus .*{shard.name} cannot be read"):
+        load(config)
+    (remote / shard.name).write_bytes((dataset.folder / shard.name).read_bytes())
     load(config)  # resumes
 
 

@@ -208,6 +208,7 @@ def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):
     ("error", "raised"),
     [
         (ValueError("Failed to write 9 bytes: File too large [os_error_code='27']"), UserError),
+        (ValueError("PERMISSION_DENIED: HTTP response code: 403"), UserError),
         (KeyError("a fault of ours"), KeyError),
     ],
 )

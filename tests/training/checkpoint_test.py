@@ -1,13 +1,16 @@
 """Checkpoints: retention, restoration, and damage."""
 
+import errno
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from heinsen_jax import distributed
 from heinsen_jax.errors import UserError
 from heinsen_jax.training import checkpoint, checksums
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
@@ -240,9 +243,76 @@ def test_arrays_that_were_not_saved_are_refused(tmp_path):
     saved(tmp_path, (1, None))
     with (
         Checkpoints(tmp_path) as checkpoints,
-        pytest.raises(UserError, match=r"it does not hold parameters.other"),
+        pytest.raises(UserError, match=r"checkpoints/1 has no parameters.other: .* --restart"),
     ):
         checkpoints.restore(1, {"parameters": {"other": jnp.zeros(3)}})
+
+
+def failing(monkeypatch, name: str, error: OSError) -> None:
+    """Let each read of a file of this name fail."""
+    original = Path.open
+
+    def open_(path, *args, **kwargs):
+        if path.name == name:
+            raise error
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_)
+
+
+@pytest.mark.parametrize("name", ["xxh3_128.json", "manifest.ocdbt"])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_step_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, name, read_only):
+    folder = saved(tmp_path, (1, None), (2, None))
+    with monkeypatch.context() as patch:
+        failing(patch, name, PermissionError(errno.EACCES, "Permission denied"))
+        with (
+            pytest.raises(UserError, match=r"cannot be read \(.*Permission denied.*same command"),
+            Checkpoints(tmp_path, read_only=read_only),
+        ):
+            raise AssertionError
+    assert (folder / "2").is_dir()
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.latest_step() == 2
+
+
+@pytest.mark.parametrize("name", ["xxh3_128.json", "manifest.ocdbt"])
+def test_an_unreadable_sector_is_damage(tmp_path, monkeypatch, name):
+    folder = saved(tmp_path, (1, None))
+    error = OSError(errno.EIO, "Input/output error", str(folder / "1" / name))
+    failing(monkeypatch, name, error)
+    found = str(find_damage(folder / "1"))
+    assert found in (
+        checksums.NO_CHECKSUMS,
+        f"{error.filename} cannot be read (Input/output error)",
+    )
+
+
+def test_a_failed_read_of_arrays_advises_to_try_again(tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("UNAVAILABLE: HTTP response code: 503")
+
+    saved(tmp_path, (1, None))
+    with Checkpoints(tmp_path) as checkpoints:
+        monkeypatch.setattr(checkpoint.ocp.Checkpointer, "restore", fail)
+        with pytest.raises(UserError, match=r"503\): check the disk or network"):
+            checkpoints.restore(1, state(0.0))
+
+
+@pytest.mark.parametrize("name", ["find_damaged_array", "move", "_finished"])
+def test_errors_of_verification_reach_all_processes(tmp_path, monkeypatch, name):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    folder = saved(tmp_path, (1, None), (2, None))
+    flip(arrays(folder, 2)[0])
+    with Checkpoints(tmp_path, read_only=True) as checkpoints:
+        gathered = []
+        monkeypatch.setattr(distributed, "gather", lambda text: gathered.append(text) or [text])
+        monkeypatch.setattr(checkpoints if name == "_finished" else checkpoint, name, fail)
+        with pytest.raises(ZeroDivisionError):
+            checkpoints._verify_newest()
+    assert gathered[-1:] == ["ZeroDivisionError()"]
 
 
 def test_a_folder_without_a_run_names_the_command(tmp_path):

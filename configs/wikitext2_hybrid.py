@@ -6,7 +6,8 @@ python train.py --config configs/wikitext2_hybrid.py
 where data/wikitext-2 has files train-*.parquet and validation-*.parquet with an article of
 WikiText-2 in each row, in the column `text`; needs the extra `parquet`. A recent recipe: byte-level
 BPE trained on the corpus, RMS norms and SwiGLU, separate documents, Muon with a schedule of
-warm-up, constant rate and decay. 1.3M parameters, 400 updates of 8 x 256 tokens, some minutes on 2 CPU cores.
+warm-up, constant rate and decay. 1.3M parameters, 400 updates of 8 x 256 tokens, some minutes on
+2 CPU cores.
 benchmarks/results/wikitext2_hybrid.json has the losses of a run on the validation articles, tested
 on the test articles, and wikitext2_hybrid_adamw.json those of AdamW with a one-cycle schedule.
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Install this commit on all hosts of a Cloud TPU slice, and train; repeat the command to resume:
-#     scripts/tpu_vm.sh NAME ZONE --config configs/heinsen_125m_pile.py --workdir /mnt/runs/pile --mesh.fsdp 8
-# --workdir is on a file system that all hosts mount. Needs gcloud, and changes committed. To create
-# a slice:
+#     scripts/tpu_vm.sh NAME ZONE --config configs/heinsen_125m_pile.py --workdir gs://BUCKET/runs/pile --mesh.fsdp 8
+# The run is in a bucket, to which the service account of the hosts has access. Needs gcloud, and changes
+# committed. To create a slice:
 #     gcloud compute tpus tpu-vm create NAME --zone=ZONE --accelerator-type=v6e-16 --version=v2-alpha-tpuv6e
 set -euo pipefail
 name=${1:?name of the TPU} zone=${2:?its zone}
@@ -21,5 +21,5 @@ gcloud compute tpus tpu-vm scp "$folder/heinsen_jax.tar.gz" "$name:" --zone="$zo
 on_all_hosts 'tar xzf heinsen_jax.tar.gz && cd heinsen_jax &&
     python3 -m pip install --user --quiet uv &&
     python3 -m uv venv --quiet --allow-existing --python 3.12 .venv &&
-    python3 -m uv pip install --quiet --python .venv -c constraints.txt -e ".[tpu]"'
+    python3 -m uv pip install --quiet --python .venv -c constraints.txt -e ".[tpu,gcs]"'
 on_all_hosts "cd heinsen_jax && .venv/bin/python train.py$(printf ' %q' "$@")"

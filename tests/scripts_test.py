@@ -105,7 +105,7 @@ def test_the_tpu_script_installs_the_commit_and_trains_on_all_hosts(tmp_path):
     assert (tmp_path / "calls.git").read_text().startswith("archive --prefix=heinsen_jax/")
     for call in calls:
         assert {"--zone=zone-a", "--worker=all"} <= {*call}
-    assert '-c constraints.txt -e ".[tpu]"' in installed[-1]
+    assert '-c constraints.txt -e ".[tpu,gcs]"' in installed[-1]
     command = trained[-1].removeprefix("--command=").partition(" && ")[2]
     assert shlex.split(command) == [".venv/bin/python", "train.py", *arguments[2:]]
 

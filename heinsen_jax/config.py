@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import TypeVar, cast, get_args
 
 import pydantic
 import tyro
@@ -34,7 +34,7 @@ from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.metrics import METRICS_FILE
 from heinsen_jax.training.optimizer import OptimizerConfig
-from heinsen_jax.training.settings import TrainingConfig
+from heinsen_jax.training.settings import TrainingConfig, plain_values
 from heinsen_jax.typing import JSON, config_dataclass
 
 NOT_ARCHITECTURE = {"dtype", "remat", "remat_policy"}
@@ -351,7 +351,7 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
 
 def as_json(config: ExperimentConfig) -> SavedConfig:
     """Convert a configuration to nested dictionaries of plain values."""
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+    return cast(SavedConfig, plain_values(config))
 
 
 def _flat(config: SavedConfig) -> dict[str, JSON]:

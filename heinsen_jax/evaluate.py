@@ -125,13 +125,7 @@ def _run_text(
         )
     is_other = False
     if isinstance(settings, DataConfig) and data is not None:
-        trained = [name for weights in settings.mixtures for name in weights] or [settings.corpus]
-        own = next((name for name in trained if _same(data, name)), None)
-        is_other, corpus = own is None, own or data
-        settings = replace(settings, corpus=corpus, mixture=None, mixture_stages=())
-        if is_other:
-            column = text_column or DEFAULT_COLUMN
-            settings = replace(settings, validation_fraction=None, text_column=column)
+        settings, is_other = _of_data(settings, data, text_column or DEFAULT_COLUMN)
     if sequence_length is not None:
         settings = replace(settings, sequence_length=sequence_length)
     dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
@@ -165,6 +159,16 @@ def _run_text(
         print(f"  {line}")
     for name, value in found.items():
         print(f"  {name.replace('_', ' ')}: {value:.4f}")
+
+
+def _of_data(settings: DataConfig, data: str, text_column: str) -> tuple[DataConfig, bool]:
+    """The configuration of the data set of --data, and whether the run was not trained on it."""
+    trained = [name for weights in settings.mixtures for name in weights] or [settings.corpus]
+    own = next((name for name in trained if _same(data, name)), None)
+    settings = replace(settings, corpus=own or data, mixture=None, mixture_stages=())
+    if own is None:
+        settings = replace(settings, validation_fraction=None, text_column=text_column)
+    return settings, own is None
 
 
 def _same(corpus: str, other: str) -> bool:

@@ -43,8 +43,7 @@ from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.typing import JSON
 
 
-@command_line
-def main() -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -97,6 +96,12 @@ def main() -> int:
         help="seconds after which a silent process counts as dead and the others exit; by "
         "default 100",
     )
+    return parser
+
+
+@command_line
+def main() -> int:
+    parser = _parser()
     options, overrides = parser.parse_known_args()
     if options.help is not None:
         if not options.help:

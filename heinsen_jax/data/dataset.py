@@ -1,7 +1,7 @@
 """The interface between data sets and training."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +19,24 @@ class Batch(NamedTuple):
     segment_ids: np.ndarray | Array | None = None
     """int32 [*B, T+1]: the segment of each token, such as a document, to which it may attend; None
     if tokens attend to the whole row."""
+
+
+class Rows(Sequence[Batch]):
+    """Rows that are made when they are read. Subclasses have `__len__` and `row`."""
+
+    def row(self, index: int) -> Batch:
+        """The row at an index from 0."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
+        places = range(len(self))[index]
+        return self.row(places) if isinstance(places, int) else [self.row(i) for i in places]
 
 
 @runtime_checkable

@@ -5,12 +5,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeAlias, overload
+from typing import TypeAlias
 
 import grain
 import numpy as np
 
-from heinsen_jax.data.dataset import Batch
+from heinsen_jax.data.dataset import Batch, Rows
 from heinsen_jax.data.text import DataConfig, Documents, TokenDataset, load_text
 from heinsen_jax.errors import UserError
 
@@ -144,7 +144,7 @@ def _mix(
     return grain.MapDataset.mix(unused, [*chosen.values()])
 
 
-class _Interleaved(Sequence[Batch]):
+class _Interleaved(Rows):
     """Rows of several sequences, in proportion to their lengths everywhere, so that the first rows
     are a sample of all."""
 
@@ -157,14 +157,6 @@ class _Interleaved(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
-
-    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def row(self, index: int) -> Batch:
         part, row = self._order[index]
         return self._parts[part][row]

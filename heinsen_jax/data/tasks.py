@@ -7,12 +7,12 @@ the loss and the accuracy: models never have to predict random tokens.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Literal, cast, overload
+from typing import Annotated, Literal, cast
 
 import numpy as np
 import pydantic
 
-from heinsen_jax.data.dataset import Batch
+from heinsen_jax.data.dataset import Batch, Rows
 from heinsen_jax.typing import config_dataclass
 
 PADDING = 0
@@ -319,7 +319,7 @@ def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
     return Batch(tokens, loss_mask)
 
 
-class _Examples(Sequence[Batch]):
+class _Examples(Rows):
     """Data set of the first `validation_examples` of a stream."""
 
     def __init__(self, task: AnyTask, stream: tuple[int, ...]) -> None:
@@ -328,13 +328,5 @@ class _Examples(Sequence[Batch]):
     def __len__(self) -> int:
         return self._task.validation_examples
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
-
-    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def row(self, index: int) -> Batch:
         return _example(self._task, self._stream, index)

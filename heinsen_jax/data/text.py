@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, overload
+from typing import Annotated, Literal, TypeAlias
 
 import grain
 import numpy as np
@@ -13,7 +13,7 @@ import tyro
 
 from heinsen_jax.buckets import bucket_path, is_remote
 from heinsen_jax.data.corpora import CORPORA
-from heinsen_jax.data.dataset import Batch
+from heinsen_jax.data.dataset import Batch, Rows
 from heinsen_jax.data.fetch import fetch_prepared
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
@@ -304,7 +304,7 @@ class _Windows:
         return shard, (index - first) * self._stride
 
 
-class _ValidationRows(Sequence[Batch]):
+class _ValidationRows(Rows):
     """Windows that cover a split; the last one of a shard is padded."""
 
     def __init__(self, source: TokenSource, length: int, as_row: RowFn) -> None:
@@ -317,15 +317,7 @@ class _ValidationRows(Sequence[Batch]):
     def __len__(self) -> int:
         return len(self._windows)
 
-    @overload
-    def __getitem__(self, index: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Batch]: ...
-
-    def __getitem__(self, index: int | slice) -> Batch | Sequence[Batch]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
+    def row(self, index: int) -> Batch:
         shard, start = self._windows[index]
         return self._as_row(self._source.read(shard, start, self._length + 1), self._length)
 

@@ -6,6 +6,7 @@ Objects appear whole and cannot be appended to, and folders are prefixes of thei
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -37,6 +38,22 @@ ABANDONED_AFTER = 60.0
 def is_remote(path: str | Path) -> bool:
     """Whether a path has a scheme, such as gs://."""
     return "://" in str(path)
+
+
+def local_path(path: str | Path, field: str) -> Path:
+    """The path of a file or folder on a disk.
+
+    Args:
+      path: the path.
+      field: option or field with that path, for messages.
+
+    Raises:
+      UserError: it is an address, such as gs://bucket/folder, of which a local folder `gs:` would
+        be made; `Path` shortens that to gs:/bucket/folder.
+    """
+    if re.match("[a-z][a-z0-9]+:/", str(path)):
+        raise UserError(f"{field} {path}: must be on a disk; give a local path")
+    return Path(path)
 
 
 def bucket_path(url: str, field: str) -> epath.Path:

@@ -35,9 +35,10 @@ def cache_compilations(folder: str | Path | None = None) -> None:
         root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         folder = Path(root) / "heinsen_jax" / _processor()
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(13, "Permission denied")
+        if "://" not in str(folder):  # JAX writes to buckets, too
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(13, "Permission denied")
     except OSError as error:
         warnings.warn(
             f"{folder} cannot be written ({error.strerror}): compiled functions are not cached; "

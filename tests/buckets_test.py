@@ -15,6 +15,9 @@ from etils import epath
 from heinsen_jax import buckets, run_folder
 from heinsen_jax.buckets import LOCK_FILE, bucket_path, locked
 from heinsen_jax.config import set_aside
+from heinsen_jax.data import DataConfig
+from heinsen_jax.data.prepare import prepare
+from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError
 from heinsen_jax.run_folder import opened
 
@@ -231,3 +234,15 @@ def test_one_of_two_starters_gets_the_lock(bucket, monkeypatch):
     monkeypatch.setattr(buckets._Lock, "_read", lambda lock: read(lock) or other(folder))
     with pytest.raises(UserError, match="in use by process 1 on elsewhere"), locked(folder):
         raise AssertionError
+
+
+@pytest.mark.parametrize("path", ["gs://b/data", Path("gs://b/data")])
+def test_addresses_are_refused_where_only_disks_are_supported(path, tmp_path, monkeypatch):
+    """`Path` would make a local folder of the name `gs:`."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"output gs:/+b/data: must be on a disk"):
+        prepare([], "bytes", path)
+    with pytest.raises(UserError, match=r"data.cache gs:/+b/data: must be on a disk"):
+        load_text(DataConfig(cache=str(path)))
+    assert buckets.local_path("C:/data", "output") == Path("C:/data")
+    assert not [*tmp_path.iterdir()]

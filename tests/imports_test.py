@@ -21,7 +21,8 @@ ALLOWED = {
     "attention": LOWEST | {"ops", "sharding"},
     "models": LOWEST | {"ops", "attention", "sharding"},
     "data": LOWEST | {"on_ray", "locks", "buckets"},
-    "interop": LOWEST | {"attention", "models", "data", "training", "generate", "run_folder"},
+    "interop": LOWEST
+    | {"attention", "models", "data", "training", "generate", "run_folder", "buckets"},
     "training": LOWEST
     | {"compilation", "environment", "attention", "models", "sharding", "distributed", "data"}
     | {"buckets", "run_folder"},
@@ -35,7 +36,7 @@ ALLOWED = {
     | {"distributed", "run_folder", "data", "training", "generate", "config", "field_help"},
     "study": LOWEST
     | {"environment", "on_ray", "locks", "attention", "models", "data", "training", "config"}
-    | {"run_folder"},
+    | {"run_folder", "buckets"},
 }
 
 

@@ -22,6 +22,7 @@ import tiktoken
 import tyro
 
 from heinsen_jax import on_ray
+from heinsen_jax.buckets import local_path
 from heinsen_jax.data.corpora import CORPORA, corpus_sources
 from heinsen_jax.data.download import ensure_downloaded
 from heinsen_jax.data.files import byte_progress
@@ -110,8 +111,8 @@ def prepare(
       UserError: an argument is invalid, an input cannot be read, or `output` cannot be written, is
         in use, or has another data set.
     """
-    output = Path(output)
-    by_input = sources_by_input(inputs, Path(downloads), text_column)
+    output = local_path(output, "output")
+    by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
     sources = [source for group in by_input.values() for source in group]
     rule = _split_rule(split, validation_fraction, sources)
     found = _tokenizer(tokenizer, output)

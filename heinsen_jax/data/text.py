@@ -11,7 +11,7 @@ import numpy as np
 import pydantic
 import tyro
 
-from heinsen_jax.buckets import bucket_path, is_remote
+from heinsen_jax.buckets import bucket_path, is_remote, local_path
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch, Rows
 from heinsen_jax.data.fetch import fetch_prepared
@@ -255,19 +255,20 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
       config: configuration of the data set.
       split: as for `prepare`; ignored for prepared folders and published splits.
     """
+    cache = local_path(config.cache, "data.cache")
     if is_remote(config.corpus) and not config.corpus.startswith(HUB):
-        corpus = fetch_prepared(bucket_path(config.corpus, "data.corpus"), Path(config.cache))
+        corpus = fetch_prepared(bucket_path(config.corpus, "data.corpus"), cache)
     else:
         corpus = Path(config.corpus)
     if (corpus / MANIFEST_FILE).exists():
         dataset = TokenDataset(corpus)
         _check_prepared(dataset.manifest, config)
         return _verified(dataset, config)
-    downloads = Path(config.cache) / "downloads"
+    downloads = cache / "downloads"
     sources = sources_of(config.corpus, downloads, config.text_column)
     if all(source.has_published_split for source in sources):
         split = "auto"
-    folder = Path(config.cache) / _folder_name(config, split, sources)
+    folder = cache / _folder_name(config, split, sources)
     if not (folder / MANIFEST_FILE).exists():
         prepare(
             [config.corpus],

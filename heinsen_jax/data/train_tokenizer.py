@@ -16,6 +16,7 @@ import tyro
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from heinsen_jax.buckets import local_path
 from heinsen_jax.data.documents import read_documents
 from heinsen_jax.data.files import byte_progress, write_atomically, writing
 from heinsen_jax.data.prepare import ensure_local, sources_by_input
@@ -49,13 +50,13 @@ def train_tokenizer(
       UserError: an argument is invalid, an input cannot be read, or `output` cannot be written or
         exists.
     """
-    output = Path(output)
+    output = local_path(output, "output")
     file = output if output.suffix == ".json" else output / TOKENIZER_FILE
     if vocab_size < SMALLEST:
         raise UserError(f"vocab_size={vocab_size} must be at least {SMALLEST}")
     if file.exists():
         raise UserError(f"output {file} exists: choose another or delete it")
-    by_input = sources_by_input(inputs, Path(downloads), text_column)
+    by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
     sources = [source for group in by_input.values() for source in group]
     with writing(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ import pydantic
 import tyro
 from flax import nnx
 
+from heinsen_jax.buckets import local_path
 from heinsen_jax.data import Tokenizer, save_tokenizer
 from heinsen_jax.data.files import free_name, writing
 from heinsen_jax.errors import UserError, command_line, without_extra
@@ -58,7 +59,7 @@ def save_pretrained(
       UserError: the run does not exist; the folder is not empty; or it cannot be written.
     """
     with opened(workdir) as run:
-        return _save_pretrained(run, Path(output), best, shard_bytes, repo_id)
+        return _save_pretrained(run, local_path(output, "output"), best, shard_bytes, repo_id)
 
 
 def _save_pretrained(

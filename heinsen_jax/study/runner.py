@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from heinsen_jax import data
+from heinsen_jax.buckets import local_path
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.data.files import writing
 from heinsen_jax.errors import UserError
@@ -45,6 +46,7 @@ def run_study(study: Study, output: Path, executor: Executor, report_only: bool 
     first = study.first_seed_runs()
     if not report_only:
         _check(study, first)
+    local_path(output, "output")
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if report_only else locked(output):

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from heinsen_jax.buckets import local_path
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batches
 from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
@@ -130,7 +131,7 @@ def train(
     cache_compilations(experiment.training.compilation_cache)
     with together():
         mesh = check_settings(dataset, experiment)
-    folder = RunFolder(workdir) if isinstance(workdir, Path) else workdir
+    folder = RunFolder(local_path(workdir, "workdir")) if isinstance(workdir, Path) else workdir
     with jax.set_mesh(mesh), folder.published():
         run = _Run(folder, dataset, experiment, mesh, profile, on_start, sample_fn, trackers)
         return run.dry_run() if dry_run else run()

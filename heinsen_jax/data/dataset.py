@@ -21,7 +21,7 @@ class Batch(NamedTuple):
     if tokens attend to the whole row."""
 
 
-class Rows(Sequence[Batch]):
+class RowSequence(Sequence[Batch]):
     """Rows that are made when they are read. Subclasses have `__len__` and `row`."""
 
     def row(self, index: int) -> Batch:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import grain
 import numpy as np
 
-from heinsen_jax.data.dataset import Batch, Rows
+from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.data.text import DataConfig, Documents, TokenDataset, load_text
 from heinsen_jax.errors import UserError
 
@@ -144,7 +144,7 @@ def _mix(
     return grain.MapDataset.mix(unused, [*chosen.values()])
 
 
-class _Interleaved(Rows):
+class _Interleaved(RowSequence):
     """Rows of several sequences, in proportion to their lengths everywhere, so that the first rows
     are a sample of all."""
 

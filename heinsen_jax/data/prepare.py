@@ -39,7 +39,7 @@ from heinsen_jax.data.sources import (
     SPLITS,
     Source,
     SplitName,
-    Texts,
+    TextKind,
     check_sources,
     find_sources,
 )
@@ -193,7 +193,7 @@ def _split_rule(
             )
         return SplitRule("validation", None)
     kind = "document"
-    are_texts = all(source.kind in get_args(Texts) for source in sources)
+    are_texts = all(source.kind in get_args(TextKind) for source in sources)
     wanted = len(sources) * (fraction or DEFAULT_FRACTIONS[kind])
     if choice == "tail" or (choice == "auto" and are_texts and wanted < FEW_DOCUMENTS):
         kind = "tail" if len(sources) == 1 and are_texts else "tails"

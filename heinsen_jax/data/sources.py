@@ -11,11 +11,11 @@ from heinsen_jax.data.download import Remote
 from heinsen_jax.data.files import sha256_of
 from heinsen_jax.errors import UserError, extra_module
 
-Rows = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
+RowKind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 """Kinds whose documents are in a column."""
-Texts = Literal["text", "text.gz", "python"]
+TextKind = Literal["text", "text.gz", "python"]
 """Kinds with one document."""
-Kind = Rows | Texts | Literal["wikitext", "openwebtext"]
+Kind = RowKind | TextKind | Literal["wikitext", "openwebtext"]
 SplitName = Literal["train", "validation"]
 
 SPLITS: tuple[SplitName, ...] = ("train", "validation")
@@ -160,7 +160,7 @@ def check_sources(sources: Sequence[Source]) -> None:
     if any(source.kind == "parquet" for source in sources):
         extra_module("heinsen_jax.data.parquet")
     column = next((source.text_column for source in sources), DEFAULT_COLUMN)
-    if column != DEFAULT_COLUMN and not any(source.kind in get_args(Rows) for source in sources):
+    if column != DEFAULT_COLUMN and not any(source.kind in get_args(RowKind) for source in sources):
         raise UserError(f"text_column={column}: the inputs have no columns; leave it out")
 
 

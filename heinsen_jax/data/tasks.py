@@ -12,7 +12,7 @@ from typing import Annotated, Literal, cast
 import numpy as np
 import pydantic
 
-from heinsen_jax.data.dataset import Batch, Rows
+from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.typing import config_dataclass
 
 PADDING = 0
@@ -319,7 +319,7 @@ def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
     return Batch(tokens, loss_mask)
 
 
-class _Examples(Rows):
+class _Examples(RowSequence):
     """Data set of the first `validation_examples` of a stream."""
 
     def __init__(self, task: AnyTask, stream: tuple[int, ...]) -> None:

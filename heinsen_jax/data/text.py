@@ -13,7 +13,7 @@ import tyro
 
 from heinsen_jax.buckets import bucket_path, is_remote, local_path
 from heinsen_jax.data.corpora import CORPORA
-from heinsen_jax.data.dataset import Batch, Rows
+from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.data.fetch import fetch_prepared
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
@@ -305,7 +305,7 @@ class _Windows:
         return shard, (index - first) * self._stride
 
 
-class _ValidationRows(Rows):
+class _ValidationRows(RowSequence):
     """Windows that cover a split; the last one of a shard is padded."""
 
     def __init__(self, source: TokenSource, length: int, as_row: RowFn) -> None:

@@ -48,7 +48,7 @@ class Block(nnx.Module):
         self.has_mlp = config.mlp_kind is not None
         if self.has_mlp:
             self.mlp_norm = norm(config.model_dim, **options)
-            has_bias = config.has_bias and (self.kind != "fastformer" or config.use_bias is True)
+            has_bias = config.mlp_has_bias
             build_mlp = SwiGLU if config.mlp_kind == "swiglu" else MLP
             self.mlp = build_mlp(config.model_dim, config.mlp_width, use_bias=has_bias, **options)
         size, branches = config.convolution or 0, 2 if self.has_mlp else 1

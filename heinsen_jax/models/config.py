@@ -29,6 +29,7 @@ class BlockDefaults(NamedTuple):
       convolution_size, norm, use_bias: see `LanguageModelConfig`.
       positions: see `LanguageModelConfig`; that of the embedding style when None.
       mlp: see `LanguageModelConfig`; no MLP when None.
+      mlp_use_bias: whether the MLP has biases.
     """
 
     options: Mapping[str, FieldValue]
@@ -37,6 +38,7 @@ class BlockDefaults(NamedTuple):
     norm: Norm = "layer"
     mlp: MLPKind | None = "gelu"
     use_bias: bool = True
+    mlp_use_bias: bool = True
 
 
 DECAY_OPTIONS = {"gated": False, "values": "linear", "decay": "head", "positions": "rotary"}
@@ -44,13 +46,14 @@ BLOCKS = {
     "paper": BlockDefaults({"gated": True}, mlp=None),
     "standard": BlockDefaults({"gated": False}),
     "decay": BlockDefaults(DECAY_OPTIONS, convolution_size=4, positions="none"),
-    "fastformer": BlockDefaults({"gated": False}),
+    "fastformer": BlockDefaults({"gated": False}, mlp_use_bias=False),
     "llama": BlockDefaults(
         {"gated": False, "positions": "rotary"},
         positions="none",
         norm="rms",
         mlp="swiglu",
         use_bias=False,
+        mlp_use_bias=False,
     ),
 }
 
@@ -189,6 +192,11 @@ class LanguageModelConfig:
     def convolution(self) -> int | None:
         """Kernel size of the convolutions, with the defaults resolved; None without any."""
         return self.convolution_size or BLOCKS[self.block].convolution_size
+
+    @property
+    def mlp_has_bias(self) -> bool:
+        """Whether the MLP has biases, with the defaults resolved."""
+        return BLOCKS[self.block].mlp_use_bias if self.use_bias is None else self.use_bias
 
     @property
     def layers(self) -> tuple[Layers, ...]:

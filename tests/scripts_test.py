@@ -1,5 +1,6 @@
 """Scripts for clusters, and the Dockerfile: they are valid, and do what the documentation says."""
 
+import importlib
 import json
 import os
 import re
@@ -11,13 +12,14 @@ import time
 import tomllib
 from pathlib import Path
 
+import jupytext
 import pytest
 import yaml
 
 from heinsen_jax.config import load_config, override
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = sorted((ROOT / "scripts").iterdir())
+SCRIPTS = sorted(x for x in (ROOT / "scripts").iterdir() if x.suffix in {".sh", ".yaml"})
 PAGES = "".join((ROOT / f"docs/{page}.md").read_text() for page in ("pods", "install"))
 PILE = "--config configs/heinsen_125m_pile.py --workdir /runs/pile --mesh.fsdp 8"
 
@@ -148,3 +150,25 @@ def test_the_dockerfile_installs_the_pinned_package_and_trains_the_quickstart():
     assert command == ["python", "-m", "heinsen_jax.train", "--config", "quickstart"]
     for line in usage(ROOT / "Dockerfile")[:2]:
         assert line in PAGES
+
+
+def test_badges_open_each_notebook_in_colab_and_are_replaced(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    add_badges = importlib.import_module("colab_badges").add_badges
+    script = tmp_path / "1_by_hand.py"
+    before = (ROOT / "notebooks" / script.name).read_text()
+    script.write_text(before)
+    add_badges("someone/first", tmp_path)
+    add_badges("someone/second", tmp_path)
+    text = script.read_text()
+    assert "first" not in text.partition("# # 1. The mechanism")[0]
+    header, own = before.split("\n# ---\n\n")
+    assert text.startswith(header)
+    assert text.endswith(own)
+    badge, install, title = jupytext.read(script.with_suffix(".ipynb")).cells[:3]
+    assert f"github/someone/second/blob/main/notebooks/{script.stem}.ipynb" in badge.source
+    assert "git+https://github.com/someone/second" in install.source
+    exec(install.source, {})  # does nothing here
+    assert title.source.startswith("# 1. The mechanism by hand")
+    with pytest.raises(ValueError, match="must be of the form OWNER/NAME"):
+        add_badges("heinsen_jax", tmp_path)

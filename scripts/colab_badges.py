@@ -1,0 +1,58 @@
+"""Put a Colab badge and an installation cell at the start of every notebook.
+
+    python scripts/colab_badges.py OWNER/NAME
+
+OWNER/NAME is the repository on GitHub. Earlier badges are replaced. The installation cell does
+nothing outside Colab.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+HEADER_END = "\n# ---\n\n"
+CELLS = """\
+# %% [markdown]
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}.ipynb)
+
+# %%
+import sys
+
+if "google.colab" in sys.modules:
+    from IPython.core.getipython import get_ipython
+
+    package = "heinsen_jax[notebooks] @ git+https://github.com/{repository}"
+    get_ipython().run_line_magic("pip", f"install --quiet '{{package}}'")
+
+"""
+LAST_LINE = CELLS.splitlines()[-2].replace("{{", "{").replace("}}", "}") + "\n\n"
+
+
+def add_badges(repository: str, folder: Path = NOTEBOOKS) -> None:
+    """Write the two cells into the scripts of a folder, and convert them to notebooks.
+
+    Raises:
+      ValueError: the repository is not of the form OWNER/NAME.
+    """
+    if repository.count("/") != 1 or not all(repository.split("/")):
+        raise ValueError(f"repository={repository!r} must be of the form OWNER/NAME")
+    scripts = sorted(folder.glob("*.py"))
+    for script in scripts:
+        header, end, text = script.read_text().partition(HEADER_END)
+        own = text.rpartition(LAST_LINE)[-1]  # without earlier cells
+        cells = CELLS.format(repository=repository, name=script.stem)
+        script.write_text(header + end + cells + own)
+    subprocess.run([sys.executable, "-m", "jupytext", "--to", "ipynb", *scripts], check=True)
+
+
+def main(repository: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OWNER/NAME")]):
+    """Put a Colab badge and an installation cell at the start of every notebook."""
+    add_badges(repository)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -297,7 +297,7 @@ def _affects_result(name: str) -> bool:
     losses incomparable."""
     section = name.partition(".")[0]
     if section in ("seed", "data", "optimizer"):
-        return name not in OWN_TO_A_HOST | {"data.verify", "data.test_lengths"}
+        return name not in OWN_TO_A_HOST | {"data.verify", "data.test_lengths", "data.test_pairs"}
     return name in AFFECT_RESULT
 
 

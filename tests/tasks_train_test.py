@@ -13,7 +13,8 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import __main__ as generate
 from heinsen_jax.training.loop import train
 
-BASE = load_config(Path(__file__).resolve().parents[1] / "configs/recall.py")
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+BASE = load_config(CONFIGS / "recall.py")
 SOFTMAX = {"attention": "softmax", "convolution_size": 2}
 RECALL = replace(
     BASE,
@@ -25,6 +26,7 @@ RECALL = replace(
         batch_size=32,
         validation_examples=256,
         test_lengths=(24,),
+        test_pairs=(1,),
     ),
     optimizer=replace(BASE.optimizer, warmup_steps=20),
     training=replace(BASE.training, steps=120, evaluate_every=120),
@@ -43,6 +45,7 @@ def test_softmax_solves_recall_also_at_twice_the_length(run):
     assert metrics["accuracy"] > 0.95  # guessing one of the two values is correct half of the time
     assert metrics["accuracy_24"] > 0.9
     assert metrics["loss"] < metrics["loss_24"] < 1
+    assert metrics["accuracy_1_pairs"] > 0.9
     assert "bits_per_byte" not in metrics
 
 
@@ -82,4 +85,27 @@ def test_a_folder_cannot_change_its_task(run):
 def test_a_task_has_nothing_to_sample(tmp_path):
     config = replace(RECALL, training=replace(RECALL.training, sample_tokens=9))
     with pytest.raises(UserError, match=r"recall has no text .* training\.sample_tokens=0"):
+        train(tmp_path, data.load(config.data), config)
+
+
+PARITY = load_config(CONFIGS / "state_tracking.py")
+PARITY = replace(
+    PARITY,
+    model=replace(PARITY.model, model_dim=32, num_layers=1),
+    data=replace(PARITY.data, test_lengths=(64,), validation_examples=128),
+    optimizer=replace(PARITY.optimizer, warmup_steps=20),
+    training=replace(PARITY.training, steps=100, evaluate_every=100, accumulation_steps=2),
+)
+
+
+def test_negative_eigenvalues_track_parity_also_at_twice_the_length(tmp_path):
+    metrics = train(tmp_path, data.load(PARITY.data), PARITY).metrics
+    assert metrics["accuracy"] > 0.99
+    assert metrics["accuracy_64"] > 0.95
+
+
+def test_labels_are_refused_with_masked_tokens(tmp_path):
+    model = replace(PARITY.model, attention="gqa", convolution_size=None, is_causal=False)
+    config = replace(PARITY, model=model)
+    with pytest.raises(UserError, match=r"model\.is_causal=False: state_tracking has labels"):
         train(tmp_path, data.load(config.data), config)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         Needle,
         Recall,
         SelectiveCopying,
+        StateTracking,
         Task,
         TaskDataset,
     )
@@ -50,6 +51,7 @@ __all__ = [
     "Needle",
     "Recall",
     "SelectiveCopying",
+    "StateTracking",
     "Task",
     "TaskDataset",
     "TextDataset",

@@ -13,12 +13,19 @@ class Batch(NamedTuple):
     """A batch of sequences, or a single one, as NumPy arrays, or as JAX arrays on devices."""
 
     tokens: np.ndarray | Array
-    """int32 [*B, T+1]: predict `tokens[..., 1:]` from `tokens[..., :-1]`."""
+    """int32 [*B, T+1]: predict `targets` from `tokens[..., :-1]`."""
     loss_mask: np.ndarray | Array
     """bool [*B, T]: the predictions that count in the loss."""
     segment_ids: np.ndarray | Array | None = None
     """int32 [*B, T+1]: the segment of each token, such as a document, to which it may attend; None
     if tokens attend to the whole row."""
+    labels: np.ndarray | Array | None = None
+    """int32 [*B, T]: labels to predict from `tokens[..., :-1]`; None for the next tokens."""
+
+    @property
+    def targets(self) -> np.ndarray | Array:
+        """int32 [*B, T]: the labels, or the next tokens."""
+        return self.tokens[..., 1:] if self.labels is None else self.labels
 
 
 class RowSequence(Sequence[Batch]):
@@ -84,6 +91,11 @@ class Dataset(Protocol[Settings_contra]):
     @property
     def bytes_per_token(self) -> float | None:
         """Bytes per token of the validation text; None without text."""
+        ...
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether rows have labels, instead of the next tokens."""
         ...
 
     def train_row(self, config: Settings_contra, seed: int) -> Callable[[int], Batch]:

@@ -32,6 +32,8 @@ class MixedDataset:
       UserError: the tokenizers of sources differ.
     """
 
+    has_labels: bool = False
+
     def __init__(self, sources: Mapping[str, TokenDataset], config: DataConfig) -> None:
         self.sources = sources
         self.name = " + ".join(sources)

@@ -1,9 +1,10 @@
-"""Synthetic tasks that test what a mechanism can recall from its state.
+"""Synthetic tasks that test what a mechanism can recall from its state, and compute in it.
 
 The number of examples is unlimited; example i of a seed is always the same. Only answers count in
 the loss and the accuracy: models never have to predict random tokens.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 import pydantic
 
 from heinsen_jax.data.dataset import Batch, RowSequence
+from heinsen_jax.data.groups import Group, cyclic_group, symmetric_group
 from heinsen_jax.typing import config_dataclass
 
 PADDING = 0
@@ -30,20 +32,35 @@ class Task:
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
     """Further lengths at which to evaluate."""
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether examples have labels, instead of the next tokens."""
+        return False
+
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw tokens `[n]`, at most sequence_length + 1, and the mask of answers among them."""
         raise NotImplementedError
+
+    def example(self, rng: np.random.Generator) -> Batch:
+        """Draw an example, padded to sequence_length."""
+        drawn, answers = self.draw(rng)
+        length = cast("AnyTask", self).sequence_length
+        tokens, loss_mask = np.full(length + 1, PADDING, np.int32), np.zeros(length, bool)
+        tokens[: len(drawn)], loss_mask[: len(drawn) - 1] = drawn, answers[1:]
+        return Batch(tokens, loss_mask)
 
     def at_length(self, length: int) -> "AnyTask":
         """Return the same task at one of the `test_lengths`."""
         raise NotImplementedError
 
+    def tests(self) -> dict[str, "AnyTask"]:
+        """Return tasks for further evaluations, by the last part of the names of their metrics."""
+        return {str(length): self.at_length(length) for length in self.test_lengths}
+
     @property
     def longest(self) -> int:
         """Maximum sequence length, including test lengths."""
-        task = cast("AnyTask", self)
-        tested = [task, *(task.at_length(length) for length in self.test_lengths)]
-        return max(task.sequence_length for task in tested)
+        return max(task.sequence_length for task in (cast("AnyTask", self), *self.tests().values()))
 
 
 @config_dataclass
@@ -67,25 +84,40 @@ class Recall(Task):
     """Number of tokens: padding, keys, and as many values."""
     num_pairs: pydantic.PositiveInt = 8
     """Number of key/value pairs, also at test lengths."""
+    min_pairs: pydantic.PositiveInt | None = None
+    """Smallest number of pairs: that of each example is drawn from min_pairs, 2 min_pairs,
+    4 min_pairs, ..., num_pairs; num_pairs when None."""
+    test_pairs: tuple[pydantic.PositiveInt, ...] = ()
+    """Further evaluations, at sequence_length: the number of pairs of all their examples."""
     sequence_length: pydantic.PositiveInt = 128
     """Sequence length in tokens, an even number."""
     power: pydantic.PositiveFloat = 0.01
     """Exponent of the power law of query positions; distant queries are rarer if small."""
 
     def __post_init__(self) -> None:
-        for length in (self.sequence_length, *self.test_lengths):
-            if length % 2 or length < 4 * self.num_pairs:
+        lengths = self.sequence_length, *self.test_lengths
+        checked = [("num_pairs", self.num_pairs, length) for length in lengths]
+        checked += [("test_pairs", pairs, self.sequence_length) for pairs in self.test_pairs]
+        for name, pairs, length in checked:
+            if length % 2 or length < 4 * pairs:
                 raise ValueError(
-                    f"num_pairs={self.num_pairs} at length {length}: a length must be even, and at "
-                    "least 4 times the pairs"
+                    f"{name}={pairs} at length {length}: a length must be even, and at least 4 "
+                    "times the pairs"
                 )
-        if self.num_pairs >= self.vocab_size // 2:
+            if pairs >= self.vocab_size // 2:
+                raise ValueError(f"{name}={pairs} needs a vocab_size above {2 * pairs + 1}")
+        ratio, rest = divmod(self.num_pairs, self.min_pairs or self.num_pairs)
+        if rest or ratio.bit_count() != 1:
             raise ValueError(
-                f"num_pairs={self.num_pairs} needs a vocab_size above {2 * self.num_pairs + 1}"
+                f"min_pairs={self.min_pairs}: num_pairs={self.num_pairs} must be min_pairs times a "
+                "power of two"
             )
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         half, pairs = self.vocab_size // 2, self.num_pairs
+        if self.min_pairs is not None:
+            counts = (pairs // self.min_pairs).bit_length()
+            pairs = self.min_pairs << int(rng.integers(counts))
         keys = 1 + rng.choice(half - 1, pairs, replace=False)
         values = half + rng.choice(self.vocab_size - half, pairs, replace=False)
         places = self.sequence_length // 2 - pairs
@@ -97,7 +129,15 @@ class Recall(Task):
         return tokens, np.isin(np.arange(len(tokens)), asked + 1)
 
     def at_length(self, length: int) -> "Recall":
-        return replace(self, test_lengths=(), sequence_length=length)
+        return replace(self, test_lengths=(), test_pairs=(), sequence_length=length)
+
+    def with_pairs(self, count: int) -> "Recall":
+        """Return the same task with this number of pairs in all examples."""
+        return replace(self, test_lengths=(), test_pairs=(), min_pairs=None, num_pairs=count)
+
+    def tests(self) -> dict[str, "AnyTask"]:
+        by_pairs = {f"{count}_pairs": self.with_pairs(count) for count in self.test_pairs}
+        return {**super().tests(), **by_pairs}
 
 
 @config_dataclass
@@ -283,12 +323,74 @@ class Needle(Task):
         return replace(self, test_lengths=(), sequence_length=length)
 
 
+@config_dataclass
+class StateTracking(Task):
+    """State tracking: after each element of a group, the product of all elements so far.
+
+        tokens:  a   b    c     ...
+        labels: [a] [ab] [abc]  ...
+
+    The group `parity` has bits, whose product is their sum modulo 2; `modular` has the numbers
+    below `modulus`, with their sum; `s5` has the 120 permutations of five items, with
+    (ab)(i) = a(b(i)). Token and label i + 1 are element i; element 0 is the identity.
+
+    References:
+      Merrill, Petty, Sabharwal, 2024, The Illusion of State in State-Space Models,
+      arXiv:2404.08819; Grazzi, Siems, Zela, Franke, Hutter, Pontil, 2025, Unlocking State-Tracking
+      in Linear RNNs Through Negative Eigenvalues, arXiv:2411.12537.
+    """
+
+    task: Literal["state_tracking"] = "state_tracking"
+    group: Literal["parity", "modular", "s5"] = "parity"
+    """The group."""
+    modulus: Annotated[int, pydantic.Field(ge=2)] = 5
+    """Modulus of the group `modular`."""
+    generators: bool = False
+    """Whether tokens are only the identity and generators of the group, which are the number 1, or
+    the transposition (1 2) and the cycle (1 2 3 4 5), instead of all elements."""
+    sequence_length: pydantic.PositiveInt = 64
+    """Sequence length in tokens; test lengths refer to it."""
+
+    def __post_init__(self) -> None:
+        if self.group != "modular" and self.modulus != 5:
+            raise ValueError(
+                f"modulus={self.modulus} with group={self.group}: set group=modular, or leave out "
+                "modulus"
+            )
+
+    @property
+    def _group(self) -> Group:
+        if self.group == "s5":
+            return symmetric_group(5)
+        return cyclic_group(2 if self.group == "parity" else self.modulus)
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + len(self._group.products)
+
+    @property
+    def has_labels(self) -> bool:
+        return True
+
+    def example(self, rng: np.random.Generator) -> Batch:
+        products, generators = self._group
+        elements = (0, *generators) if self.generators else range(len(products))
+        word = rng.choice(elements, self.sequence_length)
+        labels = [*itertools.accumulate(word.tolist(), lambda a, b: products[a][b])]
+        tokens = np.append(1 + word, PADDING).astype(np.int32)  # the last one is not read
+        return Batch(tokens, np.ones(len(word), bool), labels=1 + np.array(labels, np.int32))
+
+    def at_length(self, length: int) -> "StateTracking":
+        return replace(self, test_lengths=(), sequence_length=length)
+
+
 AnyTask = (
     Annotated[Recall, pydantic.Tag("recall")]
     | Annotated[Copying, pydantic.Tag("copying")]
     | Annotated[SelectiveCopying, pydantic.Tag("selective_copying")]
     | Annotated[Induction, pydantic.Tag("induction")]
     | Annotated[Needle, pydantic.Tag("needle")]
+    | Annotated[StateTracking, pydantic.Tag("state_tracking")]
 )
 """Tasks by the name in their field `task`."""
 
@@ -301,22 +403,18 @@ class TaskDataset:
     bytes_per_token: None = None
 
     def __init__(self, task: AnyTask) -> None:
-        self.name, self.vocab_size = task.task, task.vocab_size
+        self.name, self.vocab_size, self.has_labels = task.task, task.vocab_size, task.has_labels
 
     def train_row(self, config: AnyTask, seed: int) -> Callable[[int], Batch]:
         return partial(_example, config, (0, seed))
 
     def validation_rows(self, config: AnyTask) -> dict[str, Sequence[Batch]]:
-        tests = {str(length): config.at_length(length) for length in config.test_lengths}
-        return {name: _Examples(task, (1,)) for name, task in {"": config, **tests}.items()}
+        tasks = {"": config, **config.tests()}
+        return {name: _Examples(task, (1,)) for name, task in tasks.items()}
 
 
 def _example(task: AnyTask, stream: tuple[int, ...], number: int) -> Batch:
-    drawn, answers = task.draw(np.random.default_rng((*stream, number)))
-    tokens = np.full(task.sequence_length + 1, PADDING, np.int32)
-    loss_mask = np.zeros(task.sequence_length, bool)
-    tokens[: len(drawn)], loss_mask[: len(drawn) - 1] = drawn, answers[1:]
-    return Batch(tokens, loss_mask)
+    return task.example(np.random.default_rng((*stream, number)))
 
 
 class _Examples(RowSequence):

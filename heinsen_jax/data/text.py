@@ -142,6 +142,8 @@ class TokenSource:
 class TokenDataset:
     """A prepared data set: its tokenizer, its manifest and its tokens."""
 
+    has_labels: bool = False
+
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.name = str(folder)

@@ -29,7 +29,7 @@ def evaluate(
     Returns:
       `loss` in nats per token, `perplexity` = exp(loss), `accuracy` of the most likely token, and
       for causal models of text `bits_per_byte`; `loss_<length>` and `accuracy_<length>` for each
-      of the data's `test_lengths`.
+      of the data's `test_lengths`, or `accuracy_<name>` for other tests of a task.
     """
     metrics: dict[str, float] = {}
     process_index, process_count = share_of_process(mesh)

@@ -304,7 +304,8 @@ class _Run:
         tokens = of_rows((rows, length + 1), jnp.int32)
         is_separate = isinstance(self.data, DataConfig) and self.data.documents == "separate"
         segment_ids = tokens if is_separate else None
-        batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids])
+        labels = of_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
+        batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids, labels])
         return step.lower(self.abstract, batch, *self._scalars(0)).compile()
 
     def _scalars(self, step: int) -> tuple[np.float32, np.ndarray]:

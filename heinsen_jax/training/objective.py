@@ -1,7 +1,6 @@
 """Objectives: predict the next token, or masked tokens.
 
-An objective maps a model, tokens `[B, T + 1]`, the mask `[B, T]` of predictions that count, a
-`jax.random.key`, and the segments of the tokens `[B, T + 1]`, if any, to `Predictions`.
+An objective maps a model, a batch and a `jax.random.key` to `Predictions`.
 """
 
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.cross_entropy import cross_entropy
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Key
@@ -39,27 +39,18 @@ class Predictions(NamedTuple):
             return cross_entropy(self.readout, *predicted, z_loss=z_loss)
 
 
-Tokens: TypeAlias = Integer[Array, "B L"]
-LossMask: TypeAlias = Bool[Array, "B L-1"]
 RandomKey: TypeAlias = Key[Array, ""]
-SegmentIds: TypeAlias = Integer[Array, "B L"]
-Objective: TypeAlias = Callable[
-    [LanguageModel, Tokens, LossMask, RandomKey, SegmentIds | None], Predictions
-]
+Objective: TypeAlias = Callable[[LanguageModel, Batch, RandomKey], Predictions]
 
 
-def next_token(
-    model: LanguageModel,
-    tokens: Tokens,
-    loss_mask: LossMask,
-    key: RandomKey,
-    segment_ids: SegmentIds | None = None,
-) -> Predictions:
-    """Predict each token from the previous ones of its segment."""
+def next_token(model: LanguageModel, batch: Batch, key: RandomKey) -> Predictions:
+    """Predict each token from the previous ones of its segment; or the label of each token from
+    these and the token."""
     del key
-    given = None if segment_ids is None else segment_ids[:, :-1]
-    features, _ = model.features(tokens[:, :-1], segment_ids=given)
-    return Predictions(model.readout, features, tokens[:, 1:], loss_mask)
+    segment_ids = None if batch.segment_ids is None else batch.segment_ids[:, :-1]
+    features, _ = model.features(batch.tokens[:, :-1], segment_ids=segment_ids)
+    targets, loss_mask = jnp.asarray(batch.targets), jnp.asarray(batch.loss_mask)
+    return Predictions(model.readout, features, targets, loss_mask)
 
 
 def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens: int) -> Objective:
@@ -86,14 +77,10 @@ class MaskedTokens:
     fraction: float
     num_tokens: int
 
-    def __call__(
-        self,
-        model: LanguageModel,
-        tokens: Tokens,
-        loss_mask: LossMask,
-        key: RandomKey,
-        segment_ids: SegmentIds | None = None,
-    ) -> Predictions:
+    def __call__(self, model: LanguageModel, batch: Batch, key: RandomKey) -> Predictions:
+        if batch.labels is not None:
+            raise ValueError("labels: masked tokens have none; use the objective next_token")
+        tokens, loss_mask, segment_ids, _ = jax.tree.map(jnp.asarray, batch)
         targets = tokens[:, 1:]
         given, drawn = self.mask(targets, key)
         if segment_ids is None:

@@ -116,7 +116,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
                 "training.sample_prompt is empty; give a character, or set sample_tokens=0"
             )
     if not model.is_causal:
-        _check_masked(model, training, vocabulary)
+        _check_masked(model, training, dataset)
     if model.max_length is not None and data.longest > model.max_length:
         raise UserError(
             f"model.max_length={model.max_length} is shorter than sequences of {data.longest} "
@@ -202,8 +202,13 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
             )
 
 
-def _check_masked(model: LanguageModelConfig, training: TrainingConfig, vocabulary: int) -> None:
-    if model.vocab_size == vocabulary:
+def _check_masked(model: LanguageModelConfig, training: TrainingConfig, dataset: Dataset) -> None:
+    if dataset.has_labels:
+        raise UserError(
+            f"model.is_causal=False: {dataset.name} has labels, and masked tokens are predicted "
+            "instead of labels; set it to True"
+        )
+    if model.vocab_size == (vocabulary := dataset.vocab_size):
         raise UserError(
             f"model.vocab_size={model.vocab_size} with model.is_causal=False leaves no id for the "
             f"mask token; make it at least {vocabulary + 1}"

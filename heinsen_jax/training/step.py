@@ -94,9 +94,8 @@ def _make_gradient(
     def sums_of_part(
         parameters: nnx.State, batch: Batch, key: Key[Array, ""]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        tokens, loss_mask, segment_ids = jax.tree.map(jnp.asarray, batch)
         model = nnx.merge(graph, parameters)
-        predictions = objective(model, tokens, loss_mask, key, segment_ids)
+        predictions = objective(model, batch, key)
         loss, _ = predictions.sums(z_loss)
         return loss, jnp.sum(predictions.loss_mask, dtype=loss.dtype)
 
@@ -133,10 +132,9 @@ def make_evaluation_step(
 
     @jax.jit
     def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
-        tokens, loss_mask, segment_ids = jax.tree.map(jnp.asarray, batch)
         key = jax.random.key(index)
         model = nnx.merge(graph, parameters)
-        predictions = objective(model, tokens, loss_mask, key, segment_ids)
+        predictions = objective(model, batch, key)
         return *predictions.sums(), jnp.sum(predictions.loss_mask)
 
     return evaluation_step

@@ -74,10 +74,8 @@ def test_a_corpus_of_documents_separates_them_by_default(config, dataset, tmp_pa
 
 def test_windows_of_training_end_segments_with_documents(config, dataset):
     end = dataset.tokenizer.end_of_text_id
-    tokens, mask, ids = (
-        np.concatenate(x)
-        for x in zip(*itertools.islice(train_batches(dataset, config, seed=0), 50), strict=True)
-    )
+    batches = itertools.islice(train_batches(dataset, config, seed=0), 50)
+    tokens, mask, ids = map(np.concatenate, zip(*(batch[:3] for batch in batches), strict=True))
     is_end = tokens == end
     assert is_end.any()
     np.testing.assert_array_equal(np.diff(ids), is_end[:, :-1])  # the end belongs to its document
@@ -110,7 +108,7 @@ def test_an_epoch_of_best_fit_predicts_every_token_but_the_first_of_documents(
     row, count = dataset.train_row(packed, 0), len(dataset.plan(length))
     for epoch in (range(count), range(count, 2 * count)):
         predicted, segments = [], []
-        for tokens, mask, ids in map(row, epoch):
+        for tokens, mask, ids, _ in map(row, epoch):
             assert len(tokens) == length + 1
             assert not np.any(mask & (np.diff(ids) != 0))
             predicted += tokens[1:][mask].tolist()

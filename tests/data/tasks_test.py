@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, as_json, load_config, override
-from heinsen_jax.data import Copying, Induction, Needle, Recall, SelectiveCopying, TaskDataset
+from heinsen_jax.data import (
+    Copying,
+    Induction,
+    Needle,
+    Recall,
+    SelectiveCopying,
+    StateTracking,
+    TaskDataset,
+)
 from heinsen_jax.errors import UserError
 
 
@@ -47,6 +56,18 @@ def solve_needle(task, before):
     last = max(i for i, token in enumerate(before) if token <= task.num_keys)
     first = before.index(before[last])
     return before[first + len(before) - last]
+
+
+def solve_sum(task, before):
+    return 1 + sum(token - 1 for token in before) % (task.vocab_size - 1)
+
+
+def solve_permutations(task, before):
+    """Rearrange five items by one permutation after another."""
+    permutations, items = [*itertools.permutations(range(5))], tuple(range(5))
+    for token in before:
+        items = tuple(items[place] for place in permutations[token - 1])
+    return 1 + permutations.index(items)
 
 
 @dataclass(frozen=True)
@@ -99,6 +120,17 @@ CASES = {
         solve_needle,
         6,
     ),
+    "parity": Case(StateTracking(sequence_length=9, test_lengths=(1, 30)), solve_sum, 2),
+    "modular": Case(
+        StateTracking(group="modular", modulus=7, sequence_length=9, test_lengths=(5, 20)),
+        solve_sum,
+        7,
+    ),
+    "s5": Case(
+        StateTracking(group="s5", generators=True, sequence_length=9, test_lengths=(5, 20)),
+        solve_permutations,
+        3,
+    ),
 }
 NAMES = list(CASES)
 
@@ -108,14 +140,15 @@ NAMES = list(CASES)
 @given(seed=st.integers(0, 2**32))
 def test_every_answer_follows_from_the_tokens_before_it(name, seed):
     task = CASES[name].task
-    tokens, mask, _ = TaskDataset(task).train_row(task, seed)(seed % 1000)
+    row = TaskDataset(task).train_row(task, seed)(seed % 1000)
+    tokens, mask = row.tokens, row.loss_mask
     assert tokens.shape == (task.sequence_length + 1,)
     assert tokens.min() >= 0
     assert tokens.max() < task.vocab_size
     assert mask.any()
     for place in np.flatnonzero(mask):
         before = tokens[: place + 1].tolist()
-        assert CASES[name].solve(task, before) == tokens[place + 1]
+        assert CASES[name].solve(task, before) == row.targets[place]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,7 +156,7 @@ def test_answers_differ_from_example_to_example(name):
     """The first answer is uniformly distributed, so that it cannot be guessed."""
     task = CASES[name].task
     rows = map(TaskDataset(task).train_row(task, 0), range(600))
-    firsts = [row.tokens[1:][row.loss_mask][0] for row in rows]
+    firsts = [row.targets[row.loss_mask][0] for row in rows]
     counts = np.unique(firsts, return_counts=True)[1]
     expected = 600 / CASES[name].first_answers
     assert len(counts) == CASES[name].first_answers
@@ -185,11 +218,46 @@ def test_distant_queries_are_rarer():
     assert np.all(np.abs(counts - expected) < 6 * np.sqrt(expected) + 3)
 
 
+def pairs_of(row):
+    return int(row.loss_mask.sum())
+
+
+def test_examples_have_different_numbers_of_pairs():
+    """Each power of two from 2 to 16 with equal probability; in `test_pairs` a fixed number."""
+    task = Recall(vocab_size=64, num_pairs=16, min_pairs=2, sequence_length=80, test_pairs=(4, 20))
+    row = TaskDataset(task).train_row(task, 0)
+    counts = Counter(pairs_of(row(i)) for i in range(400))
+    assert sorted(counts) == [2, 4, 8, 16]
+    assert all(abs(count - 100) < 6 * np.sqrt(75) for count in counts.values())
+    rows = TaskDataset(task).validation_rows(task)
+    assert list(rows) == ["", "4_pairs", "20_pairs"]
+    assert {pairs_of(row) for row in rows[""][:50]} == {2, 4, 8, 16}
+    for count in task.test_pairs:
+        assert {pairs_of(row) for row in rows[f"{count}_pairs"][:50]} == {count}
+        assert len(rows[f"{count}_pairs"][0].loss_mask) == 80
+
+
+def test_recorded_examples_stay_the_same():
+    """Results of studies are on these examples."""
+    task = Recall(vocab_size=12, num_pairs=2, sequence_length=10)
+    row = TaskDataset(task).train_row(task, 1)(7)
+    assert row.tokens.tolist() == [3, 8, 5, 11, 3, 8, 0, 0, 5, 11, 0]
+
+
+def test_words_of_permutations_reach_all():
+    """Tokens are three elements, or all 120; products are all 120 in both cases."""
+    for generators, elements in ((True, 3), (False, 120)):
+        task = StateTracking(group="s5", generators=generators, sequence_length=3000)
+        row = TaskDataset(task).train_row(task, 0)(0)
+        assert len(set(row.tokens[:-1])) == elements
+        assert len(set(row.targets)) == 120
+
+
 def test_published_settings_are_valid():
     for pairs, length in ((4, 64), (8, 128), (16, 256), (64, 512)):
         task = Recall(num_pairs=pairs, sequence_length=length)
         assert task.vocab_size == 8192
-        tokens, mask, _ = TaskDataset(task).train_row(task, 0)(0)
+        tokens, mask = TaskDataset(task).train_row(task, 0)(0)[:2]
         assert mask.sum() == pairs
         assert len(set(tokens[: 2 * pairs])) == 2 * pairs
         assert np.count_nonzero(tokens) == 4 * pairs  # no other tokens
@@ -209,6 +277,11 @@ def test_published_settings_are_valid():
         (lambda: Needle(num_needles=3, num_keys=2), "more than num_keys=2"),
         (lambda: Needle(num_needles=3, test_lengths=(19,)), "it must be at least 20"),
         (lambda: Recall(num_pair=3), "num_pair"),
+        (lambda: Recall(num_pairs=12, min_pairs=2), "must be min_pairs times a power of two"),
+        (lambda: Recall(num_pairs=2, min_pairs=4), "must be min_pairs times a power of two"),
+        (lambda: Recall(num_pairs=8, test_pairs=(40,)), "test_pairs=40 at length 128"),
+        (lambda: Recall(vocab_size=20, test_pairs=(16,)), "test_pairs=16 needs a vocab_size"),
+        (lambda: StateTracking(modulus=7), "modulus=7 with group=parity"),
     ],
 )
 def test_invalid_settings_are_named(make, message):

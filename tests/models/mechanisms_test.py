@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax import attention
+from heinsen_jax.data import Batch
 from heinsen_jax.generate import generate, stream
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.training.objective import MaskedTokens
@@ -59,13 +60,14 @@ def test_it_learns_to_predict_masked_tokens(name):
     graph, parameters = nnx.graphdef(random_model(config)), initial()
     pattern = jnp.asarray([3, 1, 4, 1, 5, 9])
     tokens = jnp.stack([jnp.tile(jnp.roll(pattern, i % 6), 6)[:33] for i in range(24)])
-    valid, objective = jnp.ones((24, 32), bool), MaskedTokens(fraction=0.15, num_tokens=17)
+    batch = Batch(tokens, jnp.ones((24, 32), bool))
+    objective = MaskedTokens(fraction=0.15, num_tokens=17)
     optimizer = optax.adam(1e-2)
 
     @jax.jit
     def update(parameters, state, key):
         def loss(parameters):
-            said = objective(nnx.merge(graph, parameters), tokens, valid, key)
+            said = objective(nnx.merge(graph, parameters), batch, key)
             return said.sums()[0] / jnp.sum(said.loss_mask)
 
         value, gradients = jax.value_and_grad(loss)(parameters)

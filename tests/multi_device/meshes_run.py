@@ -21,6 +21,7 @@ import numpy as np  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
+from heinsen_jax.data import Batch  # noqa: E402
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers  # noqa: E402
 from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch, shardings  # noqa: E402
 from heinsen_jax.training.cross_entropy import cross_entropy  # noqa: E402
@@ -61,7 +62,7 @@ def run(
     def loss(parameters: Any, tokens: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
         valid = jnp.ones(tokens[:, 1:].shape, bool)
         model = nnx.merge(graph, parameters)
-        said = next_token(model, tokens, valid, jax.random.key(0), segment_ids)
+        said = next_token(model, Batch(tokens, valid, segment_ids), jax.random.key(0))
         if wants_loss:
             return said.sums()[0] / valid.size
         return cross_entropy(*said, max_logits=FEW)[0] / valid.size  # in several chunks

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from heinsen_jax.data import Batch
 from heinsen_jax.training.objective import MaskedTokens, next_token
 
 OBJECTIVE = MaskedTokens(fraction=0.15, num_tokens=50)
@@ -59,7 +60,7 @@ def test_masks_depend_on_the_key():
 def test_only_valid_masked_tokens_count():
     tokens, model = text(4, 33), Echo()
     valid = np.broadcast_to(np.arange(32) < 20, (4, 32))
-    said = OBJECTIVE(model, tokens, valid, jax.random.key(0))
+    said = OBJECTIVE(model, Batch(tokens, valid), jax.random.key(0))
     given, drawn = OBJECTIVE.mask(tokens[:, 1:], jax.random.key(0))
     np.testing.assert_array_equal(said.loss_mask, drawn & valid)
     np.testing.assert_array_equal(model.given, np.where(valid, given, 50))
@@ -73,7 +74,7 @@ def test_only_valid_masked_tokens_count():
 @pytest.mark.usefixtures("unchecked")  # for a stand-in of a model
 def test_next_tokens_are_predicted_from_those_before():
     tokens, model = text(4, 33), Echo()
-    said = next_token(model, tokens, jnp.ones((4, 32), bool), jax.random.key(0))
+    said = next_token(model, Batch(tokens, jnp.ones((4, 32), bool)), jax.random.key(0))
     np.testing.assert_array_equal(model.given, tokens[:, :-1])
     assert np.all(said.loss_mask)
     right = 5 * (np.asarray(tokens[:, :-1]) == tokens[:, 1:])
@@ -86,11 +87,23 @@ def test_segments_are_those_of_the_given_tokens():
     tokens, model = text(4, 33), Echo()
     ids = np.broadcast_to(np.arange(33) // 7, (4, 33))
     within = ids[:, 1:] == ids[:, :-1]
-    said = next_token(model, tokens, within, jax.random.key(0), ids)
+    said = next_token(model, Batch(tokens, within, ids), jax.random.key(0))
     np.testing.assert_array_equal(model.segment_ids, ids[:, :-1])
     np.testing.assert_array_equal(said.loss_mask, within)
-    said = OBJECTIVE(model, tokens, within, jax.random.key(0), ids)
+    said = OBJECTIVE(model, Batch(tokens, within, ids), jax.random.key(0))
     given, drawn = OBJECTIVE.mask(tokens[:, 1:], jax.random.key(0))
     np.testing.assert_array_equal(model.segment_ids, ids[:, 1:])
     np.testing.assert_array_equal(model.given, given)  # also first tokens, which do not count
     np.testing.assert_array_equal(said.loss_mask, drawn & within)
+
+
+@pytest.mark.usefixtures("unchecked")  # for a stand-in of a model
+def test_labels_replace_the_next_tokens():
+    tokens, model = text(4, 33), Echo()
+    labels = jnp.where(jnp.arange(32) % 3 == 0, tokens[:, :-1], 50)  # a third repeats the input
+    batch = Batch(tokens, jnp.ones((4, 32), bool), labels=labels)
+    said = next_token(model, batch, jax.random.key(0))
+    np.testing.assert_array_equal(model.given, tokens[:, :-1])
+    assert said.sums()[1] == 4 * 11
+    with pytest.raises(ValueError, match="labels: masked tokens have none"):
+        OBJECTIVE(model, batch, jax.random.key(0))

@@ -31,10 +31,10 @@ def everything(tokens):
     return Batch(tokens, jnp.ones(tokens[:, 1:].shape, bool))
 
 
-def next_token_or_harm(model, tokens, valid, key, segment_ids=None):
+def next_token_or_harm(model, batch, key):
     """Batches that begin with token 1, 2 or 3 give logits, and so gradients, times a factor."""
-    said = next_token(model, tokens, valid, key, segment_ids)
-    first = tokens[0, 0]
+    said = next_token(model, batch, key)
+    first = batch.tokens[0, 0]
     factor = jnp.where(first < len(FACTORS), jnp.asarray(FACTORS)[first % len(FACTORS)], 1.0)
     return said._replace(features=said.features * factor)
 

@@ -41,10 +41,11 @@ class LogConfig(HeadsConfig):
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
     """Initial time constant, in tokens, of the slowest-decaying head or feature. The fastest decay
     initially multiplies the state by 1/2 at each token."""
-    features: Literal["identity", "hedgehog"] = "identity"
+    features: Literal["identity", "hedgehog", "product"] = "identity"
     """Log features of queries and keys. identity: the projections themselves. hedgehog:
     log softmax(x W) and log softmax(-x W), with a trained matrix W per head; twice as many
-    features."""
+    features. product: all sums of an element of their first half and one of their second half;
+    (key_depth / 2)^2 features."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Implementation of `log_attention`; chosen automatically when None. "gpu" is experimental."""
 
@@ -63,8 +64,19 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     if configured, is log sigmoid(x Wd + bd). Initially the slowest decay reduces the state to
     about 1/e in `max_timescale` tokens, and the fastest to 1/2 at each token.
 
+    With `features="product"`, halves (a, b) of a query or key give the features a_i + b_j, whose
+    exponentials are products. A score is then the sum of those of both halves,
+
+        LSE_ij(Qa_i + Qb_j + Ka_i + Kb_j) = LSE_i(Qa_i + Ka_i) + LSE_j(Qb_j + Kb_j)
+
+    so that a key must match in both, as with the product keys of Lample et al. (2019).
+
+    Raises:
+      ValueError: features="product" with an odd key_depth; and as in `HeadedAttention`.
+
     References:
-      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
+      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843; Lample et
+      al., 2019, Large Memory Layers with Product Keys, arXiv:1907.05242.
     """
 
     Config = LogConfig
@@ -76,6 +88,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             shape = self.num_heads, self.key_depth, self.key_depth
             self.query_features = parameter(identity, *shape, **options)
             self.key_features = parameter(identity, self.num_kv_heads, *shape[1:], **options)
+        if self.config.features == "product" and self.key_depth % 2:
+            raise ValueError(
+                f"key_depth={self.key_depth} is odd: features='product' needs two halves"
+            )
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         if self.config.decay is not None:
@@ -93,7 +109,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     @property
     def num_features(self) -> int:
         """Number of features of a query or key."""
-        return self.key_depth * (1 if self.config.features == "identity" else 2)
+        depth = self.key_depth
+        return {"identity": depth, "hedgehog": 2 * depth, "product": (depth // 2) ** 2}[
+            self.config.features
+        ]
 
     def heads(
         self,
@@ -105,6 +124,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         if self.config.features == "hedgehog":
             query = hedgehog_features(query, self.query_features[...])
             key = hedgehog_features(key, self.key_features[...])
+        elif self.config.features == "product":
+            query, key = product_features(query), product_features(key)
         return query, key, value
 
     def apply(self, x: Array, call: CallArguments) -> tuple[Array, Any]:
@@ -229,3 +250,10 @@ def hedgehog_features(
     linear attention with Hedgehog's feature map (Zhang et al., 2024), without its clamp."""
     projected = jnp.einsum("...nk,nkl->...nl", x, kernel.astype(x.dtype))
     return jnp.concatenate([jax.nn.log_softmax(y, -1) for y in (projected, -projected)], -1)
+
+
+def product_features(x: Float[Array, "*B T N K"]) -> Float[Array, "*B T N _"]:
+    """All a_i + b_j, for the halves a and b of each head."""
+    first, second = jnp.split(x, 2, -1)
+    sums = first[..., :, None] + second[..., None, :]
+    return sums.reshape(*x.shape[:-1], sums.shape[-1] * sums.shape[-2])

@@ -40,6 +40,10 @@ VARIANTS |= {
     "softmax, alibi": ("softmax", {"positions": "alibi"}),
     "hgrn2, lower bound": ("hgrn2", {"lower_bound": 0.3}),
     "log, hedgehog": ("log", {"features": "hedgehog", "decay": "feature", "values": "linear"}),
+    "log, product": (
+        "log",
+        {"features": "product", "key_depth": 6, "decay": "head", "values": "linear"},
+    ),
     "tglobal": ("tglobal", {"radius": 4, "block_size": 3, "capacity": 64}),
     "block_sparse, local": ("block_sparse", {"pattern": "local", "block_size": 6}),
     "block_sparse, strided": ("block_sparse", {"pattern": "strided", "block_size": 6}),

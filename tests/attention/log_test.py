@@ -79,3 +79,19 @@ def test_importance_gives_the_layers_weights(config):
     else:
         y = jnp.log(jnp.einsum("btsn,bsnv->btnv", weights, jnp.exp(value)))
     np.testing.assert_allclose(module.out_proj(y), module(x), atol=2e-5)
+
+
+def test_product_features_need_two_halves():
+    with pytest.raises(ValueError, match="key_depth=5 is odd"):
+        layer(features="product", key_depth=5)
+
+
+def test_scores_of_product_features_are_sums_of_those_of_the_halves():
+    module = layer(features="product", key_depth=6)
+    x = jax.random.normal(jax.random.key(1), (5, 12))
+    query, key, _ = super(attention.LogAttention, module).heads(x)
+    parts = jnp.split(query[:, None] + key[None], 2, -1)
+    scores = sum(jax.nn.logsumexp(part, -1) for part in parts)
+    past = jnp.tril(jnp.ones((5, 5), bool))[..., None]
+    expected = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), 1)
+    np.testing.assert_allclose(module.importance(x), expected, rtol=1e-5)

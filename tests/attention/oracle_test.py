@@ -80,6 +80,14 @@ VARIANTS |= {
         "log",
         {"features": "hedgehog", "decay": "feature", "gated": False},
     ),
+    "log, product": (
+        "log",
+        {"features": "product", "key_depth": 6, "num_kv_heads": 2, "query_key_norm": True},
+    ),
+    "log, product and decay": (
+        "log",
+        {"features": "product", "key_depth": 4, "decay": "feature", "values": "linear"},
+    ),
     "softmax, alibi": ("softmax", {"positions": "alibi", "num_kv_heads": 2}),
     "retnet": ("retnet", {}),
     "gla": ("gla", {"decay_rank": 3}),
@@ -116,7 +124,7 @@ def cases() -> list[tuple[str, bool]]:
 
 
 FIRST = {name: variant for variant, (name, _) in reversed(VARIANTS.items())}
-SHORT = {*FIRST.values(), "log, decay of features"}
+SHORT = {*FIRST.values(), "log, decay of features", "log, product"}
 
 
 def is_short(variant: str, is_causal: bool) -> bool:

@@ -318,6 +318,16 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
             group = head // (layer.num_heads // layer.num_kv_heads)
             query = hedgehog(query @ p["query_features"][head])
             key = hedgehog(key @ p["key_features"][group])
+        if config.features == "product":
+            query, key = (
+                np.array(
+                    [
+                        [a + b for a in row[: len(row) // 2] for b in row[len(row) // 2 :]]
+                        for row in y
+                    ]
+                )
+                for y in (query, key)
+            )
         decay = log_decay[head // (layer.num_heads // layer.num_kv_heads)]
         weights = np.zeros((length, length))
         for t, s in np.argwhere(visible):

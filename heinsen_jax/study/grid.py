@@ -47,8 +47,12 @@ class Study:
       metric: the compared metric of the last evaluation.
       mode: whether the smallest ("min") or the largest ("max") value is the best.
       tuned: axes of which only the best value is reported, such as learning rates.
-      seeds: axis of the random seeds. All tuned values are run with its first label, and only the
-        best with the others.
+      search: which tuned values are run with the first seed: all ("grid"), or those that lead to
+        the best ("neighbors"). The latter is for one tuned axis whose labels are in order, such as
+        increasing learning rates: the middle label and its neighbors are run first, then the
+        neighbors of the best, until the best has none that are left or better.
+      seeds: axis of the random seeds. Tuned values are run with its first label, and only the best
+        with the others.
       extra_metrics: further metrics in the report's table.
       plots: plots of the report.
     """
@@ -60,12 +64,19 @@ class Study:
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
     tuned: tuple[str, ...] = ("learning_rate",)
+    search: Literal["grid", "neighbors"] = "grid"
     seeds: str = "seed"
     extra_metrics: tuple[str, ...] = ()
     plots: tuple[Plot, ...] = ()
 
     def __post_init__(self) -> None:
         compared = self.compared(dict.fromkeys(self.axes, ""))
+        ordered = [axis for axis in self.tuned if axis in self.axes]
+        if self.search == "neighbors" and len(ordered) != 1:
+            raise ValueError(
+                f"search='neighbors' needs one tuned axis, not {len(ordered)}; set tuned to the "
+                "name of one axis, or search='grid'"
+            )
         for plot in self.plots:
             if isinstance(plot, Points | LengthPlot) and plot.lines not in compared:
                 raise ValueError(
@@ -90,6 +101,13 @@ class Study:
             choices[self.seeds] = choices[self.seeds][:1]
         grid = itertools.product(*choices.values())
         return [self.run(dict(zip(choices, labels, strict=True))) for labels in grid]
+
+    def comparisons(self) -> list[list["Run"]]:
+        """All runs with the first seed, in groups that differ only in tuned values."""
+        groups: dict[tuple[str, ...], list[Run]] = {}
+        for run in self.first_seed_runs():
+            groups.setdefault(tuple(self.compared(run.labels).values()), []).append(run)
+        return list(groups.values())
 
     def other_seed_runs(self, best: Mapping[str, str]) -> list["Run"]:
         """The runs with the other seeds, given the labels of the best run."""

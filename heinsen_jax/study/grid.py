@@ -54,6 +54,8 @@ class Study:
       seeds: axis of the random seeds. Tuned values are run with its first label, and only the best
         with the others.
       extra_metrics: further metrics in the report's table.
+      reached: a metric and a value, for a column with the number of updates until an evaluation was
+        at least as good, such as ("accuracy", 0.9).
       plots: plots of the report.
     """
 
@@ -67,6 +69,7 @@ class Study:
     search: Literal["grid", "neighbors"] = "grid"
     seeds: str = "seed"
     extra_metrics: tuple[str, ...] = ()
+    reached: tuple[str, float] | None = None
     plots: tuple[Plot, ...] = ()
 
     def __post_init__(self) -> None:

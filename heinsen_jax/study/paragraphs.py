@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.report import Comparison, Row, table
 
@@ -17,11 +18,15 @@ def paragraphs(
       study: the study.
       results: its finished results.
       rows: rows of all its runs, None if unfinished.
+
+    Raises:
+      UserError: the metric of `reached` is not measured.
     """
+    _check_reached(study, results)
     parts = [f"# {study.title}", study.about.strip()]
     if study.plots:
         parts.append(f"![{study.title}]({PLOT_FILE})")
-    parts.append(table(results, study.metric, study.extra_metrics))
+    parts.append(table(results, study.metric, study.extra_metrics, study.reached))
     if len(study.axes.get(study.seeds, {})) > 1:
         parts.append(
             "Seeds differ in initial weights and in data; ± is half the range between the best "
@@ -35,6 +40,16 @@ def paragraphs(
     if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
         parts.append(f"Not measured: {', '.join(left)}.")
     return parts
+
+
+def _check_reached(study: Study, results: Sequence[Comparison]) -> None:
+    curves = [row["curve"] for result in results for row in result.rows if "curve" in row]
+    known = {name: None for curve in curves for metrics in curve.values() for name in metrics}
+    if study.reached is not None and known and study.reached[0] not in known:
+        raise UserError(
+            f"reached={study.reached} of {study.title!r}: the metric is not measured; choose "
+            f"one of {', '.join(known)}"
+        )
 
 
 def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:

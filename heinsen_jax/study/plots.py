@@ -14,6 +14,7 @@ from heinsen_jax.study.report import Comparison
 COST_LABELS = {
     "state_bytes": "state size (bytes)",
     "parameters": "parameters",
+    "flops": "training FLOPs",
     "seconds": "training time (seconds)",
 }
 LINES_HEIGHT = 5.5  # inches
@@ -93,18 +94,22 @@ class Points(Plot):
 
     Attributes:
       y: a metric.
-      x: "state_bytes", "parameters" or "seconds".
+      x: "state_bytes", "parameters", "flops" or "seconds"; results without it are omitted.
       lines: the axis.
     """
 
     y: str
-    x: Literal["state_bytes", "parameters", "seconds"] = "state_bytes"
+    x: Literal["state_bytes", "parameters", "flops", "seconds"] = "state_bytes"
     lines: str = "mechanism"
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         drawn = []
         for label, of_line in _by(results, self.lines).items():
-            points = [(x.mean(self.x), x, self.y) for x in of_line if _is_measured(x, self.y)]
+            points = [
+                (result.mean(self.x), result, self.y)
+                for result in of_line
+                if _is_measured(result, self.x) and _is_measured(result, self.y)
+            ]
             if points:
                 drawn.append(self.line(axes, label, sorted(points, key=lambda point: point[0])))
         self.draw_chance(axes)

@@ -89,6 +89,7 @@ def test_results_that_are_missing_or_not_finite_are_omitted():
     for axes in draw("A study", plots, results).axes:
         assert not axes.texts
         assert not axes.lines
+    assert not draw("A study", [Points("accuracy", x="flops")], RESULTS).axes[0].lines
     with_log = draw("A study", plots[:1], [*results, RESULTS[0]]).axes[0]
     assert [text.get_text() for text in with_log.texts] == ["log"]
 

@@ -56,6 +56,7 @@ class Study:
       extra_metrics: further metrics in the report's table.
       reached: a metric and a value, for a column with the number of updates until an evaluation was
         at least as good, such as ("accuracy", 0.9).
+      baseline: label of a compared axis, for a table of the differences to its results.
       plots: plots of the report.
     """
 
@@ -70,6 +71,7 @@ class Study:
     seeds: str = "seed"
     extra_metrics: tuple[str, ...] = ()
     reached: tuple[str, float] | None = None
+    baseline: str | None = None
     plots: tuple[Plot, ...] = ()
 
     def __post_init__(self) -> None:
@@ -80,6 +82,13 @@ class Study:
                 f"search='neighbors' needs one tuned axis, not {len(ordered)}; set tuned to the "
                 "name of one axis, or search='grid'"
             )
+        if self.baseline is not None:
+            found = [axis for axis in compared if self.baseline in self.axes[axis]]
+            if len(found) != 1:
+                raise ValueError(
+                    f"baseline={self.baseline!r} must be a label of one compared axis, not of "
+                    f"{len(found)}"
+                )
         for plot in self.plots:
             if isinstance(plot, Points | LengthPlot) and plot.lines not in compared:
                 raise ValueError(
@@ -121,6 +130,12 @@ class Study:
         """The labels of a run that distinguish the compared results."""
         apart = {*self.tuned, self.seeds}
         return {axis: label for axis, label in labels.items() if axis not in apart}
+
+    def baseline_of(self, compared: Mapping[str, str]) -> dict[str, str]:
+        """The labels of the baseline of a result, which differ only in the baseline's axis."""
+        assert self.baseline is not None
+        axis = next(axis for axis in compared if self.baseline in self.axes[axis])
+        return {**compared, axis: self.baseline}
 
     def run(self, labels: Mapping[str, str]) -> "Run":
         """The run with one label of each axis."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from heinsen_jax.errors import UserError
+from heinsen_jax.study.differences import METHOD, difference_table
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.report import Comparison, Row, table
 
@@ -33,6 +34,9 @@ def paragraphs(
             "and the worst."
         )
     parts += _tuning(study, results)
+    if study.baseline is not None:
+        parts.append(f"Differences to {study.baseline}:")
+        parts += [difference_table(study, results), METHOD]
     finished = [row for row in rows if row is not None]
     parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
     shown = [result.compared for result in results]

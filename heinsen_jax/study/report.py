@@ -87,7 +87,7 @@ def table(
     head = [*axes, *costs, metric, "by seed", *extra_metrics]
     if reached is not None:
         head.append(f"updates until {reached[0]} {reached[1]:g}")
-    lines = [[x.replace("_", " ") for x in head], ["---"] * len(head)]
+    lines = []
     for result in results:
         found = [(_value(row, metric), row) for row in result.rows]
         each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
@@ -99,7 +99,13 @@ def table(
             words = ("never" if number is None else str(number) for number in updates)
             others.append(", ".join(words) if any(updates) else "")
         lines.append([*labels, *numbers, mean, ", ".join(each), *others])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, lines)
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Table with the names in `head`, whose underscores are replaced by spaces."""
+    rows = [[x.replace("_", " ") for x in head], ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _with_spread(result: Comparison, metric: str) -> str:

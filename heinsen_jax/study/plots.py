@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import matplotlib.figure
 from matplotlib.axes import Axes
 
 from heinsen_jax.study.labels import GRAY, Line, label_at_right, label_points
-from heinsen_jax.study.report import Comparison
+from heinsen_jax.study.report import Comparison, is_larger_better
 
 COST_LABELS = {
     "state_bytes": "state size (bytes)",
@@ -53,11 +53,14 @@ class Plot:
         found = (self.highlighted.get(label) for label in result.compared.values())
         return next((color for color in found if color), GRAY)
 
-    def set_title(self, axes: Axes, default: str, results: Sequence[Comparison], note: str) -> None:
-        """Set the title, and a note about the seeds if they are several."""
-        seeds = max((len(result.rows) for result in results), default=0)
+    def set_title(
+        self, axes: Axes, default: str, results: Sequence[Comparison], seeds: str, note: str = ""
+    ) -> None:
+        """Set the title, a note about the seeds if they are several, and another note."""
+        several = max((len(result.rows) for result in results), default=0) > 1
+        notes = "; ".join(filter(None, (seeds if several else "", note)))
         title = self.title or default
-        axes.set_title(f"{title}\n({note})" if seeds > 1 else title, fontsize="medium")
+        axes.set_title(f"{title}\n({notes})" if notes else title, fontsize="medium")
 
     def line(self, axes: Axes, name: str, points: Sequence[tuple[float, Comparison, str]]) -> Line:
         """Draw the mean of the seeds at each place, with a bar over all seeds."""
@@ -96,34 +99,64 @@ class Points(Plot):
       y: a metric.
       x: "state_bytes", "parameters", "flops" or "seconds"; results without it are omitted.
       lines: the axis.
+      frontier: whether to draw the best value that is attained with at most a cost (the Pareto
+        frontier), and to name only its lines and the highlighted ones; others are gray points.
     """
 
     y: str
     x: Literal["state_bytes", "parameters", "flops", "seconds"] = "state_bytes"
     lines: str = "mechanism"
+    frontier: bool = False
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        drawn = []
-        for label, of_line in _by(results, self.lines).items():
-            points = [
-                (result.mean(self.x), result, self.y)
-                for result in of_line
-                if _is_measured(result, self.x) and _is_measured(result, self.y)
-            ]
-            if points:
-                drawn.append(self.line(axes, label, sorted(points, key=lambda point: point[0])))
+        measured = [x for x in results if _is_measured(x, self.x) and _is_measured(x, self.y)]
+        best, drawn = self._best(measured) if self.frontier else measured, []
+        for label, of_line in _by(measured, self.lines).items():
+            of_line.sort(key=lambda result: result.mean(self.x))
+            places = [place for place, result in enumerate(of_line) if result in best]
+            if places or self.color(of_line[0]) != GRAY:
+                points = [(result.mean(self.x), result, self.y) for result in of_line]
+                place = places[-1] if places else -1
+                drawn.append(replace(self.line(axes, label, points), place=place))
+            else:
+                x, y = ([result.mean(name) for result in of_line] for name in (self.x, self.y))
+                axes.plot(x, y, "o", color=GRAY, markersize=3)
+                drawn += [Line("", [x], [y], GRAY) for x, y in zip(x, y, strict=True)]
+        if self.frontier and best:
+            drawn.append(self._draw_frontier(axes, best, max(x.mean(self.x) for x in measured)))
         self.draw_chance(axes)
         axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
         axes.margins(0.15)  # space for names
-        default = f"{self.y.replace('_', ' ')} against {COST_LABELS[self.x].partition(' (')[0]}"
-        self.set_title(axes, default, results, BARS)
+        cost = COST_LABELS[self.x].partition(" (")[0]
+        note = f"steps: the best with at most the same {cost}" if self.frontier else ""
+        default = f"{self.y.replace('_', ' ')} against {cost}"
+        self.set_title(axes, default, results, BARS, note)
         return drawn
 
+    def _best(self, results: Sequence[Comparison]) -> list[Comparison]:
+        """The results, in the order of their cost, that are better than all before."""
+        sign = 1 if is_larger_better(self.y) else -1
+        best: list[Comparison] = []
+        for result in sorted(results, key=lambda x: (x.mean(self.x), -sign * x.mean(self.y))):
+            if not best or sign * result.mean(self.y) > sign * best[-1].mean(self.y):
+                best.append(result)
+        return best
+
+    def _draw_frontier(self, axes: Axes, best: Sequence[Comparison], end: float) -> Line:
+        """Draw the steps through the best results, up to the largest cost."""
+        costs = [*(result.mean(self.x) for result in best), end]
+        values = [result.mean(self.y) for result in best]
+        x = [cost for cost in costs for _ in range(2)][1:-1]
+        y = [value for value in values for _ in range(2)]
+        axes.plot(x, y, color="black", linewidth=1, zorder=1)
+        axes.plot(costs[:-1], values, "o", color="black", fillstyle="none", markersize=8, zorder=4)
+        return Line("", x, y, "black")
+
     def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
-        avoided = []
+        avoided = [line for line in lines if not line.name]
         if self.chance is not None:
             avoided.append(Line("chance", axes.get_xlim(), [self.chance] * 2, "black"))
-        label_points(axes, lines, avoided)
+        label_points(axes, [line for line in lines if line.name], avoided)
 
 
 @dataclass(frozen=True)

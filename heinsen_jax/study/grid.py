@@ -13,7 +13,7 @@ from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, ru
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.study.plots import LengthPlot, Plot, Points, Ranking
+from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, Ranking
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
@@ -90,7 +90,7 @@ class Study:
                     f"{len(found)}"
                 )
         for plot in self.plots:
-            if isinstance(plot, Points | LengthPlot) and plot.lines not in compared:
+            if isinstance(plot, Points | LengthPlot | PositionPlot) and plot.lines not in compared:
                 raise ValueError(
                     f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
                 )

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 
 from heinsen_jax.study.labels import GRAY, Line, label_at_right, label_points
 from heinsen_jax.study.report import Comparison, is_larger_better
+from heinsen_jax.training.positions import bucket_ends
 
 COST_LABELS = {
     "state_bytes": "state size (bytes)",
@@ -83,6 +84,24 @@ class Plot:
             zorder=2 if is_gray else 3,
         )
         return line
+
+    def curves(
+        self, axes: Axes, results: Sequence[Comparison], axis: str, metrics: Mapping[int, str]
+    ) -> list[Line]:
+        """Draw a line through the metrics, by their x, for each result; name it by its label."""
+        drawn = []
+        for label, of_line in _by(results, axis).items():
+            for result in of_line:
+                points = [(x, result, metric) for x, metric in metrics.items()]
+                points = [point for point in points if _is_measured(result, point[2])]
+                name = label if len(of_line) == 1 else " ".join(result.compared.values())
+                if points:
+                    drawn.append(self.line(axes, name, points))
+        self.draw_chance(axes)
+        axes.set_xscale("log")
+        axes.set_xticks([*metrics], [str(x) for x in metrics])
+        axes.minorticks_off()
+        return drawn
 
     def draw_chance(self, axes: Axes) -> None:
         if self.chance is not None:
@@ -174,20 +193,36 @@ class LengthPlot(Plot):
     length_unit: str = "tokens"
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        drawn = []
-        for label, of_line in _by(results, self.lines).items():
-            for result in of_line:
-                points = [(length, result, f"accuracy_{length}") for length in self.lengths]
-                points = [point for point in points if _is_measured(result, point[2])]
-                name = label if len(of_line) == 1 else " ".join(result.compared.values())
-                if points:
-                    drawn.append(self.line(axes, name, points))
-        self.draw_chance(axes)
+        metrics = {length: f"accuracy_{length}" for length in self.lengths}
+        drawn = self.curves(axes, results, self.lines, metrics)
         axes.set(xlabel=f"length ({self.length_unit})", ylabel=self.label("accuracy"))
-        axes.set_xscale("log")
-        axes.set_xticks(self.lengths, [str(length) for length in self.lengths])
-        axes.minorticks_off()
         self.set_title(axes, "accuracy against length", results, BARS)
+        return drawn
+
+    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
+        label_at_right(axes, lines)
+
+
+@dataclass(frozen=True)
+class PositionPlot(Plot):
+    """Plot of the loss against the position in the context, with one line per label of an axis, for
+    runs with `training.loss_by_position`. Each point is at the last position of its mean.
+
+    Attributes:
+      length: length of their longest sequences.
+      lines: the axis.
+      position_unit: unit of the positions.
+    """
+
+    length: int
+    lines: str = "mechanism"
+    position_unit: str = "tokens"
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        metrics = {end: f"loss_{self.length}_at_{end}" for end in bucket_ends(self.length)}
+        drawn = self.curves(axes, results, self.lines, metrics)
+        axes.set(xlabel=f"position ({self.position_unit})", ylabel=self.label("loss"))
+        self.set_title(axes, "loss against position", results, BARS)
         return drawn
 
     def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:

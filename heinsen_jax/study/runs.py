@@ -32,7 +32,7 @@ from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.report import Row
 from heinsen_jax.training.checkpoint import SAVED_FILE, SavedConfig
 from heinsen_jax.training.loop import Diverged, train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.training.metrics import read_evaluations
 from heinsen_jax.training.preflight import tokens_per_update
 
 LOG_FILE = "log.txt"
@@ -78,22 +78,13 @@ def _measured(config: ExperimentConfig, workdir: Path) -> Row:
         except Diverged as error:
             failed = str(error)
     seconds = round(time.monotonic() - start, 1)
-    row = Row(**costs(config), seconds=seconds, environment=environment(), curve=_curve(workdir))
+    curve = {str(step): found for step, found in read_evaluations(workdir).items()}
+    row = Row(**costs(config), seconds=seconds, environment=environment(), curve=curve)
     if failed:
         row["failed"] = failed
     else:
         row["metrics"] = metrics
     return row
-
-
-def _curve(workdir: Path) -> dict[str, dict[str, float]]:
-    """The metrics of each evaluation, by step."""
-    group = "validation/"
-    named = {
-        str(row["step"]): {x.removeprefix(group): row[x] for x in row if x.startswith(group)}
-        for row in read_metrics(workdir)
-    }
-    return {step: metrics for step, metrics in named.items() if metrics}
 
 
 def _recorded(path: Path) -> Row | None:

@@ -6,7 +6,7 @@ import matplotlib.figure
 import pytest
 from matplotlib.axes import Axes
 
-from heinsen_jax.study import Comparison, LengthPlot, Points, Ranking
+from heinsen_jax.study import Comparison, LengthPlot, Points, PositionPlot, Ranking
 from heinsen_jax.study.labels import GRAY
 from heinsen_jax.study.plots import draw
 
@@ -130,3 +130,15 @@ def test_the_frontier_is_the_best_with_at_most_a_cost(metric, sign):
 def test_without_a_frontier_all_points_are_named():
     axes = draw("A study", [Points("accuracy")], points("accuracy", 1)).axes[0]
     assert {text.get_text() for text in axes.texts} == set(POINTS)
+
+
+def test_losses_by_position_are_at_the_ends_of_their_buckets():
+    metrics = {"loss_40_at_16": 3.0, "loss_40_at_32": 2.0, "loss_40_at_40": 1.5}
+    results = [Comparison({"mechanism": name}, {}, [{"metrics": metrics}]) for name in "ab"]
+    plot = PositionPlot(40, unit="nats", position_unit="letters", highlighted={"a": "C0"})
+    axes = draw("A study", [plot], results).axes[0]
+    line = next(line for line in axes.lines if line.get_color() == "C0")
+    assert list(zip(*line.get_data(), strict=True)) == [(16, 3.0), (32, 2.0), (40, 1.5)]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("position (letters)", "loss (nats)")
+    assert (axes.get_xscale(), axes.get_title()) == ("log", "loss against position")
+    assert {text.get_text() for text in axes.texts} == {"a", "b"}

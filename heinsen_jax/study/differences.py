@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from scipy import stats
 
+from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.report import Comparison, is_larger_better, markdown_table
 
 METHOD = (
     "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
-    'number of comparisons; "no difference" if they include 0. Without two seeds on both sides, '
-    "or if no seed differs from another, no interval exists."
+    'number of comparisons; "no difference" if they include 0. They need two seeds on both sides, '
+    "and seeds that differ."
 )
 
 
@@ -26,7 +27,7 @@ class Difference:
       metric: the metric.
       mean: mean of the result minus that of the baseline, over their seeds; NaN without values.
       interval: 95% confidence interval of the mean, by Welch's t-test; None if one of them has only
-        one seed, or if no seed differs from another.
+        one seed, or if the seeds of each are equal.
     """
 
     compared: dict[str, str]
@@ -36,7 +37,8 @@ class Difference:
 
     @property
     def verdict(self) -> str:
-        """ "better" or "worse"; "no difference" if the interval includes 0; "" without interval."""
+        """The word "better", "worse", or "no difference" if the interval includes 0; empty without
+        an interval."""
         if self.interval is None:
             return ""
         low, high = self.interval
@@ -61,7 +63,12 @@ def differences_of(study: Study, results: Sequence[Comparison]) -> list[Differen
     Args:
       study: the study, with a `baseline`.
       results: its results, of `results_of`.
+
+    Raises:
+      UserError: the study has no baseline.
     """
+    if study.baseline is None:
+        raise UserError(f"baseline of {study.title!r} is not set: give a label of a compared axis")
     pairs = [
         (x, y) for x in results for y in results if study.baseline_of(x.compared) == y.compared
     ]

@@ -14,6 +14,7 @@ from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, Ranking
+from heinsen_jax.study.report import is_larger_better
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
@@ -82,6 +83,8 @@ class Study:
                 f"search='neighbors' needs one tuned axis, not {len(ordered)}; set tuned to the "
                 "name of one axis, or search='grid'"
             )
+        if is_larger_better(self.metric) and self.mode == "min":
+            raise ValueError(f"mode='min' with metric={self.metric!r}: set mode='max'")
         if self.baseline is not None:
             found = [axis for axis in compared if self.baseline in self.axes[axis]]
             if len(found) != 1:

@@ -35,7 +35,7 @@ def paragraphs(
         )
     parts += _tuning(study, results)
     if study.baseline is not None:
-        parts.append(f"Differences to {study.baseline}:")
+        parts.append(f"Differences to {study.baseline}, which is subtracted:")
         parts += [difference_table(study, results), METHOD]
     finished = [row for row in rows if row is not None]
     parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")

@@ -8,7 +8,7 @@ from jax import lax
 
 from heinsen_jax.sharding import constrain
 from heinsen_jax.training.cross_entropy import token_losses
-from heinsen_jax.training.objective import Predictions, SegmentIds
+from heinsen_jax.training.objective import Predictions
 from heinsen_jax.typing import Array, Float, Integer
 
 FIRST_END = 16
@@ -34,7 +34,7 @@ def bucket_ends(length: int) -> tuple[int, ...]:
     return (*ends[:-1], length)
 
 
-def bucket_sums(predictions: Predictions, segment_ids: SegmentIds | None) -> Measured:
+def bucket_sums(predictions: Predictions, segment_ids: Integer[Array, "B L"] | None) -> Measured:
     """Sums over the predictions of each bucket of `bucket_ends`.
 
     The position of a prediction is the number of tokens that precede its input token in the row or,

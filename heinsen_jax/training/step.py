@@ -140,7 +140,7 @@ def make_evaluation_step(
         model = nnx.merge(graph, parameters)
         predictions = objective(model, tokens, loss_mask, key, segment_ids)
         if by_position:
-            return bucket_sums(predictions, segment_ids)
+            return bucket_sums(predictions, jax.tree.map(jnp.asarray, batch.segment_ids))
         return *predictions.sums(), jnp.sum(predictions.loss_mask)
 
     return evaluation_step

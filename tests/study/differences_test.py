@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scipy import integrate
 
+from heinsen_jax.errors import UserError
 from heinsen_jax.study import Comparison, differences_of
 from heinsen_jax.study.differences import METHOD
 from heinsen_jax.study.paragraphs import paragraphs
@@ -83,13 +84,16 @@ def test_one_side_may_be_constant():
 def test_the_report_has_the_differences_and_their_method():
     rows = [replace(x, tuned={"learning_rate": "0.01"}) for x in RESULTS]
     parts = paragraphs(replace(STUDY, seeds="none"), rows, [])
-    table = parts[parts.index("Differences to linear:") + 1].splitlines()
+    place = parts.index("Differences to linear, which is subtracted:")
+    table = parts[place + 1].splitlines()
     assert table[0] == "| mechanism | width | loss | accuracy |"
     assert table[2].startswith("| softmax | 8 | +0.9542 [+0.6")
     assert " worse | -0.9542 [-1.2" in table[2]
-    assert parts[parts.index("Differences to linear:") + 2] == METHOD
+    assert parts[place + 2] == METHOD
 
 
 def test_the_baseline_is_a_label_of_one_compared_axis():
     with pytest.raises(ValueError, match=r"baseline='0\.01' must be a label of one compared axis"):
         replace(STUDY, baseline="0.01")
+    with pytest.raises(UserError, match="baseline of 'A small study' is not set"):
+        differences_of(replace(STUDY, baseline=None), RESULTS)

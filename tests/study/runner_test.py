@@ -198,6 +198,11 @@ def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
         replace(STUDY, plots=(Points("accuracy", lines="learning_rate"),))
 
 
+def test_the_smallest_accuracy_is_never_the_best():
+    with pytest.raises(ValueError, match="mode='min' with metric='accuracy': set mode='max'"):
+        replace(STUDY, mode="min")
+
+
 def test_highlighted_labels_and_the_baseline_exist():
     for plot in (
         Points("accuracy", highlighted={"linaer": "C0"}),

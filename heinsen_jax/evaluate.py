@@ -7,6 +7,7 @@ python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--inc
 import importlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -136,15 +137,18 @@ def _run_text(
     masked_fraction = experiment.training.masked_fraction
     objective = objective_of(experiment.model, masked_fraction, dataset.vocab_size)
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    make_step = partial(make_evaluation_step, graph, objective)
+    by_position = experiment.training.loss_by_position
     with jax.set_mesh(mesh):
         found = evaluate(
-            make_evaluation_step(graph, objective),
+            make_step(),
             parameters,
             dataset,
             settings,
             mesh,
             max_batches=max_batches,
             is_causal=experiment.model.is_causal,
+            step_by_position=make_step(by_position=True) if by_position else None,
         )
     what = dataset.name
     if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):

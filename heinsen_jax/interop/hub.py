@@ -29,7 +29,7 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.run_folder import RunFolder, opened
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, load_run, read_config
-from heinsen_jax.training.metrics import METRICS_FILE, read_metrics
+from heinsen_jax.training.metrics import METRICS_FILE, read_evaluations
 from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
 from heinsen_jax.typing import JSON, Array
 
@@ -200,7 +200,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     is_text = "corpus" in data
     source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no folders of users
     source, title = " ".join(source.split()), " ".join(workdir.resolve().name.split())
-    metrics = _measured(workdir, step)
+    metrics = read_evaluations(workdir).get(step, {})
     writes = is_text and model.is_causal
     commands = "`python -m heinsen_jax.evaluate --workdir FOLDER`"
     if writes:
@@ -247,17 +247,6 @@ def _results(metrics: dict[str, float], batches: JSON) -> str:
 def _markdown(text: str) -> str:
     """Escape text for Markdown."""
     return re.sub(r"([\\`*_\[\]<>#|~])", r"\\\1", text)
-
-
-def _measured(workdir: Path, step: int) -> dict[str, float]:
-    """Validation metrics of a step."""
-    return {
-        name.removeprefix("validation/"): value
-        for row in read_metrics(workdir)
-        if row["step"] == step
-        for name, value in row.items()
-        if name.startswith("validation/")
-    }
 
 
 def _metadata(

@@ -13,7 +13,8 @@ from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, ru
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.study.plots import LengthPlot, Plot, Points, Ranking
+from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, Ranking
+from heinsen_jax.study.report import is_larger_better
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
@@ -47,9 +48,16 @@ class Study:
       metric: the compared metric of the last evaluation.
       mode: whether the smallest ("min") or the largest ("max") value is the best.
       tuned: axes of which only the best value is reported, such as learning rates.
-      seeds: axis of the random seeds. All tuned values are run with its first label, and only the
-        best with the others.
+      search: which tuned values are run with the first seed: all ("grid"), or those that lead to
+        the best ("neighbors"). The latter is for one tuned axis whose labels are in order, such as
+        increasing learning rates: the middle label and its neighbors are run first, then the
+        neighbors of the best, until the best has none that are left or better.
+      seeds: axis of the random seeds. Tuned values are run with its first label, and only the best
+        with the others.
       extra_metrics: further metrics in the report's table.
+      reached: a metric and a value, for a column with the number of updates until an evaluation was
+        at least as good, such as ("accuracy", 0.9).
+      baseline: label of a compared axis, for a table of the differences to its results.
       plots: plots of the report.
     """
 
@@ -60,14 +68,32 @@ class Study:
     metric: str = "loss"
     mode: Literal["min", "max"] = "min"
     tuned: tuple[str, ...] = ("learning_rate",)
+    search: Literal["grid", "neighbors"] = "grid"
     seeds: str = "seed"
     extra_metrics: tuple[str, ...] = ()
+    reached: tuple[str, float] | None = None
+    baseline: str | None = None
     plots: tuple[Plot, ...] = ()
 
     def __post_init__(self) -> None:
         compared = self.compared(dict.fromkeys(self.axes, ""))
+        ordered = [axis for axis in self.tuned if axis in self.axes]
+        if self.search == "neighbors" and len(ordered) != 1:
+            raise ValueError(
+                f"search='neighbors' needs one tuned axis, not {len(ordered)}; set tuned to the "
+                "name of one axis, or search='grid'"
+            )
+        if is_larger_better(self.metric) and self.mode == "min":
+            raise ValueError(f"mode='min' with metric={self.metric!r}: set mode='max'")
+        if self.baseline is not None:
+            found = [axis for axis in compared if self.baseline in self.axes[axis]]
+            if len(found) != 1:
+                raise ValueError(
+                    f"baseline={self.baseline!r} must be a label of one compared axis, not of "
+                    f"{len(found)}"
+                )
         for plot in self.plots:
-            if isinstance(plot, Points | LengthPlot) and plot.lines not in compared:
+            if isinstance(plot, Points | LengthPlot | PositionPlot) and plot.lines not in compared:
                 raise ValueError(
                     f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
                 )
@@ -91,6 +117,13 @@ class Study:
         grid = itertools.product(*choices.values())
         return [self.run(dict(zip(choices, labels, strict=True))) for labels in grid]
 
+    def comparisons(self) -> list[list["Run"]]:
+        """All runs with the first seed, in groups that differ only in tuned values."""
+        groups: dict[tuple[str, ...], list[Run]] = {}
+        for run in self.first_seed_runs():
+            groups.setdefault(tuple(self.compared(run.labels).values()), []).append(run)
+        return list(groups.values())
+
     def other_seed_runs(self, best: Mapping[str, str]) -> list["Run"]:
         """The runs with the other seeds, given the labels of the best run."""
         others = list(self.axes.get(self.seeds, {}))[1:]
@@ -100,6 +133,12 @@ class Study:
         """The labels of a run that distinguish the compared results."""
         apart = {*self.tuned, self.seeds}
         return {axis: label for axis, label in labels.items() if axis not in apart}
+
+    def baseline_of(self, compared: Mapping[str, str]) -> dict[str, str]:
+        """The labels of the baseline of a result, which differ only in the baseline's axis."""
+        assert self.baseline is not None
+        axis = next(axis for axis in compared if self.baseline in self.axes[axis])
+        return {**compared, axis: self.baseline}
 
     def run(self, labels: Mapping[str, str]) -> "Run":
         """The run with one label of each axis."""

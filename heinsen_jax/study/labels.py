@@ -18,11 +18,12 @@ class Line:
     """A line of a plot.
 
     Attributes:
-      name: its label.
-      x: coordinates of its points; the label belongs to the last.
+      name: its label; empty for a line without one.
+      x: coordinates of its points.
       y: coordinates of its points.
       color: a color of Matplotlib; GRAY if it is not highlighted.
       bars: for each point the lowest and the highest value.
+      place: index of the point to which the label belongs.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Line:
     y: Sequence[float]
     color: str
     bars: Sequence[tuple[float, float]] = ()
+    place: int = -1
 
     @property
     def text_color(self) -> str:
@@ -76,12 +78,12 @@ def label_at_right(axes: Axes, lines: Sequence[Line], size: float = 8) -> None:
 def label_points(
     axes: Axes, lines: Sequence[Line], avoid: Sequence[Line] = (), size: float = 8
 ) -> None:
-    """Write each name beside the last point of its line, where it hides neither points nor names.
+    """Write each name beside the point of its line, where it hides neither points nor names.
 
     Args:
       axes: the axes, whose limits and size are final.
       lines: the named lines.
-      avoid: further lines that names do not cover.
+      avoid: further lines and points that names do not cover.
       size: size of the text in points.
     """
     curves = [(line.x, line.y) for line in (*lines, *avoid) if len(line.x) > 1]
@@ -93,11 +95,11 @@ def label_points(
     ]
     textalloc.allocate(
         axes,
-        [line.x[-1] for line in lines],
-        [line.y[-1] for line in lines],
+        [line.x[line.place] for line in lines],
+        [line.y[line.place] for line in lines],
         [line.name for line in lines],
-        x_scatter=np.concatenate([line.x for line in lines]),
-        y_scatter=np.concatenate([line.y for line in lines]),
+        x_scatter=np.concatenate([line.x for line in (*lines, *avoid)]),
+        y_scatter=np.concatenate([line.y for line in (*lines, *avoid)]),
         x_lines=[np.asarray(x) for x, _ in curves],
         y_lines=[np.asarray(y) for _, y in curves],
         textsize=size,

@@ -2,18 +2,20 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import matplotlib.figure
 from matplotlib.axes import Axes
 
 from heinsen_jax.study.labels import GRAY, Line, label_at_right, label_points
-from heinsen_jax.study.report import Comparison
+from heinsen_jax.study.report import Comparison, is_larger_better
+from heinsen_jax.training.positions import bucket_ends
 
 COST_LABELS = {
     "state_bytes": "state size (bytes)",
     "parameters": "parameters",
+    "flops": "training FLOPs",
     "seconds": "training time (seconds)",
 }
 LINES_HEIGHT = 5.5  # inches
@@ -52,11 +54,14 @@ class Plot:
         found = (self.highlighted.get(label) for label in result.compared.values())
         return next((color for color in found if color), GRAY)
 
-    def set_title(self, axes: Axes, default: str, results: Sequence[Comparison], note: str) -> None:
-        """Set the title, and a note about the seeds if they are several."""
-        seeds = max((len(result.rows) for result in results), default=0)
+    def set_title(
+        self, axes: Axes, default: str, results: Sequence[Comparison], seeds: str, note: str = ""
+    ) -> None:
+        """Set the title, a note about the seeds if they are several, and another note."""
+        several = max((len(result.rows) for result in results), default=0) > 1
+        notes = "; ".join(filter(None, (seeds if several else "", note)))
         title = self.title or default
-        axes.set_title(f"{title}\n({note})" if seeds > 1 else title, fontsize="medium")
+        axes.set_title(f"{title}\n({notes})" if notes else title, fontsize="medium")
 
     def line(self, axes: Axes, name: str, points: Sequence[tuple[float, Comparison, str]]) -> Line:
         """Draw the mean of the seeds at each place, with a bar over all seeds."""
@@ -80,6 +85,24 @@ class Plot:
         )
         return line
 
+    def curves(
+        self, axes: Axes, results: Sequence[Comparison], axis: str, metrics: Mapping[int, str]
+    ) -> list[Line]:
+        """Draw a line through the metrics, by their x, for each result; name it by its label."""
+        drawn = []
+        for label, of_line in _by(results, axis).items():
+            for result in of_line:
+                points = [(x, result, metric) for x, metric in metrics.items()]
+                points = [point for point in points if _is_measured(result, point[2])]
+                name = label if len(of_line) == 1 else " ".join(result.compared.values())
+                if points:
+                    drawn.append(self.line(axes, name, points))
+        self.draw_chance(axes)
+        axes.set_xscale("log")
+        axes.set_xticks([*metrics], [str(x) for x in metrics])
+        axes.minorticks_off()
+        return drawn
+
     def draw_chance(self, axes: Axes) -> None:
         if self.chance is not None:
             axes.axhline(self.chance, color="black", linestyle="--", linewidth=1)
@@ -93,32 +116,66 @@ class Points(Plot):
 
     Attributes:
       y: a metric.
-      x: "state_bytes", "parameters" or "seconds".
+      x: "state_bytes", "parameters", "flops" or "seconds"; results without it are omitted.
       lines: the axis.
+      frontier: whether to draw the best value that is attained with at most a cost (the Pareto
+        frontier), and to name only its lines and the highlighted ones; others are gray points.
     """
 
     y: str
-    x: Literal["state_bytes", "parameters", "seconds"] = "state_bytes"
+    x: Literal["state_bytes", "parameters", "flops", "seconds"] = "state_bytes"
     lines: str = "mechanism"
+    frontier: bool = False
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        drawn = []
-        for label, of_line in _by(results, self.lines).items():
-            points = [(x.mean(self.x), x, self.y) for x in of_line if _is_measured(x, self.y)]
-            if points:
-                drawn.append(self.line(axes, label, sorted(points, key=lambda point: point[0])))
+        measured = [x for x in results if _is_measured(x, self.x) and _is_measured(x, self.y)]
+        best, drawn = self._best(measured) if self.frontier else measured, []
+        for label, of_line in _by(measured, self.lines).items():
+            of_line.sort(key=lambda result: result.mean(self.x))
+            places = [place for place, result in enumerate(of_line) if result in best]
+            if places or self.color(of_line[0]) != GRAY:
+                points = [(result.mean(self.x), result, self.y) for result in of_line]
+                place = places[-1] if places else -1
+                drawn.append(replace(self.line(axes, label, points), place=place))
+            else:
+                x, y = ([result.mean(name) for result in of_line] for name in (self.x, self.y))
+                axes.plot(x, y, "o", color=GRAY, markersize=3)
+                drawn += [Line("", [x], [y], GRAY) for x, y in zip(x, y, strict=True)]
+        if self.frontier and best:
+            drawn.append(self._draw_frontier(axes, best, max(x.mean(self.x) for x in measured)))
         self.draw_chance(axes)
         axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
         axes.margins(0.15)  # space for names
-        default = f"{self.y.replace('_', ' ')} against {COST_LABELS[self.x].partition(' (')[0]}"
-        self.set_title(axes, default, results, BARS)
+        cost = COST_LABELS[self.x].partition(" (")[0]
+        note = f"steps: the best with at most the same {cost}" if self.frontier else ""
+        default = f"{self.y.replace('_', ' ')} against {cost}"
+        self.set_title(axes, default, results, BARS, note)
         return drawn
 
+    def _best(self, results: Sequence[Comparison]) -> list[Comparison]:
+        """The results, in the order of their cost, that are better than all before."""
+        sign = 1 if is_larger_better(self.y) else -1
+        best: list[Comparison] = []
+        for result in sorted(results, key=lambda x: (x.mean(self.x), -sign * x.mean(self.y))):
+            if not best or sign * result.mean(self.y) > sign * best[-1].mean(self.y):
+                best.append(result)
+        return best
+
+    def _draw_frontier(self, axes: Axes, best: Sequence[Comparison], end: float) -> Line:
+        """Draw the steps through the best results, up to the largest cost."""
+        costs = [*(result.mean(self.x) for result in best), end]
+        values = [result.mean(self.y) for result in best]
+        x = [cost for cost in costs for _ in range(2)][1:-1]
+        y = [value for value in values for _ in range(2)]
+        axes.plot(x, y, color="black", linewidth=1, zorder=1)
+        axes.plot(costs[:-1], values, "o", color="black", fillstyle="none", markersize=8, zorder=4)
+        return Line("", x, y, "black")
+
     def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
-        avoided = []
+        avoided = [line for line in lines if not line.name]
         if self.chance is not None:
             avoided.append(Line("chance", axes.get_xlim(), [self.chance] * 2, "black"))
-        label_points(axes, lines, avoided)
+        label_points(axes, [line for line in lines if line.name], avoided)
 
 
 @dataclass(frozen=True)
@@ -136,20 +193,36 @@ class LengthPlot(Plot):
     length_unit: str = "tokens"
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        drawn = []
-        for label, of_line in _by(results, self.lines).items():
-            for result in of_line:
-                points = [(length, result, f"accuracy_{length}") for length in self.lengths]
-                points = [point for point in points if _is_measured(result, point[2])]
-                name = label if len(of_line) == 1 else " ".join(result.compared.values())
-                if points:
-                    drawn.append(self.line(axes, name, points))
-        self.draw_chance(axes)
+        metrics = {length: f"accuracy_{length}" for length in self.lengths}
+        drawn = self.curves(axes, results, self.lines, metrics)
         axes.set(xlabel=f"length ({self.length_unit})", ylabel=self.label("accuracy"))
-        axes.set_xscale("log")
-        axes.set_xticks(self.lengths, [str(length) for length in self.lengths])
-        axes.minorticks_off()
         self.set_title(axes, "accuracy against length", results, BARS)
+        return drawn
+
+    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
+        label_at_right(axes, lines)
+
+
+@dataclass(frozen=True)
+class PositionPlot(Plot):
+    """Plot of the loss against the position in the context, with one line per label of an axis, for
+    runs with `training.loss_by_position`. Each point is at the last position of its mean.
+
+    Attributes:
+      length: length of their longest sequences.
+      lines: the axis.
+      position_unit: unit of the positions.
+    """
+
+    length: int
+    lines: str = "mechanism"
+    position_unit: str = "tokens"
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        metrics = {end: f"loss_{self.length}_at_{end}" for end in bucket_ends(self.length)}
+        drawn = self.curves(axes, results, self.lines, metrics)
+        axes.set(xlabel=f"position ({self.position_unit})", ylabel=self.label("loss"))
+        self.set_title(axes, "loss against position", results, BARS)
         return drawn
 
     def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:

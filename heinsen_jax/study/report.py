@@ -10,7 +10,11 @@ from heinsen_jax.environment import Environment
 
 
 class Row(TypedDict):
-    """Record of a run: `metrics` or the reason why it `failed`, costs, and environment."""
+    """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
+
+    `flops` are those of all training tokens, and `curve` has the metrics of each evaluation by the
+    number of updates before it. Earlier versions recorded neither.
+    """
 
     labels: NotRequired[dict[str, str]]
     fingerprint: NotRequired[str]
@@ -18,6 +22,8 @@ class Row(TypedDict):
     failed: NotRequired[str]
     parameters: int
     state_bytes: int
+    flops: NotRequired[float]
+    curve: NotRequired[dict[str, dict[str, float]]]
     seconds: float
     environment: Environment
 
@@ -50,21 +56,56 @@ class Comparison:
         values = self.values(metric)
         return (max(values) - min(values)) / 2 if values else math.nan
 
+    def updates_until(self, metric: str, value: float) -> list[int | None]:
+        """Number of updates until a metric was first at least as good as a value, for each seed
+        with a recorded curve; None if that was at no evaluation."""
+        sign = 1 if is_larger_better(metric) else -1
 
-def table(results: Sequence[Comparison], metric: str, extra_metrics: Sequence[str]) -> str:
-    """Table of the results: labels, costs, mean and spread of the metric, and each seed."""
+        def is_reached(metrics: dict[str, float]) -> bool:
+            return sign * metrics.get(metric, math.nan) >= sign * value
+
+        curves = [row["curve"] for row in self.rows if "curve" in row]
+        reached = ([int(step) for step in curve if is_reached(curve[step])] for curve in curves)
+        return [min(steps, default=None) for steps in reached]
+
+
+def is_larger_better(metric: str) -> bool:
+    """Whether larger values of a metric are better: accuracies, not losses."""
+    return metric.startswith("accuracy")
+
+
+def table(
+    results: Sequence[Comparison],
+    metric: str,
+    extra_metrics: Sequence[str],
+    reached: tuple[str, float] | None = None,
+) -> str:
+    """Table of the results: labels, costs, mean and spread of the metric, and each seed; the extra
+    metrics; and the updates until the metric `reached[0]` was first as good as `reached[1]`."""
     axes = [*results[0].compared, *results[0].tuned]
     costs = ["parameters", "state_bytes"]
     head = [*axes, *costs, metric, "by seed", *extra_metrics]
-    lines = [[x.replace("_", " ") for x in head], ["---"] * len(head)]
+    if reached is not None:
+        head.append(f"updates until {reached[0]} {reached[1]:g}")
+    lines = []
     for result in results:
         found = [(_value(row, metric), row) for row in result.rows]
         each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
         mean, *others = (_with_spread(result, name) for name in (metric, *extra_metrics))
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
         labels = [*result.compared.values(), *result.tuned.values()]
+        if reached is not None:
+            updates = result.updates_until(*reached)
+            words = ("never" if number is None else str(number) for number in updates)
+            others.append(", ".join(words) if any(updates) else "")
         lines.append([*labels, *numbers, mean, ", ".join(each), *others])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return markdown_table(head, lines)
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Table with the names in `head`, whose underscores are replaced by spaces."""
+    rows = [[x.replace("_", " ") for x in head], ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _with_spread(result: Comparison, metric: str) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from heinsen_jax.data.files import write_atomically, writing
@@ -35,6 +36,9 @@ class Recorded:
     def of(self, run: Run) -> Row | None:
         return self._rows.get(run.fingerprint)
 
+    def unfinished(self, runs: Sequence[Run]) -> list[Run]:
+        return [run for run in runs if self.of(run) is None]
+
     def add(self, run: Run, row: Row) -> None:
         row = {"labels": run.labels, "fingerprint": run.fingerprint, **row}
         self._rows[run.fingerprint] = row
@@ -46,25 +50,20 @@ class Recorded:
 def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
     """For each comparison the best finished run with the first seed, followed by its runs with the
     other seeds, unless it diverged."""
-    groups: dict[tuple[str, ...], list[Run]] = {}
-    for run in study.first_seed_runs():
-        groups.setdefault(tuple(study.compared(run.labels).values()), []).append(run)
-    sign = 1 if study.mode == "max" else -1
-
-    def score(run: Run) -> float:
-        row = recorded.of(run)
-        if row is None:
-            return -math.inf
-        value = row.get("metrics", {}).get(study.metric, math.nan)
-        return sign * value if math.isfinite(value) else -math.inf
-
-    best = [max(runs, key=score) for runs in groups.values()]
+    best = [max(runs, key=partial(score, study, recorded)) for runs in study.comparisons()]
     return [
         [run, *study.other_seed_runs(run.labels)]
         if "failed" not in (recorded.of(run) or {})
         else [run]
         for run in best
     ]
+
+
+def score(study: Study, recorded: Recorded, run: Run) -> float:
+    """The run's metric, negated if smaller is better; -inf if it diverged or is unfinished."""
+    value = (recorded.of(run) or {}).get("metrics", {}).get(study.metric, math.nan)
+    sign = 1 if study.mode == "max" else -1
+    return sign * value if math.isfinite(value) else -math.inf
 
 
 def results_of(study: Study, output: Path) -> list[Comparison]:

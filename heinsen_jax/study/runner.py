@@ -15,14 +15,15 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.grid import Run, Study, describe
+from heinsen_jax.study.paragraphs import PLOT_FILE, paragraphs
 from heinsen_jax.study.plots import draw
-from heinsen_jax.study.report import Row, table
-from heinsen_jax.study.results import RESULTS_FILE, Recorded, best_of, results_of
+from heinsen_jax.study.report import Row
+from heinsen_jax.study.results import RESULTS_FILE, Recorded, results_of
 from heinsen_jax.study.runs import costs, folder_name
+from heinsen_jax.study.schedule import schedule
 from heinsen_jax.training.settings import check_settings
 
 REPORT_FILE = "report.md"
-PLOT_FILE = "report.png"
 
 Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, Row]]]
 
@@ -30,8 +31,8 @@ Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, 
 def run_study(study: Study, output: Path, executor: Executor, report_only: bool = False) -> None:
     """Run the unfinished runs of a study, and write its report.
 
-    All tuned values are run with the first seed, and the best of each comparison with the other
-    seeds, unless all of them diverged.
+    Tuned values are run with the first seed, as `search` says, and the best of each comparison with
+    the other seeds, unless all of them diverged.
 
     Args:
       study: the study.
@@ -43,39 +44,33 @@ def run_study(study: Study, output: Path, executor: Executor, report_only: bool 
       UserError: the settings of a run are invalid, before any run starts; another process runs this
         study; or no run is finished.
     """
-    first = study.first_seed_runs()
     if not report_only:
-        _check(study, first)
+        _check(study)
     local_path(output, "output")
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if report_only else locked(output):
-        _run_study(study, first, output, executor, report_only)
+        _run_study(study, output, executor, report_only)
 
 
-def _run_study(
-    study: Study, first: Sequence[Run], output: Path, executor: Executor, report_only: bool
-) -> None:
+def _run_study(study: Study, output: Path, executor: Executor, report_only: bool) -> None:
     recorded, console = Recorded(output / RESULTS_FILE, read_only=report_only), Console()
     with _progress(console) as progress:
-        task = progress.add_task("", total=len(first))
-
-        def do(runs: Sequence[Run]) -> None:
-            left = [run for run in runs if recorded.of(run) is None and not report_only]
-            progress.advance(task, len(runs) - len(left))
-            if not left:
-                return
+        task = progress.add_task("")
+        while True:
+            first, others = schedule(study, recorded)
+            left = recorded.unfinished(first) or recorded.unfinished(others)
+            if report_only or not left:
+                break
+            runs = [*first, *others]
+            completed = len(runs) - len(recorded.unfinished(runs))
+            progress.update(task, total=len(runs), completed=completed)
             console.print(f"{len(left)} runs to do; each has a log.txt in its folder")
             for run, row in executor(left, lambda run: output / "runs" / folder_name(run)):
                 recorded.add(run, row)
                 progress.advance(task)
                 said = row.get("failed") or f"{study.metric} {_metric(study, row):.4f}"
                 console.print(f"{describe(run.labels)}: {said}", highlight=False, markup=False)
-
-        do(first)
-        others = [run for _, *seeds in best_of(study, recorded) for run in seeds]
-        progress.update(task, total=len(first) + len(others))
-        do(others)
     _report(study, output, [recorded.of(run) for run in (*first, *others)])
     console.print(f"report: {output / REPORT_FILE}")
 
@@ -90,11 +85,12 @@ def _metric(study: Study, row: Row) -> float:
     return metrics[study.metric]
 
 
-def _check(study: Study, first: Sequence[Run]) -> None:
+def _check(study: Study) -> None:
     """Check the data and the settings of all runs."""
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
     runs_by_fingerprint: dict[str, Run] = {}
+    first = study.first_seed_runs()
     for run in (run for chosen in first for run in (chosen, *study.other_seed_runs(chosen.labels))):
         config = run.config
         if twin := runs_by_fingerprint.get(run.fingerprint):
@@ -112,39 +108,12 @@ def _check(study: Study, first: Sequence[Run]) -> None:
 
 
 def _report(study: Study, output: Path, rows: Sequence[Row | None]) -> None:
-    """Write the report, given the rows of all runs, None if unfinished."""
-    done = results_of(study, output)
-    parts = [f"# {study.title}", study.about.strip()]
+    """Write the report and its plots, given the rows of all runs, None if unfinished."""
+    results = results_of(study, output)
     if study.plots:
-        draw(study.title, study.plots, done).savefig(output / PLOT_FILE, dpi=100)
-        parts.append(f"![{study.title}]({PLOT_FILE})")
-    parts.append(table(done, study.metric, study.extra_metrics))
-    if len(study.axes.get(study.seeds, {})) > 1:
-        parts.append(
-            "Seeds differ in initial weights and in data; ± is half the range between the best "
-            "and the worst."
-        )
-    if tuned := [axis for axis in study.tuned if len(study.axes.get(axis, {})) > 1]:
-        names = " and ".join(axis.replace("_", " ") for axis in tuned)
-        parts.append(f"Each row has the {names} that was the best of all with the first seed.")
-    finished = [row for row in rows if row is not None]
-    parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
-    shown = [result.compared for result in done]
-    every = [study.compared(run.labels) for run in study.first_seed_runs()]
-    if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
-        parts.append(f"Not measured: {', '.join(left)}.")
+        draw(study.title, study.plots, results).savefig(output / PLOT_FILE, dpi=100)
     with writing(output):
-        (output / REPORT_FILE).write_text("\n\n".join(parts) + "\n")
-
-
-def _made(rows: Sequence[Row]) -> str:
-    """Hardware, versions and commit of the rows."""
-    found = [row["environment"] for row in rows]
-    places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in found}
-    commits = {x["commit"][:7] or "no commit" for x in found}
-    changed = " with uncommitted changes" if any(x["uncommitted_changes"] for x in found) else ""
-    on = "; ".join(f"{device}, JAX {version}" for device, version in sorted(places))
-    return f"on {on}; at {', '.join(sorted(commits))}{changed}"
+        (output / REPORT_FILE).write_text("\n\n".join(paragraphs(study, results, rows)) + "\n")
 
 
 def _progress(console: Console) -> Progress:

@@ -26,12 +26,14 @@ from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
 from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.report import Row
 from heinsen_jax.training.checkpoint import SAVED_FILE, SavedConfig
 from heinsen_jax.training.loop import Diverged, train
+from heinsen_jax.training.metrics import read_evaluations
+from heinsen_jax.training.preflight import tokens_per_update
 
 LOG_FILE = "log.txt"
 ROW_FILE = "row.json"
@@ -76,7 +78,8 @@ def _measured(config: ExperimentConfig, workdir: Path) -> Row:
         except Diverged as error:
             failed = str(error)
     seconds = round(time.monotonic() - start, 1)
-    row = Row(**costs(config), seconds=seconds, environment=environment())
+    curve = {str(step): found for step, found in read_evaluations(workdir).items()}
+    row = Row(**costs(config), seconds=seconds, environment=environment(), curve=curve)
     if failed:
         row["failed"] = failed
     else:
@@ -97,13 +100,21 @@ def _recorded(path: Path) -> Row | None:
 class Costs(TypedDict):
     parameters: int
     state_bytes: int
+    flops: float
 
 
 def costs(config: ExperimentConfig) -> Costs:
-    """Number of parameters, and bytes of state after a sequence of the training length."""
+    """Number of parameters, bytes of state after a sequence of the training length, and model FLOPs
+    of all updates."""
     model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    return {"parameters": parameters, "state_bytes": model.state_size(config.data.sequence_length)}
+    length = config.data.sequence_length
+    tokens = config.training.steps * tokens_per_update(config.data)
+    return {
+        "parameters": parameters,
+        "state_bytes": model.state_size(length),
+        "flops": flops_per_token(config.model, parameters, length) * tokens,
+    }
 
 
 def in_processes(

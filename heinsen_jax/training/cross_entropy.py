@@ -52,12 +52,52 @@ def cross_entropy(
     References:
       Chowdhery et al., 2022, PaLM, arXiv:2204.02311, section 5 (z-loss).
     """
+    number = _number_of_chunks(readout, features, max_logits)
+    return _in_chunks(number, z_loss, readout, features, targets, loss_mask)
+
+
+def token_losses(
+    readout: Readout,
+    features: Float[Array, "B T D"],
+    targets: Integer[Array, "B T"],
+    *,
+    max_logits: int = MAX_LOGITS,
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Loss of each token in nats, and whether the most likely token is correct; for evaluation.
+
+    Args:
+      readout: as for `cross_entropy`.
+      features: `[B, T, D]`.
+      targets: `[B, T]`, token ids.
+      max_logits: as for `cross_entropy`.
+    """
+    tokens = features, targets
+    chunks = jax.tree.map(
+        partial(_chunks, _number_of_chunks(readout, features, max_logits)), tokens
+    )
+    found = lax.map(lambda chunk: _of_tokens(0.0, readout, *chunk), chunks)
+    return jax.tree.map(lambda x: _together(x)[:, : targets.shape[1]], found)
+
+
+def _number_of_chunks(readout: Readout, features: Float[Array, "B T D"], max_logits: int) -> int:
     vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
     mesh = current_mesh()
     limit = max_logits * (1 if mesh is None else mesh.size)
-    rows, length = targets.shape
-    number = min(math.ceil(rows * length * vocabulary / limit), length)
-    return _in_chunks(number, z_loss, readout, features, targets, loss_mask)
+    rows, length, _ = features.shape
+    return min(math.ceil(rows * length * vocabulary / limit), length)
+
+
+def _of_tokens(
+    z_loss: float,
+    readout: Readout,
+    features: Float[Array, "B T D"],
+    targets: Integer[Array, "B T"],
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    logits = readout(features)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    if z_loss:
+        losses = losses + z_loss * jax.nn.logsumexp(logits, -1) ** 2
+    return losses, jnp.argmax(logits, -1) == targets
 
 
 def _sums(
@@ -67,12 +107,8 @@ def _sums(
     targets: Integer[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
 ) -> Sums:
-    logits = readout(features)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    if z_loss:
-        losses = losses + z_loss * jax.nn.logsumexp(logits, -1) ** 2
-    correct = (jnp.argmax(logits, -1) == targets) & loss_mask
-    return jnp.sum(losses * loss_mask), jnp.sum(correct)
+    losses, correct = _of_tokens(z_loss, readout, features, targets)
+    return jnp.sum(losses * loss_mask), jnp.sum(correct & loss_mask)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

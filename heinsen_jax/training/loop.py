@@ -165,7 +165,10 @@ class _Run:
         self.graph = graph_of(self.model)
         fraction = self.training.masked_fraction
         self.objective = objective_of(self.model, fraction, dataset.vocab_size)
-        self.evaluation_step = make_evaluation_step(self.graph, self.objective)
+        make_step = partial(make_evaluation_step, self.graph, self.objective)
+        self.evaluation_step = make_step()
+        by_position = self.training.loss_by_position
+        self.step_by_position = make_step(by_position=True) if by_position else None
         self.ema_decay = experiment.optimizer.ema_decay
         has_average = self.ema_decay is not None
         self.init = initializer(self.model, self.transform, self.seed, has_average=has_average)
@@ -414,6 +417,7 @@ class _Run:
             self.mesh,
             max_batches=self.training.evaluation_batches,
             is_causal=self.model.is_causal,
+            step_by_position=self.step_by_position,
         )
 
     def _conclude(self, result: TrainingResult) -> None:

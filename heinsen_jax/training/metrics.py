@@ -264,6 +264,16 @@ def read_metrics(workdir: Path) -> list[dict[str, float]]:
     return [row for _, row in rows]
 
 
+def read_evaluations(workdir: Path) -> dict[int, dict[str, float]]:
+    """Read the metrics of each evaluation from a run's metrics.jsonl, by step."""
+    group, found = "validation/", {}
+    for row in read_metrics(workdir):
+        metrics = {x.removeprefix(group): row[x] for x in row if x.startswith(group)}
+        if metrics:
+            found[row["step"]] = metrics
+    return found
+
+
 def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, float]]], list[int]]:
     """The valid lines with their rows, and the numbers, from 1, of the damaged lines."""
     rows, damaged = [], []

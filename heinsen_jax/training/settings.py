@@ -34,6 +34,10 @@ class TrainingConfig:
     always has one."""
     evaluation_batches: pydantic.PositiveInt | None = None
     """Number of batches per evaluation, from the start of the validation split; all when None."""
+    loss_by_position: bool = False
+    """Whether evaluations of causal models of text report `loss_<length>_at_<end>` of the longest
+    sequences: the mean loss at positions below 16, then below each power of 2, from the one before,
+    up to the length. Positions are counted in each document if documents are separate."""
     checkpoint_every: pydantic.PositiveInt | None = None
     """Number of steps between checkpoints, in addition to those of evaluations; no others when
     None."""
@@ -115,6 +119,8 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
             raise UserError(
                 "training.sample_prompt is empty; give a character, or set sample_tokens=0"
             )
+    if training.loss_by_position and not (model.is_causal and isinstance(data, DataConfig)):
+        raise UserError("training.loss_by_position is for causal models of text: set it to False")
     if not model.is_causal:
         _check_masked(model, training, dataset)
     if model.max_length is not None and data.longest > model.max_length:

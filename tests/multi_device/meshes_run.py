@@ -28,6 +28,7 @@ from heinsen_jax.training.cross_entropy import cross_entropy  # noqa: E402
 from heinsen_jax.training.objective import next_token  # noqa: E402
 from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer  # noqa: E402
 from heinsen_jax.training.state import abstract_state, graph_of, initializer  # noqa: E402
+from heinsen_jax.training.step import make_evaluation_step  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 65)).astype(np.int32)
 SEGMENT_IDS = np.cumsum(np.random.default_rng(1).uniform(size=TOKENS.shape) < 0.08, 1)
@@ -78,6 +79,12 @@ def run(
         if wants_loss:
             compiled["loss"] = jax.jit(loss).lower(parameters, *batch).compile()
         leaves = jax.tree.leaves(compiled["gradient"](parameters, *batch))
+        if is_packed:  # positions in segments
+            (tokens, ids), step = batch, make_evaluation_step(graph, by_position=True)
+            valid = shard_batch(np.ones(TOKENS[:, 1:].shape, bool), mesh)
+            sums = step(parameters, Batch(tokens, valid, ids), 0)
+            assert all(x.is_fully_replicated and x.shape == (3,) for x in sums)
+            leaves += sums
     collectives = {
         name: collections.Counter(re.findall(COLLECTIVES, function.as_text()))
         for name, function in compiled.items()

@@ -6,7 +6,7 @@ import matplotlib.figure
 import pytest
 from matplotlib.axes import Axes
 
-from heinsen_jax.study import Comparison, LengthPlot, Points, Ranking
+from heinsen_jax.study import Comparison, LengthPlot, Points, PositionPlot, Ranking
 from heinsen_jax.study.labels import GRAY
 from heinsen_jax.study.plots import draw
 
@@ -89,6 +89,7 @@ def test_results_that_are_missing_or_not_finite_are_omitted():
     for axes in draw("A study", plots, results).axes:
         assert not axes.texts
         assert not axes.lines
+    assert not draw("A study", [Points("accuracy", x="flops")], RESULTS).axes[0].lines
     with_log = draw("A study", plots[:1], [*results, RESULTS[0]]).axes[0]
     assert [text.get_text() for text in with_log.texts] == ["log"]
 
@@ -101,3 +102,43 @@ def test_a_ranking_has_all_seeds_the_baseline_and_chance():
     dashed = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == "--"]
     assert dashed == pytest.approx([0.6, 0.125])
     assert "(dots: seeds; line: mean)" in axes.get_title()
+
+
+POINTS = {"a": [(1, 0.2), (4, 0.5)], "b": [(2, 0.4)], "c": [(2, 0.3)], "d": [(3, 0.3), (9, 0.1)]}
+
+
+def points(metric: str, sign: int) -> list[Comparison]:
+    return [
+        Comparison({"mechanism": name}, {}, [{"metrics": {metric: sign * y}, "state_bytes": x}])
+        for name, of_name in POINTS.items()
+        for x, y in of_name
+    ]
+
+
+@pytest.mark.parametrize(("metric", "sign"), [("accuracy", 1), ("loss", -1)])
+def test_the_frontier_is_the_best_with_at_most_a_cost(metric, sign):
+    plot = Points(metric, frontier=True, highlighted={"d": "C1"})
+    axes = draw("A study", [plot], points(metric, sign)).axes[0]
+    assert {text.get_text() for text in axes.texts} == {"a", "b", "d"}
+    assert "steps: the best with at most the same state size" in axes.get_title()
+    steps, rings = (line for line in axes.lines if line.get_color() == "black")
+    corners = [(1, 0.2), (2, 0.2), (2, 0.4), (4, 0.4), (4, 0.5), (9, 0.5)]
+    assert list(zip(*steps.get_data(), strict=True)) == [(x, sign * y) for x, y in corners]
+    assert list(rings.get_xdata()) == [1, 2, 4]
+
+
+def test_without_a_frontier_all_points_are_named():
+    axes = draw("A study", [Points("accuracy")], points("accuracy", 1)).axes[0]
+    assert {text.get_text() for text in axes.texts} == set(POINTS)
+
+
+def test_losses_by_position_are_at_the_ends_of_their_buckets():
+    metrics = {"loss_40_at_16": 3.0, "loss_40_at_32": 2.0, "loss_40_at_40": 1.5}
+    results = [Comparison({"mechanism": name}, {}, [{"metrics": metrics}]) for name in "ab"]
+    plot = PositionPlot(40, unit="nats", position_unit="letters", highlighted={"a": "C0"})
+    axes = draw("A study", [plot], results).axes[0]
+    line = next(line for line in axes.lines if line.get_color() == "C0")
+    assert list(zip(*line.get_data(), strict=True)) == [(16, 3.0), (32, 2.0), (40, 1.5)]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("position (letters)", "loss (nats)")
+    assert (axes.get_xscale(), axes.get_title()) == ("log", "loss against position")
+    assert {text.get_text() for text in axes.texts} == {"a", "b"}

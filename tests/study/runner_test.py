@@ -39,7 +39,7 @@ BASE = ExperimentConfig(
         test_lengths=(4, 16),
     ),
     optimizer=OptimizerConfig(warmup_steps=1),
-    training=TrainingConfig(steps=4, sample_tokens=0),
+    training=TrainingConfig(steps=4, evaluate_every=2, sample_tokens=0),
 )
 STUDY = Study(
     title="A small study",
@@ -198,6 +198,11 @@ def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
         replace(STUDY, plots=(Points("accuracy", lines="learning_rate"),))
 
 
+def test_the_smallest_accuracy_is_never_the_best():
+    with pytest.raises(ValueError, match="mode='min' with metric='accuracy': set mode='max'"):
+        replace(STUDY, mode="min")
+
+
 def test_highlighted_labels_and_the_baseline_exist():
     for plot in (
         Points("accuracy", highlighted={"linaer": "C0"}),
@@ -302,6 +307,9 @@ def test_runs_in_processes_record_their_costs_and_run_once(tmp_path, monkeypatch
     for row in rows.values():
         assert {"loss", "accuracy", "accuracy_4", "accuracy_16"} <= set(row["metrics"])
         assert 0 <= row["metrics"]["accuracy"] <= 1
+        assert [*row["curve"]] == ["2", "4"]
+        assert row["curve"]["4"] == row["metrics"] != row["curve"]["2"]
+        assert row["flops"] > 6 * row["parameters"] * 4 * 16 * 8
     assert rows["softmax"]["state_bytes"] > rows["linear"]["state_bytes"] > 0
     folders = list((tmp_path / "runs").iterdir())
     assert len(folders) == 2

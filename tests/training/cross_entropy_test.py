@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.models.readout import Readout
-from heinsen_jax.training.cross_entropy import cross_entropy
+from heinsen_jax.training.cross_entropy import cross_entropy, token_losses
 
 VOCABULARY, WIDTH = 37, 8
 
@@ -67,6 +67,18 @@ def test_z_loss(chunk_tokens):
 def test_chunks_of_one_token_of_some_and_of_all(chunk_tokens, bias):
     """Five tokens of a row do not divide its 23."""
     check(draw(3, 23, 0, bias), chunk_tokens * VOCABULARY)
+
+
+@pytest.mark.parametrize("chunk_tokens", [3 * 5, 3 * 23], ids="{} tokens".format)
+def test_losses_of_tokens_add_up(chunk_tokens):
+    readout, features, targets, _ = draw(3, 23, 0)
+    function = partial(token_losses, max_logits=chunk_tokens * VOCABULARY)
+    losses, correct = jax.jit(function)(readout, features, targets)
+    for place in (0, 7, 22):
+        only = jnp.broadcast_to(jnp.arange(23) == place, (3, 23))
+        total, right = in_one_chunk(readout, features, targets, only)
+        np.testing.assert_allclose(losses[:, place].sum(), total, rtol=1e-5)
+        assert correct[:, place].sum() == right
 
 
 @pytest.mark.nightly

@@ -1,0 +1,106 @@
+"""Differences between the results of a study and its baseline, with confidence intervals."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scipy import stats
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.study.grid import Study
+from heinsen_jax.study.report import Comparison, is_larger_better, markdown_table
+
+METHOD = (
+    "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
+    'number of comparisons; "no difference" if they include 0. They need two seeds on both sides, '
+    "and seeds that differ."
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Difference between the means of a result and of its baseline.
+
+    Attributes:
+      compared: labels of the result.
+      metric: the metric.
+      mean: mean of the result minus that of the baseline, over their seeds; NaN without values.
+      interval: 95% confidence interval of the mean, by Welch's t-test; None if one of them has only
+        one seed, or if the seeds of each are equal.
+    """
+
+    compared: dict[str, str]
+    metric: str
+    mean: float
+    interval: tuple[float, float] | None
+
+    @property
+    def verdict(self) -> str:
+        """The word "better", "worse", or "no difference" if the interval includes 0; empty without
+        an interval."""
+        if self.interval is None:
+            return ""
+        low, high = self.interval
+        if low <= 0 <= high:
+            return "no difference"
+        return "better" if (low > 0) == is_larger_better(self.metric) else "worse"
+
+    def __str__(self) -> str:
+        if math.isnan(self.mean):
+            return ""
+        if self.interval is None:
+            return f"{self.mean:+.4f}"
+        low, high = self.interval
+        return f"{self.mean:+.4f} [{low:+.4f}, {high:+.4f}] {self.verdict}"
+
+
+def differences_of(study: Study, results: Sequence[Comparison]) -> list[Difference]:
+    """The differences of all other results to the study's baseline, for its metric and its extra
+    metrics. With several compared axes, results are compared that differ only in the axis of the
+    baseline.
+
+    Args:
+      study: the study, with a `baseline`.
+      results: its results, of `results_of`.
+
+    Raises:
+      UserError: the study has no baseline.
+    """
+    if study.baseline is None:
+        raise UserError(f"baseline of {study.title!r} is not set: give a label of a compared axis")
+    pairs = [
+        (x, y) for x in results for y in results if study.baseline_of(x.compared) == y.compared
+    ]
+    return [
+        Difference(
+            result.compared,
+            metric,
+            result.mean(metric) - baseline.mean(metric),
+            _interval(result.values(metric), baseline.values(metric)),
+        )
+        for result, baseline in pairs
+        if result is not baseline
+        for metric in (study.metric, *study.extra_metrics)
+    ]
+
+
+def difference_table(study: Study, results: Sequence[Comparison]) -> str:
+    """Table in Markdown of the differences to the baseline."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for found in differences_of(study, results):
+        labels = tuple(found.compared.values())
+        lines.setdefault(labels, [*labels]).append(str(found))
+    head = [*results[0].compared, study.metric, *study.extra_metrics]
+    return markdown_table(head, list(lines.values()))
+
+
+def _interval(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float] | None:
+    if min(len(values), len(baseline)) < 2:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of equal values
+        test = stats.ttest_ind(values, baseline, equal_var=False)
+        found = test.confidence_interval(0.95)
+    low, high = float(found.low), float(found.high)
+    return (low, high) if low < high else None

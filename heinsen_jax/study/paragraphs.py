@@ -1,0 +1,102 @@
+"""The report of a study, in paragraphs of Markdown."""
+
+from collections.abc import Sequence
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.study.differences import METHOD, difference_table
+from heinsen_jax.study.grid import Study
+from heinsen_jax.study.report import Comparison, Row, table
+
+PLOT_FILE = "report.png"
+
+
+def paragraphs(
+    study: Study, results: Sequence[Comparison], rows: Sequence[Row | None]
+) -> list[str]:
+    """The paragraphs of the report.
+
+    Args:
+      study: the study.
+      results: its finished results.
+      rows: rows of all its runs, None if unfinished.
+
+    Raises:
+      UserError: the metric of `reached` is not measured.
+    """
+    _check_reached(study, results)
+    parts = [f"# {study.title}", study.about.strip()]
+    if study.plots:
+        parts.append(f"![{study.title}]({PLOT_FILE})")
+    parts.append(table(results, study.metric, study.extra_metrics, study.reached))
+    if len(study.axes.get(study.seeds, {})) > 1:
+        parts.append(
+            "Seeds differ in initial weights and in data; ± is half the range between the best "
+            "and the worst."
+        )
+    parts += _tuning(study, results)
+    if study.baseline is not None:
+        parts.append(f"Differences to {study.baseline}, which is subtracted:")
+        parts += [difference_table(study, results), METHOD]
+    finished = [row for row in rows if row is not None]
+    parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
+    shown = [result.compared for result in results]
+    every = [study.compared(run.labels) for run in study.first_seed_runs()]
+    if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
+        parts.append(f"Not measured: {', '.join(left)}.")
+    return parts
+
+
+def _check_reached(study: Study, results: Sequence[Comparison]) -> None:
+    curves = [row["curve"] for result in results for row in result.rows if "curve" in row]
+    known = {name: None for curve in curves for metrics in curve.values() for name in metrics}
+    if study.reached is not None and known and study.reached[0] not in known:
+        raise UserError(
+            f"reached={study.reached} of {study.title!r}: the metric is not measured; choose "
+            f"one of {', '.join(known)}"
+        )
+
+
+def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
+    """Explain how tuned values were chosen, and name those at an end of their axis."""
+    parts: list[str] = []
+    tuned = {axis: [*study.axes[axis]] for axis in study.tuned if len(study.axes.get(axis, {})) > 1}
+    if tuned:
+        names = " and ".join(map(_words, tuned))
+        chosen = f"Each row has the {names} that was the best of all with the first seed"
+        if study.search == "neighbors":
+            chosen = chosen.replace(" of all", "") + (
+                f": of {', '.join(*tuned.values())}, the middle one and its neighbors were run "
+                "first, then the neighbors of the best, until they were no better"
+            )
+        parts.append(f"{chosen}.")
+    measured = [result for result in results if result.values(study.metric)]
+    for axis, labels in tuned.items():
+        at_ends = {
+            label: [
+                f"`{' '.join(x.compared.values())}`" for x in measured if x.tuned[axis] == label
+            ]
+            for label in (labels[0], labels[-1])
+        }
+        if any(at_ends.values()):
+            which = "; ".join(f"{x}: {', '.join(rows)}" for x, rows in at_ends.items() if rows)
+            if sum(map(len, at_ends.values())) == len(measured):
+                which = "all rows"
+            parts.append(
+                f"The best {_words(axis)} is the first or the last that was tried, so a better one "
+                f"may exist, for {which}."
+            )
+    return parts
+
+
+def _words(axis: str) -> str:
+    return axis.replace("_", " ")
+
+
+def _made(rows: Sequence[Row]) -> str:
+    """Hardware, versions and commit of the rows."""
+    found = [row["environment"] for row in rows]
+    places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in found}
+    commits = {x["commit"][:7] or "no commit" for x in found}
+    changed = " with uncommitted changes" if any(x["uncommitted_changes"] for x in found) else ""
+    on = "; ".join(f"{device}, JAX {version}" for device, version in sorted(places))
+    return f"on {on}; at {', '.join(sorted(commits))}{changed}"

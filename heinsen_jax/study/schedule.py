@@ -1,0 +1,33 @@
+"""The runs that a study needs, given those that are finished."""
+
+import math
+from collections.abc import Sequence
+
+from heinsen_jax.study.grid import Run, Study
+from heinsen_jax.study.results import Recorded, best_of, score
+
+
+def schedule(study: Study, recorded: Recorded) -> tuple[list[Run], list[Run]]:
+    """The runs with the first seed, and the best of each comparison with the other seeds, as far as
+    they follow from the finished runs."""
+    first = [run for runs in study.comparisons() for run in _searched(study, recorded, runs)]
+    return first, [run for _, *others in best_of(study, recorded) for run in others]
+
+
+def _searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[Run]:
+    """The runs of a comparison, in the order of the tuned axis, that its search needs."""
+    if study.search == "grid":
+        return runs
+    scores = {
+        place: score(study, recorded, run)
+        for place, run in enumerate(runs)
+        if recorded.of(run) is not None
+    }
+    if not scores:
+        centers = [len(runs) // 2]
+    elif max(scores.values()) == -math.inf:  # all diverged: better ones may be on either side
+        centers = [*scores]
+    else:
+        centers = [max(scores, key=lambda place: scores[place])]
+    near = {place + step for place in centers for step in (-1, 0, 1)}
+    return [run for place, run in enumerate(runs) if place in scores or place in near]

@@ -1,0 +1,99 @@
+"""Differences to a baseline: intervals, verdicts, and their table."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import integrate
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.study import Comparison, differences_of
+from heinsen_jax.study.differences import METHOD
+from heinsen_jax.study.paragraphs import paragraphs
+from tests.study.runner_test import PLAIN
+
+STUDY = replace(PLAIN, metric="loss", mode="min", extra_metrics=("accuracy",), baseline="linear")
+LOSSES = {
+    ("linear", "8"): (1.0, 1.1, 1.3),
+    ("softmax", "8"): (2.0, 2.1, 2.05, 2.2),
+    ("linear", "16"): (1.0, 1.2),
+    ("softmax", "16"): (1.1, 0.9),
+}
+
+
+def comparison(labels: tuple[str, ...], losses: tuple[float, ...]) -> Comparison:
+    rows = [{"metrics": {"loss": x, "accuracy": -x}, "environment": {}} for x in losses]
+    return Comparison(dict(zip(("mechanism", "width"), labels, strict=True)), {}, rows)
+
+
+RESULTS = [comparison(*item) for item in LOSSES.items()]
+
+
+def probability(t: float, degrees: float) -> float:
+    """Probability that |x| < t for Student's t, by integration of its density."""
+    scale = math.gamma((degrees + 1) / 2) / math.gamma(degrees / 2) / math.sqrt(degrees * math.pi)
+    density = lambda x: scale * (1 + x**2 / degrees) ** (-(degrees + 1) / 2)  # noqa: E731
+    return integrate.quad(density, -t, t)[0]
+
+
+def test_intervals_are_those_of_welch():
+    found = differences_of(STUDY, RESULTS)
+    by_label = {(*x.compared.values(), x.metric): x for x in found}
+    assert list(by_label) == [
+        ("softmax", width, metric) for width in ("8", "16") for metric in ("loss", "accuracy")
+    ]
+    for width in ("8", "16"):
+        values, others = (np.array(LOSSES[name, width]) for name in ("softmax", "linear"))
+        squares = [x.var(ddof=1) / len(x) for x in (values, others)]
+        degrees = sum(squares) ** 2 / sum(
+            s**2 / (len(x) - 1) for s, x in zip(squares, (values, others), strict=True)
+        )
+        difference = by_label["softmax", width, "loss"]
+        assert difference.mean == pytest.approx(values.mean() - others.mean())
+        low, high = difference.interval
+        assert (low + high) / 2 == pytest.approx(difference.mean)
+        t = (high - low) / 2 / math.sqrt(sum(squares))
+        assert probability(t, degrees) == pytest.approx(0.95, abs=1e-6)
+    verdicts = {key: difference.verdict for key, difference in by_label.items()}
+    assert verdicts["softmax", "8", "loss"] == "worse"
+    assert verdicts["softmax", "8", "accuracy"] == "worse"
+    assert verdicts["softmax", "16", "loss"] == "no difference"
+
+
+def test_the_better_is_the_other_one_with_the_other_baseline():
+    (loss, *_) = differences_of(replace(STUDY, baseline="softmax"), RESULTS)
+    assert (loss.compared["mechanism"], loss.verdict) == ("linear", "better")
+
+
+@pytest.mark.parametrize(("values", "mean"), [((2.0,), 1.0), ((2.0, 2.0), 1.0), ((), math.nan)])
+def test_without_differences_between_seeds_no_interval_exists(values, mean):
+    results = [comparison(("linear", "8"), (1.0, 1.0)), comparison(("softmax", "8"), values)]
+    found = differences_of(STUDY, results)[0]
+    assert found.mean == pytest.approx(mean, nan_ok=True)
+    assert (found.interval, found.verdict) == (None, "")
+    assert str(found) == ("+1.0000" if values else "")
+
+
+def test_one_side_may_be_constant():
+    results = [comparison(("linear", "8"), (1.0, 1.0)), comparison(("softmax", "8"), (2.0, 2.1))]
+    low, high = differences_of(STUDY, results)[0].interval
+    assert low < 1.05 < high
+
+
+def test_the_report_has_the_differences_and_their_method():
+    rows = [replace(x, tuned={"learning_rate": "0.01"}) for x in RESULTS]
+    parts = paragraphs(replace(STUDY, seeds="none"), rows, [])
+    place = parts.index("Differences to linear, which is subtracted:")
+    table = parts[place + 1].splitlines()
+    assert table[0] == "| mechanism | width | loss | accuracy |"
+    assert table[2].startswith("| softmax | 8 | +0.9542 [+0.6")
+    assert " worse | -0.9542 [-1.2" in table[2]
+    assert parts[place + 2] == METHOD
+
+
+def test_the_baseline_is_a_label_of_one_compared_axis():
+    with pytest.raises(ValueError, match=r"baseline='0\.01' must be a label of one compared axis"):
+        replace(STUDY, baseline="0.01")
+    with pytest.raises(UserError, match="baseline of 'A small study' is not set"):
+        differences_of(replace(STUDY, baseline=None), RESULTS)

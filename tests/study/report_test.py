@@ -1,0 +1,47 @@
+"""Results compared in a table."""
+
+from dataclasses import replace
+
+import pytest
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.study import Comparison
+from heinsen_jax.study.paragraphs import paragraphs
+from heinsen_jax.study.report import table
+from tests.study.runner_test import PLAIN
+
+COSTS = {"parameters": 10, "state_bytes": 20}
+
+
+def row(accuracies: tuple[float, ...] | None) -> dict:
+    """Record of a run that was evaluated every 1000 updates."""
+    if accuracies is None:  # of an earlier version
+        return {"metrics": {"loss": 1.0, "accuracy": 1.0}, **COSTS}
+    curve = {
+        str(1000 * place): {"loss": 1 - x, "accuracy": x} for place, x in enumerate(accuracies, 1)
+    }
+    return {"metrics": curve[str(1000 * len(accuracies))], "curve": curve, **COSTS}
+
+
+def comparison(name: str, *accuracies: tuple[float, ...] | None) -> Comparison:
+    return Comparison({"mechanism": name}, {}, [row(x) for x in accuracies])
+
+
+@pytest.mark.parametrize("reached", [("accuracy", 0.9), ("loss", 0.1)])
+def test_updates_are_counted_until_the_first_evaluation_that_is_as_good(reached):
+    results = [
+        comparison("one", (0.5, 0.9, 0.8), (0.95, 0.96, 0.97)),
+        comparison("two", (0.1, 0.2, 0.91), (0.1, 0.2, 0.3), None),
+        comparison("none", (0.1, 0.2, 0.3)),
+    ]
+    assert [x.updates_until(*reached) for x in results] == [[2000, 1000], [3000, None], [None]]
+    lines = table(results, "loss", (), reached).splitlines()
+    assert lines[0].endswith(f"| updates until {reached[0]} {reached[1]} |")
+    cells = [line.rpartition(" | ")[2] for line in lines[2:]]
+    assert cells == ["2000, 1000 |", "3000, never |", " |"]
+
+
+def test_a_metric_that_no_evaluation_has_is_named():
+    study = replace(PLAIN, reached=("acuracy", 0.9))
+    with pytest.raises(UserError, match=r"reached=\('acuracy', 0.9\).*choose one of loss, acc"):
+        paragraphs(study, [comparison("one", (0.5,))], [])

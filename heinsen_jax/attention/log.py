@@ -12,7 +12,7 @@ from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
-from heinsen_jax.attention.layers import identity, linear, parameter
+from heinsen_jax.attention.layers import identity, in_float32, linear, parameter
 from heinsen_jax.ops.log_attention import (
     Chunked,
     HeinsenAttentionState,
@@ -35,9 +35,10 @@ class LogConfig(HeadsConfig):
     model, or values of any sign."""
     window_size: pydantic.PositiveInt | None = None
     """Number of tokens that a query attends to, itself included; all when None."""
-    decay: Literal["head", "feature"] | None = None
-    """Decay at every token, at a trained rate that depends on the token: one rate per key/value
-    head, or one per key feature; no decay when None."""
+    decay: Literal["head", "feature", "coupled"] | None = None
+    """Decay at every token; no decay when None. head, feature: at a trained rate that depends on
+    the token, one per key/value head or one per key feature. coupled: the weight exp(K) of a token
+    is distributed over the features, and replaces as large a share of the state of each."""
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
     """Initial time constant, in tokens, of the slowest-decaying head or feature. The fastest decay
     initially multiplies the state by 1/2 at each token."""
@@ -64,19 +65,28 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     if configured, is log sigmoid(x Wd + bd). Initially the slowest decay reduces the state to
     about 1/e in `max_timescale` tokens, and the fastest to 1/2 at each token.
 
-    With `features="product"`, halves (a, b) of a query or key give the features a_i + b_j, whose
-    exponentials are products. A score is then the sum of those of both halves,
+    With `decay="coupled"`, the decay of a feature follows from the key, as in LSTMs with coupled
+    gates (Greff et al., 2017) and in HGRN2:
+
+        K = log softmax(k),    S_t = (1 - exp(K_t)) S_(t-1) + exp(K_t) v_t
+
+    Features then act as slots, each with an average of the values written to it.
+
+    With `features="product"`, both parts (a, b) of a query or key give the features a_i + b_j,
+    whose exponentials are products. A score is then the sum of the scores of the parts,
 
         LSE_ij(Qa_i + Qb_j + Ka_i + Kb_j) = LSE_i(Qa_i + Ka_i) + LSE_j(Qb_j + Kb_j)
 
     so that a key must match in both, as with the product keys of Lample et al. (2019).
 
     Raises:
-      ValueError: features="product" with an odd key_depth; and as in `HeadedAttention`.
+      ValueError: features="product" with an odd key_depth, or decay="coupled" with one feature; and
+        as in `HeadedAttention`.
 
     References:
-      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843; Lample et
-      al., 2019, Large Memory Layers with Product Keys, arXiv:1907.05242.
+      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843; Greff et al.,
+      2017, LSTM: A Search Space Odyssey, arXiv:1503.04069; Lample et al., 2019, Large Memory Layers
+      with Product Keys, arXiv:1907.05242.
     """
 
     Config = LogConfig
@@ -90,11 +100,14 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             self.key_features = parameter(identity, self.num_kv_heads, *shape[1:], **options)
         if self.config.features == "product" and self.key_depth % 2:
             raise ValueError(
-                f"key_depth={self.key_depth} is odd: features='product' needs two halves"
+                f"key_depth={self.key_depth} must be even with features='product', for two parts"
             )
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
-        if self.config.decay is not None:
+        if self.config.decay == "coupled":
+            if self.num_features < 2:
+                raise ValueError(f"key_depth={self.key_depth}: decay='coupled' needs two features")
+        elif self.config.decay is not None:
             rates = self.num_kv_heads * self._rates_of_a_head
             self.decay_proj = linear(self.model_dim, rates, ("embed", "heads"), **options)
             longest = self.config.max_timescale
@@ -104,7 +117,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
 
     @property
     def _rates_of_a_head(self) -> int:
-        return {None: 0, "head": 1, "feature": self.num_features}[self.config.decay]
+        of_features = self.num_features
+        return {None: 0, "head": 1, "feature": of_features, "coupled": of_features}[
+            self.config.decay
+        ]
 
     @property
     def num_features(self) -> int:
@@ -126,12 +142,14 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             key = hedgehog_features(key, self.key_features[...])
         elif self.config.features == "product":
             query, key = product_features(query), product_features(key)
+        if self.config.decay == "coupled":
+            key = jax.nn.log_softmax(key, -1)
         return query, key, value
 
     def apply(self, x: Array, call: CallArguments) -> tuple[Array, Any]:
         query, *arrays = self.heads(x, call.source)
         if self.config.decay is not None:
-            arrays.append(self._log_decay(x if call.source is None else call.source))
+            arrays.append(self._log_decay(x if call.source is None else call.source, arrays[0]))
         with jax.named_scope("log_attention"):
             if isinstance(call.state, WindowCache):
                 mixed, state = self._over_window(query, arrays, call)
@@ -158,18 +176,21 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         dtype = jnp.promote_types(x.dtype, jnp.float32)
         query, key, _ = (heads.astype(dtype) for heads in self.heads(x))
         shared = self.num_heads // self.num_kv_heads
+        log_decay = None if self.config.decay is None else self._log_decay(x, key)
         key = jnp.repeat(key, shared, -2)
         scores = query[..., :, None, :, :] + key[..., None, :, :, :]
         behind = jnp.arange(x.shape[-2])[:, None] - jnp.arange(x.shape[-2])[None]
-        if self.config.decay is not None:
-            decay = jnp.repeat(jnp.cumsum(self._log_decay(x), -3), shared, -2)
+        if log_decay is not None:
+            decay = jnp.repeat(jnp.cumsum(log_decay, -3), shared, -2)
             scores = scores + decay[..., :, None, :, :] - decay[..., None, :, :, :]
         visible = (behind >= 0) & (behind < (self.config.window_size or x.shape[-2]))
         scores = jnp.where(visible[..., None], jax.nn.logsumexp(scores, -1), -jnp.inf)
         return jax.nn.softmax(scores, -2)
 
-    def _log_decay(self, x: Array) -> Array:
+    def _log_decay(self, x: Array, key: Array) -> Array:
         """`[..., S, num_kv_heads, K]`, or 1 in place of K."""
+        if self.config.decay == "coupled":
+            return log_complement(in_float32(key))
         rates = self.decay_proj(x)
         return jax.nn.log_sigmoid(
             rates.reshape(*x.shape[:-1], self.num_kv_heads, self._rates_of_a_head)
@@ -253,7 +274,16 @@ def hedgehog_features(
 
 
 def product_features(x: Float[Array, "*B T N K"]) -> Float[Array, "*B T N _"]:
-    """All a_i + b_j, for the halves a and b of each head."""
+    """All a_i + b_j, for the two parts a and b of each head."""
     first, second = jnp.split(x, 2, -1)
     sums = first[..., :, None] + second[..., None, :]
     return sums.reshape(*x.shape[:-1], sums.shape[-1] * sums.shape[-2])
+
+
+def log_complement(log_p: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
+    """log(1 - p) for the logarithms of K > 1 probabilities, whose sum is 1; accurate also if one of
+    them rounds to 1."""
+    is_largest = jax.nn.one_hot(jnp.argmax(log_p, -1), log_p.shape[-1], dtype=bool)
+    others = jnp.where(is_largest, -jnp.inf, log_p)
+    of_largest = jax.nn.logsumexp(others, -1, keepdims=True)
+    return jnp.where(is_largest, of_largest, jnp.log1p(-jnp.exp(others)))

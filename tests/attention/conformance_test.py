@@ -42,7 +42,7 @@ VARIANTS |= {
     "log, hedgehog": ("log", {"features": "hedgehog", "decay": "feature", "values": "linear"}),
     "log, product": (
         "log",
-        {"features": "product", "key_depth": 6, "decay": "head", "values": "linear"},
+        {"features": "product", "key_depth": 6, "decay": "coupled", "values": "linear"},
     ),
     "tglobal": ("tglobal", {"radius": 4, "block_size": 3, "capacity": 64}),
     "block_sparse, local": ("block_sparse", {"pattern": "local", "block_size": 6}),

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax import attention
+from heinsen_jax.attention.log import log_complement
 
 
 def layer(**config) -> attention.LogAttention:
@@ -81,12 +82,12 @@ def test_importance_gives_the_layers_weights(config):
     np.testing.assert_allclose(module.out_proj(y), module(x), atol=2e-5)
 
 
-def test_product_features_need_two_halves():
-    with pytest.raises(ValueError, match="key_depth=5 is odd"):
+def test_product_features_need_an_even_depth():
+    with pytest.raises(ValueError, match="key_depth=5 must be even"):
         layer(features="product", key_depth=5)
 
 
-def test_scores_of_product_features_are_sums_of_those_of_the_halves():
+def test_scores_of_product_features_are_sums_of_those_of_the_parts():
     module = layer(features="product", key_depth=6)
     x = jax.random.normal(jax.random.key(1), (5, 12))
     query, key, _ = super(attention.LogAttention, module).heads(x)
@@ -95,3 +96,35 @@ def test_scores_of_product_features_are_sums_of_those_of_the_halves():
     past = jnp.tril(jnp.ones((5, 5), bool))[..., None]
     expected = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), 1)
     np.testing.assert_allclose(module.importance(x), expected, rtol=1e-5)
+
+
+def test_coupled_decay_needs_two_features():
+    with pytest.raises(ValueError, match="key_depth=1: decay='coupled' needs two features"):
+        layer(decay="coupled", key_depth=1)
+
+
+def test_slots_hold_averages_of_values():
+    """A key that is 1 for one feature replaces the state of this slot, and of no other."""
+    slots = jnp.asarray([0, 2, 0, 1])
+    log_key = jax.nn.log_softmax(1e4 * jax.nn.one_hot(slots, 3))[:, None]
+    value = jax.random.normal(jax.random.key(0), (4, 1, 5))
+    query = 1e4 * jax.nn.one_hot(jnp.arange(3), 3)[:, None]  # reads each slot
+    _, state = attention.heinsen_attention(
+        log_key, log_key, value, log_decay=log_complement(log_key), return_state=True
+    )
+    read, _ = attention.heinsen_attention(
+        query, query - 1e9, jnp.zeros((3, 1, 5)), initial_state=state, return_state=True
+    )
+    np.testing.assert_allclose(read[:, 0], value[jnp.asarray([2, 3, 1]), 0], rtol=1e-5)
+
+
+def test_logarithms_of_complements_are_accurate():
+    with jax.enable_x64():
+        logits = jnp.asarray([[0.0, 0, 0], [1, 2, 3], [0, 60, -60], [-800, 0, -900]])
+        log_p = jax.nn.log_softmax(logits)
+        others = jnp.stack([jnp.delete(log_p, k, 1) for k in range(3)], 1)
+        expected = jax.nn.logsumexp(others, -1)
+    log_p = log_p.astype(jnp.float32)
+    np.testing.assert_allclose(log_complement(log_p), expected, rtol=1e-5, atol=1e-20)
+    gradients = jax.grad(lambda x: log_complement(jax.nn.log_softmax(x)).sum())
+    assert np.isfinite(gradients(logits.astype(jnp.float32))).all()

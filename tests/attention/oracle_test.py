@@ -88,6 +88,7 @@ VARIANTS |= {
         "log",
         {"features": "product", "key_depth": 4, "decay": "feature", "values": "linear"},
     ),
+    "log, coupled decay": ("log", {"decay": "coupled", "values": "linear", "num_kv_heads": 2}),
     "softmax, alibi": ("softmax", {"positions": "alibi", "num_kv_heads": 2}),
     "retnet": ("retnet", {}),
     "gla": ("gla", {"decay_rank": 3}),
@@ -124,7 +125,7 @@ def cases() -> list[tuple[str, bool]]:
 
 
 FIRST = {name: variant for variant, (name, _) in reversed(VARIANTS.items())}
-SHORT = {*FIRST.values(), "log, decay of features", "log, product"}
+SHORT = {*FIRST.values(), "log, decay of features", "log, product", "log, coupled decay"}
 
 
 def is_short(variant: str, is_causal: bool) -> bool:

@@ -308,8 +308,8 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     behind, visible = positions(length, is_causal)
     if config.window_size is not None:
         visible = visible & (behind < config.window_size)
-    log_decay = np.zeros((layer.num_kv_heads, length, 1))
-    if config.decay is not None:
+    log_decay = np.zeros((layer.num_kv_heads, length, layer.num_features))
+    if config.decay in ("head", "feature"):
         rates = x @ p["decay_proj.kernel"] + p["decay_proj.bias"]
         log_decay = -np.log1p(np.exp(-np.stack(np.split(rates, layer.num_kv_heads, axis=1))))
     y = []
@@ -328,6 +328,9 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
                 )
                 for y in (query, key)
             )
+        if config.decay == "coupled":
+            key = key - np.log(np.exp(key).sum(1, keepdims=True))
+            log_decay[head // (layer.num_heads // layer.num_kv_heads)] = np.log1p(-np.exp(key))
         decay = log_decay[head // (layer.num_heads // layer.num_kv_heads)]
         weights = np.zeros((length, length))
         for t, s in np.argwhere(visible):

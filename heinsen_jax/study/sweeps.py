@@ -12,8 +12,19 @@ COLORS = {
     "log": "C3",
     "log, decay by head": "C4",
     "rmt": "C5",
+    "log, slots": "C6",
 }
 """Colors of highlighted mechanisms, the same in all plots, by labels of `causal_mechanisms`."""
+
+SLOTS: dict[str, int | str] = {
+    "values": "linear",
+    "features": "product",
+    "decay": "coupled",
+    "query_key_norm": True,
+    "key_depth": 16,
+    "value_depth": 16,
+}
+"""Options of log-attention with 64 slots of 16 values per head."""
 
 
 def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:
@@ -37,6 +48,7 @@ def causal_mechanisms(length: int) -> Sweep:
         "log, linear values": {"values": "linear"},
         "log, decay by head": {"values": "linear", "decay": "head", "max_timescale": length},
         "log, decay by feature": {"values": "linear", "decay": "feature", "max_timescale": length},
+        "log, slots": SLOTS,
     }
     classes = {name: attention.mechanism(name) for name in attention.names() if name != "log"}
     others = {

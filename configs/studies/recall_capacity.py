@@ -1,0 +1,85 @@
+"""Associative recall of 4 to 64 pairs against bytes of state, for mechanisms with constant states.
+
+python -m heinsen_jax.study configs/studies/recall_capacity.py --jobs 2
+
+Needs three hours on two CPU cores.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from heinsen_jax.config import load_config
+from heinsen_jax.models import Layers
+from heinsen_jax.study import Points, Study, sweeps
+from heinsen_jax.study.grid import FieldValue
+
+ABOUT = """
+Sequences of 256 tokens contain 4, 8, 16, 32 or 64 keys with their values, and then query each key
+once. One model is trained on all numbers of pairs, and tested on each. Two layers of width 32 or
+64, a convolution of 4 tokens before each branch, no position encoding, 600 updates of 32 sequences.
+State size is that after 256 tokens, in float32, convolutions included. `64 slots` and so on have
+one head, product features, decay that is coupled to keys, and values of 16 numbers.
+"""
+PAIRS = 4, 8, 16, 32, 64
+NUMBERS = 8, 12, 16
+"""Square roots of the numbers of slots."""
+SLOTS = [f"log, {number**2} slots" for number in NUMBERS]
+COLORS = {name: color for name, color in sweeps.COLORS.items() if name != "log, slots"}
+COLORS |= dict.fromkeys(SLOTS, sweeps.COLORS["log, slots"])
+COLORS |= {"gated_deltanet": "C8", "mamba2": "C9"}
+OMITTED = {"sliding_window", "dilated", "longformer", "tglobal", "block_sparse", "l1", "l1_sparse"}
+OMITTED |= {"memory_compressed", "log, slots"}
+
+
+def slots(number: int) -> dict[str, FieldValue]:
+    """Log-attention with number^2 slots of 16 values."""
+    options = {"key_depth": 2 * number, "value_depth": 16}
+    return {"model.attention": Layers("log", options=sweeps.SLOTS | options), "model.num_heads": 1}
+
+
+def get_study() -> Study:
+    base = load_config(Path(__file__).parents[1] / "recall.py")
+    known = sweeps.causal_mechanisms(length=256)
+    data = replace(
+        base.data,
+        vocab_size=256,
+        sequence_length=256,
+        min_pairs=PAIRS[0],
+        num_pairs=PAIRS[-1],
+        test_pairs=PAIRS,
+        validation_examples=256,
+    )
+    hybrid = Layers("log", options={"values": "linear"}), Layers("softmax")
+    return Study(
+        title="Capacity of recall against bytes of state",
+        about=ABOUT,
+        base=replace(
+            base,
+            data=data,
+            model=replace(base.model, vocab_size=256),
+            training=replace(base.training, steps=600, evaluate_every=100),
+        ),
+        axes={
+            "mechanism": {
+                **dict(zip(SLOTS, map(slots, NUMBERS), strict=True)),
+                **{name: fields for name, fields in known.items() if name not in OMITTED},
+                "hybrid: log, softmax": {"model.attention": hybrid},
+            },
+            "width": sweeps.widths(32, 64),
+            "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
+            "seed": sweeps.seeds(0, 1),
+        },
+        metric="accuracy",
+        mode="max",
+        extra_metrics=tuple(f"accuracy_{pairs}_pairs" for pairs in PAIRS),
+        reached=("accuracy_8_pairs", 0.9),
+        plots=tuple(
+            Points(
+                f"accuracy_{pairs}_pairs",
+                title=f"{pairs} pairs",
+                frontier=True,
+                highlighted=COLORS,
+            )
+            for pairs in (16, 64)
+        ),
+    )

@@ -1,8 +1,8 @@
-"""Log-attention and softmax attention as language models in the same block.
+"""Log-attention, softmax attention, hybrids and recent mechanisms as language models.
 
 python -m heinsen_jax.study configs/studies/language_model.py --jobs 2
 
-Tiny Shakespeare with nanoGPT's CPU budget, at most 0.85M parameters. Needs an hour on two CPU
+Tiny Shakespeare with nanoGPT's CPU budget, at most 0.85M parameters. Needs four hours on two CPU
 cores.
 """
 
@@ -10,28 +10,49 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
+from heinsen_jax.models import Layers
 from heinsen_jax.study import Ranking, Study, sweeps
+from heinsen_jax.study.grid import FieldValue
 
 ABOUT = """
 2000 updates of 12 x 64 characters, the budget of nanoGPT's CPU recipe, for which its README reports
 1.88. Loss in nats per character, over the whole validation text: on sequences of 64 characters, as
 in training, and on longer sequences of 256 and 1024. All models but the paper's have four layers of
-width 128, with an MLP of 512 and a convolution of 4 tokens before each branch. Learned positions
-are limited to sequences of 64.
+width 128, with an MLP and a convolution of 4 tokens before each branch. Where a mechanism has more
+parameters than softmax attention, the MLP is narrower, for at most 0.85M. Learned positions are
+limited to sequences of 64. Hybrids have softmax attention without positions, or FoX, in one or two
+of their layers.
 """
+BASELINE = "log, decay by head"
+LOG = Layers("log", repeats=3)
+SLOTS = Layers("log", options=sweeps.SLOTS | {"value_depth": 32})
+MAMBA = Layers("mamba2", options={"key_depth": 32})
 COLORS = {
-    "log, decay by head": sweeps.COLORS["log, decay by head"],
+    BASELINE: sweeps.COLORS["log, decay by head"],
+    "log, slots": sweeps.COLORS["log, slots"],
     "log, the paper's model": sweeps.COLORS["log"],
-    "softmax, rotary": sweeps.COLORS["softmax"],
-    "softmax, learned positions": sweeps.COLORS["softmax"],
+    **dict.fromkeys(
+        (
+            "softmax, rotary",
+            "softmax, learned positions",
+            "softmax, no positions",
+            "softmax, ALiBi",
+            "FoX",
+        ),
+        sweeps.COLORS["softmax"],
+    ),
 }
+
+
+def softmax(positions: str) -> Layers:
+    return Layers("softmax", options={"positions": positions})
 
 
 def get_study() -> Study:
     configs = Path(__file__).parents[1]
     base = load_config(configs / "shakespeare_char_decay.py")
     paper = load_config(configs / "shakespeare_char_cpu.py")
-    learned_positions = {
+    learned_positions: dict[str, FieldValue] = {
         "model.attention": "softmax",
         "model.block": "standard",
         "model.convolution_size": 4,
@@ -39,6 +60,8 @@ def get_study() -> Study:
         "model.max_length": 64,
         "data.test_lengths": (),
     }
+    window = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
+    without = softmax("none")
     return Study(
         title="Log-attention and softmax attention in the same block",
         about=ABOUT,
@@ -48,21 +71,35 @@ def get_study() -> Study:
         ),
         axes={
             "model": {
-                "log, decay by head": {},
+                BASELINE: {},
+                "log, slots": {"model.attention": SLOTS, "model.mlp_dim": 576},
+                "log, the paper's model": {"model": paper.model},
                 "softmax, rotary": {"model.attention": "softmax"},
                 "softmax, learned positions": learned_positions,
-                "log, the paper's model": {"model": paper.model},
+                "softmax, no positions": {"model.attention": without},
+                "softmax, ALiBi": {"model.attention": softmax("alibi")},
+                "FoX": {"model.attention": "fox"},
+                "window of 64, rotary": {"model.attention": window},
+                "3 log, then softmax": {"model.attention": (LOG, without)},
+                "softmax, then 3 log": {"model.attention": (without, LOG)},
+                "log and softmax in turn": {"model.attention": ("log", without)},
+                "3 log, then FoX": {"model.attention": (LOG, "fox")},
+                "Gated DeltaNet": {"model.attention": "gated_deltanet", "model.mlp_dim": 384},
+                "Mamba-2": {"model.attention": MAMBA, "model.mlp_dim": 352},
             },
-            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 5e-3),
+            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 5e-3, 1e-2, 2e-2),
             "seed": sweeps.seeds(1, 2, 3),
         },
+        search="neighbors",
         extra_metrics=("loss_256", "loss_1024"),
+        baseline=BASELINE,
         plots=tuple(
             Ranking(
                 metric,
                 title=f"Validation loss on sequences of {length} characters",
                 unit="nats per character",
                 highlighted=COLORS,
+                baseline=BASELINE,
             )
             for metric, length in (("loss", 64), ("loss_1024", 1024))
         ),

@@ -42,7 +42,8 @@ def wheel(built) -> Path:
 def test_the_wheel_contains_types_and_configurations_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     package = {str(x.relative_to(ROOT)) for x in (ROOT / "heinsen_jax").rglob("*.py")}
-    configs = {f"heinsen_jax/{x.relative_to(ROOT)}" for x in (ROOT / "configs").rglob("*.py")}
+    files = (x for kind in ("*.py", "*.json") for x in (ROOT / "configs").rglob(kind))
+    configs = {f"heinsen_jax/{x.relative_to(ROOT)}" for x in files}
     assert len(configs) > 10
     info = {name for name in names if ".dist-info/" in name}
     assert names - info == package | configs | {"heinsen_jax/py.typed"}

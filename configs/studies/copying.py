@@ -29,6 +29,10 @@ MECHANISMS = (
     "log, linear values",
     "log, decay by head",
     "log, decay by feature",
+    "log, slots",
+    "fox",
+    "mamba2",
+    "gated_deltanet",
 )
 
 

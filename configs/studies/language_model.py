@@ -21,12 +21,19 @@ in training, and on longer sequences of 256 and 1024. All models but the paper's
 width 128, with an MLP and a convolution of 4 tokens before each branch. Where a mechanism has more
 parameters than softmax attention, the MLP is narrower, for at most 0.85M. Learned positions are
 limited to sequences of 64. Hybrids have softmax attention without positions, or FoX, in one or two
-of their layers.
+of their layers. The optimizer is Muon; rows with AdamW are those of an earlier version of this
+study.
 """
 BASELINE = "log, decay by head"
 LOG = Layers("log", repeats=3)
 SLOTS = Layers("log", options=sweeps.SLOTS | {"value_depth": 32})
 MAMBA = Layers("mamba2", options={"key_depth": 32})
+WITH_ADAMW = (
+    BASELINE,
+    "softmax, rotary",
+    "softmax, learned positions",
+    "log, the paper's model",
+)
 COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
     "log, slots": sweeps.COLORS["log, slots"],
@@ -62,6 +69,23 @@ def get_study() -> Study:
     }
     window = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
     without = softmax("none")
+    models: dict[str, dict[str, FieldValue]] = {
+        BASELINE: {},
+        "log, slots": {"model.attention": SLOTS, "model.mlp_dim": 576},
+        "log, the paper's model": {"model": paper.model},
+        "softmax, rotary": {"model.attention": "softmax"},
+        "softmax, learned positions": learned_positions,
+        "softmax, no positions": {"model.attention": without},
+        "softmax, ALiBi": {"model.attention": softmax("alibi")},
+        "FoX": {"model.attention": "fox"},
+        "window of 64, rotary": {"model.attention": window},
+        "3 log, then softmax": {"model.attention": (LOG, without)},
+        "softmax, then 3 log": {"model.attention": (without, LOG)},
+        "alternating log and softmax": {"model.attention": ("log", without)},
+        "3 log, then FoX": {"model.attention": (LOG, "fox")},
+        "Gated DeltaNet": {"model.attention": "gated_deltanet", "model.mlp_dim": 384},
+        "Mamba-2": {"model.attention": MAMBA, "model.mlp_dim": 352},
+    }
     return Study(
         title="Log-attention and softmax attention in the same block",
         about=ABOUT,
@@ -71,23 +95,10 @@ def get_study() -> Study:
         ),
         axes={
             "model": {
-                BASELINE: {},
-                "log, slots": {"model.attention": SLOTS, "model.mlp_dim": 576},
-                "log, the paper's model": {"model": paper.model},
-                "softmax, rotary": {"model.attention": "softmax"},
-                "softmax, learned positions": learned_positions,
-                "softmax, no positions": {"model.attention": without},
-                "softmax, ALiBi": {"model.attention": softmax("alibi")},
-                "FoX": {"model.attention": "fox"},
-                "window of 64, rotary": {"model.attention": window},
-                "3 log, then softmax": {"model.attention": (LOG, without)},
-                "softmax, then 3 log": {"model.attention": (without, LOG)},
-                "log and softmax in turn": {"model.attention": ("log", without)},
-                "3 log, then FoX": {"model.attention": (LOG, "fox")},
-                "Gated DeltaNet": {"model.attention": "gated_deltanet", "model.mlp_dim": 384},
-                "Mamba-2": {"model.attention": MAMBA, "model.mlp_dim": 352},
+                **{name: fields | {"optimizer.name": "muon"} for name, fields in models.items()},
+                **{f"AdamW: {name}": models[name] for name in WITH_ADAMW},
             },
-            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 5e-3, 1e-2, 2e-2),
+            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 5e-3, 1e-2, 2e-2, 4e-2),
             "seed": sweeps.seeds(1, 2, 3),
         },
         search="neighbors",

@@ -19,8 +19,8 @@ ABOUT = """
 The task of the study of recall, 8 pairs in 64 tokens, with two layers of width 64. The first group
 changes one part of log-attention at a time; the second combines them; the third is the delta rule,
 with states of several sizes. "64 x 16" is a head with 64 features, of values with 16 numbers;
-unless stated, there are two heads of 32 x 32. Slots are normalized product features with coupled
-decay.
+unless stated, log-attention has two heads of 32 x 32. Slots are normalized product features with
+coupled decay.
 """
 BASELINE = "log"
 WINNER = "64 slots x 16"

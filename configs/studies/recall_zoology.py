@@ -34,6 +34,12 @@ def task(pairs: int, length: int, batch_size: int) -> dict[str, int]:
 
 def get_study() -> Study:
     base = load_config(Path(__file__).parents[1] / "recall.py")
+    tasks = {
+        "4 pairs, 64 tokens": task(4, 64, 512),
+        "8 pairs, 128 tokens": task(8, 128, 512),
+        "16 pairs, 256 tokens": task(16, 256, 256),
+        "64 pairs, 512 tokens": task(64, 512, 128),
+    }
     return Study(
         title="Associative recall at Zoology's sizes",
         about=ABOUT,
@@ -43,17 +49,15 @@ def get_study() -> Study:
             model=replace(base.model, vocab_size=8192, num_heads=1),
         ),
         axes={
-            "task": {
-                "4 pairs, 64 tokens": task(4, 64, 512),
-                "8 pairs, 128 tokens": task(8, 128, 512),
-                "16 pairs, 256 tokens": task(16, 256, 256),
-                "64 pairs, 512 tokens": task(64, 512, 128),
-            },
+            "task": tasks,
             "mechanism": sweeps.causal_mechanisms(length=64),
             "width": sweeps.widths(64, 128, 256, 512),
             "learning_rate": sweeps.learning_rates(*RATES),
         },
         metric="accuracy",
         mode="max",
-        plots=(Points("accuracy", highlighted=sweeps.COLORS),),
+        plots=tuple(
+            Points("accuracy", title=name, where={"task": name}, highlighted=sweeps.COLORS)
+            for name in tasks
+        ),
     )

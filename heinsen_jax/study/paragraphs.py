@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.study.differences import METHOD, difference_table
+from heinsen_jax.study.differences import METHOD, difference_table, differences_of
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.report import Comparison, Row, table
 
@@ -34,7 +34,7 @@ def paragraphs(
             "and the worst."
         )
     parts += _tuning(study, results)
-    if study.baseline is not None:
+    if study.baseline is not None and differences_of(study, results):
         parts.append(f"Differences to {study.baseline}, which is subtracted:")
         parts += [difference_table(study, results), METHOD]
     finished = [row for row in rows if row is not None]
@@ -42,7 +42,7 @@ def paragraphs(
     shown = [result.compared for result in results]
     every = [study.compared(run.labels) for run in study.first_seed_runs()]
     if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
-        parts.append(f"Not measured: {', '.join(left)}.")
+        parts.append(f"Not measured: {'; '.join(left)}.")
     return parts
 
 

@@ -31,12 +31,18 @@ class Plot:
       unit: unit of the metric, such as "nats per character".
       chance: value of the metric for guesses, drawn as a dashed line.
       highlighted: Matplotlib's colors by labels of the compared axes; other lines are gray.
+      where: labels by compared axes, of the results to plot; all results by default.
     """
 
     title: str = ""
     unit: str = ""
     chance: float | None = None
     highlighted: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, str] = field(default_factory=dict)
+
+    def selected(self, results: Sequence[Comparison]) -> list[Comparison]:
+        """The results to plot."""
+        return [x for x in results if self.where.items() <= x.compared.items()]
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         """Draw the results without names of lines, and return the lines."""
@@ -271,14 +277,15 @@ def draw(
 ) -> matplotlib.figure.Figure:
     """Draw all plots side by side."""
     heights = [
-        1.8 + 0.26 * len(results) if isinstance(plot, Ranking) else LINES_HEIGHT for plot in plots
+        1.8 + 0.26 * len(plot.selected(results)) if isinstance(plot, Ranking) else LINES_HEIGHT
+        for plot in plots
     ]
     size = 7.5 * len(plots), max(heights)
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
     drawn = []
     for plot, axes in zip(plots, figure.subplots(1, len(plots), squeeze=False)[0], strict=True):
-        drawn.append((plot, axes, plot.draw(axes, results)))
+        drawn.append((plot, axes, plot.draw(axes, plot.selected(results))))
         axes.grid(alpha=0.3)
     # names at the right change the size of all axes: they are before those beside points
     for plot, axes, lines in sorted(drawn, key=lambda panel: isinstance(panel[0], Points)):

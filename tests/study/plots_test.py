@@ -142,3 +142,12 @@ def test_losses_by_position_are_at_the_ends_of_their_buckets():
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("position (letters)", "loss (nats)")
     assert (axes.get_xscale(), axes.get_title()) == ("log", "loss against position")
     assert {text.get_text() for text in axes.texts} == {"a", "b"}
+
+
+def test_plots_show_only_the_results_with_their_labels():
+    plot = Points("accuracy", where={"mechanism": "log"}, highlighted={"log": "C3"})
+    axes, _ = drawn(plot)
+    assert marks(axes, 0.6)
+    assert not marks(axes, 1.0)
+    results = [x for x in RESULTS if x.compared["mechanism"] == "log"]
+    assert plot.selected(RESULTS) == results

@@ -161,7 +161,7 @@ def test_a_report_of_finished_runs(tmp_path):
     run_study(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
     report = (tmp_path / REPORT_FILE).read_text()
     assert "4 of 20 runs" in report
-    assert "Not measured: softmax 8, softmax 16." in report
+    assert "Not measured: softmax 8; softmax 16." in report
     with pytest.raises(UserError, match="no run of this study is done yet"):
         run_study(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)
 
@@ -324,6 +324,7 @@ def test_runs_in_processes_record_their_costs_and_run_once(tmp_path, monkeypatch
         assert again == {name: row[name] for name in again}
 
 
+STUDIES = sorted(ROOT.glob("configs/studies/*.py"))
 FILE = """
 from tests.study.runner_test import SMALLER
 
@@ -337,8 +338,8 @@ def get_study():
     [
         (
             ("nothing",),
-            "nothing: no such file; give an existing file or one of the names copying, "
-            "language_model, language_model_parts, recall, recall_zoology, shakespeare",
+            "nothing: no such file; give an existing file or one of the names "
+            + ", ".join(path.stem for path in STUDIES),
         ),
         (("study.json",), "study.json must be a Python file, .py, that defines get_study()"),
         (("none.py",), "none.py: get_study() must return Study, not NoneType"),
@@ -357,7 +358,6 @@ def test_invalid_options_are_refused(tmp_path, arguments, message, monkeypatch, 
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-STUDIES = sorted(ROOT.glob("configs/studies/*.py"))
 ALIKE = "recall", "recall_zoology"  # their mechanisms are those of other studies
 
 

@@ -1,0 +1,74 @@
+"""Language models of Python code: who profits from how much context?
+
+python -m heinsen_jax.study configs/studies/long_context.py --jobs 2
+
+Needs five hours on two CPU cores.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from heinsen_jax.config import load_config
+from heinsen_jax.models import Layers
+from heinsen_jax.study import Points, PositionPlot, Ranking, Study, sweeps
+
+ABOUT = """
+600 updates of 8 x 512 tokens of the library of Python 3.11, files separate, tokens of 3 bytes on
+average. Loss in nats per token on the files for validation, on sequences of 512 tokens, as in
+training, and of 2048; the latter also by position in the file. All models have four layers of width
+128 with a convolution of 4 tokens before each branch, and between 1.0M and 1.1M parameters: where a
+mechanism has more of them, the MLP is narrower. Hybrids have softmax attention without positions in
+one or two of their layers.
+"""
+BASELINE = "log, decay by head"
+LOG = Layers("log", repeats=3)
+SLOTS = Layers("log", options=sweeps.SLOTS | {"value_depth": 32})
+SOFTMAX = Layers("softmax", options={"positions": "none"})
+MAMBA = Layers("mamba2", options={"key_depth": 32})
+COLORS = {
+    BASELINE: sweeps.COLORS["log, decay by head"],
+    "log, slots": sweeps.COLORS["log, slots"],
+    "softmax, rotary": sweeps.COLORS["softmax"],
+    "FoX": "C9",
+    "Gated DeltaNet": "C8",
+    "3 log, then softmax": "C5",
+}
+
+
+def get_study() -> Study:
+    base = load_config(Path(__file__).parents[1] / "python_code.py")
+    training = replace(base.training, log_every=200, evaluate_every=300, sample_tokens=0)
+    return Study(
+        title="Python code: loss and context",
+        about=ABOUT,
+        base=replace(base, training=training),
+        axes={
+            "model": {
+                BASELINE: {},
+                "log, slots": {"model.attention": SLOTS, "model.mlp_dim": 576},
+                "softmax, rotary": {"model.attention": "softmax"},
+                "FoX": {"model.attention": "fox"},
+                "Gated DeltaNet": {"model.attention": "gated_deltanet", "model.mlp_dim": 384},
+                "Mamba-2": {"model.attention": MAMBA, "model.mlp_dim": 352},
+                "GLA": {"model.attention": "gla", "model.mlp_dim": 448},
+                "3 log, then softmax": {"model.attention": (LOG, SOFTMAX)},
+                "alternating log and softmax": {"model.attention": ("log", SOFTMAX)},
+            },
+            "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+            "seed": sweeps.seeds(1, 2, 3),
+        },
+        search="neighbors",
+        extra_metrics=("loss_2048", "loss_2048_at_64", "loss_2048_at_2048"),
+        baseline=BASELINE,
+        plots=(
+            Ranking(
+                "loss_2048",
+                title="Loss on sequences of 2048 tokens",
+                unit="nats per token",
+                highlighted=COLORS,
+                baseline=BASELINE,
+            ),
+            PositionPlot(2048, lines="model", unit="nats per token", highlighted=COLORS),
+            Points("loss", x="flops", lines="model", unit="nats per token", highlighted=COLORS),
+        ),
+    )

@@ -1,0 +1,76 @@
+"""Hybrids of log-attention and softmax attention: which layers must be softmax attention?
+
+python -m heinsen_jax.study configs/studies/hybrids.py --jobs 2
+
+Needs an hour on two CPU cores.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from heinsen_jax.config import load_config
+from heinsen_jax.models import Layers
+from heinsen_jax.study import Ranking, Study, sweeps
+from heinsen_jax.study.grid import FieldValue
+
+ABOUT = """
+Models with eight layers of width 32, log-attention and softmax attention in different layers, on
+two tasks: recall of 32 pairs in 128 tokens, 800 updates of 32 sequences, and copying of 5 to 20
+letters, tested on 40, 400 updates of 64 sequences. A convolution of 4 tokens before each branch, no
+position encoding. State size is that after the training length.
+"""
+LOG = {"values": "linear"}
+
+
+def get_study() -> Study:
+    configs = Path(__file__).parents[1]
+    base, copying = load_config(configs / "recall.py"), load_config(configs / "copying.py")
+    recall = replace(
+        base.data, vocab_size=256, num_pairs=32, sequence_length=128, validation_examples=512
+    )
+    strings = replace(copying.data, test_lengths=(40,), validation_examples=512)
+
+    def log(repeats: int) -> Layers:
+        return Layers("log", repeats=repeats, options=LOG)
+
+    slots = Layers("log", repeats=7, options=sweeps.SLOTS)
+    layers: dict[str, FieldValue] = {
+        "log": log(1),
+        "softmax": "softmax",
+        "1 of 8 softmax, first": ("softmax", log(7)),
+        "1 of 8 softmax, last": (log(7), "softmax"),
+        "1 of 4 softmax, first": ("softmax", log(3)),
+        "1 of 4 softmax, last": (log(3), "softmax"),
+        "1 of 2 softmax": (log(1), "softmax"),
+        "slots": Layers("log", options=sweeps.SLOTS),
+        "slots, 1 of 8 softmax, last": (slots, "softmax"),
+    }
+    return Study(
+        title="Hybrids of log-attention and softmax attention",
+        about=ABOUT,
+        base=replace(
+            base,
+            model=replace(base.model, model_dim=32, num_layers=8),
+            training=replace(base.training, evaluate_every=800),
+        ),
+        axes={
+            "layers": {name: {"model.attention": x} for name, x in layers.items()},
+            "task": {
+                "recall": {"data": recall, "model.vocab_size": recall.vocab_size},
+                "copying": {
+                    "data": strings,
+                    "model.vocab_size": strings.vocab_size,
+                    "training.steps": 400,
+                },
+            },
+            "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
+            "seed": sweeps.seeds(0, 1),
+        },
+        metric="accuracy",
+        mode="max",
+        extra_metrics=("accuracy_40",),
+        plots=(
+            Ranking("accuracy", title="recall of 32 pairs", where={"task": "recall"}),
+            Ranking("accuracy_40", title="copying 40 letters", where={"task": "copying"}),
+        ),
+    )

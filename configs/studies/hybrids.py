@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
+from heinsen_jax.data import Copying, Recall
 from heinsen_jax.models import Layers
 from heinsen_jax.study import Ranking, Study, sweeps
 from heinsen_jax.study.grid import FieldValue
@@ -25,6 +26,8 @@ LOG = {"values": "linear"}
 def get_study() -> Study:
     configs = Path(__file__).parents[1]
     base, copying = load_config(configs / "recall.py"), load_config(configs / "copying.py")
+    assert isinstance(base.data, Recall)
+    assert isinstance(copying.data, Copying)
     recall = replace(
         base.data, vocab_size=256, num_pairs=32, sequence_length=128, validation_examples=512
     )

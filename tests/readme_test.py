@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from flax import nnx
 from heinsen_jax import attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.config import as_json, load_config
+from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.study import load_study, results_of
 from heinsen_jax.study.report import table
 from heinsen_jax.study.runner import run_study
+from heinsen_jax.study.runs import costs
+from heinsen_jax.training.metrics import PEAK_FLOPS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -373,3 +377,31 @@ def test_documented_failures_name_their_tests():
         assert named, row
         for file, test in named:
             assert f"def {test}(" in (ROOT / file).read_text(), test
+
+
+def test_costs_of_the_full_size_are_those_of_the_configuration():
+    config = load_config("heinsen_125m_pile")
+    peer = replace(
+        config.model,
+        attention="softmax",
+        block="standard",
+        num_layers=12,
+        num_heads=12,
+        positions="learned",
+        max_length=config.data.sequence_length,
+    )
+    flops = []
+    for model in (config.model, peer):
+        parameters = costs(replace(config, model=model))["parameters"]
+        flops.append(flops_per_token(model, parameters, config.data.sequence_length))
+    text = " ".join(PAGES.split())
+    assert f"costs {flops[0] / 1e9:.3f} GFLOPs of training" in text
+    assert f"GPT-2 small {flops[1] / 1e9:.3f}, which" in text
+    assert f"{config.training.steps:,} updates of {config.data.batch_size} sequences" in text
+    table = PAGES.partition("<!-- full size -->")[2].partition("\n\n")[0]
+    tokens = config.training.steps * config.data.sequence_length * config.data.batch_size
+    for mfu in (20, 40, 50):
+        rate = PEAK_FLOPS["NVIDIA H100 80GB HBM3"] * mfu / 100
+        hours = [x * tokens / rate / 3600 for x in flops]
+        assert f"| {mfu}% | {hours[0]:.0f} | {hours[1]:.0f} |" in table
+    assert f"40% would be {tokens * flops[0] / rate * 5 / 4 / 3600 / 8:.0f} hours" in text

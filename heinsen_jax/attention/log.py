@@ -23,6 +23,10 @@ from heinsen_jax.ops.log_attention import (
 from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array, Features, Float, Keys, Query, Values, config_dataclass
 
+INITIAL_SCALE = 2.0
+"""Initial scale of normalized queries and keys with product features: at 1, features of different
+keys are so similar that models with several heads learn to recall late, or not at all."""
+
 
 @config_dataclass
 class LogConfig(HeadsConfig):
@@ -46,7 +50,8 @@ class LogConfig(HeadsConfig):
     """Log features of queries and keys. identity: the projections themselves. hedgehog:
     log softmax(x W) and log softmax(-x W), with a trained matrix W per head; twice as many
     features. product: all sums of an element of their first half and one of their second half;
-    (key_depth / 2)^2 features."""
+    (key_depth / 2)^2 features. With query_key_norm, the scales of the norms are then initially
+    2."""
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Implementation of `log_attention`; chosen automatically when None. "gpu" is experimental."""
 
@@ -98,10 +103,15 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             shape = self.num_heads, self.key_depth, self.key_depth
             self.query_features = parameter(identity, *shape, **options)
             self.key_features = parameter(identity, self.num_kv_heads, *shape[1:], **options)
-        if self.config.features == "product" and self.key_depth % 2:
-            raise ValueError(
-                f"key_depth={self.key_depth} must be even with features='product', for two parts"
-            )
+        if self.config.features == "product":
+            if self.key_depth % 2:
+                raise ValueError(
+                    f"key_depth={self.key_depth} must be even with features='product', for two "
+                    "parts"
+                )
+            if self.config.query_key_norm:
+                for norm in (self.query_norm, self.key_norm):
+                    norm.scale[...] = jnp.full_like(norm.scale[...], INITIAL_SCALE)
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         if self.config.decay == "coupled":

@@ -110,7 +110,7 @@ def measure(name: str, options: Options) -> dict[str, Any]:
     }
 
 
-def measure_apart(name: str, options: Options) -> dict[str, Any]:
+def measure_in_subprocess(name: str, options: Options) -> dict[str, Any]:
     values = json.dumps(asdict(options) | {"output": str(options.output)})
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -119,7 +119,7 @@ def measure_apart(name: str, options: Options) -> dict[str, Any]:
 
 
 def main(options: Options) -> int:
-    models = {name: measure_apart(name, options) for name in ("heinsen_125m", "gpt2_small")}
+    models = {name: measure_in_subprocess(name, options) for name in ("heinsen_125m", "gpt2_small")}
     settings = {name: x for name, x in asdict(options).items() if name != "output"}
     settings["tokenizer"] = Path(options.tokenizer).name
     settings["corpus"] = Path(options.corpus).name

@@ -5,9 +5,11 @@ python train.py --config configs/python_code.py
 This machine's Python library with a byte-level BPE of 2048 tokens, which was trained on that of
 Python 3.11: python -m heinsen_jax.data.train_tokenizer python-stdlib --vocab-size 2048
 --output configs/tokenizers/python_2048. The decay block with 1.1M parameters, 600 updates of 8 x
-512 tokens, about a quarter of an hour on two CPU cores. Also evaluated on sequences of 2048 tokens,
-by position. The path of the tokenizer is relative: run it in the folder of the repository.
+512 tokens, an estimated quarter of an hour on two CPU cores. Also evaluated on sequences of 2048
+tokens, by position.
 """
+
+from pathlib import Path
 
 from heinsen_jax.config import (
     DataConfig,
@@ -16,6 +18,10 @@ from heinsen_jax.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+
+TOKENIZER = Path("configs/tokenizers/python_2048")  # the same in every checkout
+if not TOKENIZER.exists():
+    TOKENIZER = Path(__file__).parent / "tokenizers" / TOKENIZER.name
 
 
 def get_config() -> ExperimentConfig:
@@ -26,7 +32,7 @@ def get_config() -> ExperimentConfig:
         ),
         data=DataConfig(
             corpus="python-stdlib",
-            tokenizer="configs/tokenizers/python_2048",
+            tokenizer=str(TOKENIZER),
             documents="separate",
             validation_fraction=0.05,
             sequence_length=512,

@@ -36,13 +36,17 @@ def add_badges(repository: str, folder: Path = NOTEBOOKS) -> None:
     """Write the two cells into the scripts of a folder, and convert them to notebooks.
 
     Raises:
-      ValueError: the repository is not of the form OWNER/NAME.
+      ValueError: the repository is not of the form OWNER/NAME, or a script has no header.
     """
     if repository.count("/") != 1 or not all(repository.split("/")):
         raise ValueError(f"repository={repository!r} must be of the form OWNER/NAME")
     scripts = sorted(folder.glob("*.py"))
     for script in scripts:
         header, end, text = script.read_text().partition(HEADER_END)
+        if not end:
+            raise ValueError(
+                f"{script}: no jupytext header; convert it by jupytext --to py:percent"
+            )
         own = text.rpartition(LAST_LINE)[-1]  # without earlier cells
         cells = CELLS.format(repository=repository, name=script.stem)
         script.write_text(header + end + cells + own)

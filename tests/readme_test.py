@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 from dataclasses import replace
 from functools import partial
@@ -261,6 +262,7 @@ def test_language_models_are_those_of_the_study():
                 assert cell in line
         assert result.mean("parameters") <= 850_000
     losses = {result.compared["model"]: result.mean("loss") for result in results}
+    losses = {name: loss for name, loss in losses.items() if name.startswith("AdamW")}
     ours = losses.pop("AdamW: log, decay by head")
     others = list(losses.values())
     assert ours < min(*others, 1.68)
@@ -346,8 +348,8 @@ def test_costs_of_separate_documents_are_those_of_the_results():
         ratios = {row["length"]: f"{row['ratio']:.2f}" for row in rows if row["attention"] == name}
         assert f"| {label} | {ratios[256]} | {ratios[1024]} |" in table
     worst, largest = (max(row[x] for row in rows) - 1 for x in ("ratio", "ratio_of_programs"))
-    said = f"needs at most {100 * worst:.0f}% more time, and its program is up to "
-    assert f"{said}{100 * largest:.0f}% larger" in " ".join(PAGES.split())
+    said = f"needs at most {math.ceil(100 * worst)}% more time, and its program is up to "
+    assert f"{said}{math.ceil(100 * largest)}% larger" in " ".join(PAGES.split())
 
 
 def test_a_million_tokens_are_those_of_the_results():
@@ -396,7 +398,7 @@ def test_costs_of_the_full_size_are_those_of_the_configuration():
         flops.append(flops_per_token(model, parameters, config.data.sequence_length))
     text = " ".join(PAGES.split())
     assert f"costs {flops[0] / 1e9:.3f} GFLOPs of training" in text
-    assert f"GPT-2 small {flops[1] / 1e9:.3f}, which" in text
+    assert f"almost as many parameters, {flops[1] / 1e9:.3f}, because" in text
     assert f"{config.training.steps:,} updates of {config.data.batch_size} sequences" in text
     table = PAGES.partition("<!-- full size -->")[2].partition("\n\n")[0]
     tokens = config.training.steps * config.data.sequence_length * config.data.batch_size

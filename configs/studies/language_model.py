@@ -18,11 +18,10 @@ ABOUT = """
 2000 updates of 12 x 64 characters, the budget of nanoGPT's CPU recipe, for which its README reports
 1.88. Loss in nats per character, over the whole validation text: on sequences of 64 characters, as
 in training, and on longer sequences of 256 and 1024. All models but the paper's have four layers of
-width 128, with an MLP and a convolution of 4 tokens before each branch. Where a mechanism has more
-parameters than softmax attention, the MLP is narrower, for at most 0.85M. Learned positions are
-limited to sequences of 64. Hybrids have softmax attention without positions, or FoX, in one or two
-of their layers. The optimizer is Muon; rows with AdamW are those of an earlier version of this
-study.
+width 128, with a convolution of 4 tokens before each branch and an MLP, whose width is chosen so
+that all have at most 0.85M parameters. Learned positions are limited to sequences of 64. Hybrids
+have softmax attention without positions, or FoX, in one or two of their layers. The optimizer is
+Muon, except in the rows named AdamW.
 """
 BASELINE = "log, decay by head"
 LOG = Layers("log", repeats=3)
@@ -87,7 +86,7 @@ def get_study() -> Study:
         "Mamba-2": {"model.attention": MAMBA, "model.mlp_dim": 352},
     }
     return Study(
-        title="Log-attention and softmax attention in the same block",
+        title="Language models of Tiny Shakespeare",
         about=ABOUT,
         base=replace(
             base,

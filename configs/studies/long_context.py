@@ -1,4 +1,4 @@
-"""Language models of Python code: who profits from how much context?
+"""Language models of Python code: which mechanisms benefit from longer contexts?
 
 python -m heinsen_jax.study configs/studies/long_context.py --jobs 2
 
@@ -13,12 +13,12 @@ from heinsen_jax.models import Layers
 from heinsen_jax.study import Points, PositionPlot, Ranking, Study, sweeps
 
 ABOUT = """
-600 updates of 8 x 512 tokens of the library of Python 3.11, files separate, tokens of 3 bytes on
-average. Loss in nats per token on the files for validation, on sequences of 512 tokens, as in
-training, and of 2048; the latter also by position in the file. All models have four layers of width
-128 with a convolution of 4 tokens before each branch, and between 1.0M and 1.1M parameters: where a
-mechanism has more of them, the MLP is narrower. Hybrids have softmax attention without positions in
-one or two of their layers.
+600 updates of 8 x 512 tokens of the library of Python 3.11, with separate files and tokens of 3
+bytes on average. Loss in nats per token on the files for validation, on sequences of 512 tokens, as
+in training, and of 2048; the latter also by position in the file. All models have four layers of
+width 128 with a convolution of 4 tokens before each branch, and MLPs whose width is chosen so that
+they have between 1.0M and 1.1M parameters. Hybrids have softmax attention without positions in one
+or two of their layers.
 """
 BASELINE = "log, decay by head"
 LOG = Layers("log", repeats=3)

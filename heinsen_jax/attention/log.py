@@ -24,8 +24,8 @@ from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array, Features, Float, Keys, Query, Values, config_dataclass
 
 INITIAL_SCALE = 2.0
-"""Initial scale of normalized queries and keys with product features: at 1, features of different
-keys are so similar that models with several heads learn to recall late, or not at all."""
+"""Initial scale of normalized queries and keys with product features: at 1, the features of
+different keys are similar, and models with several heads learn to recall later."""
 
 
 @config_dataclass
@@ -41,11 +41,12 @@ class LogConfig(HeadsConfig):
     """Number of tokens that a query attends to, itself included; all when None."""
     decay: Literal["head", "feature", "coupled"] | None = None
     """Decay at every token; no decay when None. head, feature: at a trained rate that depends on
-    the token, one per key/value head or one per key feature. coupled: the weight exp(K) of a token
-    is distributed over the features, and replaces as large a share of the state of each."""
+    the token, one per key/value head or one per key feature. coupled: the
+    key is normalized by a softmax over the features, and the state of each feature is multiplied by
+    1 - exp(key)."""
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
     """Initial time constant, in tokens, of the slowest-decaying head or feature. The fastest decay
-    initially multiplies the state by 1/2 at each token."""
+    initially multiplies the state by 1/2 at each token. Unused by coupled decay."""
     features: Literal["identity", "hedgehog", "product"] = "identity"
     """Log features of queries and keys. identity: the projections themselves. hedgehog:
     log softmax(x W) and log softmax(-x W), with a trained matrix W per head; twice as many
@@ -111,14 +112,18 @@ class LogAttention(HeadedAttention[LogConfig, State]):
                 )
             if self.config.query_key_norm:
                 for norm in (self.query_norm, self.key_norm):
+                    assert norm.scale is not None
                     norm.scale[...] = jnp.full_like(norm.scale[...], INITIAL_SCALE)
         if self.config.window_size is not None:
             self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         if self.config.decay == "coupled":
             if self.num_features < 2:
-                raise ValueError(f"key_depth={self.key_depth}: decay='coupled' needs two features")
+                raise ValueError(
+                    f"key_depth={self.key_depth} gives one feature: decay='coupled' needs two, so "
+                    "set key_depth to at least 2, or 4 with features='product'"
+                )
         elif self.config.decay is not None:
-            rates = self.num_kv_heads * self._rates_of_a_head
+            rates = self.num_kv_heads * self._decays_per_head
             self.decay_proj = linear(self.model_dim, rates, ("embed", "heads"), **options)
             longest = self.config.max_timescale
             timescales = jnp.geomspace(longest, 1.0, rates, dtype=self.param_dtype)
@@ -126,9 +131,9 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             self.decay_proj.bias[...] = jnp.log(timescales)  # log sigmoid(b) is about -exp(-b)
 
     @property
-    def _rates_of_a_head(self) -> int:
-        of_features = self.num_features
-        return {None: 0, "head": 1, "feature": of_features, "coupled": of_features}[
+    def _decays_per_head(self) -> int:
+        num_features = self.num_features
+        return {None: 0, "head": 1, "feature": num_features, "coupled": num_features}[
             self.config.decay
         ]
 
@@ -153,7 +158,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         elif self.config.features == "product":
             query, key = product_features(query), product_features(key)
         if self.config.decay == "coupled":
-            key = jax.nn.log_softmax(key, -1)
+            key = jax.nn.log_softmax(in_float32(key), -1)
         return query, key, value
 
     def apply(self, x: Array, call: CallArguments) -> tuple[Array, Any]:
@@ -200,10 +205,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     def _log_decay(self, x: Array, key: Array) -> Array:
         """`[..., S, num_kv_heads, K]`, or 1 in place of K."""
         if self.config.decay == "coupled":
-            return log_complement(in_float32(key))
+            return log_complement(key)
         rates = self.decay_proj(x)
         return jax.nn.log_sigmoid(
-            rates.reshape(*x.shape[:-1], self.num_kv_heads, self._rates_of_a_head)
+            rates.reshape(*x.shape[:-1], self.num_kv_heads, self._decays_per_head)
         )
 
     def _check_order(self, call: CallArguments, length: int) -> None:
@@ -269,7 +274,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             if self.config.decay is None:
                 return state
             return dataclasses.replace(state, log_decay=jnp.zeros_like(state.log_z))
-        depths = self.num_features, self.value_depth, self._rates_of_a_head
+        depths = self.num_features, self.value_depth, self._decays_per_head
         shapes = [(groups, depth) for depth in depths if depth]
         return WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)
 

@@ -357,6 +357,10 @@ class StateTracking(Task):
                 f"modulus={self.modulus} with group={self.group}: set group=modular, or leave out "
                 "modulus"
             )
+        if self.group == "parity" and self.generators:
+            raise ValueError(
+                "generators with group=parity: its tokens are the same; leave them out"
+            )
 
     @property
     def _group(self) -> Group:

@@ -14,7 +14,8 @@ from heinsen_jax.study.report import Comparison, is_larger_better, markdown_tabl
 METHOD = (
     "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
     'number of comparisons; "no difference" if they include 0. They need two seeds on both sides, '
-    "and seeds that differ."
+    "and seeds that differ. The first seed also selected the tuned values, for which they do not "
+    "account; seeds that diverged are left out."
 )
 
 

@@ -83,8 +83,9 @@ class Study:
                 f"search='neighbors' needs one tuned axis, not {len(ordered)}; set tuned to the "
                 "name of one axis, or search='grid'"
             )
-        if is_larger_better(self.metric) and self.mode == "min":
-            raise ValueError(f"mode='min' with metric={self.metric!r}: set mode='max'")
+        mode = "max" if is_larger_better(self.metric) else "min"
+        if self.mode != mode:
+            raise ValueError(f"mode={self.mode!r} with metric={self.metric!r}: set mode={mode!r}")
         if self.baseline is not None:
             found = [axis for axis in compared if self.baseline in self.axes[axis]]
             if len(found) != 1:
@@ -96,6 +97,13 @@ class Study:
             if isinstance(plot, Points | LengthPlot | PositionPlot) and plot.lines not in compared:
                 raise ValueError(
                     f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
+                )
+            if isinstance(plot, PositionPlot) and not (
+                self.base.training.loss_by_position and plot.length == self.base.data.longest
+            ):
+                raise ValueError(
+                    f"PositionPlot({plot.length}) needs training.loss_by_position and a longest "
+                    f"sequence of {plot.length} tokens in the base, not {self.base.data.longest}"
                 )
             labels = [label for axis in compared for label in self.axes[axis]]
             named = [*plot.highlighted, *([plot.baseline] if isinstance(plot, Ranking) else [])]

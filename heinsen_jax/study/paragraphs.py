@@ -62,13 +62,14 @@ def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
     tuned = {axis: [*study.axes[axis]] for axis in study.tuned if len(study.axes.get(axis, {})) > 1}
     if tuned:
         names = " and ".join(map(_words, tuned))
-        chosen = f"Each row has the {names} that was the best of all with the first seed"
+        chosen = f"Each row has the {names} that was the best with the first seed"
+        how = "all were run"
         if study.search == "neighbors":
-            chosen = chosen.replace(" of all", "") + (
-                f": of {', '.join(*tuned.values())}, the middle one and its neighbors were run "
-                "first, then the neighbors of the best, until they were no better"
+            how = (
+                f"of {', '.join(*tuned.values())}, a search ran neighbors of the best, from the "
+                "middle or from earlier runs, until they were no better"
             )
-        parts.append(f"{chosen}.")
+        parts.append(f"{chosen}; {how}.")
     measured = [result for result in results if result.values(study.metric)]
     for axis, labels in tuned.items():
         at_ends = {

@@ -99,32 +99,54 @@ def test_scores_of_product_features_are_sums_of_those_of_the_parts():
 
 
 def test_coupled_decay_needs_two_features():
-    with pytest.raises(ValueError, match="key_depth=1: decay='coupled' needs two features"):
+    with pytest.raises(
+        ValueError, match="key_depth=1 gives one feature: decay='coupled' needs two"
+    ):
         layer(decay="coupled", key_depth=1)
 
 
 def test_slots_hold_averages_of_values():
-    """A key that is 1 for one feature replaces the state of this slot, and of no other."""
-    slots = jnp.asarray([0, 2, 0, 1])
-    log_key = jax.nn.log_softmax(1e4 * jax.nn.one_hot(slots, 3))[:, None]
-    value = jax.random.normal(jax.random.key(0), (4, 1, 5))
-    query = 1e4 * jax.nn.one_hot(jnp.arange(3), 3)[:, None]  # reads each slot
-    _, state = attention.heinsen_attention(
-        log_key, log_key, value, log_decay=log_complement(log_key), return_state=True
-    )
-    read, _ = attention.heinsen_attention(
-        query, query - 1e9, jnp.zeros((3, 1, 5)), initial_state=state, return_state=True
-    )
-    np.testing.assert_allclose(read[:, 0], value[jnp.asarray([2, 3, 1]), 0], rtol=1e-5)
+    """Against the recurrence of each slot: a token replaces a share of its average."""
+    log_key = jax.nn.log_softmax(3 * jax.random.normal(jax.random.key(0), (9, 1, 4)))
+    value = jax.random.normal(jax.random.key(1), (9, 1, 5))
+    log_decay = log_complement(log_key)
+    options = {"log_decay": log_decay, "return_state": True}
+    _, state = attention.heinsen_attention(log_key, log_key, value, **options)
+    s, z = np.zeros((4, 5)), np.zeros(4)
+    for p, v in zip(np.exp(np.asarray(log_key)[:, 0]), np.asarray(value)[:, 0], strict=True):
+        s, z = (1 - p)[:, None] * s + p[:, None] * v, (1 - p) * z + p
+    np.testing.assert_allclose(state.log_z[0], np.log(z), atol=1e-5)
+    np.testing.assert_allclose(state.mean[0], s / z[:, None], atol=1e-5)
+
+
+def test_coupled_decays_are_not_above_zero_in_half_precision():
+    """The exponentials of a log softmax in bfloat16 have a sum above 1."""
+    module = layer(decay="coupled", features="product", key_depth=32, dtype=jnp.bfloat16)
+    x = 0.01 * jax.random.normal(jax.random.key(0), (50, 12), jnp.bfloat16)
+    assert jnp.isfinite(module(x)).all()  # positive decays raise
+
+
+def test_normalized_product_features_start_sharper():
+    scales = {
+        features: layer(features=features, query_key_norm=True, key_depth=4).query_norm.scale[...]
+        for features in ("identity", "product")
+    }
+    np.testing.assert_array_equal(scales["identity"], np.ones(4))
+    np.testing.assert_array_equal(scales["product"], np.full(4, 2.0))
 
 
 def test_logarithms_of_complements_are_accurate():
     with jax.enable_x64():
         logits = jnp.asarray([[0.0, 0, 0], [1, 2, 3], [0, 60, -60], [-800, 0, -900]])
         log_p = jax.nn.log_softmax(logits)
-        others = jnp.stack([jnp.delete(log_p, k, 1) for k in range(3)], 1)
-        expected = jax.nn.logsumexp(others, -1)
+
+        def slow(logits):
+            log_p = jax.nn.log_softmax(logits)
+            others = jnp.stack([jnp.delete(log_p, k, 1) for k in range(3)], 1)
+            return jax.nn.logsumexp(others, -1)
+
+        expected, slopes = slow(logits), jax.grad(lambda x: slow(x).sum())(logits)
     log_p = log_p.astype(jnp.float32)
     np.testing.assert_allclose(log_complement(log_p), expected, rtol=1e-5, atol=1e-20)
     gradients = jax.grad(lambda x: log_complement(jax.nn.log_softmax(x)).sum())
-    assert np.isfinite(gradients(logits.astype(jnp.float32))).all()
+    np.testing.assert_allclose(gradients(logits.astype(jnp.float32)), slopes, atol=1e-5)

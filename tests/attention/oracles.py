@@ -297,6 +297,12 @@ def hedgehog(x: Array) -> Array:
     return np.log(np.concatenate([y / y.sum(1, keepdims=True) for y in exps], 1))
 
 
+def product(x: Array) -> Array:
+    """All sums of an element of the first half of a row and one of the second half."""
+    middle = x.shape[1] // 2
+    return np.array([[a + b for a in row[:middle] for b in row[middle:]] for row in x])
+
+
 def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """log Y = log(weights V) - log(sum of weights), where weights_ts = sum_a exp(q_ta + k_sa); or Y
     itself for linear values.
@@ -319,15 +325,7 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
             query = hedgehog(query @ p["query_features"][head])
             key = hedgehog(key @ p["key_features"][group])
         if config.features == "product":
-            query, key = (
-                np.array(
-                    [
-                        [a + b for a in row[: len(row) // 2] for b in row[len(row) // 2 :]]
-                        for row in y
-                    ]
-                )
-                for y in (query, key)
-            )
+            query, key = product(query), product(key)
         if config.decay == "coupled":
             key = key - np.log(np.exp(key).sum(1, keepdims=True))
             log_decay[head // (layer.num_heads // layer.num_kv_heads)] = np.log1p(-np.exp(key))

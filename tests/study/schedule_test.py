@@ -77,7 +77,7 @@ def test_rows_that_are_recorded_count_whichever_labels_they_have(tmp_path):
 def test_the_report_says_how_values_were_chosen_and_which_are_at_an_end(tmp_path):
     rounds(tmp_path, 9, 8, 7, 6, 7, 8, 9)
     report = (tmp_path / REPORT_FILE).read_text()
-    assert "was the best with the first seed: of a, b, c, d, e, f, g, the middle one" in report
+    assert "was the best with the first seed; of a, b, c, d, e, f, g, a search ran" in report
     assert "may exist" not in report
     rounds(tmp_path / "end", 1, 2, 3, 4, 5, 6, 7)
     report = (tmp_path / "end" / REPORT_FILE).read_text()

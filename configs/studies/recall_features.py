@@ -65,10 +65,12 @@ def get_study() -> Study:
         "2 heads, 64 slots x 16": log(2, 64, 16, **product, **coupled),
         "log-values, 64 slots x 16": log(1, 64, 16, values="log", **product, **coupled),
         "gated_deltanet": delta("gated_deltanet"),
+        "gated_deltanet, 24 x 24": delta("gated_deltanet", key_depth=24, value_depth=24),
         "gated_deltanet, 16 x 16": delta("gated_deltanet", key_depth=16, value_depth=16),
         "gated_deltanet, 8 x 16": delta("gated_deltanet", key_depth=8, value_depth=16),
         "deltanet": delta("deltanet"),
         "deltanet, 16 x 16": delta("deltanet", key_depth=16, value_depth=16),
+        "deltanet, 8 x 16": delta("deltanet", key_depth=8, value_depth=16),
     }
     colors = {
         BASELINE: sweeps.COLORS["log"],

@@ -58,13 +58,14 @@ class Comparison:
 
     def updates_until(self, metric: str, value: float) -> list[int | None]:
         """Number of updates until a metric was first at least as good as a value, for each seed
-        with a recorded curve; None if that was at no evaluation."""
+        with a recorded curve of it; None if that was at no evaluation."""
         sign = 1 if is_larger_better(metric) else -1
 
         def is_reached(metrics: dict[str, float]) -> bool:
             return sign * metrics.get(metric, math.nan) >= sign * value
 
         curves = [row["curve"] for row in self.rows if "curve" in row]
+        curves = [x for x in curves if any(metric in metrics for metrics in x.values())]
         reached = ([int(step) for step in curve if is_reached(curve[step])] for curve in curves)
         return [min(steps, default=None) for steps in reached]
 
@@ -97,7 +98,7 @@ def table(
         if reached is not None:
             updates = result.updates_until(*reached)
             words = ("never" if number is None else str(number) for number in updates)
-            others.append(", ".join(words) if any(updates) else "")
+            others.append(", ".join(words))
         lines.append([*labels, *numbers, mean, ", ".join(each), *others])
     return markdown_table(head, lines)
 

@@ -77,11 +77,13 @@ def _run_study(study: Study, output: Path, executor: Executor, report_only: bool
 
 def _metric(study: Study, row: Row) -> float:
     metrics = row.get("metrics", {})
-    if study.metric not in metrics:
-        raise UserError(
-            f"metric={study.metric!r} of {study.title!r} is not measured: choose one of "
-            f"{', '.join(metrics)}"
-        )
+    named = {"metric": study.metric} | ({"reached": study.reached[0]} if study.reached else {})
+    for field, name in named.items():
+        if name not in metrics:
+            raise UserError(
+                f"{field}={name!r} of {study.title!r} is not measured: choose one of "
+                f"{', '.join(metrics)}"
+            )
     return metrics[study.metric]
 
 

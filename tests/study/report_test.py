@@ -38,7 +38,7 @@ def test_updates_are_counted_until_the_first_evaluation_that_is_as_good(reached)
     lines = table(results, "loss", (), reached).splitlines()
     assert lines[0].endswith(f"| updates until {reached[0]} {reached[1]} |")
     cells = [line.rpartition(" | ")[2] for line in lines[2:]]
-    assert cells == ["2000, 1000 |", "3000, never |", " |"]
+    assert cells == ["2000, 1000 |", "3000, never |", "never |"]
 
 
 def test_a_metric_that_no_evaluation_has_is_named():

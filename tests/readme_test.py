@@ -290,6 +290,49 @@ def test_recall_figures_are_those_of_the_study():
     assert min(log) < max(linear)  # differences between seeds are as large
 
 
+FEATURES = {
+    "log-attention": "log",
+    "normalized queries and keys": "normalized",
+    "features of Hedgehog, 64 x 16": "Hedgehog",
+    "one head, 64 x 32": "one head: 64 x 32",
+    "product features, 144 x 16": "product features: 144 x 16",
+    "product features, 2 heads, 64 x 16": "product features: 2 heads, 64 x 16",
+    "DeltaNet, 8 x 16": "deltanet, 8 x 16",
+    "DeltaNet, 16 x 16": "deltanet, 16 x 16",
+    "Gated DeltaNet, 16 x 16": "gated_deltanet, 16 x 16",
+    "Gated DeltaNet, 24 x 24": "gated_deltanet, 24 x 24",
+    "Gated DeltaNet, 24 x 48": "gated_deltanet",
+}
+"""Rows of the table of features, by names that differ from the labels of the study."""
+
+
+def test_features_and_slots_are_those_of_the_study():
+    results = {x.compared["mechanism"]: x for x in results_of_study("recall_features")}
+    accuracy = {name: x.mean("accuracy") for name, x in results.items()}
+    size = {name: x.mean("state_bytes") for name, x in results.items()}
+    table = STUDY_PAGE.partition("<!-- features -->")[2].partition("\n\n")[0]
+    for line in table.strip().splitlines()[2:]:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        result = results[FEATURES.get(name, name)]
+        found = f"{result.mean('accuracy'):.2f} ± {result.spread('accuracy'):.2f}"
+        assert cells == [f"{result.mean('state_bytes'):,.0f}", found]
+    slots, one, delta = "2 heads, 64 slots x 16", "64 slots x 16", "deltanet, 16 x 16"
+    good = [x for x in accuracy if x.startswith("gated_deltanet") and accuracy[x] >= 0.9]
+    assert min(accuracy[slots], accuracy[one], accuracy[delta]) >= 0.9
+    assert size[slots] < min(size[name] for name in good) == max(size.values())
+    assert size[delta] < size[one] < size["log"]
+    assert f"in a state {100 * size[slots] / size['log'] - 100:.0f}% larger" in README_TEXT
+    said = {name: f"{100 * x:.0f}%" for name, x in accuracy.items()}
+    text = " ".join(STUDY_PAGE.split())
+    assert f"64 slots of 16 values answer {said[slots]} of the queries" in text
+    assert f"log-attention answers {said['log']} with a state of nearly the same size" in text
+    assert f"one head, with a smaller state, answers {said[one]}." in text
+    assert f"16 x 16 answers {said[delta]}." in text
+    assert f"log-attention answers {said[slots]} in a state" in README_TEXT
+    assert size[delta] < size[slots] / 2
+    assert f"DeltaNet answers {said[delta]} in less than half of it" in README_TEXT
+
+
 def test_ablation_figures_are_those_of_the_study():
     results = results_of_study("language_model_parts")
     of = {result.compared["change"]: result for result in results}

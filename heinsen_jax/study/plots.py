@@ -153,7 +153,7 @@ class Points(Plot):
         axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
         axes.margins(0.15)  # space for names
         cost = COST_LABELS[self.x].partition(" (")[0]
-        note = f"steps: the best with at most the same {cost}" if self.frontier else ""
+        note = "steps: the Pareto frontier" if self.frontier else ""
         default = f"{self.y.replace('_', ' ')} against {cost}"
         self.set_title(axes, default, results, BARS, note)
         return drawn

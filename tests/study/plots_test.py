@@ -120,7 +120,7 @@ def test_the_frontier_is_the_best_with_at_most_a_cost(metric, sign):
     plot = Points(metric, frontier=True, highlighted={"d": "C1"})
     axes = draw("A study", [plot], points(metric, sign)).axes[0]
     assert {text.get_text() for text in axes.texts} == {"a", "b", "d"}
-    assert "steps: the best with at most the same state size" in axes.get_title()
+    assert "steps: the Pareto frontier" in axes.get_title()
     steps, rings = (line for line in axes.lines if line.get_color() == "black")
     corners = [(1, 0.2), (2, 0.2), (2, 0.4), (4, 0.4), (4, 0.5), (9, 0.5)]
     assert list(zip(*steps.get_data(), strict=True)) == [(x, sign * y) for x, y in corners]

@@ -53,7 +53,6 @@ def get_study() -> Study:
             "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        mode="max",
         extra_metrics=tuple(f"accuracy_{length}" for length in TESTED),
         plots=(
             LengthPlot(

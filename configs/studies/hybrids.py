@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/hybrids.py --jobs 2
 
-Needs an hour on two CPU cores.
+Needs an estimated hour on two CPU cores.
 """
 
 from dataclasses import replace
@@ -70,7 +70,6 @@ def get_study() -> Study:
             "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        mode="max",
         extra_metrics=("accuracy_40",),
         plots=(
             Ranking("accuracy", title="recall of 32 pairs", where={"task": "recall"}),

@@ -2,8 +2,8 @@
 
 python -m heinsen_jax.study configs/studies/language_model.py --jobs 2
 
-Tiny Shakespeare with nanoGPT's CPU budget, at most 0.85M parameters. Needs four hours on two CPU
-cores.
+Tiny Shakespeare with nanoGPT's CPU budget, at most 0.85M parameters. Needs an estimated
+four hours on two CPU cores.
 """
 
 from dataclasses import replace
@@ -24,34 +24,21 @@ have softmax attention without positions, or FoX, in one or two of their layers.
 Muon, except in the rows named AdamW.
 """
 BASELINE = "log, decay by head"
-LOG = Layers("log", repeats=3)
-SLOTS = Layers("log", options=sweeps.SLOTS | {"value_depth": 32})
-MAMBA = Layers("mamba2", options={"key_depth": 32})
 WITH_ADAMW = (
     BASELINE,
     "softmax, rotary",
     "softmax, learned positions",
     "log, the paper's model",
 )
+SOFTMAX = "softmax, rotary", "softmax, learned positions", "softmax, no positions", "softmax, ALiBi"
 COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
     "log, slots": sweeps.COLORS["log, slots"],
     "log, the paper's model": sweeps.COLORS["log"],
-    **dict.fromkeys(
-        (
-            "softmax, rotary",
-            "softmax, learned positions",
-            "softmax, no positions",
-            "softmax, ALiBi",
-            "FoX",
-        ),
-        sweeps.COLORS["softmax"],
-    ),
+    "FoX": sweeps.COLORS["fox"],
+    "Gated DeltaNet": sweeps.COLORS["gated_deltanet"],
+    **dict.fromkeys(SOFTMAX, sweeps.COLORS["softmax"]),
 }
-
-
-def softmax(positions: str) -> Layers:
-    return Layers("softmax", options={"positions": positions})
 
 
 def get_study() -> Study:
@@ -66,24 +53,18 @@ def get_study() -> Study:
         "model.max_length": 64,
         "data.test_lengths": (),
     }
-    window = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
-    without = softmax("none")
-    models: dict[str, dict[str, FieldValue]] = {
-        BASELINE: {},
-        "log, slots": {"model.attention": SLOTS, "model.mlp_dim": 576},
+    without = Layers("softmax", options={"positions": "none"})
+    logs = Layers("log", repeats=3)
+    models = sweeps.language_models() | {
         "log, the paper's model": {"model": paper.model},
-        "softmax, rotary": {"model.attention": "softmax"},
         "softmax, learned positions": learned_positions,
         "softmax, no positions": {"model.attention": without},
-        "softmax, ALiBi": {"model.attention": softmax("alibi")},
-        "FoX": {"model.attention": "fox"},
-        "window of 64, rotary": {"model.attention": window},
-        "3 log, then softmax": {"model.attention": (LOG, without)},
-        "softmax, then 3 log": {"model.attention": (without, LOG)},
-        "alternating log and softmax": {"model.attention": ("log", without)},
-        "3 log, then FoX": {"model.attention": (LOG, "fox")},
-        "Gated DeltaNet": {"model.attention": "gated_deltanet", "model.mlp_dim": 384},
-        "Mamba-2": {"model.attention": MAMBA, "model.mlp_dim": 352},
+        "softmax, ALiBi": sweeps.mechanism("softmax", positions="alibi"),
+        "window of 64, rotary": sweeps.mechanism(
+            "sliding_window", window_size=64, positions="rotary"
+        ),
+        "softmax, then 3 log": {"model.attention": (without, logs)},
+        "3 log, then FoX": {"model.attention": (logs, "fox")},
     }
     return Study(
         title="Language models of Tiny Shakespeare",

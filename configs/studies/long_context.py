@@ -2,14 +2,13 @@
 
 python -m heinsen_jax.study configs/studies/long_context.py --jobs 2
 
-Needs five hours on two CPU cores.
+Needs an estimated five hours on two CPU cores.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.models import Layers
 from heinsen_jax.study import Points, PositionPlot, Ranking, Study, sweeps
 
 ABOUT = """
@@ -21,17 +20,12 @@ they have between 1.0M and 1.1M parameters. Hybrids have softmax attention witho
 or two of their layers.
 """
 BASELINE = "log, decay by head"
-LOG = Layers("log", repeats=3)
-SLOTS = Layers("log", options=sweeps.SLOTS | {"value_depth": 32})
-SOFTMAX = Layers("softmax", options={"positions": "none"})
-MAMBA = Layers("mamba2", options={"key_depth": 32})
 COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
     "log, slots": sweeps.COLORS["log, slots"],
     "softmax, rotary": sweeps.COLORS["softmax"],
-    "FoX": "C9",
-    "Gated DeltaNet": "C8",
-    "3 log, then softmax": "C5",
+    "FoX": sweeps.COLORS["fox"],
+    "Gated DeltaNet": sweeps.COLORS["gated_deltanet"],
 }
 
 
@@ -43,17 +37,8 @@ def get_study() -> Study:
         about=ABOUT,
         base=replace(base, training=training),
         axes={
-            "model": {
-                BASELINE: {},
-                "log, slots": {"model.attention": SLOTS, "model.mlp_dim": 576},
-                "softmax, rotary": {"model.attention": "softmax"},
-                "FoX": {"model.attention": "fox"},
-                "Gated DeltaNet": {"model.attention": "gated_deltanet", "model.mlp_dim": 384},
-                "Mamba-2": {"model.attention": MAMBA, "model.mlp_dim": 352},
-                "GLA": {"model.attention": "gla", "model.mlp_dim": 448},
-                "3 log, then softmax": {"model.attention": (LOG, SOFTMAX)},
-                "alternating log and softmax": {"model.attention": ("log", SOFTMAX)},
-            },
+            "model": sweeps.language_models()
+            | {"GLA": sweeps.mechanism("gla") | {"model.mlp_dim": 448}},
             "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
             "seed": sweeps.seeds(1, 2, 3),
         },

@@ -34,6 +34,5 @@ def get_study() -> Study:
             "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        mode="max",
         plots=(Points("accuracy", chance=1 / 8, highlighted=sweeps.COLORS),),
     )

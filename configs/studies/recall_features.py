@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall_features.py --jobs 2
 
-Needs half an hour on two CPU cores.
+Needs an hour on two CPU cores.
 """
 
 import math
@@ -23,7 +23,7 @@ unless stated, log-attention has two heads of 32 x 32. Slots are normalized prod
 coupled decay.
 """
 BASELINE = "log"
-WINNER = "64 slots x 16"
+WINNER = "2 heads, 64 slots x 16"
 
 
 def log(
@@ -59,10 +59,10 @@ def get_study() -> Study:
         "product features: 144 x 16": log(1, 144, 16, **product),
         "product features: 2 heads, 64 x 16": log(2, 64, 16, **product),
         "log-values, product features: 144 x 16": log(1, 144, 16, values="log", **product),
-        WINNER: log(1, 64, 16, **product, **coupled),
+        "64 slots x 16": log(1, 64, 16, **product, **coupled),
         "36 slots x 16": log(1, 36, 16, **product, **coupled),
         "144 slots x 16": log(1, 144, 16, **product, **coupled),
-        "2 heads, 64 slots x 16": log(2, 64, 16, **product, **coupled),
+        WINNER: log(2, 64, 16, **product, **coupled),
         "log-values, 64 slots x 16": log(1, 64, 16, values="log", **product, **coupled),
         "gated_deltanet": delta("gated_deltanet"),
         "gated_deltanet, 24 x 24": delta("gated_deltanet", key_depth=24, value_depth=24),
@@ -75,8 +75,7 @@ def get_study() -> Study:
     colors = {
         BASELINE: sweeps.COLORS["log"],
         WINNER: sweeps.COLORS["log, slots"],
-        "gated_deltanet": "C8",
-        "gated_deltanet, 16 x 16": "C8",
+        "gated_deltanet": sweeps.COLORS["gated_deltanet"],
     }
     return Study(
         title="Features and decay of log-attention: recall of 8 pairs",
@@ -88,7 +87,6 @@ def get_study() -> Study:
             "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        mode="max",
         baseline=BASELINE,
         plots=(
             Ranking("accuracy", highlighted=colors, baseline=BASELINE),

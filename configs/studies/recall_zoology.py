@@ -55,7 +55,6 @@ def get_study() -> Study:
             "learning_rate": sweeps.learning_rates(*RATES),
         },
         metric="accuracy",
-        mode="max",
         plots=tuple(
             Points("accuracy", title=name, where={"task": name}, highlighted=sweeps.COLORS)
             for name in tasks

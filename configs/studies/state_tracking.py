@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/state_tracking.py --jobs 2
 
-Needs an hour on two CPU cores.
+Needs an estimated hour on two CPU cores.
 """
 
 from dataclasses import replace
@@ -28,8 +28,8 @@ COLORS = {
     "log": sweeps.COLORS["log"],
     "log, slots": sweeps.COLORS["log, slots"],
     "softmax": sweeps.COLORS["softmax"],
-    "DeltaNet, negative eigenvalues": "C8",
-    "Gated DeltaNet, negative eigenvalues": "C9",
+    "DeltaNet, negative eigenvalues": "C2",
+    "Gated DeltaNet, negative eigenvalues": sweeps.COLORS["gated_deltanet"],
 }
 
 
@@ -70,7 +70,6 @@ def get_study() -> Study:
             "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        mode="max",
         extra_metrics=tuple(f"accuracy_{length}" for length in LENGTHS[1:]),
         plots=tuple(
             LengthPlot(

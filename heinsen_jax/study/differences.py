@@ -86,14 +86,14 @@ def differences_of(study: Study, results: Sequence[Comparison]) -> list[Differen
     ]
 
 
-def difference_table(study: Study, results: Sequence[Comparison]) -> str:
-    """Table in Markdown of the differences to the baseline."""
+def difference_table(differences: Sequence[Difference]) -> str:
+    """Table in Markdown of differences, with a row for each result and a column for each metric."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    for found in differences_of(study, results):
+    for found in differences:
         labels = tuple(found.compared.values())
         lines.setdefault(labels, [*labels]).append(str(found))
-    head = [*results[0].compared, study.metric, *study.extra_metrics]
-    return markdown_table(head, list(lines.values()))
+    metrics = dict.fromkeys(found.metric for found in differences)
+    return markdown_table([*differences[0].compared, *metrics], [*lines.values()])
 
 
 def _interval(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float] | None:

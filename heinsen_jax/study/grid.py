@@ -13,8 +13,7 @@ from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, ru
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, Ranking
-from heinsen_jax.study.report import is_larger_better
+from heinsen_jax.study.plots import LinePlot, Plot, PositionPlot, Ranking
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
@@ -45,8 +44,8 @@ class Study:
       base: the base experiment.
       axes: values of each axis by their labels: label -> {"section.field": value, ...}. Later axes
         override fields of earlier ones.
-      metric: the compared metric of the last evaluation.
-      mode: whether the smallest ("min") or the largest ("max") value is the best.
+      metric: the compared metric of the last evaluation. The largest accuracy is the best, and the
+        smallest value of any other metric.
       tuned: axes of which only the best value is reported, such as learning rates.
       search: which tuned values are run with the first seed: all ("grid"), or those that lead to
         the best ("neighbors"). The latter is for one tuned axis whose labels are in order, such as
@@ -66,7 +65,6 @@ class Study:
     base: ExperimentConfig
     axes: Axes
     metric: str = "loss"
-    mode: Literal["min", "max"] = "min"
     tuned: tuple[str, ...] = ("learning_rate",)
     search: Literal["grid", "neighbors"] = "grid"
     seeds: str = "seed"
@@ -83,9 +81,6 @@ class Study:
                 f"search='neighbors' needs one tuned axis, not {len(ordered)}; set tuned to the "
                 "name of one axis, or search='grid'"
             )
-        mode = "max" if is_larger_better(self.metric) else "min"
-        if self.mode != mode:
-            raise ValueError(f"mode={self.mode!r} with metric={self.metric!r}: set mode={mode!r}")
         if self.baseline is not None:
             found = [axis for axis in compared if self.baseline in self.axes[axis]]
             if len(found) != 1:
@@ -94,7 +89,7 @@ class Study:
                     f"{len(found)}"
                 )
         for plot in self.plots:
-            if isinstance(plot, Points | LengthPlot | PositionPlot) and plot.lines not in compared:
+            if isinstance(plot, LinePlot) and plot.lines not in compared:
                 raise ValueError(
                     f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
                 )

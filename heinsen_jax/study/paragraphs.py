@@ -34,9 +34,9 @@ def paragraphs(
             "and the worst."
         )
     parts += _tuning(study, results)
-    if study.baseline is not None and differences_of(study, results):
+    if study.baseline is not None and (found := differences_of(study, results)):
         parts.append(f"Differences to {study.baseline}, which is subtracted:")
-        parts += [difference_table(study, results), METHOD]
+        parts += [difference_table(found), METHOD]
     finished = [row for row in rows if row is not None]
     parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
     shown = [result.compared for result in results]

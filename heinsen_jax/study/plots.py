@@ -91,24 +91,6 @@ class Plot:
         )
         return line
 
-    def curves(
-        self, axes: Axes, results: Sequence[Comparison], axis: str, metrics: Mapping[int, str]
-    ) -> list[Line]:
-        """Draw a line through the metrics, by their x, for each result; name it by its label."""
-        drawn = []
-        for label, of_line in _by(results, axis).items():
-            for result in of_line:
-                points = [(x, result, metric) for x, metric in metrics.items()]
-                points = [point for point in points if _is_measured(result, point[2])]
-                name = label if len(of_line) == 1 else " ".join(result.compared.values())
-                if points:
-                    drawn.append(self.line(axes, name, points))
-        self.draw_chance(axes)
-        axes.set_xscale("log")
-        axes.set_xticks([*metrics], [str(x) for x in metrics])
-        axes.minorticks_off()
-        return drawn
-
     def draw_chance(self, axes: Axes) -> None:
         if self.chance is not None:
             axes.axhline(self.chance, color="black", linestyle="--", linewidth=1)
@@ -116,21 +98,60 @@ class Plot:
             axes.annotate("chance", at, (0, 2), place, "offset points", fontsize=8)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinePlot(Plot):
+    """A plot with one line per label of an axis.
+
+    Attributes:
+      lines: the axis.
+    """
+
+    lines: str = "mechanism"
+
+    def curves(
+        self, axes: Axes, results: Sequence[Comparison], y: str, x: str, metrics: Mapping[int, str]
+    ) -> list[Line]:
+        """Draw a line through the metrics, by their x, for each result; name it by its label.
+
+        Args:
+          axes: the axes.
+          results: the results to plot.
+          y: name of the metrics.
+          x: name of what they depend on, and after it, in brackets, its unit.
+          metrics: names of the metrics by their x.
+        """
+        drawn = []
+        for label, of_line in _by(results, self.lines).items():
+            for result in of_line:
+                points = [(x, result, metric) for x, metric in metrics.items()]
+                points = [point for point in points if _is_measured(result, point[2])]
+                name = label if len(of_line) == 1 else " ".join(result.compared.values())
+                if points:
+                    drawn.append(self.line(axes, name, points))
+        self.draw_chance(axes)
+        axes.set(xlabel=x, ylabel=self.label(y), xscale="log")
+        axes.set_xticks([*metrics], [str(x) for x in metrics])
+        axes.minorticks_off()
+        self.set_title(axes, f"{y} against {x.partition(' (')[0]}", results, BARS)
+        return drawn
+
+    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
+        label_at_right(axes, lines)
+
+
 @dataclass(frozen=True)
-class Points(Plot):
+class Points(LinePlot):
     """Plot of a metric against a cost, with one line per label of an axis.
 
     Attributes:
       y: a metric.
       x: "state_bytes", "parameters", "flops" or "seconds"; results without it are omitted.
-      lines: the axis.
       frontier: whether to draw the best value that is attained with at most a cost (the Pareto
         frontier), and to name only its lines and the highlighted ones; others are gray points.
     """
 
     y: str
     x: Literal["state_bytes", "parameters", "flops", "seconds"] = "state_bytes"
-    lines: str = "mechanism"
     frontier: bool = False
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
@@ -185,54 +206,38 @@ class Points(Plot):
 
 
 @dataclass(frozen=True)
-class LengthPlot(Plot):
+class LengthPlot(LinePlot):
     """Plot of accuracy against the test length, with one line per label of an axis.
 
     Attributes:
       lengths: test lengths, with metrics `accuracy_<length>`.
-      lines: the axis.
       length_unit: unit of the lengths.
     """
 
     lengths: tuple[int, ...]
-    lines: str = "mechanism"
     length_unit: str = "tokens"
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         metrics = {length: f"accuracy_{length}" for length in self.lengths}
-        drawn = self.curves(axes, results, self.lines, metrics)
-        axes.set(xlabel=f"length ({self.length_unit})", ylabel=self.label("accuracy"))
-        self.set_title(axes, "accuracy against length", results, BARS)
-        return drawn
-
-    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
-        label_at_right(axes, lines)
+        return self.curves(axes, results, "accuracy", f"length ({self.length_unit})", metrics)
 
 
 @dataclass(frozen=True)
-class PositionPlot(Plot):
+class PositionPlot(LinePlot):
     """Plot of the loss against the position in the context, with one line per label of an axis, for
     runs with `training.loss_by_position`. Each point is at the last position of its mean.
 
     Attributes:
       length: length of their longest sequences.
-      lines: the axis.
       position_unit: unit of the positions.
     """
 
     length: int
-    lines: str = "mechanism"
     position_unit: str = "tokens"
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         metrics = {end: f"loss_{self.length}_at_{end}" for end in bucket_ends(self.length)}
-        drawn = self.curves(axes, results, self.lines, metrics)
-        axes.set(xlabel=f"position ({self.position_unit})", ylabel=self.label("loss"))
-        self.set_title(axes, "loss against position", results, BARS)
-        return drawn
-
-    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
-        label_at_right(axes, lines)
+        return self.curves(axes, results, "loss", f"position ({self.position_unit})", metrics)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Run, Study
-from heinsen_jax.study.report import Comparison, Row
+from heinsen_jax.study.report import Comparison, Row, is_larger_better
 
 RESULTS_FILE = "results.jsonl"
 
@@ -62,7 +62,7 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
 def score(study: Study, recorded: Recorded, run: Run) -> float:
     """The run's metric, negated if smaller is better; -inf if it diverged or is unfinished."""
     value = (recorded.of(run) or {}).get("metrics", {}).get(study.metric, math.nan)
-    sign = 1 if study.mode == "max" else -1
+    sign = 1 if is_larger_better(study.metric) else -1
     return sign * value if math.isfinite(value) else -math.inf
 
 

@@ -13,6 +13,8 @@ COLORS = {
     "log, decay by head": "C4",
     "rmt": "C5",
     "log, slots": "C6",
+    "fox": "C9",
+    "gated_deltanet": "C8",
 }
 """Colors of highlighted mechanisms, the same in all plots, by labels of `causal_mechanisms`."""
 
@@ -58,6 +60,24 @@ def causal_mechanisms(length: int) -> Sweep:
     }
     others["gqa"] = mechanism("gqa", num_kv_heads=1)
     return {label: mechanism("log", **chosen) for label, chosen in log.items()} | others
+
+
+def language_models() -> Sweep:
+    """Mechanisms and hybrids in the decay block, four layers of width 128, with about as many
+    parameters as softmax attention: where a mechanism has more or fewer, so has the MLP."""
+    logs, without = Layers("log", repeats=3), mechanism("softmax", positions="none")
+    softmax = without["model.attention"]
+    assert isinstance(softmax, Layers)
+    return {
+        "log, decay by head": mechanism("log"),
+        "log, slots": mechanism("log", **SLOTS | {"value_depth": 32}) | {"model.mlp_dim": 576},
+        "softmax, rotary": mechanism("softmax"),
+        "FoX": mechanism("fox"),
+        "Gated DeltaNet": mechanism("gated_deltanet") | {"model.mlp_dim": 384},
+        "Mamba-2": mechanism("mamba2", key_depth=32) | {"model.mlp_dim": 352},
+        "3 log, then softmax": {"model.attention": (logs, softmax)},
+        "alternating log and softmax": {"model.attention": ("log", softmax)},
+    }
 
 
 def learning_rates(*rates: float) -> Sweep:

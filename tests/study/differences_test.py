@@ -13,7 +13,7 @@ from heinsen_jax.study.differences import METHOD
 from heinsen_jax.study.paragraphs import paragraphs
 from tests.study.runner_test import PLAIN
 
-STUDY = replace(PLAIN, metric="loss", mode="min", extra_metrics=("accuracy",), baseline="linear")
+STUDY = replace(PLAIN, metric="loss", extra_metrics=("accuracy",), baseline="linear")
 LOSSES = {
     ("linear", "8"): (1.0, 1.1, 1.3),
     ("softmax", "8"): (2.0, 2.1, 2.05, 2.2),

@@ -52,7 +52,6 @@ STUDY = Study(
         "seed": {"0": {"seed": 0}, "1": {"seed": 1}, "2": {"seed": 2}},
     },
     metric="accuracy",
-    mode="max",
     extra_metrics=("accuracy_16",),
     plots=(Points("accuracy"), LengthPlot((4, 8, 16)), Ranking("accuracy")),
 )
@@ -199,11 +198,6 @@ def test_a_metric_that_is_not_measured_is_named(tmp_path):
 def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
     with pytest.raises(ValueError, match="one of mechanism, width"):
         replace(STUDY, plots=(Points("accuracy", lines="learning_rate"),))
-
-
-def test_the_smallest_accuracy_is_never_the_best():
-    with pytest.raises(ValueError, match="mode='min' with metric='accuracy': set mode='max'"):
-        replace(STUDY, mode="min")
 
 
 def test_highlighted_labels_and_the_baseline_exist():

@@ -14,7 +14,7 @@ from typing import Annotated
 import tyro
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
-HEADER_END = "\n# ---\n\n"
+TITLE = "# %% [markdown]\n# # "  # the first cell of every notebook
 CELLS = """\
 # %% [markdown]
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/{repository}/blob/main/notebooks/{name}.ipynb)
@@ -29,27 +29,24 @@ if "google.colab" in sys.modules:
     get_ipython().run_line_magic("pip", f"install --quiet '{{package}}'")
 
 """
-LAST_LINE = CELLS.splitlines()[-2].replace("{{", "{").replace("}}", "}") + "\n\n"
 
 
 def add_badges(repository: str, folder: Path = NOTEBOOKS) -> None:
     """Write the two cells into the scripts of a folder, and convert them to notebooks.
 
     Raises:
-      ValueError: the repository is not of the form OWNER/NAME, or a script has no header.
+      ValueError: the repository is not of the form OWNER/NAME, or a script has no title.
     """
     if repository.count("/") != 1 or not all(repository.split("/")):
         raise ValueError(f"repository={repository!r} must be of the form OWNER/NAME")
     scripts = sorted(folder.glob("*.py"))
     for script in scripts:
-        header, end, text = script.read_text().partition(HEADER_END)
-        if not end:
-            raise ValueError(
-                f"{script}: no jupytext header; convert it by jupytext --to py:percent"
-            )
-        own = text.rpartition(LAST_LINE)[-1]  # without earlier cells
+        before, title, rest = script.read_text().partition(TITLE)
+        if not title:
+            raise ValueError(f"{script}: no cell with a title; begin it with one")
+        header = before.partition("# %%")[0]  # without earlier cells
         cells = CELLS.format(repository=repository, name=script.stem)
-        script.write_text(header + end + cells + own)
+        script.write_text(header + cells + title + rest)
     subprocess.run([sys.executable, "-m", "jupytext", "--to", "ipynb", *scripts], check=True)
 
 

@@ -41,9 +41,8 @@ class LogConfig(HeadsConfig):
     """Number of tokens that a query attends to, itself included; all when None."""
     decay: Literal["head", "feature", "coupled"] | None = None
     """Decay at every token; no decay when None. head, feature: at a trained rate that depends on
-    the token, one per key/value head or one per key feature. coupled: the
-    key is normalized by a softmax over the features, and the state of each feature is multiplied by
-    1 - exp(key)."""
+    the token, one per key/value head or one per key feature. coupled: the key is normalized by a
+    softmax over the features, and the state of each feature is multiplied by 1 - exp(key)."""
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
     """Initial time constant, in tokens, of the slowest-decaying head or feature. The fastest decay
     initially multiplies the state by 1/2 at each token. Unused by coupled decay."""
@@ -74,7 +73,9 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     With `decay="coupled"`, the decay of a feature follows from the key, as in LSTMs with coupled
     gates (Greff et al., 2017) and in HGRN2:
 
-        K = log softmax(k),    S_t = (1 - exp(K_t)) S_(t-1) + exp(K_t) v_t
+        K = log softmax(k),                           y_t = exp(Q_t) S_t / (exp(Q_t) Z_t)
+        S_t = (1 - exp(K_t))^T S_(t-1) + exp(K_t)^T v_t
+        Z_t = (1 - exp(K_t))^T Z_(t-1) + exp(K_t)^T
 
     Features then act as slots, each with an average of the values written to it.
 

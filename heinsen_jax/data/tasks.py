@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
 import pydantic
@@ -31,11 +31,8 @@ class Task:
     """Number of examples of an evaluation."""
     test_lengths: tuple[pydantic.PositiveInt, ...] = ()
     """Further lengths at which to evaluate."""
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether examples have labels, instead of the next tokens."""
-        return False
+    has_labels: ClassVar[bool] = False
+    """Whether examples have labels, instead of the next tokens."""
 
     def draw(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Draw tokens `[n]`, at most sequence_length + 1, and the mask of answers among them."""
@@ -340,6 +337,7 @@ class StateTracking(Task):
       in Linear RNNs Through Negative Eigenvalues, arXiv:2411.12537.
     """
 
+    has_labels = True
     task: Literal["state_tracking"] = "state_tracking"
     group: Literal["parity", "modular", "s5"] = "parity"
     """The group."""
@@ -371,10 +369,6 @@ class StateTracking(Task):
     @property
     def vocab_size(self) -> int:
         return 1 + len(self._group.products)
-
-    @property
-    def has_labels(self) -> bool:
-        return True
 
     def example(self, rng: np.random.Generator) -> Batch:
         products, generators = self._group

@@ -38,11 +38,12 @@ def evaluate(
     metrics: dict[str, float] = {}
     by_position: dict[str, float] = {}
     process_index, process_count = share_of_process(mesh)
-    lengths = {
-        name: rows[0].loss_mask.shape[-1] for name, rows in dataset.validation_rows(config).items()
-    }
-    longest = max(lengths, key=lambda name: lengths[name])
-    for name, length in lengths.items():
+    lengths: dict[str, int] = {}
+    rows_by_name = dataset.validation_rows(config)
+    if step_by_position is not None:
+        lengths = {name: rows[0].loss_mask.shape[-1] for name, rows in rows_by_name.items()}
+    longest = max(lengths, key=lambda name: lengths[name], default=None)
+    for name in rows_by_name:
         batches = validation_batches(
             dataset,
             config,
@@ -51,7 +52,7 @@ def evaluate(
             process_index=process_index,
             process_count=process_count,
         )
-        measure = step if step_by_position is None or name != longest else step_by_position
+        measure = step_by_position if step_by_position and name == longest else step
         sums = [np.zeros(())] * 3
         for index, batch in enumerate(batches):
             measured = measure(parameters, shard_batch(batch, mesh), index)
@@ -61,7 +62,8 @@ def evaluate(
             raise UserError(
                 "validation text: no token was masked, since it is too short; give more text"
             )
-        if measure is step_by_position:
+        if name == longest:
+            length = lengths[name]
             for end, of_bucket, number in zip(bucket_ends(length), sums[0], sums[2], strict=True):
                 if number:
                     by_position[f"loss_{length}_at_{end}"] = float(of_bucket / number)

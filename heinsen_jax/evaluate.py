@@ -16,6 +16,7 @@ import tyro
 from flax import nnx
 
 from heinsen_jax import data as text
+from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.config import load_config
 from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
@@ -97,6 +98,7 @@ def main() -> None:
         else:
             _run_text(workdir, data, text_column, sequence_length, max_batches, latest)
 
+    keep_freed_memory()
     cache_compilations()
     with exit_immediately():
         tyro.cli(run, prog="python -m heinsen_jax.evaluate")

@@ -22,6 +22,7 @@ from pathlib import Path
 import jax
 
 from heinsen_jax import data, distributed
+from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.config import (
     check_changes,
     check_tokenizer,
@@ -111,6 +112,7 @@ def main() -> int:
         return 0
     if options.config is None:
         parser.error("--config is missing: give a name, such as quickstart, a file, or --help")
+    keep_freed_memory()
     distributed.initialize(
         options.coordinator,
         options.num_processes,

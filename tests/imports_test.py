@@ -14,6 +14,7 @@ ALLOWED = {
     "run_folder": LOWEST | {"buckets", "locks"},
     "ops": LOWEST,
     "sharding": LOWEST,
+    "allocator": set(),
     "compilation": set(),
     "environment": set(),
     "on_ray": LOWEST,
@@ -29,13 +30,41 @@ ALLOWED = {
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "data", "training", "generate"},
     "evaluate": LOWEST
-    | {"compilation", "data", "sharding", "training", "config", "generate", "run_folder"},
+    | {
+        "allocator",
+        "compilation",
+        "data",
+        "sharding",
+        "training",
+        "config",
+        "generate",
+        "run_folder",
+    },
     "config": LOWEST | {"models", "sharding", "data", "training", "buckets", "run_folder"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST
-    | {"distributed", "run_folder", "data", "training", "generate", "config", "field_help"},
+    | {
+        "allocator",
+        "distributed",
+        "run_folder",
+        "data",
+        "training",
+        "generate",
+        "config",
+        "field_help",
+    },
     "study": LOWEST
-    | {"environment", "on_ray", "locks", "attention", "models", "data", "training", "config"}
+    | {
+        "allocator",
+        "environment",
+        "on_ray",
+        "locks",
+        "attention",
+        "models",
+        "data",
+        "training",
+        "config",
+    }
     | {"run_folder", "buckets"},
 }
 

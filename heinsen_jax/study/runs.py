@@ -20,6 +20,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax import data, on_ray
+from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.config import ExperimentConfig, as_json, record
 from heinsen_jax.data import DataConfig
 from heinsen_jax.data.files import write_atomically
@@ -211,6 +212,7 @@ def _run_in_pool(values: SavedConfig, workdir: Path) -> Row:
 def _begin(shares: SimpleQueue[list[int]]) -> None:
     """Assign cores to a process, since XLA has one thread per available core; exit with the
     parent."""
+    keep_freed_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     if cores := shares.get():
         os.sched_setaffinity(0, cores)

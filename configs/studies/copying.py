@@ -1,23 +1,29 @@
-"""Copying strings, and longer strings than in training.
+"""Copying, selective copying and induction, on longer sequences than in training.
 
 python -m heinsen_jax.study configs/studies/copying.py --jobs 2
 
-Trained on 5 to 20 letters, tested on up to 60 (Jelassi et al., 2024). Needs half an hour on two
-CPU cores.
+Copying is that of Jelassi et al. (2024). Needs an estimated hour and a half on two CPU cores.
 """
 
 from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
+from heinsen_jax.data import Induction, SelectiveCopying
 from heinsen_jax.study import LengthPlot, Study, sweeps
+from heinsen_jax.study.grid import FieldValue
 
 ABOUT = """
-Trained on strings of 5 to 20 of 26 letters, tested on all lengths in the plot. Each letter is
-predicted given the correct letters before it. Two layers of width 64, a convolution of 4 tokens
-before each branch, no position encoding, 800 updates of 64 strings.
+Three tasks, each tested on the lengths in its plot. Copying: trained on strings of 5 to 20 of 26
+letters; each letter is predicted given the correct letters before it; 800 updates. Selective
+copying: repeat 8 of 14 letters that are mixed with noise, trained on 64 tokens of both; 400
+updates. Induction: recall which of 16 tokens followed a special token, trained on 64 tokens; 400
+updates. All updates have 64 sequences. Two layers of width 64, a convolution of 4 tokens before
+each branch, no position encoding.
 """
-TESTED = 10, 20, 30, 40, 60
+STRINGS = 10, 20, 30, 40, 60
+INPUTS = 64, 128, 256
+SEQUENCES = 64, 256, 1024
 MECHANISMS = (
     "softmax",
     "sliding_window",
@@ -36,31 +42,56 @@ MECHANISMS = (
 )
 
 
+def task(data: SelectiveCopying | Induction) -> dict[str, FieldValue]:
+    return {"data": data, "model.vocab_size": data.vocab_size, "training.steps": 400}
+
+
 def get_study() -> Study:
-    base = load_config(Path(__file__).parents[1] / "copying.py")
+    configs = Path(__file__).parents[1]
+    base = load_config(configs / "copying.py")
+    selective = load_config(configs / "selective_copying.py").data
+    induction = load_config(configs / "induction.py").data
+    assert isinstance(selective, SelectiveCopying)
+    assert isinstance(induction, Induction)
+    selective = replace(selective, test_lengths=INPUTS, validation_examples=512)
+    induction = replace(induction, test_lengths=SEQUENCES, validation_examples=512)
     known = sweeps.causal_mechanisms(length=64)
+    plots = (
+        ("copying", STRINGS, "letters", "Copying; trained on 5 to 20 letters", 26),
+        ("selective copying", INPUTS, "tokens", "Selective copying; trained on 64 tokens", 14),
+        ("induction", SEQUENCES, "tokens", "Induction; trained on 64 tokens", 16),
+    )
     return Study(
-        title="Copying strings, and longer strings than in training",
+        title="Copying, selective copying and induction",
         about=ABOUT,
         base=replace(
             base,
-            data=replace(base.data, test_lengths=TESTED, validation_examples=512),
+            data=replace(base.data, test_lengths=STRINGS, validation_examples=512),
             training=replace(base.training, evaluate_every=800),
         ),
         axes={
+            "task": {
+                "copying": {},
+                "selective copying": task(selective),
+                "induction": task(induction),
+            },
             "mechanism": {name: known[name] for name in MECHANISMS},
             "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
             "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        extra_metrics=tuple(f"accuracy_{length}" for length in TESTED),
-        plots=(
+        extra_metrics=tuple(
+            f"accuracy_{length}" for length in sorted({*STRINGS, *INPUTS, *SEQUENCES})
+        ),
+        plots=tuple(
             LengthPlot(
-                TESTED,
-                title="Accuracy per letter; trained on 5 to 20 letters",
-                length_unit="letters",
-                chance=1 / 26,
+                lengths,
+                title=title,
+                where={"task": name},
+                length_unit=unit,
+                chance=1 / choices,
                 highlighted=sweeps.COLORS,
-            ),
+            )
+            for name, lengths, unit, title, choices in plots
         ),
     )

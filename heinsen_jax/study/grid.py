@@ -107,8 +107,8 @@ class Study:
                     f"plots of {self.title!r}: no compared axis has the labels {unknown}; "
                     f"choose from {labels}"
                 )
-            for axis, label in plot.where.items():
-                if axis not in compared or label not in self.axes[axis]:
+            for axis in plot.where:
+                if axis not in compared or not {*plot.labels(axis)} <= {*self.axes[axis]}:
                     raise ValueError(
                         f"plots of {self.title!r}: where={dict(plot.where)} must have labels by "
                         f"compared axes, which are {', '.join(compared)}"

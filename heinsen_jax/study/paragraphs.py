@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.differences import METHOD, difference_table, differences_of
 from heinsen_jax.study.grid import Study
-from heinsen_jax.study.report import Comparison, Row, table
+from heinsen_jax.study.plots import COST_LABELS, PowerLawPlot
+from heinsen_jax.study.report import Comparison, Row, markdown_table, table
 
 PLOT_FILE = "report.png"
 
@@ -37,6 +38,7 @@ def paragraphs(
     if study.baseline is not None and (found := differences_of(study, results)):
         parts.append(f"Differences to {study.baseline}, which is subtracted:")
         parts += [difference_table(found), METHOD]
+    parts += _power_laws(study, results)
     finished = [row for row in rows if row is not None]
     parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
     shown = [result.compared for result in results]
@@ -86,6 +88,22 @@ def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
                 f"The best {_words(axis)} is the first or the last that was tried, so a better one "
                 f"may exist, for {which}."
             )
+    return parts
+
+
+def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
+    """Tables of the exponents of power laws."""
+    parts = []
+    for plot in study.plots:
+        if isinstance(plot, PowerLawPlot) and (fits := plot.fits(results)):
+            cost = COST_LABELS[plot.x].partition(" (")[0]
+            parts.append(
+                f"Power laws: {_words(plot.y)} proportional to ({cost})^(-b), fitted to the "
+                "logarithms of all seeds. Brackets are 95% confidence intervals of b, within the "
+                "range of the plot, as if deviations of points from the line were independent."
+            )
+            lines = [[label, "" if fit is None else str(fit)] for label, fit in fits.items()]
+            parts.append(markdown_table([plot.lines, "b"], lines))
     return parts
 
 

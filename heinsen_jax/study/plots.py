@@ -9,17 +9,20 @@ import matplotlib.figure
 from matplotlib.axes import Axes
 
 from heinsen_jax.study.labels import GRAY, Line, label_at_right, label_points
+from heinsen_jax.study.power_law import Fit, fit_power_law
 from heinsen_jax.study.report import Comparison, is_larger_better
 from heinsen_jax.training.positions import bucket_ends
 
 COST_LABELS = {
     "state_bytes": "state size (bytes)",
     "parameters": "parameters",
+    "tokens": "training tokens",
     "flops": "training FLOPs",
     "seconds": "training time (seconds)",
 }
 LINES_HEIGHT = 5.5  # inches
 BARS = "bars: from the lowest to the highest seed"
+Cost = Literal["state_bytes", "parameters", "tokens", "flops", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +34,25 @@ class Plot:
       unit: unit of the metric, such as "nats per character".
       chance: value of the metric for guesses, drawn as a dashed line.
       highlighted: Matplotlib's colors by labels of the compared axes; other lines are gray.
-      where: labels by compared axes, of the results to plot; all results by default.
+      where: a label, or several, by compared axes, of the results to plot; all results by default.
     """
 
     title: str = ""
     unit: str = ""
     chance: float | None = None
     highlighted: Mapping[str, str] = field(default_factory=dict)
-    where: Mapping[str, str] = field(default_factory=dict)
+    where: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+
+    def labels(self, axis: str) -> tuple[str, ...]:
+        """The labels of an axis in `where`."""
+        labels = self.where[axis]
+        return (labels,) if isinstance(labels, str) else labels
 
     def selected(self, results: Sequence[Comparison]) -> list[Comparison]:
         """The results to plot."""
-        return [x for x in results if self.where.items() <= x.compared.items()]
+        return [
+            x for x in results if all(x.compared[axis] in self.labels(axis) for axis in self.where)
+        ]
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         """Draw the results without names of lines, and return the lines."""
@@ -145,13 +155,14 @@ class Points(LinePlot):
 
     Attributes:
       y: a metric.
-      x: "state_bytes", "parameters", "flops" or "seconds"; results without it are omitted.
+      x: "state_bytes", "parameters", "tokens", "flops" or "seconds"; results without it are
+        omitted.
       frontier: whether to draw the best value that is attained with at most a cost (the Pareto
         frontier), and to name only its lines and the highlighted ones; others are gray points.
     """
 
     y: str
-    x: Literal["state_bytes", "parameters", "flops", "seconds"] = "state_bytes"
+    x: Cost = "state_bytes"
     frontier: bool = False
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
@@ -203,6 +214,49 @@ class Points(LinePlot):
         if self.chance is not None:
             avoided.append(Line("chance", axes.get_xlim(), [self.chance] * 2, "black"))
         label_points(axes, [line for line in lines if line.name], avoided)
+
+
+@dataclass(frozen=True)
+class PowerLawPlot(LinePlot):
+    """Plot of a metric against a cost, with a fitted power law per label of an axis. The report has
+    a table of the exponents.
+
+    Attributes:
+      y: a metric, above 0.
+      x: a cost, as in `Points`.
+    """
+
+    y: str
+    x: Cost
+
+    def fits(self, results: Sequence[Comparison]) -> dict[str, Fit | None]:
+        """The fits to all seeds of the selected results, by the labels of the lines."""
+        found = {}
+        for label, of_line in _by(self.selected(results), self.lines).items():
+            points = [(x.mean(self.x), y) for x in of_line for y in x.values(self.y)]
+            points = [point for point in points if all(map(math.isfinite, point))]
+            found[label] = fit_power_law([x for x, _ in points], [y for _, y in points])
+        return found
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        measured = [x for x in results if _is_measured(x, self.x) and _is_measured(x, self.y)]
+        drawn, fits = [], self.fits(results)
+        for label, of_line in _by(measured, self.lines).items():
+            of_line.sort(key=lambda result: result.mean(self.x))
+            for result in of_line:
+                values, color = result.values(self.y), self.color(result)
+                x = result.mean(self.x)
+                axes.plot([x] * len(values), values, "o", color=color, markersize=4)
+            x, color = [result.mean(self.x) for result in of_line], self.color(of_line[0])
+            y = [result.mean(self.y) for result in of_line]
+            if (fit := fits[label]) is not None:
+                y = [fit(cost) for cost in x]
+                axes.plot(x, y, color=color, linewidth=1.5)
+            drawn.append(Line(label, x, y, color))
+        axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log", yscale="log")
+        default = f"{self.y.replace('_', ' ')} against {COST_LABELS[self.x].partition(' (')[0]}"
+        self.set_title(axes, default, results, "dots: seeds; lines: power laws")
+        return drawn
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from heinsen_jax.environment import Environment
 class Row(TypedDict):
     """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
 
-    `flops` are those of all training tokens, and `curve` has the metrics of each evaluation by the
-    number of updates before it. Earlier versions recorded neither.
+    `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
+    each evaluation by the number of updates before it. Earlier versions recorded none of them.
     """
 
     labels: NotRequired[dict[str, str]]
@@ -22,6 +22,7 @@ class Row(TypedDict):
     failed: NotRequired[str]
     parameters: int
     state_bytes: int
+    tokens: NotRequired[int]
     flops: NotRequired[float]
     curve: NotRequired[dict[str, dict[str, float]]]
     seconds: float

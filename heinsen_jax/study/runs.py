@@ -101,12 +101,13 @@ def _recorded(path: Path) -> Row | None:
 class Costs(TypedDict):
     parameters: int
     state_bytes: int
+    tokens: int
     flops: float
 
 
 def costs(config: ExperimentConfig) -> Costs:
-    """Number of parameters, bytes of state after a sequence of the training length, and model FLOPs
-    of all updates."""
+    """Number of parameters, bytes of state after a sequence of the training length, and tokens and
+    model FLOPs of all updates."""
     model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     length = config.data.sequence_length
@@ -114,6 +115,7 @@ def costs(config: ExperimentConfig) -> Costs:
     return {
         "parameters": parameters,
         "state_bytes": model.state_size(length),
+        "tokens": tokens,
         "flops": flops_per_token(config.model, parameters, length) * tokens,
     }
 

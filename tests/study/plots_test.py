@@ -6,7 +6,7 @@ import matplotlib.figure
 import pytest
 from matplotlib.axes import Axes
 
-from heinsen_jax.study import Comparison, LengthPlot, Points, PositionPlot, Ranking
+from heinsen_jax.study import Comparison, LengthPlot, Points, PositionPlot, PowerLawPlot, Ranking
 from heinsen_jax.study.labels import GRAY
 from heinsen_jax.study.plots import draw
 
@@ -142,6 +142,25 @@ def test_losses_by_position_are_at_the_ends_of_their_buckets():
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("position (letters)", "loss (nats)")
     assert (axes.get_xscale(), axes.get_title()) == ("log", "loss against position")
     assert {text.get_text() for text in axes.texts} == {"a", "b"}
+
+
+def test_power_laws_are_drawn_and_reported():
+    def result(model: str, size: int) -> Comparison:
+        rows = [{"metrics": {"loss": 8 * size**-0.5}, "parameters": size}] * 2
+        return Comparison({"model": model, "size": str(size)}, {}, rows)
+
+    results = [result("a", size) for size in (1, 4, 16)] + [result("b", 4), result("b", 16)]
+    where = {"size": ("4", "16")}
+    plot = PowerLawPlot("loss", "parameters", lines="model", highlighted={"a": "C0"}, where=where)
+    axes = draw("A study", [plot], results).axes[0]
+    line = next(x for x in axes.lines if x.get_linestyle() == "-")
+    assert line.get_ydata() == pytest.approx([4.0, 2.0])  # of the selected sizes only
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    assert {text.get_text() for text in axes.texts} == {"a", "b"}
+    assert {name: round(fit.exponent, 6) for name, fit in plot.fits(results).items() if fit} == {
+        "a": 0.5,
+        "b": 0.5,
+    }
 
 
 def test_plots_show_only_the_results_with_their_labels():

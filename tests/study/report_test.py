@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import Comparison
+from heinsen_jax.study import Comparison, PowerLawPlot
 from heinsen_jax.study.paragraphs import paragraphs
 from heinsen_jax.study.report import table
 from tests.study.runner_test import PLAIN
@@ -45,3 +45,22 @@ def test_a_metric_that_no_evaluation_has_is_named():
     study = replace(PLAIN, reached=("acuracy", 0.9))
     with pytest.raises(UserError, match=r"reached=\('acuracy', 0.9\).*choose one of loss, acc"):
         paragraphs(study, [comparison("one", (0.5,))], [])
+
+
+def test_exponents_of_power_laws_are_reported():
+    def result(size: int) -> Comparison:
+        loss = 0.8 * size**-0.5
+        return Comparison(
+            {"model": "one", "size": str(size)}, {}, [row((1 - loss,)) | {"parameters": size}]
+        )
+
+    results = [result(size) for size in (1, 10, 100)]
+    results += [Comparison({"model": "two", "size": "1"}, {}, [row((0.5,))])]
+    plot = PowerLawPlot("loss", "parameters", lines="model")
+    axes = {"model": {"one": {}, "two": {}}, "size": {str(x): {} for x in (1, 10, 100)}}
+    parts = paragraphs(replace(PLAIN, axes=axes, plots=(plot,)), results, [])
+    at = next(place for place, part in enumerate(parts) if part.startswith("Power laws: loss"))
+    lines = parts[at + 1].splitlines()
+    assert lines[0] == "| model | b |"
+    assert lines[2] == "| one | 0.5000 [0.5000, 0.5000] |"
+    assert lines[3] == "| two |  |"

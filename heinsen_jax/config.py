@@ -32,6 +32,7 @@ from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
 from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
+from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.metrics import METRICS_FILE
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig, plain_values
@@ -89,6 +90,7 @@ class ExperimentConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()
     mesh: MeshConfig = MeshConfig()
+    distillation: DistillationConfig = DistillationConfig()
 
 
 def load_config(path: str | Path) -> ExperimentConfig:
@@ -296,7 +298,7 @@ def _affects_result(name: str) -> bool:
     """Whether a field, if changed, makes a resumed run differ from an uninterrupted one, or its
     losses incomparable."""
     section = name.partition(".")[0]
-    if section in ("seed", "data", "optimizer"):
+    if section in ("seed", "data", "optimizer", "distillation"):
         return name not in OWN_TO_A_HOST | {"data.verify", "data.test_lengths", "data.test_pairs"}
     return name in AFFECT_RESULT
 

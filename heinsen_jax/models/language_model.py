@@ -181,14 +181,9 @@ class LanguageModel(nnx.Module):
                     "LearnedPositions: segment_ids is unsupported with a state, which has one "
                     "length for all sequences; pass whole segments without a state"
                 )
-        batch_shape = tokens.shape[:-1]
         if state is None and return_state:
-            state = self.init_state(batch_shape)
-        before: PyTree = self.position.init_state(batch_shape) if state is None else state.position
-        with jax.named_scope("position"):
-            x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
-            x, position = self.position(x, state=before, segment_ids=segment_ids)
-
+            state = self.init_state(tokens.shape[:-1])
+        x, position = self.embedded(tokens, segment_ids, None if state is None else state.position)
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
         states = (None,) * len(graphs) if state is None else state.blocks
         remat = self.config.remat_policy if self.config.remat else None
@@ -196,6 +191,19 @@ class LanguageModel(nnx.Module):
         if self.config.embedding_style == "paper":
             x = self.norm(x)
         return x, LanguageModelState(position, blocks) if return_state else None
+
+    def embedded(
+        self,
+        tokens: Integer[Array | np.ndarray, "*B T"],
+        segment_ids: Integer[Array, "*B T"] | None = None,
+        state: PositionState | None = None,
+    ) -> tuple[Features, PositionState]:
+        """The input of the first block, `[*B, T, model_dim]`, and the state of the position
+        encoding after the tokens."""
+        before: PyTree = self.position.init_state(tokens.shape[:-1]) if state is None else state
+        with jax.named_scope("position"):
+            x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
+            return self.position(x, state=before, segment_ids=segment_ids)
 
     @property
     def readout(self) -> Readout:

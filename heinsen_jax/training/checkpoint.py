@@ -8,7 +8,7 @@ import time
 import warnings
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict, TypeVar, cast
+from typing import NotRequired, TypedDict, TypeVar, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -60,6 +60,7 @@ class SavedConfig(TypedDict):
     optimizer: dict[str, JSON]
     training: dict[str, JSON]
     mesh: dict[str, JSON]
+    distillation: NotRequired[dict[str, JSON]]  # earlier versions had none
 
 
 class Checkpoints:

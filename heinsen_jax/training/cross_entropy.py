@@ -79,6 +79,51 @@ def token_losses(
     return jax.tree.map(lambda x: _together(x)[:, : targets.shape[1]], found)
 
 
+def distilled_losses(
+    readout: Readout,
+    features: Float[Array, "B T D"],
+    teacher_readout: Readout,
+    teacher_features: Float[Array, "B T D"],
+    targets: Integer[Array, "B T"],
+    *,
+    divergence_weight: float,
+    max_logits: int = MAX_LOGITS,
+) -> Float[Array, "B T"]:
+    """Loss of each token of a model that imitates a teacher, in nats.
+
+        loss_t = (1 - w) (-log p_t,target) + w sum_v q_tv (log q_tv - log p_tv)
+        p = softmax(readout(features)),    q = softmax(teacher_readout(teacher_features))
+
+    Args:
+      readout: as for `cross_entropy`.
+      features: `[B, T, D]`.
+      teacher_readout: that of the teacher, which has no gradient.
+      teacher_features: `[B, T, D]`.
+      targets: `[B, T]`, token ids.
+      divergence_weight: w, of the divergence from the teacher.
+      max_logits: as for `cross_entropy`.
+
+    References:
+      Hinton, Vinyals, Dean, 2015, Distilling the Knowledge in a Neural Network, arXiv:1503.02531.
+    """
+
+    @jax.checkpoint
+    def of_chunk(
+        chunk: tuple[Float[Array, "B T D"], Float[Array, "B T D"], Integer[Array, "B T"]],
+    ) -> Float[Array, "B T"]:
+        ours, theirs, chosen = chunk
+        log_p = jax.nn.log_softmax(readout(ours))
+        log_q = jax.nn.log_softmax(lax.stop_gradient(teacher_readout(theirs)))
+        divergence = jnp.sum(jnp.exp(log_q) * (log_q - log_p), -1)
+        log_chosen = jnp.take_along_axis(log_p, chosen[..., None], -1)[..., 0]
+        return divergence_weight * divergence - (1 - divergence_weight) * log_chosen
+
+    number = _number_of_chunks(readout, features, max_logits // 2)
+    tokens = features, lax.stop_gradient(teacher_features), targets
+    losses = lax.map(of_chunk, jax.tree.map(partial(_chunks, number), tokens))
+    return _together(losses)[:, : targets.shape[1]]
+
+
 def _number_of_chunks(readout: Readout, features: Float[Array, "B T D"], max_logits: int) -> int:
     vocabulary = jax.eval_shape(readout, features[:, :1]).shape[-1]
     mesh = current_mesh()

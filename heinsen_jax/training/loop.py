@@ -27,6 +27,7 @@ from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
+from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.evaluate import evaluate
 from heinsen_jax.training.metrics import (
     PLOT_FILE,
@@ -161,8 +162,12 @@ class _Run:
         self.on_start, self.sample_fn = on_start, sample_fn
         self.learning_rates = learning_rates(experiment.optimizer, self.training.steps)
         self.key_data = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
-        self.transform = make_optimizer(experiment.optimizer)
-        self.graph = graph_of(self.model)
+        self.distillation = Distillation.of(experiment.distillation, self.model)
+        self.graph, self.trained = graph_of(self.model), None
+        if self.distillation is not None:
+            shapes = nnx.eval_shape(lambda: LanguageModel(self.model, rngs=nnx.Rngs(0)))
+            self.trained = self.distillation.trained(nnx.state(shapes, nnx.Param))
+        self.transform = make_optimizer(experiment.optimizer, self.trained)
         fraction = self.training.masked_fraction
         self.objective = objective_of(self.model, fraction, dataset.vocab_size)
         make_step = partial(make_evaluation_step, self.graph, self.objective)
@@ -173,6 +178,7 @@ class _Run:
         has_average = self.ema_decay is not None
         self.init = initializer(self.model, self.transform, self.seed, has_average=has_average)
         self.abstract = abstract_state(self.init, mesh)
+        self.constants = () if self.distillation is None else (self.distillation.parameters(mesh),)
         self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
         self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
 
@@ -214,7 +220,8 @@ class _Run:
                 for line in self._described(update):
                     self.reporter.line(line)
                 if start is None:
-                    start, state = 0, init_sharded(self.init, self.abstract)
+                    given = self.distillation and self.distillation.start()
+                    start, state = 0, init_sharded(self.init, self.abstract, given)
                 else:
                     self.reporter.line(f"continuing {self.folder} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
@@ -284,7 +291,8 @@ class _Run:
         update = self._compiled()
         state = init_sharded(self.init, self.abstract)
         batch = shard_batch(next(self._batches(0)), self.mesh)
-        time = time_updates(update, state, (batch, *self._scalars(0)), self.training.steps)
+        arguments = batch, *self._arguments(0)
+        time = time_updates(update, state, arguments, self.training.steps)
         said = [*self._described(update), time]
         if jax.process_index() == 0:
             print("\n".join(said))
@@ -297,7 +305,8 @@ class _Run:
             self.transform,
             accumulation_steps=self.training.accumulation_steps,
             out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
-            objective=self.objective,
+            objective=self.distillation or self.objective,
+            trained=self.trained,
             skip_grad_norm_ratio=self.training.skip_grad_norm_ratio,
             z_loss=self.training.z_loss,
             ema_decay=self.ema_decay,
@@ -309,11 +318,12 @@ class _Run:
         segment_ids = tokens if is_separate else None
         labels = of_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
         batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids, labels])
-        return step.lower(self.abstract, batch, *self._scalars(0)).compile()
+        return step.lower(self.abstract, batch, *self._arguments(0)).compile()
 
-    def _scalars(self, step: int) -> tuple[np.float32, np.ndarray]:
-        """Learning rate of a step, counted from 0, and the data of the run's random key."""
-        return self.learning_rates[step], self.key_data
+    def _arguments(self, step: int) -> tuple[np.float32, np.ndarray, *tuple[nnx.State, ...]]:
+        """Further arguments of the update: learning rate of a step, counted from 0, the data of the
+        run's random key, and the parameters of the teacher, if any."""
+        return self.learning_rates[step], self.key_data, *self.constants
 
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
@@ -343,7 +353,7 @@ class _Run:
         for step in range(start + 1, training.steps + 1):
             tracer(step)
             batch = shard_batch(next(batches), self.mesh)
-            state, measured = update(state, batch, *self._scalars(step - 1))
+            state, measured = update(state, batch, *self._arguments(step - 1))
             last, stopped_by = step == training.steps, delayed_max(self.signals.first)
             evaluates = step % training.evaluate_every == 0 or last or stopped_by
             saves = training.checkpoint_every and step % training.checkpoint_every == 0

@@ -5,7 +5,7 @@ An objective maps a model, a batch and a `jax.random.key` to `Predictions`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,18 @@ class Predictions(NamedTuple):
 
 
 RandomKey: TypeAlias = Key[Array, ""]
+
+
+@runtime_checkable
+class Losses(Protocol):
+    """Losses of a batch, such as `Predictions`."""
+
+    @property
+    def loss_mask(self) -> Bool[Array, "B T"]: ...
+
+    def sums(self, z_loss: float = 0.0) -> tuple[Float[Array, ""], Integer[Array, ""]]: ...
+
+
 Objective: TypeAlias = Callable[[LanguageModel, Batch, RandomKey], Predictions]
 
 

@@ -90,10 +90,12 @@ def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
     return np.asarray(jax.jit(jax.vmap(schedule))(jnp.arange(steps)), np.float32)
 
 
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(
+    config: OptimizerConfig, trained: PyTree[bool] | None = None
+) -> optax.GradientTransformation:
     """Clipping by global norm, the optimizer with learning rate 1, and weight decay. The update
     multiplies its result by the rate of the step, so that the compiled update does not depend on
-    the schedule.
+    the schedule. With `trained`, all other parameters stay as they are, without optimizer state.
 
     References:
       Loshchilov, Hutter, 2019, Decoupled Weight Decay Regularization, arXiv:1711.05101.
@@ -107,11 +109,14 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         "lion": partial(optax.lion, 1.0, *betas, weight_decay=0.0),
         "muon": partial(_muon, config),
     }
-    return optax.chain(
+    optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optimizers[config.name](),
         optax.add_decayed_weights(-config.weight_decay, decay_mask),
     )
+    if trained is None:
+        return optimizer
+    return optax.partition({True: optimizer, False: optax.set_to_zero()}, trained)
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -2,15 +2,16 @@
 
 import math
 import time
+from collections.abc import Sequence
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Batch, DataConfig, Dataset, TextDataset
+from heinsen_jax.data import DataConfig, Dataset, TextDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
+from heinsen_jax.typing import Array, PyTree
 
 TIMED = 3  # updates, of which the first does not count
 
@@ -75,7 +76,7 @@ def memory(compiled: jax.stages.Compiled) -> str:
 def time_updates(
     update: jax.stages.Compiled,
     state: TrainState,
-    others: tuple[Batch, np.float32, np.ndarray],
+    others: Sequence[PyTree[Array]],
     steps: int,
 ) -> str:
     """Time a few updates with the same arguments besides the state, discard their results, and

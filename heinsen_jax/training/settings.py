@@ -14,6 +14,7 @@ from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
+from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.optimizer import OptimizerConfig, learning_rates
 from heinsen_jax.training.tracker_services import services
 from heinsen_jax.typing import JSON, config_dataclass
@@ -88,11 +89,13 @@ class Experiment(Protocol):
     def training(self) -> TrainingConfig: ...
     @property
     def mesh(self) -> MeshConfig: ...
+    @property
+    def distillation(self) -> DistillationConfig: ...
 
 
 def plain_values(experiment: Experiment) -> dict[str, JSON]:
     """The sections of an experiment as plain values."""
-    names = "model", "data", "optimizer", "training", "mesh"
+    names = "model", "data", "optimizer", "training", "mesh", "distillation"
     sections = {name: dataclasses.asdict(getattr(experiment, name)) for name in names}
     return json.loads(json.dumps({"seed": experiment.seed, **sections}))
 

@@ -1,6 +1,6 @@
 """The state of training, initialized with its sharding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import jax
@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.sharding import shardings
 from heinsen_jax.training.guard import Guard
 from heinsen_jax.typing import Array, Integer, PyTree, pytree_dataclass
@@ -39,7 +40,7 @@ class TrainState:
         return self.parameters if self.average is None else self.average
 
 
-Init: TypeAlias = Callable[[], TrainState]
+Init: TypeAlias = Callable[..., TrainState]
 
 
 def initializer(
@@ -49,11 +50,14 @@ def initializer(
     *,
     has_average: bool = False,
 ) -> Init:
-    """Return a function without arguments that creates the initial `TrainState`, with an average of
-    the parameters if `has_average`."""
+    """Return a function that creates the initial `TrainState`, with an average of the parameters if
+    `has_average`, given parameters by name; all others are initialized randomly."""
 
-    def init() -> TrainState:
+    def init(given: Mapping[str, Array] | None = None) -> TrainState:
         parameters = nnx.state(LanguageModel(model, rngs=nnx.Rngs(seed)), nnx.Param)
+        if given:
+            initial = flatten_with_names(parameters) | {**given}
+            parameters = jax.tree.unflatten(jax.tree.structure(parameters), initial.values())
         start = jnp.zeros((), jnp.int32)
         average = jax.tree.map(jnp.copy, parameters) if has_average else None
         return TrainState(start, parameters, optimizer.init(parameters), Guard.first(), average)
@@ -71,9 +75,11 @@ def abstract_state(init: Init, mesh: Mesh) -> TrainState:
     )
 
 
-def init_sharded(init: Init, abstract: TrainState) -> TrainState:
-    """Run `init` with sharded outputs, so that no device holds a complete array."""
-    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))()
+def init_sharded(
+    init: Init, abstract: TrainState, given: Mapping[str, Array] | None = None
+) -> TrainState:
+    """Run `init` with sharded outputs, so that no device holds a complete random array."""
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(given or {})
 
 
 def graph_of(model: LanguageModelConfig) -> nnx.GraphDef[LanguageModel]:

@@ -12,10 +12,10 @@ from jax import lax
 
 from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.objective import Objective, next_token
+from heinsen_jax.training.objective import Losses, Objective, next_token
 from heinsen_jax.training.positions import Measured, bucket_sums
 from heinsen_jax.training.state import TrainState
-from heinsen_jax.typing import Array, Float, Integer, Key, Shaped
+from heinsen_jax.typing import Array, Float, Integer, Key, PyTree, Shaped
 
 Metrics: TypeAlias = dict[str, Shaped[Array, ""]]
 Sums: TypeAlias = tuple[tuple[Float[Array, ""], Float[Array, ""]], nnx.State]
@@ -28,13 +28,14 @@ def make_train_step(
     *,
     accumulation_steps: int,
     out_shardings: TrainState | None,
-    objective: Objective = next_token,
+    objective: Callable[..., Losses] = next_token,
+    trained: PyTree[bool] | None = None,
     skip_grad_norm_ratio: float | None = None,
     z_loss: float = 0.0,
     ema_decay: float | None = None,
 ) -> jax.stages.Wrapped:
     """Return the jitted update, (state, batch, learning rate, key data) -> (state, metrics),
-    which donates its input state.
+    which donates its input state. Further arguments are passed on to the objective.
 
     Random numbers of the objective depend only on the key and the step. An update that `Guard`
     rejects changes neither the parameters nor the optimizer state nor the average of the weights,
@@ -46,16 +47,17 @@ def make_train_step(
     update is that of the full batch, with the memory of one microbatch.
     """
 
-    gradient = _make_gradient(graph, accumulation_steps, objective, z_loss)
+    gradient = _make_gradient(graph, accumulation_steps, objective, trained, z_loss)
 
     def train_step(
         state: TrainState,
         batch: Batch,
         learning_rate: Float[Array, ""],
         key_data: Integer[Array, "_"],
+        *constants: PyTree[Array],
     ) -> tuple[TrainState, Metrics]:
         key = jax.random.fold_in(jax.random.wrap_key_data(key_data), state.step)
-        loss, gradients = gradient(state.parameters, batch, key)
+        loss, gradients = gradient(state.parameters, batch, key, *constants)
         with jax.named_scope("optimizer"):
             updates, optimizer_state = optimizer.update(
                 gradients, state.optimizer, state.parameters
@@ -84,28 +86,36 @@ def make_train_step(
 def _make_gradient(
     graph: nnx.GraphDef[LanguageModel],
     accumulation_steps: int,
-    objective: Objective,
+    objective: Callable[..., Losses],
+    trained: PyTree[bool] | None,
     z_loss: float,
-) -> Callable[[nnx.State, Batch, Key[Array, ""]], tuple[Float[Array, ""], nnx.State]]:
-    """Return the function (parameters, batch, key) -> (mean loss, gradients)."""
+) -> Callable[..., tuple[Float[Array, ""], nnx.State]]:
+    """Return the function (parameters, batch, key, *constants) -> (mean loss, gradients); gradients
+    of parameters that are not `trained` are 0."""
 
     @partial(jax.value_and_grad, has_aux=True)
     def sums_of_part(
-        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
+        parameters: nnx.State, batch: Batch, key: Key[Array, ""], *constants: PyTree[Array]
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
+        if trained is not None:
+            parameters = jax.tree.map(
+                lambda x, is_trained: x if is_trained else lax.stop_gradient(x), parameters, trained
+            )
         model = nnx.merge(graph, parameters)
-        predictions = objective(model, batch, key)
+        predictions = objective(model, batch, key, *constants)
         loss, _ = predictions.sums(z_loss)
         return loss, jnp.sum(predictions.loss_mask, dtype=loss.dtype)
 
     def gradient(
-        parameters: nnx.State, batch: Batch, key: Key[Array, ""]
+        parameters: nnx.State, batch: Batch, key: Key[Array, ""], *constants: PyTree[Array]
     ) -> tuple[Float[Array, ""], nnx.State]:
         sums = sums_of_part if accumulation_steps == 1 else sums_of_parts
-        (loss, count), gradients = sums(parameters, batch, key)
+        (loss, count), gradients = sums(parameters, batch, key, *constants)
         return loss / count, jax.tree.map(lambda x: x / count, gradients)
 
-    def sums_of_parts(parameters: nnx.State, batch: Batch, key: Key[Array, ""]) -> Sums:
+    def sums_of_parts(
+        parameters: nnx.State, batch: Batch, key: Key[Array, ""], *constants: PyTree[Array]
+    ) -> Sums:
         # Rows stay on their device: each part takes every accumulation_steps-th row.
         parts = jax.tree.map(
             lambda x: x.reshape(-1, accumulation_steps, x.shape[-1]).swapaxes(0, 1), batch
@@ -113,10 +123,10 @@ def _make_gradient(
         keys = jax.random.split(key, accumulation_steps)
 
         def add(total: Sums, part: tuple[Batch, Key[Array, ""]]) -> tuple[Sums, None]:
-            return jax.tree.map(jnp.add, total, sums_of_part(parameters, *part)), None
+            return jax.tree.map(jnp.add, total, sums_of_part(parameters, *part, *constants)), None
 
         first = jax.tree.map(lambda x: x[0], (parts, keys))
-        shapes = jax.eval_shape(sums_of_part, parameters, *first)
+        shapes = jax.eval_shape(sums_of_part, parameters, *first, *constants)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         return lax.scan(add, zeros, (parts, keys))[0]
 

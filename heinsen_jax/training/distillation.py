@@ -1,0 +1,223 @@
+"""Training of a model to imitate another one, its teacher, from the teacher's weights."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh
+
+from heinsen_jax.attention.base import Attention
+from heinsen_jax.data import Batch
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models.blocks import Block
+from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.sharding import shardings
+from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.cross_entropy import distilled_losses
+from heinsen_jax.training.objective import RandomKey
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree, config_dataclass
+
+
+@config_dataclass
+class DistillationConfig:
+    """Imitation of a teacher, a model with the same sizes and other attention layers."""
+
+    teacher: str | None = None
+    """Folder of the teacher, a run or a model folder; no distillation when None."""
+    start: str | None = None
+    """Folder of the run with the initial weights; those of the teacher when None. Parameters that
+    it does not have are initialized randomly."""
+    target: Literal["attention", "logits"] = "logits"
+    """attention: the outputs of the teacher's attention layers, for those layers that have another
+    mechanism, given the same inputs. logits: the teacher's predictions, and the next token."""
+    divergence_weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
+    """logits: w, for the loss (1 - w) cross-entropy + w KL(teacher || model)."""
+    trained: Literal["all", "new"] = "all"
+    """all: all parameters are trained. new: only those that the teacher does not have."""
+
+
+class Imitation(NamedTuple):
+    """Losses of an imitation.
+
+    Attributes:
+      losses: `[B, T]`.
+      loss_mask: `[B, T]`, the losses that count.
+    """
+
+    losses: Float[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+
+    def sums(self, z_loss: float = 0.0) -> tuple[Float[Array, ""], Integer[Array, ""]]:
+        """Sum of the losses that count; no predictions are counted as correct."""
+        del z_loss
+        return jnp.sum(self.losses * self.loss_mask), jnp.zeros((), jnp.int32)
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The teacher of a run, and its objective: a function of a model, a batch, a random key and the
+    teacher's parameters.
+
+    Attributes:
+      config: the settings.
+      model: the architecture of the trained model.
+      teacher: the teacher.
+    """
+
+    config: DistillationConfig
+    model: LanguageModelConfig
+    teacher: LanguageModel
+
+    def __post_init__(self) -> None:
+        shared_weights(self.model, self.teacher)  # refuses what does not fit
+        if self.config.target == "attention" and not any(self.replaced):
+            raise UserError(
+                "distillation.target='attention': all layers of model.attention have the teacher's "
+                "mechanism; choose another mechanism for some, or target='logits'"
+            )
+
+    @property
+    def replaced(self) -> list[bool]:
+        """Whether each layer has another mechanism, or other options, than the teacher's; for the
+        shortest common period of both layer patterns."""
+        ours, theirs = self.model.mechanisms(), self.teacher.config.mechanisms()
+        period = range(math.lcm(len(ours), len(theirs)))
+        return [ours[i % len(ours)] != theirs[i % len(theirs)] for i in period]
+
+    @classmethod
+    def of(cls, config: DistillationConfig, model: LanguageModelConfig) -> "Distillation | None":
+        """The distillation into a model; None without a teacher.
+
+        Raises:
+          UserError: as `load_run` for the teacher; the model and the teacher differ in more than
+            attention layers; or no layer differs, and `config.target` is "attention".
+        """
+        if config.teacher is None:
+            if config != DistillationConfig():
+                raise UserError(f"{config} has no teacher: set distillation.teacher to a run")
+            return None
+        teacher, _, _ = load_run(config.teacher)
+        return cls(config, model, teacher)
+
+    def start(self) -> dict[str, Array]:
+        """The initial weights by name, without those that are initialized randomly."""
+        if self.config.start is None:
+            return shared_weights(self.model, self.teacher)
+        model, _, _ = load_run(self.config.start)
+        return shared_weights(self.model, model)
+
+    def parameters(self, mesh: Mesh) -> nnx.State:
+        """The teacher's parameters on the devices of a mesh."""
+        parameters = nnx.state(self.teacher, nnx.Param)
+        return jax.device_put(parameters, shardings(parameters, mesh))
+
+    def trained(self, parameters: PyTree) -> PyTree[bool] | None:
+        """Whether each parameter is trained; None if all are."""
+        if self.config.trained == "all":
+            return None
+        shared = shared_weights(self.model, self.teacher)
+        are_new = [name not in shared for name in flatten_with_names(parameters)]
+        if not any(are_new):
+            raise UserError(
+                "distillation.trained='new': the teacher has all parameters of the model; set it "
+                "to 'all'"
+            )
+        return jax.tree.unflatten(jax.tree.structure(parameters), are_new)
+
+    def __call__(
+        self, model: LanguageModel, batch: Batch, key: RandomKey, teacher: nnx.State
+    ) -> Imitation:
+        del key
+        theirs = nnx.merge(nnx.graphdef(self.teacher), teacher)
+        segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
+        loss_mask = jnp.asarray(batch.loss_mask)
+        tokens = jnp.asarray(batch.tokens)[:, :-1]
+        if self.config.target == "attention":
+            losses = self._attention_errors(model, theirs, tokens, segment_ids, loss_mask)
+            return Imitation(losses, loss_mask)
+        features, _ = model.features(tokens, segment_ids=segment_ids)
+        of_teacher, _ = theirs.features(tokens, segment_ids=segment_ids)
+        losses = distilled_losses(
+            model.readout,
+            features,
+            theirs.readout,
+            of_teacher,
+            jnp.asarray(batch.targets),
+            divergence_weight=self.config.divergence_weight,
+        )
+        return Imitation(losses, loss_mask)
+
+    def _attention_errors(
+        self,
+        model: LanguageModel,
+        teacher: LanguageModel,
+        tokens: Integer[Array, "B T"],
+        segment_ids: Integer[Array, "B T"] | None,
+        loss_mask: Bool[Array, "B T"],
+    ) -> Float[Array, "B T"]:
+        """The squared errors of the outputs of replaced attention layers, relative to the mean
+        square of the teacher's; the mean over these layers. Inputs are those of the teacher."""
+        replaced = self.replaced
+        ours, theirs = (_layers(each, len(replaced)) for each in (model, teacher))
+
+        def through_period(
+            carry: tuple[Features, Array], parameters: tuple[list[nnx.State], list[nnx.State]]
+        ) -> tuple[tuple[Features, Array], None]:
+            x, errors = carry
+            for place, is_replaced in enumerate(replaced):
+                block: Any = nnx.merge(theirs[place].graph, parameters[1][place])
+                compared = None
+                if is_replaced:
+                    other = nnx.merge(ours[place].graph, parameters[0][place]).attention
+                    block.attention = compared = _Compared(block.attention, other, loss_mask)
+                x, _ = block(x, state=None, return_state=False, segment_ids=segment_ids)
+                errors = errors if compared is None else errors + compared.errors
+            return (x, errors), None
+
+        if model.config.remat:
+            through_period = jax.checkpoint(through_period)
+        parameters = [x.parameters for x in ours], [x.parameters for x in theirs]
+        x, _ = teacher.embedded(tokens, segment_ids)
+        start = x, jnp.zeros(tokens.shape, jnp.float32)
+        (_, errors), _ = lax.scan(through_period, start, parameters)
+        return errors / (sum(replaced) * model.config.num_layers // len(replaced))
+
+
+class _Stack(NamedTuple):
+    """Blocks of equal mechanism: their graph, and their parameters, stacked."""
+
+    graph: nnx.GraphDef[Block]
+    parameters: nnx.State
+
+
+def _layers(model: LanguageModel, period: int) -> list[_Stack]:
+    """The blocks at each place of a period, which is a multiple of the layer pattern."""
+    pattern, stacks = len(model.blocks), []
+    for place in range(period):
+        graph, parameters = nnx.split(model.blocks[place % pattern])
+        every = slice(place // pattern, None, period // pattern)
+        stacks.append(_Stack(graph, jax.tree.map(lambda x, every=every: x[every], parameters)))
+    return stacks
+
+
+class _Compared:
+    """The teacher's attention layer in a block; `errors` are those of the other one for the inputs
+    of the last call."""
+
+    def __init__(self, teacher: Attention, other: Attention, loss_mask: Bool[Array, "B T"]):
+        self.teacher, self.other, self.loss_mask = teacher, other, loss_mask
+
+    def __call__(self, x: Features, **options: Any) -> Features:
+        y = self.teacher(x, **options)
+        wanted, found = (z.astype(jnp.float32) for z in (y, self.other(x, **options)))
+        squares = jnp.sum(wanted**2, -1)
+        scale = jnp.mean(squares, where=self.loss_mask)
+        self.errors = jnp.sum((found - wanted) ** 2, -1) / scale
+        return y

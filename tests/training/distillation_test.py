@@ -1,0 +1,192 @@
+"""Imitation of a teacher: its weights, the losses, and runs that resume."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax import data
+from heinsen_jax.config import record
+from heinsen_jax.data import Batch
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.cross_entropy import distilled_losses
+from heinsen_jax.training.distillation import Distillation, DistillationConfig
+from heinsen_jax.training.loop import train
+from heinsen_jax.training.metrics import read_metrics
+
+HEDGEHOG = Layers("log", options={"values": "linear", "features": "hedgehog"})
+
+
+def config(attention, **fields) -> LanguageModelConfig:
+    sizes = {"vocab_size": 264, "model_dim": 16, "num_layers": 4, "num_heads": 2}
+    return LanguageModelConfig(attention=attention, block="llama", **sizes, **fields)
+
+
+def model(attention, seed=0, **fields) -> LanguageModel:
+    return LanguageModel(config(attention, **fields), rngs=nnx.Rngs(seed))
+
+
+def of_layer(model: LanguageModel, layer: int):
+    """A block, unstacked."""
+    pattern = len(model.blocks)
+    graph, parameters = nnx.split(model.blocks[layer % pattern])
+    return nnx.merge(graph, jax.tree.map(lambda x: x[layer // pattern], parameters))
+
+
+def test_weights_are_matched_by_layer():
+    source = model(("softmax", "linear"))
+    ours = config(("softmax", "linear", HEDGEHOG, "linear"))
+    shared = shared_weights(ours, source)
+    kernels = shared["blocks.2.attention.project.kernel.value"]
+    np.testing.assert_array_equal(kernels[0], of_layer(source, 2).attention.project.kernel[...])
+    kernels = shared["blocks.1.mlp.up.kernel.value"]
+    np.testing.assert_array_equal(kernels[0], of_layer(source, 1).mlp.up.kernel[...])
+    wanted = flatten_with_names(nnx.state(LanguageModel(ours, rngs=nnx.Rngs(0))))
+    assert {name for name in wanted if name not in shared} == {
+        "blocks.2.attention.query_features.value",
+        "blocks.2.attention.key_features.value",
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_layers": 2}, "model.num_layers=2 differs from the 4"),
+        ({"mlp_dim": 8}, r"parameter blocks.0.mlp.* only attention layers may differ"),
+        ({"tie_embeddings": False}, r"parameter unembed.*: the model with the weights has none"),
+    ],
+)
+def test_models_that_differ_elsewhere_are_refused(changed, said):
+    with pytest.raises(UserError, match=said):
+        shared_weights(replace(config("log"), **changed), model("softmax"))
+
+
+def test_errors_are_those_of_each_attention_layer_given_the_inputs_of_the_teacher():
+    teacher = model("softmax", seed=1, convolution_size=3)
+    ours = model(("softmax", HEDGEHOG), seed=2, convolution_size=3)
+    tokens = np.random.default_rng(0).integers(0, 264, (2, 13))
+    loss_mask = np.arange(12)[None] < np.array([[12], [7]])
+    settings = DistillationConfig(teacher="unused", target="attention")
+    objective = Distillation(settings, ours.config, teacher)
+    found = objective(ours, Batch(tokens, loss_mask), jax.random.key(0), nnx.state(teacher))
+    x, _ = teacher.embedded(tokens[:, :-1])
+    errors = []
+    for layer in range(4):
+        block = of_layer(teacher, layer)
+        if layer % 2:
+            inputs = block.convolutions[0](block.norm(x), state=None, segment_ids=None)[0]
+            wanted = block.attention(inputs)
+            error = jnp.sum((of_layer(ours, layer).attention(inputs) - wanted) ** 2, -1)
+            errors.append(error / jnp.mean(jnp.sum(wanted**2, -1)[loss_mask]))
+        x, _ = block(x, state=None, return_state=False)
+    np.testing.assert_allclose(found.losses, sum(errors) / 2, rtol=1e-4)
+    total, _ = found.sums()
+    np.testing.assert_allclose(total, jnp.sum((sum(errors) / 2)[loss_mask]), rtol=1e-4)
+
+
+def test_losses_are_cross_entropy_and_divergence():
+    """In chunks, with the gradient of the model but not of the teacher."""
+    rng = np.random.default_rng(0)
+    ours, theirs = (jnp.asarray(rng.standard_normal((2, 11, 5)), jnp.float32) for _ in range(2))
+    targets = jnp.asarray(rng.integers(0, 5, (2, 11)))
+
+    def direct(ours, theirs):
+        p, q = jax.nn.softmax(ours), jax.lax.stop_gradient(jax.nn.softmax(theirs))
+        crosses = -jnp.log(jnp.take_along_axis(p, targets[..., None], -1)[..., 0])
+        return 0.25 * crosses + 0.75 * jnp.sum(q * jnp.log(q / p), -1)
+
+    def chunked(ours, theirs):
+        identity = jax.tree_util.Partial(lambda x: x)
+        return distilled_losses(
+            identity, ours, identity, theirs, targets, divergence_weight=0.75, max_logits=60
+        )
+
+    np.testing.assert_allclose(chunked(ours, theirs), direct(ours, theirs), rtol=1e-5)
+    gradients, wanted = (
+        jax.grad(lambda x, y, f=f: jnp.sum(jnp.sin(f(x, y))), (0, 1))(ours, theirs)
+        for f in (chunked, direct)
+    )
+    for have, want in zip(gradients, wanted, strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def teacher(small, tmp_path_factory):
+    """A trained model with softmax attention, and its configuration."""
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax", block="llama", num_layers=2),
+        training=replace(small.training, sample_tokens=0),
+    )
+    workdir = tmp_path_factory.mktemp("teachers") / "softmax"
+    return workdir, run(workdir, chosen), chosen
+
+
+def run(workdir, chosen):
+    workdir.mkdir(exist_ok=True)
+    dataset = data.load(chosen.data)
+    return train(workdir, dataset, chosen, on_start=lambda: record(workdir, chosen, dataset))
+
+
+def test_transfer_trains_new_parameters_only_and_resumes(teacher, tmp_path):
+    workdir, _, chosen = teacher
+    settings = DistillationConfig(teacher=str(workdir), target="attention", trained="new")
+    chosen = replace(chosen, model=replace(chosen.model, attention=HEDGEHOG), distillation=settings)
+    few = replace(chosen, training=replace(chosen.training, steps=30, log_every=1))
+    more = replace(few, training=replace(few.training, steps=60))
+    # The schedule depends on the steps: both parts have that of the whole run.
+    same = {"optimizer": replace(chosen.optimizer, schedule="constant")}
+    few, more = replace(few, **same), replace(more, **same)
+    run(tmp_path / "whole", more)
+    run(tmp_path / "resumed", few)
+    run(tmp_path / "resumed", more)
+    whole, resumed = (
+        flatten_with_names(nnx.state(load_run(tmp_path / name, best=False)[0], nnx.Param))
+        for name in ("whole", "resumed")
+    )
+    theirs = shared_weights(more.model, load_run(workdir)[0])
+    for name, value in whole.items():
+        np.testing.assert_array_equal(value, resumed[name])
+        if name in theirs:
+            np.testing.assert_array_equal(value, theirs[name])
+    errors = [row["train/loss"] for row in read_metrics(tmp_path / "whole") if "train/loss" in row]
+    assert np.mean(errors[-5:]) < 0.7 * errors[0]
+
+
+def test_distillation_starts_from_weights_and_lowers_the_loss(teacher, tmp_path):
+    workdir, _, chosen = teacher
+    linear = replace(chosen.model, attention=Layers("log", options={"values": "linear"}))
+    alone = run(tmp_path / "alone", replace(chosen, model=linear))
+    settings = DistillationConfig(teacher=str(workdir))
+    taught = run(tmp_path / "taught", replace(chosen, model=linear, distillation=settings))
+    assert taught.metrics["loss"] < alone.metrics["loss"] - 0.1
+    settings = replace(settings, start=str(tmp_path / "alone"))
+    start = Distillation(settings, linear, load_run(workdir)[0]).start()
+    ours = flatten_with_names(nnx.state(load_run(tmp_path / "alone")[0], nnx.Param))
+    assert start.keys() == ours.keys()
+    for name, value in start.items():
+        np.testing.assert_array_equal(value, ours[name])
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target": "attention"}, "has no teacher"),
+        ({"teacher": "T", "target": "attention"}, "target='attention': all layers"),
+        ({"teacher": "T", "trained": "new"}, "trained='new': the teacher has all parameters"),
+        ({"teacher": "nothing/there"}, "nothing/there"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(teacher, tmp_path, settings, said):
+    workdir, _, chosen = teacher
+    if settings.get("teacher") == "T":
+        settings = settings | {"teacher": str(workdir)}
+    with pytest.raises(UserError, match=said):
+        run(tmp_path / "run", replace(chosen, distillation=DistillationConfig(**settings)))

@@ -18,12 +18,13 @@ from flax import nnx
 from heinsen_jax import data as text
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.compilation import cache_compilations
-from heinsen_jax.config import load_config
+from heinsen_jax.config import ExperimentConfig, load_config
 from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
+from heinsen_jax.models import LanguageModel
 from heinsen_jax.run_folder import opened
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
@@ -135,23 +136,7 @@ def _run_text(
     settings, documents = with_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
-    graph, parameters = nnx.split(model)
-    masked_fraction = experiment.training.masked_fraction
-    objective = objective_of(experiment.model, masked_fraction, dataset.vocab_size)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    make_step = partial(make_evaluation_step, graph, objective)
-    by_position = experiment.training.loss_by_position
-    with jax.set_mesh(mesh):
-        found = evaluate(
-            make_step(),
-            parameters,
-            dataset,
-            settings,
-            mesh,
-            max_batches=max_batches,
-            is_causal=experiment.model.is_causal,
-            step_by_position=make_step(by_position=True) if by_position else None,
-        )
+    found = evaluate_model(model, dataset, replace(experiment, data=settings), max_batches)
     what = dataset.name
     if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):
         split = dataset.manifest.splits["validation"]
@@ -165,6 +150,33 @@ def _run_text(
         print(f"  {line}")
     for name, value in found.items():
         print(f"  {name.replace('_', ' ')}: {value:.4f}")
+
+
+def evaluate_model(
+    model: LanguageModel,
+    dataset: Dataset,
+    experiment: ExperimentConfig,
+    max_batches: int | None = None,
+) -> dict[str, float]:
+    """Metrics of a model on one device, with the data and the metrics of an experiment, as of
+    `training.evaluate.evaluate`."""
+    graph, parameters = nnx.split(model)
+    masked_fraction = experiment.training.masked_fraction
+    objective = objective_of(model.config, masked_fraction, dataset.vocab_size)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    make_step = partial(make_evaluation_step, graph, objective)
+    by_position = experiment.training.loss_by_position
+    with jax.set_mesh(mesh):
+        return evaluate(
+            make_step(),
+            parameters,
+            dataset,
+            experiment.data,
+            mesh,
+            max_batches=max_batches,
+            is_causal=model.config.is_causal,
+            step_by_position=make_step(by_position=True) if by_position else None,
+        )
 
 
 def _of_data(settings: DataConfig, data: str, text_column: str) -> tuple[DataConfig, bool]:

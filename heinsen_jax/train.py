@@ -24,6 +24,7 @@ import jax
 from heinsen_jax import data, distributed
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.config import (
+    ExperimentConfig,
     check_changes,
     check_tokenizer,
     check_workdir,
@@ -38,7 +39,7 @@ from heinsen_jax.field_help import print_help
 from heinsen_jax.generate import sample
 from heinsen_jax.run_folder import opened
 from heinsen_jax.training.checkpoint import CONFIG_FILE
-from heinsen_jax.training.loop import train
+from heinsen_jax.training.loop import TrainingResult, train
 from heinsen_jax.training.settings import check_settings
 from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.typing import JSON
@@ -120,29 +121,51 @@ def main() -> int:
         heartbeat_timeout=options.heartbeat_timeout,
     )
     with exit_immediately():
-        return _run(options, overrides)
-
-
-def _run(options: argparse.Namespace, overrides: list[str]) -> int:
-    with ExitStack() as held:
         with distributed.together():
             config = override(load_config(options.config), overrides)
-            name = options.workdir or Path("runs") / _name(Path(options.config))
-            run = held.enter_context(opened(name))
-            workdir = run.files
+        result = run_experiment(
+            config,
+            options.workdir or Path("runs") / _name(Path(options.config)),
+            restart=options.restart,
+            allow_change=options.allow_change,
+            dry_run=options.dry_run,
+            profile=options.profile,
+        )
+    return 0 if result.signal is None else 128 + result.signal
+
+
+def run_experiment(
+    config: ExperimentConfig,
+    workdir: str | Path,
+    *,
+    restart: bool = False,
+    allow_change: bool = False,
+    dry_run: bool = False,
+    profile: bool = False,
+) -> TrainingResult:
+    """Train an experiment in a run's folder, from its latest checkpoint, if any; as the command
+    line does, whose options these are.
+
+    Raises:
+      UserError: settings, data or the content of the folder do not fit together.
+    """
+    with ExitStack() as held:
+        with distributed.together():
+            run = held.enter_context(opened(workdir))
+            files = run.files
             run.check_writable()
-            if jax.process_index() == 0 and not options.dry_run:
+            if jax.process_index() == 0 and not dry_run:
                 held.enter_context(run.locked())
-            if not options.restart:
-                check_workdir(workdir, config)
+            if not restart:
+                check_workdir(files, config)
         distributed.check_shared(run.shared)
         with distributed.process_0_first():
             dataset = data.load(config.data)
         modes: dict[str, JSON] = {
-            "--dry-run": options.dry_run,
-            "--profile": options.profile,
-            "--restart": options.restart,
-            "--allow-change": options.allow_change,
+            "--dry-run": dry_run,
+            "--profile": profile,
+            "--restart": restart,
+            "--allow-change": allow_change,
         }
         with distributed.together():
             alike = identity(config, dataset) | modes
@@ -150,23 +173,21 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> int:
         with distributed.together():
             check_settings(dataset, config)
         with distributed.process_0_first() as is_first:
-            if is_first and not options.dry_run:
-                if options.restart:
+            if is_first and not dry_run:
+                if restart:
                     set_aside(run)
-                check_tokenizer(workdir, config, dataset)
-                allowed = options.allow_change
-                if changed := check_changes(workdir, config, dataset, allowed=allowed):
+                check_tokenizer(files, config, dataset)
+                if changed := check_changes(files, config, dataset, allowed=allow_change):
                     print(f"changed since the last start: {'; '.join(changed)}", flush=True)
-        result = train(
+        return train(
             run,
             dataset,
             config,
-            dry_run=options.dry_run,
-            profile=options.profile,
-            on_start=lambda: record(workdir, config, dataset),
+            dry_run=dry_run,
+            profile=profile,
+            on_start=lambda: record(files, config, dataset),
             sample_fn=sample,
         )
-    return 0 if result.signal is None else 128 + result.signal
 
 
 def _name(config: Path) -> str:

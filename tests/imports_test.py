@@ -30,29 +30,16 @@ ALLOWED = {
     "generate": LOWEST | {"compilation", "attention", "models", "data", "training"},
     "chat": LOWEST | {"models", "data", "training", "generate"},
     "evaluate": LOWEST
-    | {
-        "allocator",
-        "compilation",
-        "data",
-        "sharding",
-        "training",
-        "config",
-        "generate",
-        "run_folder",
-    },
+    | {"allocator", "compilation", "data", "models", "sharding", "training", "config", "generate"}
+    | {"run_folder"},
     "config": LOWEST | {"models", "sharding", "data", "training", "buckets", "run_folder"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST
-    | {
-        "allocator",
-        "distributed",
-        "run_folder",
-        "data",
-        "training",
-        "generate",
-        "config",
-        "field_help",
-    },
+    | {"allocator", "distributed", "run_folder", "data", "training", "generate", "config"}
+    | {"field_help"},
+    "linearize": LOWEST
+    | {"allocator", "environment", "attention", "models", "data", "training", "config", "evaluate"}
+    | {"train", "run_folder"},
     "study": LOWEST
     | {
         "allocator",

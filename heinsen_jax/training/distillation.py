@@ -1,6 +1,7 @@
 """Training of a model to imitate another one, its teacher, from the teacher's weights."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -69,14 +70,15 @@ class Distillation:
       config: the settings.
       model: the architecture of the trained model.
       teacher: the teacher.
+      shared: the parameters of the model that the teacher has, too.
     """
 
     config: DistillationConfig
     model: LanguageModelConfig
     teacher: LanguageModel
+    shared: Mapping[str, Array]
 
     def __post_init__(self) -> None:
-        shared_weights(self.model, self.teacher)  # refuses what does not fit
         if self.config.target == "attention" and not any(self.replaced):
             raise UserError(
                 "distillation.target='attention': all layers of model.attention have the teacher's "
@@ -91,6 +93,12 @@ class Distillation:
         period = range(math.lcm(len(ours), len(theirs)))
         return [ours[i % len(ours)] != theirs[i % len(theirs)] for i in period]
 
+    @property
+    def has_new(self) -> bool:
+        """Whether the model has parameters that the teacher does not have."""
+        shapes = nnx.eval_shape(lambda: LanguageModel(self.model, rngs=nnx.Rngs(0)))
+        return not flatten_with_names(nnx.state(shapes, nnx.Param)).keys() <= self.shared.keys()
+
     @classmethod
     def of(cls, config: DistillationConfig, model: LanguageModelConfig) -> "Distillation | None":
         """The distillation into a model; None without a teacher.
@@ -104,12 +112,12 @@ class Distillation:
                 raise UserError(f"{config} has no teacher: set distillation.teacher to a run")
             return None
         teacher, _, _ = load_run(config.teacher)
-        return cls(config, model, teacher)
+        return cls(config, model, teacher, shared_weights(model, teacher))
 
-    def start(self) -> dict[str, Array]:
+    def start(self) -> Mapping[str, Array]:
         """The initial weights by name, without those that are initialized randomly."""
         if self.config.start is None:
-            return shared_weights(self.model, self.teacher)
+            return self.shared
         model, _, _ = load_run(self.config.start)
         return shared_weights(self.model, model)
 
@@ -122,8 +130,7 @@ class Distillation:
         """Whether each parameter is trained; None if all are."""
         if self.config.trained == "all":
             return None
-        shared = shared_weights(self.model, self.teacher)
-        are_new = [name not in shared for name in flatten_with_names(parameters)]
+        are_new = [name not in self.shared for name in flatten_with_names(parameters)]
         if not any(are_new):
             raise UserError(
                 "distillation.trained='new': the teacher has all parameters of the model; set it "

@@ -74,7 +74,7 @@ def test_errors_are_those_of_each_attention_layer_given_the_inputs_of_the_teache
     tokens = np.random.default_rng(0).integers(0, 264, (2, 13))
     loss_mask = np.arange(12)[None] < np.array([[12], [7]])
     settings = DistillationConfig(teacher="unused", target="attention")
-    objective = Distillation(settings, ours.config, teacher)
+    objective = Distillation(settings, ours.config, teacher, {})
     found = objective(ours, Batch(tokens, loss_mask), jax.random.key(0), nnx.state(teacher))
     x, _ = teacher.embedded(tokens[:, :-1])
     errors = []
@@ -168,7 +168,7 @@ def test_distillation_starts_from_weights_and_lowers_the_loss(teacher, tmp_path)
     taught = run(tmp_path / "taught", replace(chosen, model=linear, distillation=settings))
     assert taught.metrics["loss"] < alone.metrics["loss"] - 0.1
     settings = replace(settings, start=str(tmp_path / "alone"))
-    start = Distillation(settings, linear, load_run(workdir)[0]).start()
+    start = Distillation.of(settings, linear).start()
     ours = flatten_with_names(nnx.state(load_run(tmp_path / "alone")[0], nnx.Param))
     assert start.keys() == ours.keys()
     for name, value in start.items():

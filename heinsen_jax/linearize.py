@@ -1,0 +1,282 @@
+"""Replace softmax attention of a trained model by a mechanism with a state of constant size.
+
+python -m heinsen_jax.linearize --model runs/teacher --workdir runs/linear
+
+Stage 1, attention transfer: each new attention layer is trained to reproduce the output of the
+teacher's, given the same inputs; only parameters that the teacher does not have are trained. Stage
+2: the whole model is trained to predict the next token and the teacher's predictions. The runs are
+in the folders WORKDIR/transfer and WORKDIR; the same command resumes them. A table compares the
+teacher and both stages.
+
+Further options set fields of both runs, as for train.py: --training.log-every 10, --mesh.fsdp 8.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from heinsen_jax import data
+from heinsen_jax.allocator import keep_freed_memory
+from heinsen_jax.attention.base import Attention
+from heinsen_jax.attention.registry import FieldValue
+from heinsen_jax.config import ExperimentConfig, load_config, override
+from heinsen_jax.data import DataConfig, Dataset
+from heinsen_jax.data.files import write_atomically
+from heinsen_jax.environment import environment
+from heinsen_jax.errors import UserError, command_line, explain
+from heinsen_jax.evaluate import evaluate_model
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.models.layers import parse_pattern
+from heinsen_jax.run_folder import opened
+from heinsen_jax.train import run_experiment
+from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
+from heinsen_jax.training.distillation import Distillation, DistillationConfig
+from heinsen_jax.training.optimizer import OptimizerConfig
+from heinsen_jax.training.preflight import tokens_per_update
+from heinsen_jax.training.settings import with_documents
+from heinsen_jax.training.signals import exit_immediately
+
+TRANSFER_FOLDER = "transfer"
+RESULTS_FILE = "linearized.json"
+CONTEXTS = 1024, 32_768
+"""Contexts, in tokens, at which states are compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Replace softmax attention of a trained model by a mechanism with a state of constant size."""
+
+    model: Annotated[str, tyro.conf.arg(help="the teacher: a run's folder, or a model folder")]
+    workdir: Annotated[Path, tyro.conf.arg(help="folder of the linearized model's run")]
+    data: Annotated[
+        str | None, tyro.conf.arg(help="text to train on; the teacher's data when None")
+    ] = None
+    attention: Annotated[
+        str, tyro.conf.arg(help="mechanism of the new layers, as mechanism:option=value,...")
+    ] = "log_window"
+    keep: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help="layers that stay as they are: indices from 0, or slices such as 3::4"),
+    ] = ()
+    transfer_steps: Annotated[int, tyro.conf.arg(help="updates of stage 1; 0 to leave it out")] = (
+        500
+    )
+    transfer_learning_rate: Annotated[
+        float, tyro.conf.arg(help="peak learning rate of stage 1")
+    ] = 1e-2
+    steps: Annotated[int, tyro.conf.arg(help="updates of stage 2")] = 500
+    divergence_weight: Annotated[
+        float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
+    ] = 0.5
+
+
+def linear_layers(
+    teacher: LanguageModelConfig, attention: str, keep: Sequence[str] = ()
+) -> LanguageModelConfig:
+    """The teacher's architecture with another mechanism in all layers but those to keep.
+
+    Options that both mechanisms have, such as the number of key/value heads, are the teacher's,
+    unless they are given. The values of `log` are linear, unless given.
+
+    Args:
+      teacher: the teacher's architecture.
+      attention: `mechanism:option=value,...`.
+      keep: indices or slices of layers that stay as they are.
+
+    Raises:
+      UserError: the mechanism or an option is unknown, or a layer to keep does not exist.
+
+    Examples:
+      >>> teacher = LanguageModelConfig(block="llama", attention="softmax", num_layers=4)
+      >>> [str(layer) for layer in linear_layers(teacher, "taylor", ["3::4"]).layers]
+      ['taylor', 'taylor', 'taylor', 'softmax']
+    """
+    chosen = parse_pattern([attention])
+    chosen = Layers(chosen) if isinstance(chosen, str) else chosen
+    assert isinstance(chosen, Layers)
+    if chosen.repeats > 1:
+        raise UserError(f"--attention {attention}: leave out repeats; --keep selects layers")
+    kept = {index for text in keep for index in _indices(text, teacher.num_layers)}
+    pattern, modules = teacher.layers, teacher.abstract_layers()
+    layers = []
+    for index in range(teacher.num_layers):
+        place = index % len(pattern)
+        old = pattern[place]
+        layers.append(old if index in kept else _replaced(teacher, modules[place], chosen))
+    period = next(
+        n
+        for n in range(1, len(layers) + 1)
+        if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
+    )
+    return replace(teacher, attention=tuple(layers[:period]))
+
+
+def _indices(text: str, num_layers: int) -> list[int]:
+    """The layers of an index or a slice."""
+    try:
+        numbers = [int(part) if part else None for part in text.split(":")]
+        if len(numbers) == 1 and numbers[0] is not None:
+            return [range(num_layers)[numbers[0]]]
+        if 2 <= len(numbers) <= 3 and (found := [*range(num_layers)[slice(*numbers)]]):
+            return found
+    except (ValueError, IndexError):
+        pass
+    raise UserError(
+        f"--keep {text}: no such layers of {num_layers}; give indices from 0, or slices such as "
+        "3::4"
+    )
+
+
+def _replaced(teacher: LanguageModelConfig, old: Attention, chosen: Layers) -> Layers:
+    """The layer that replaces `old`, a layer of the teacher without weights."""
+    options = {**chosen.options}
+    if chosen.mechanism == "log":
+        options.setdefault("values", "linear")
+    try:
+        changed = replace(teacher, attention=Layers(chosen.mechanism, options=options))
+        new = changed.abstract_layers()[0]
+    except ValueError as error:
+        raise UserError(f"--attention {chosen}: {explain(error)}") from None
+    ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
+    for name in sorted(ours & theirs - options.keys() - {"implementation"}):
+        if (value := _option(old, name)) != _option(new, name):
+            options[name] = value
+    return Layers(chosen.mechanism, options=options)
+
+
+def _option(layer: Attention, name: str) -> FieldValue:
+    """An option of a layer, with the defaults of sizes resolved."""
+    is_size = name in ("num_kv_heads", "key_depth", "value_depth")
+    return getattr(layer if is_size else layer.config, name)
+
+
+def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig) -> float:
+    """Accuracy of predicting the second copy of a random string of the text's tokens, from its
+    second token on; the string has half the length of a training sequence, at most 512 tokens."""
+    length = min(experiment.data.sequence_length // 2, 512)
+    rows = dataset.validation_rows(experiment.data)[""]
+    text = np.concatenate([np.asarray(row.tokens) for row in rows[: 32 * length]])
+    strings = np.random.default_rng(0).choice(text, (32, length))
+    logits = jax.jit(lambda model, tokens: model(tokens))(model, np.tile(strings, 2)[:, :-1])
+    return float(np.mean(np.asarray(logits[:, length:].argmax(-1)) == strings[:, 1:]))
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of the table.
+
+    Attributes:
+      name: the teacher, or a stage.
+      loss: loss on the validation text, in nats per token.
+      recall: see `recall`; None for tasks.
+      state_bytes: bytes of state of one sequence by its number of tokens.
+      tokens: number of tokens of training so far.
+    """
+
+    name: str
+    loss: float
+    recall: float | None
+    state_bytes: dict[str, int]
+    tokens: int
+
+
+def _result(
+    name: str, folder: str | Path, dataset: Dataset, experiment: ExperimentConfig, tokens: int
+) -> Result:
+    model, _, _ = load_run(folder)
+    settings, _ = with_documents(experiment.data, dataset, model.config)
+    experiment = replace(experiment, model=model.config, data=settings)
+    metrics = evaluate_model(model, dataset, experiment, experiment.training.evaluation_batches)
+    recalled = recall(model, dataset, experiment) if isinstance(settings, DataConfig) else None
+    sizes = {str(context): model.state_size(context) for context in CONTEXTS}
+    return Result(name, metrics["loss"], recalled, sizes, tokens)
+
+
+@command_line
+def main() -> int:
+    options, overrides = tyro.cli(
+        Options, prog="python -m heinsen_jax.linearize", return_unknown_args=True
+    )
+    keep_freed_memory()
+    with exit_immediately():
+        return linearize(options, overrides)
+
+
+def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
+    """Run both stages, and write and print the table; returns the exit code."""
+    with opened(options.model) as run:
+        teacher = load_config(run.files / CONFIG_FILE)
+    base = replace(
+        teacher,
+        model=linear_layers(teacher.model, options.attention, options.keep),
+        training=replace(teacher.training, steps=options.steps),
+    )
+    if options.data is not None:
+        if not isinstance(base.data, DataConfig):
+            raise UserError(
+                f"--data {options.data}: {options.model} is trained on a task; leave it out"
+            )
+        changed = {"corpus": options.data, "mixture": None, "mixture_stages": ()}
+        base = replace(base, data=replace(base.data, **changed))
+    base = override(base, overrides)
+    tuning = DistillationConfig(teacher=options.model, divergence_weight=options.divergence_weight)
+    imitation = Distillation.of(tuning, base.model)
+    assert imitation is not None
+    stages: list[tuple[str, Path, ExperimentConfig]] = []
+    folder = options.workdir / TRANSFER_FOLDER
+    if options.transfer_steps and imitation.has_new:
+        transfer = DistillationConfig(teacher=options.model, target="attention", trained="new")
+        stages.append(("stage 1", folder, _transfer(base, transfer, options)))
+        tuning = replace(tuning, start=str(folder))
+    warmup = min(base.optimizer.warmup_steps, options.steps // 10)
+    tuned = replace(base, optimizer=replace(base.optimizer, warmup_steps=warmup))
+    stages.append(("stage 2", options.workdir, replace(tuned, distillation=tuning)))
+    for name, workdir, experiment in stages:
+        print(f"{name}: {workdir}", flush=True)
+        result = run_experiment(experiment, workdir)
+        if result.signal is not None:
+            return 128 + result.signal
+    dataset = data.load(base.data)
+    results, tokens = [_result("teacher", options.model, dataset, base, 0)], 0
+    for name, workdir, experiment in stages:
+        tokens += experiment.training.steps * tokens_per_update(experiment.data)
+        results.append(_result(f"after {name}", workdir, dataset, base, tokens))
+    record = {"attention": options.attention, "keep": [*options.keep]}
+    record |= {"results": [*map(asdict, results)], "environment": environment()}
+    text = json.dumps(record, indent=2) + "\n"
+    write_atomically(options.workdir / RESULTS_FILE, text.encode())
+    Console().print(_table(results))
+    return 0
+
+
+def _transfer(
+    base: ExperimentConfig, distillation: DistillationConfig, options: Options
+) -> ExperimentConfig:
+    """The run of stage 1: AdamW without weight decay, which would change the attention."""
+    steps, rate = options.transfer_steps, options.transfer_learning_rate
+    optimizer = OptimizerConfig(
+        learning_rate=rate, end_learning_rate=rate / 100, warmup_steps=steps // 20, weight_decay=0.0
+    )
+    training = replace(base.training, steps=steps, sample_tokens=0)
+    return replace(base, optimizer=optimizer, training=training, distillation=distillation)
+
+
+def _table(results: Sequence[Result]) -> Table:
+    table = Table("", "loss", "recall", *(f"bytes at {x:,}" for x in CONTEXTS), "tokens")
+    for row in results:
+        recalled = "" if row.recall is None else f"{row.recall:.3f}"
+        sizes = (f"{size:,}" for size in row.state_bytes.values())
+        table.add_row(row.name, f"{row.loss:.4f}", recalled, *sizes, f"{row.tokens:,}")
+    return table
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,136 @@
+"""A trained model with softmax attention becomes one with a state of constant size."""
+
+import json
+import sys
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax import data, linearize
+from heinsen_jax.config import ExperimentConfig, load_config, record
+from heinsen_jax.errors import UserError
+from heinsen_jax.linearize import linear_layers
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.loop import train
+from tests.training.conftest import corpus, small  # noqa: F401
+
+TEACHER = LanguageModelConfig(
+    vocab_size=8,
+    model_dim=16,
+    num_heads=4,
+    num_layers=4,
+    block="llama",
+    attention=Layers("gqa", options={"num_kv_heads": 2, "query_key_norm": True}),
+)
+
+
+def test_layers_keep_the_options_of_the_teacher():
+    chosen = linear_layers(TEACHER, "log:features=hedgehog", ["1::2"])
+    options = {"values": "linear", "num_kv_heads": 2, "query_key_norm": True}
+    expected = Layers("log", options=options | {"features": "hedgehog"})
+    assert chosen.layers == (expected, *TEACHER.layers)  # the shortest period
+    assert [layer.mechanism for layer in linear_layers(TEACHER, "taylor", ["0", "-1"]).layers] == [
+        "gqa",
+        "taylor",
+        "taylor",
+        "gqa",
+    ]
+    deep = replace(TEACHER, key_depth=8, value_depth=8, attention="softmax")
+    (layer,) = linear_layers(deep, "linear").mechanisms()
+    assert (layer.key_depth, layer.num_kv_heads) == (8, None)
+
+
+@pytest.mark.parametrize(
+    ("attention", "keep", "said"),
+    [
+        ("logg", (), "'logg': unknown"),
+        ("log:feature=hedgehog", (), "--attention log:feature=hedgehog.*: log.feature: no such"),
+        ("log:repeats=2", (), "leave out repeats"),
+        ("log", ("4",), "--keep 4: no such layers of 4"),
+        ("log", ("9:",), "--keep 9:: no such layers of 4"),
+        ("log", ("a",), "--keep a"),
+    ],
+)
+def test_layers_that_do_not_exist_are_refused(attention, keep, said):
+    with pytest.raises(UserError, match=said):
+        linear_layers(TEACHER, attention, keep)
+
+
+def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F811
+    """It predicts each token of the second copy from the first."""
+    config = LanguageModelConfig(vocab_size=264, model_dim=8, num_layers=1, num_heads=1)
+    model = LanguageModel(config, rngs=nnx.Rngs(0))
+    length = small.data.sequence_length // 2
+
+    def copies(self, tokens):
+        right = jax.nn.one_hot(np.roll(np.asarray(tokens), length - 1, -1), 264)
+        return right.at[: len(tokens) // 2, length + 3].set(0)  # wrong for half of one place
+
+    monkeypatch.setattr(jax, "jit", lambda f: f)
+    monkeypatch.setattr(LanguageModel, "__call__", copies)
+    found = linearize.recall(model, data.load(small.data), small)
+    assert found == pytest.approx(1 - 0.5 / (length - 1), abs=1e-3)
+
+
+def command(monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["linearize", *arguments])
+    return linearize.main()
+
+
+def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    chosen: ExperimentConfig = replace(
+        small,
+        model=replace(small.model, attention="softmax", block="llama", num_layers=2),
+        training=replace(small.training, sample_tokens=0),
+    )
+    dataset, teacher, workdir = data.load(chosen.data), tmp_path / "teacher", tmp_path / "log"
+    teacher.mkdir()
+    wanted = train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    arguments = ["--model", str(teacher), "--workdir", str(workdir), "--keep", "1"]
+    arguments += ["--attention", "log:features=hedgehog", "--transfer-steps", "40"]
+    arguments += ["--steps", "20", "--training.log-every", "10"]
+    assert command(monkeypatch, *arguments) == 0
+    found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
+    names = [row["name"] for row in found]
+    assert names == ["teacher", "after stage 1", "after stage 2"]
+    losses = [row["loss"] for row in found]
+    assert losses[0] == pytest.approx(wanted.metrics["loss"])
+    assert losses[2] < losses[1] < losses[0] + 1
+    assert [row["tokens"] for row in found] == [0, 40 * 256, 60 * 256]
+    half = found[0]["state_bytes"]["32768"] / 2  # of the layer that stays
+    assert half < found[2]["state_bytes"]["32768"] < 1.1 * half
+    assert load_run(workdir)[0].config.layer_pattern == ("log", "softmax")
+    assert load_config(workdir / "config.json").training.log_every == 10
+    capsys.readouterr()
+    assert command(monkeypatch, *arguments) == 0  # finished runs are not repeated
+    said = capsys.readouterr().out
+    assert said.count("nothing is left to train") == 2
+
+
+def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monkeypatch):  # noqa: F811
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax"),
+        training=replace(small.training, sample_tokens=0, steps=10),
+    )
+    dataset, teacher = data.load(chosen.data), tmp_path / "teacher"
+    teacher.mkdir()
+    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
+    assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
+    assert not (tmp_path / "linear" / linearize.TRANSFER_FOLDER).exists()
+
+
+def test_text_for_a_task_is_refused(tmp_path, monkeypatch, capsys):
+    task = replace(load_config("recall"), training=replace(load_config("recall").training, steps=4))
+    task = replace(task, model=replace(task.model, attention="softmax"))
+    dataset, teacher = data.load(task.data), tmp_path / "teacher"
+    teacher.mkdir()
+    record(teacher, task, dataset)
+    arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "w"), "--data", "a.txt"]
+    assert command(monkeypatch, *arguments) == 2
+    assert "--data a.txt" in capsys.readouterr().err

@@ -196,7 +196,7 @@ LOG_ATTENTION = {
     "sharded_log_attention": Case(sharded, QKV, WITH_OPTIONS, max_bytes=260_000),
     "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH))),
     "log_window_attention": Case(
-        log_window, (*QKV, FEATURES, FEATURES, LOGITS), WITH_OPTIONS, max_bytes=200_000
+        log_window, (*QKV, FEATURES, FEATURES, LOGITS), WITH_OPTIONS, max_bytes=170_000
     ),
 }
 

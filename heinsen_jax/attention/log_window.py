@@ -57,8 +57,9 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
       ValueError: positions are rotary and key_depth is odd; and as in `HeadedAttention`.
 
     References:
-      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843; Zhang et al.,
-      2024, LoLCATs: On Low-Rank Linearizing of Large Language Models, arXiv:2410.10254.
+      Zhang et al., 2024, LoLCATs: On Low-Rank Linearizing of Large Language Models,
+      arXiv:2410.10254; Heinsen, 2024, Softmax Attention with Constant Cost per Token,
+      arXiv:2404.05843.
     """
 
     Config = LogWindowConfig

@@ -258,6 +258,7 @@ OPS: dict[str, Op] = {
         (*QUERY_KEY_VALUE, (4, 5), (2, 5), (4,)),
         options={"window_size": 9},
         state=log_window_state,
+        half_error=0.01,
     ),
     "forgetting, xla": Op(
         forgetting, (*QUERY_KEY_VALUE, (4,)), options={"implementation": "xla"}, **PACKED

@@ -36,8 +36,8 @@ class _Tokens(NamedTuple):
     value: Float[Array, "X S V"]
     key_features: Float[Array, "X S F"]
     starts: Bool[Array, "X S"] | None
-    runs: Integer[Array, "X S"] | None = None
-    position: Integer[Array, "X T"] | None = None
+    runs: Integer[Array, "X S"] | None
+    position: Integer[Array, "X T"] | None
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)  # compiled once outside another `jit`
@@ -65,10 +65,15 @@ def attend(
         x = x.reshape(folds, *x.shape[key.ndim - 2 :])
         return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    starts = None
+    starts = position = runs = None
     if segment_ids is not None:
         starts = segment_starts(segment_ids, None).reshape(folds // groups, key.shape[-3])
         starts = jnp.repeat(starts, groups, 0)
+    before = None if state is None else jax.tree.map(fold_state, state)
+    if starts is not None or before is not None:
+        num_tokens = None if before is None else before.num_tokens
+        position = positions_in_segments(starts, (folds, key.shape[-3]), num_tokens)
+        runs = jnp.zeros_like(position) if starts is None else jnp.cumsum(starts, 1, jnp.int32)
     tokens = _Tokens(
         query=scale * fold(query),
         query_features=fold(arrays[3]),
@@ -77,13 +82,12 @@ def attend(
         value=fold(value)[:, 0],
         key_features=fold(arrays[4])[:, 0],
         starts=starts,
+        runs=runs,
+        position=position,
     )
-    if state is None:
-        if starts is not None:
-            position = positions_in_segments(starts, starts.shape)
-            tokens = tokens._replace(position=position, runs=jnp.cumsum(starts, 1, jnp.int32))
-        return unfold_heads(_mix(window_size, attention, tokens, None)[0], query, value), None
-    before = jax.tree.map(fold_state, state)
+    if before is None:
+        y, _ = _mix(window_size, attention, tokens, None)
+        return unfold_heads(y, query, value), None
     tokens = _after_window(tokens, before)
     y, averages = _mix(window_size, attention, tokens, before.earlier.to_averages())
     assert averages is not None
@@ -94,32 +98,25 @@ def attend(
 
 def _after_window(tokens: _Tokens, state: LogWindowState) -> _Tokens:
     """Prepend the tokens of a state's window."""
-    window_size, (folds, length, _) = state.key.shape[1], tokens.key.shape
+    assert tokens.runs is not None
+    starts, window_size = tokens.starts, state.key.shape[1]
     is_token = _are_tokens(window_size, state.num_tokens)
     features = jnp.where(is_token[..., None], state.key_features, -jnp.inf)
-    starts = tokens.starts
-    runs = (
-        jnp.zeros((folds, length), jnp.int32)
-        if starts is None
-        else jnp.cumsum(starts, 1, jnp.int32)
-    )
-    if starts is not None:
-        starts = jnp.pad(starts, [(0, 0), (window_size, 0)])
+    runs = jnp.where(is_token, 0, -1).astype(tokens.runs.dtype)
     return tokens._replace(
         key=jnp.concatenate([state.key, tokens.key], 1),
         value=jnp.concatenate([state.value, tokens.value], 1),
         key_features=jnp.concatenate([features, tokens.key_features], 1),
-        starts=starts,
-        position=positions_in_segments(tokens.starts, (folds, length), state.num_tokens),
-        runs=jnp.concatenate([jnp.where(is_token, 0, -1).astype(runs.dtype), runs], 1),
+        starts=None if starts is None else jnp.pad(starts, [(0, 0), (window_size, 0)]),
+        runs=jnp.concatenate([runs, tokens.runs], 1),
     )
 
 
 def _mix(
     window_size: int, attention: AttentionPasses, tokens: _Tokens, earlier: Averages | None
 ) -> tuple[Array, Averages | None]:
-    """Return the output `[X, R, T, V]` and the averages `[X, ...]` of all but the last tokens, or
-    None if there are no others."""
+    """Return the output `[X, R, T, V]` and the averages `[X, ...]` of all tokens but the last
+    `window_size`; those given if no others precede them."""
     length, num_keys = tokens.query.shape[2], tokens.key.shape[1]
     y, log_z = folded_attention(
         tokens.query,
@@ -129,16 +126,16 @@ def _mix(
         ids=None if tokens.runs is None else (tokens.runs[:, num_keys - length :], tokens.runs),
         offset=num_keys - length,
     )
-    # A query reads the averages up to the token that is `window_size` before it.
-    count = num_keys - window_size
+    count = num_keys - window_size  # of tokens that leave the window, each read by one query
     if count <= 0:
         return y, earlier
+    last = slice(length - count, None)  # these queries
     if earlier is None:
         folds, _, depth = tokens.value.shape
         sizes = folds, tokens.key_features.shape[-1], depth, tokens.key.dtype
         earlier = HeinsenAttentionState.empty((), *sizes).to_averages()
     inputs = Inputs(
-        query=jnp.moveaxis(tokens.query_features[:, :, length - count :], 1, 2)[:, :, None],
+        query=jnp.moveaxis(tokens.query_features[:, :, last], 1, 2)[:, :, None],
         key=tokens.key_features[:, :count, None],
         value=tokens.value[:, :count, None],
         starts=None if tokens.starts is None else tokens.starts[:, :count],
@@ -147,12 +144,14 @@ def _mix(
     y_earlier, log_weight, after = attention.causal(inputs, before, is_log=False)
     y_earlier, log_weight = (jnp.moveaxis(x[:, :, 0], 1, 2) for x in (y_earlier, log_weight))
     if tokens.position is not None:
-        has_earlier = tokens.position[:, None, length - count :] >= window_size
+        has_earlier = tokens.position[:, None, last] >= window_size
         log_weight = jnp.where(has_earlier, log_weight, -jnp.inf)
     if tokens.log_weight is not None:
-        log_weight = log_weight + tokens.log_weight[:, :, length - count :]
-    excess = (log_weight - log_z[:, :, length - count :])[..., None]
-    both = jax.nn.sigmoid(-excess) * y[:, :, length - count :] + jax.nn.sigmoid(excess) * y_earlier
+        log_weight = log_weight + tokens.log_weight[:, :, last]
+    excess = (log_weight - log_z[:, :, last])[..., None]
+    # Unlike exp(log Z_1 - log Z), these add up to 1 however large log Z is.
+    of_window, of_earlier = jax.nn.sigmoid(-excess), jax.nn.sigmoid(excess)
+    both = of_window * y[:, :, last] + of_earlier * y_earlier
     y = jnp.concatenate([y[:, :, : length - count], both], 2)
     return y, Averages(after.log_z[:, 0], after.mean[:, 0])
 

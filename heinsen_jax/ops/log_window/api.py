@@ -130,7 +130,7 @@ def log_window_attention(
       NotImplementedError: the named implementation does not support the call.
 
     Examples:
-      A window of one token. Equal features give each earlier token the weight of one term.
+      A window of one token. All scores are 0, so each output is the average of the values so far.
 
       >>> key = jnp.zeros((3, 1, 1))  # three tokens, one head
       >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)

@@ -100,6 +100,11 @@ def longformer(*arrays: jax.Array) -> jax.Array:
     return ops.longformer_attention(query, key, value, **options)
 
 
+def log_window(*arrays: jax.Array) -> jax.Array:
+    *tokens, log_weight = arrays
+    return ops.log_window_attention(*tokens, log_weight=log_weight, window_size=64)
+
+
 def compressed(*arrays: jax.Array) -> jax.Array:
     query, key, value, kernel, bias, null = arrays
     compression = ops.Compression(kernel, bias, null)
@@ -148,6 +153,7 @@ def light_and_heavy_feed_forward(x: jax.Array, weights: jax.Array) -> jax.Array:
 
 TOKENS = (1, LENGTH, HEADS, DEPTH)
 QKV = (TOKENS,) * 3
+FEATURES = (1, LENGTH, HEADS, 2 * DEPTH)
 LOGITS = (1, LENGTH, HEADS)
 ROW: tuple[int, ...] = (1, LENGTH)
 SEGMENTS = {"segment_ids": ROW}
@@ -189,6 +195,9 @@ LOG_ATTENTION = {
     ),
     "sharded_log_attention": Case(sharded, QKV, WITH_OPTIONS, max_bytes=260_000),
     "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH))),
+    "log_window_attention": Case(
+        log_window, (*QKV, FEATURES, FEATURES, LOGITS), WITH_OPTIONS, max_bytes=170_000
+    ),
 }
 
 GATED_DELTA_RULE = {

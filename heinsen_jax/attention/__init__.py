@@ -16,6 +16,7 @@ from heinsen_jax.ops.log_attention import (
     log_attention,
     sharded_log_attention,
 )
+from heinsen_jax.ops.log_window import LogWindowState, log_window_attention
 
 __all__ = [
     "Attention",
@@ -26,11 +27,13 @@ __all__ = [
     "HeinsenAttentionState",
     "LogAttention",
     "LogAttentionState",
+    "LogWindowState",
     "build",
     "configure",
     "heinsen_attention",
     "log_attention",
     "log_attention_fn",
+    "log_window_attention",
     "mechanism",
     "names",
     "sharded_log_attention",

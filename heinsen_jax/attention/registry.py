@@ -24,6 +24,7 @@ from heinsen_jax.attention.l1_sparse import L1SparseAttention
 from heinsen_jax.attention.linear import LinearAttention
 from heinsen_jax.attention.linformer import LinformerAttention
 from heinsen_jax.attention.log import LogAttention
+from heinsen_jax.attention.log_window import LogWindowAttention
 from heinsen_jax.attention.longformer import LongformerAttention
 from heinsen_jax.attention.mamba2 import Mamba2Attention
 from heinsen_jax.attention.memory_compressed import MemoryCompressedAttention
@@ -72,6 +73,7 @@ _MECHANISMS: dict[str, type[Attention]] = {
     "mlstm": MLSTMAttention,
     "taylor": TaylorAttention,
     "fox": ForgettingAttention,
+    "log_window": LogWindowAttention,
 }
 
 

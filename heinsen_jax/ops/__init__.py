@@ -33,6 +33,7 @@ from heinsen_jax.ops.log_attention import (
     log_attention,
     sharded_log_attention,
 )
+from heinsen_jax.ops.log_window import LogWindowState, log_window_attention
 from heinsen_jax.ops.memory_compressed import (
     CompressedCache,
     Compression,
@@ -55,6 +56,7 @@ __all__ = [
     "HeinsenAttentionState",
     "LinearAttentionState",
     "LogAttentionState",
+    "LogWindowState",
     "MLSTMState",
     "MatrixState",
     "Routing",
@@ -77,6 +79,7 @@ __all__ = [
     "linformer_attention",
     "log_attention",
     "log_linear_recurrence",
+    "log_window_attention",
     "longformer_attention",
     "memory_compressed_attention",
     "mla_attention",

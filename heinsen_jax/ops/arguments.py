@@ -139,6 +139,23 @@ def segment_starts(segment_ids: Array, valid: Array | None) -> Array:
     return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]
 
 
+def positions_in_segments(
+    starts: Array | None, shape: tuple[int, ...], before: Array | None = None
+) -> Array:
+    """Return the position of each token in its segment, of shape `(*B, S)`, given the tokens that
+    begin segments.
+
+    The first segment has `before` `[*B]` tokens before these, none when None.
+    """
+    index = jnp.broadcast_to(jnp.arange(shape[-1], dtype=jnp.int32), shape)
+    start = jnp.zeros_like(index)
+    if starts is not None:
+        start = jax.lax.cummax(jnp.where(starts, index, 0), axis=len(shape) - 1)
+    if before is None:
+        return index - start
+    return index - start + jnp.where(start == 0, before[..., None], 0)
+
+
 def check_bias(denominator_bias: float) -> None:
     """Raise ValueError unless the bias is a finite number >= 0."""
     if not 0 <= denominator_bias < math.inf:

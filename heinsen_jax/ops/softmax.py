@@ -20,7 +20,7 @@ from heinsen_jax.ops.arguments import (
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.linear_recurrence import linear_recurrence
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.ops.numerics import split_exact, where_empty
+from heinsen_jax.ops.numerics import safe_log, split_exact, where_empty
 from heinsen_jax.typing import (
     Array,
     Bool,
@@ -35,6 +35,7 @@ from heinsen_jax.typing import (
 )
 
 Implementation = Literal["xla", "tiled", "cudnn"]
+Pair = tuple[Array, Array]  # of queries and keys
 NAMES = ("xla", "tiled", "cudnn")
 
 QUANTUM = 2.0**-8  # of the part of a decay whose sums are exact
@@ -139,30 +140,57 @@ def dot_product_attention(
     rule = rule & masks.Window(*window) if window is not None else rule
     given = {"bias": bias is not None, "mask as an array": mask is not None}
     given["a traced query_offset"] = not isinstance(query_offset, int)
+    if implementation == "tiled":
+        _refuse("tiled", given)
+    if implementation is None and any(given.values()):
+        implementation = "xla"
+    groups = key.shape[-2]
+    full = *query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3]
+    y, _ = folded_attention(
+        scale * fold_heads(query, groups),
+        fold_heads(key, groups)[:, 0],
+        fold_heads(value, groups)[:, 0],
+        rule=rule,
+        ids=_ids(query, key, segment_ids, key_value_seq_lengths),
+        decays=_decays(log_decay, query, key, segment_ids, key_value_seq_lengths, query_offset),
+        bias=None if bias is None else jnp.broadcast_to(bias, full),
+        mask=None if mask is None else jnp.broadcast_to(mask, full),
+        offset=query_offset,
+        implementation=implementation,
+    )
+    return unfold_heads(y, query, value)
+
+
+def folded_attention(
+    query: Float[Array, "X R T K"],
+    key: Float[Array, "X S K"],
+    value: Float[Array, "X S V"],
+    *,
+    rule: Mask,
+    ids: Pair | None = None,
+    decays: Pair | None = None,
+    bias: Float[Array, "..."] | None = None,
+    mask: Bool[Array, "..."] | None = None,
+    offset: int | Array = 0,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "X R T V"], Float[Array, "X R T"]]:
+    """Return the output, and log Z: the logarithm of the sum of the exponentials of a query's
+    scores. `query` is scaled, heads are folded, ids are `[X, T]` and `[X, S]`, decays
+    `[X, R, T, 2]` and `[X, R, S, 2]`; bias and mask are of any shape with `X R T S` elements."""
     if implementation is None:
-        small = query.shape[-3] * key.shape[-3] <= SMALL
-        implementation = "xla" if small or any(given.values()) else "tiled"
-    ids = _ids(query, key, segment_ids, key_value_seq_lengths)
-    decays = _decays(log_decay, query, segment_ids, key_value_seq_lengths, query_offset)
+        small = query.shape[2] * key.shape[1] <= SMALL
+        implementation = "xla" if small or not isinstance(offset, int) else "tiled"
     if implementation == "xla":
-        return _dense(query, key, value, bias, mask, rule, ids, decays, query_offset, scale)
+        return _dense(query, key, value, rule, ids, decays, bias, mask, offset)
     if implementation != "tiled":
         raise ValueError(
             f"implementation must be None or one of {[*NAMES]}, not {implementation!r}"
         )
-    _refuse("tiled", given)
-    assert isinstance(query_offset, int)
-    problem = tiled.Problem(rule, query.shape[-3], key.shape[-3], query_offset)
-    groups = key.shape[-2]
-    y = tiled.attention(
-        problem,
-        scale * fold_heads(query, groups),
-        fold_heads(key, groups)[:, 0],
-        fold_heads(value, groups)[:, 0],
-        *(None if x is None else jnp.repeat(x, groups, 0) for x in ids),
-        *(None if x is None else fold_heads(x, groups) for x in decays),
+    assert isinstance(offset, int)
+    problem = tiled.Problem(rule, query.shape[2], key.shape[1], offset)
+    return tiled.attention(
+        problem, query, key, value, *(ids or (None, None)), *(decays or (None, None))
     )
-    return unfold_heads(y, query, value)
 
 
 def _check_decay(query: Array, key: Array, is_causal: bool, offset: int | Array) -> None:
@@ -184,12 +212,12 @@ def _refuse(implementation: str, given: dict[str, bool]) -> None:
 
 def _ids(
     query: Array, key: Array, segment_ids: Array | None, key_value_seq_lengths: Array | None
-) -> tuple[Array | None, Array | None]:
-    """Return segment ids of queries `[B, T]` and keys `[B, S]`: only equal ids attend to each
+) -> Pair | None:
+    """Return segment ids of queries `[X, T]` and keys `[X, S]`: only equal ids attend to each
     other."""
     if segment_ids is None and key_value_seq_lengths is None:
-        return None, None
-    *batch, length = key.shape[:-2]
+        return None
+    *batch, length, groups = key.shape[:-1]
     size = math.prod(batch)
     ids = jnp.zeros((*batch, length), jnp.int32) if segment_ids is None else segment_ids
     query_ids = jnp.zeros((*batch, query.shape[-3]), ids.dtype) if segment_ids is None else ids
@@ -197,20 +225,22 @@ def _ids(
         valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
         no_segment = jnp.min(query_ids, initial=0) - 1
         ids = jnp.where(valid, ids, no_segment)
-    return query_ids.reshape(size, query.shape[-3]), ids.reshape(size, length)
+    query_ids = jnp.repeat(query_ids.reshape(size, query.shape[-3]), groups, 0)
+    return query_ids, jnp.repeat(ids.reshape(size, length), groups, 0)
 
 
 def _decays(
     log_decay: Array | None,
     query: Array,
+    key: Array,
     segment_ids: Array | None,
     key_value_seq_lengths: Array | None,
     offset: int | Array,
-) -> tuple[Array | None, Array | None]:
-    """Return the sums of decays up to each query `[*B, T, N, 2]` and each key `[*B, S, N, 2]`, in
+) -> Pair | None:
+    """Return the sums of decays up to each query `[X, R, T, 2]` and each key `[X, R, S, 2]`, in
     two parts: multiples of a quantum, whose sums are exact, and rests."""
     if log_decay is None:
-        return None, None
+        return None
     log_decay = log_decay.astype(jnp.promote_types(log_decay.dtype, jnp.float32))
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, log_decay.shape[:-2], log_decay.shape[-2])
@@ -223,35 +253,31 @@ def _decays(
         starts = segment_starts(segment_ids, None)[..., None, None]
         of_key = linear_recurrence(1 - starts.astype(parts.dtype), parts, axis=axis)
     of_query = jax.lax.dynamic_slice_in_dim(of_key, offset, query.shape[-3], axis)
-    return of_query, of_key
+    return fold_heads(of_query, key.shape[-2]), fold_heads(of_key, key.shape[-2])
 
 
-def _dense(query, key, value, bias, mask, rule, ids, decays, offset, scale) -> Array:
-    *batch, length, heads, _ = query.shape
-    sources, groups = key.shape[-3:-1]
-    key, values = fold_heads(key, groups)[:, 0], fold_heads(value, groups)[:, 0]
-    scores = scale * jnp.einsum("xrtk,xsk->xrts", fold_heads(query, groups), key)
-    if decays[0] is not None:
-        of_query, of_key = (jnp.moveaxis(fold_heads(x, groups), -1, 0) for x in decays)
+def _dense(query, key, value, rule, ids, decays, bias, mask, offset) -> tuple[Array, Array]:
+    scores = jnp.einsum("xrtk,xsk->xrts", query, key)
+    if decays is not None:
+        of_query, of_key = (jnp.moveaxis(x, -1, 0) for x in decays)
         coarse, fine = of_query[..., :, None] - of_key[..., None, :]
         scores = scores + coarse + fine
-    full = *batch, heads, length, sources
     if bias is not None:
-        scores = scores + jnp.broadcast_to(bias, full).reshape(scores.shape)
+        scores = scores + bias.reshape(scores.shape)
+    length, sources = scores.shape[2:]
     visible = rule(offset + jnp.arange(length)[:, None], jnp.arange(sources)[None])
     visible = jnp.broadcast_to(visible, scores.shape)
     if mask is not None:
-        visible = visible & jnp.broadcast_to(mask, full).reshape(scores.shape)
-    if ids[0] is not None:
-        same = ids[0][:, :, None] == ids[1][:, None, :]
-        visible = visible & jnp.repeat(same, groups, 0)[:, None]
+        visible = visible & mask.reshape(scores.shape)
+    if ids is not None:
+        visible = visible & (ids[0][:, :, None] == ids[1][:, None, :])[:, None]
     # Computed once: a score of 1e9, if rounded differently, could exceed the maximum by far.
     scores = jax.lax.optimization_barrier(jnp.where(visible, scores, -jnp.inf))
     largest = jax.lax.stop_gradient(jnp.max(scores, -1, keepdims=True, initial=-jnp.inf))
     weights = jnp.exp(scores - where_empty(largest, 0.0))
     total = jnp.sum(weights, -1, keepdims=True)
-    y = jnp.einsum("xrts,xsv->xrtv", weights / jnp.where(total == 0, 1.0, total), values)
-    return unfold_heads(y, query, value)
+    y = jnp.einsum("xrts,xsv->xrtv", weights / jnp.where(total == 0, 1.0, total), value)
+    return y, (safe_log(total) + largest)[..., 0]
 
 
 def _cudnn(query, key, value, bias, mask, is_causal, window, lengths, scale) -> Array:

@@ -5,7 +5,7 @@ to it; nothing of quadratic size is stored. The softmax is accumulated from bloc
 running maximum m and the sum Z of exp(S - m). The backward pass recomputes the scores (Dao et al.,
 2022, arXiv:2205.14135),
 
-    P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y)
+    P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y + d log Z)
     dQ = dS K,             dK = dS^T Q,                    dV = P^T dY
 
 The visible tiles are derived from a `Mask` at trace time.
@@ -74,11 +74,12 @@ def attention(
     key_ids: Array | None,
     query_decay: Array | None = None,
     key_decay: Array | None = None,
-) -> Array:
-    """Return Y `[X, R, T, V]` for query `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query
-    with id `[X, T]` attends to the keys with the same id `[X, S]` that the mask allows; Y = 0 if
-    none. The difference of the sums of decays `[X, R, T, 2]` and `[X, R, S, 2]`, each in two parts,
-    is added to the scores; the first part is not differentiated."""
+) -> tuple[Array, Array]:
+    """Return Y `[X, R, T, V]` and the log of the sum of exp(S), log Z `[X, R, T]`, for query
+    `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query with id `[X, T]` attends to the keys
+    with the same id `[X, S]` that the mask allows; Y = 0 and log Z = -inf if none. The difference
+    of the sums of decays `[X, R, T, 2]` and `[X, R, S, 2]`, each in two parts, is added to the
+    scores; the first part is not differentiated."""
     length = query.shape[2]
     if query_decay is not None and key_decay is not None:
         query_decay = _tiles(query_decay, 0)
@@ -94,11 +95,9 @@ def attention(
         query_decay,
         key_decay,
     )
-    y: Array = _attention(problem, tiles)
-    count, folds, rows, depth = y.shape
-    y = y.reshape(count, folds, rows // SIZE, SIZE, depth)
-    y = jnp.moveaxis(y, 0, 2).reshape(folds, rows // SIZE, count * SIZE, depth)
-    return y[:, :, :length]
+    outputs: tuple[Array, Array] = _attention(problem, tiles)
+    y, log_z = (_untiled(x)[:, :, :length] for x in outputs)
+    return y, log_z[..., 0]
 
 
 def _tiles(x: Array, more: int) -> Array:
@@ -108,6 +107,13 @@ def _tiles(x: Array, more: int) -> Array:
     x = jnp.pad(x, [(0, 0), (0, 0), (0, tiles * SIZE - length), (0, 0)])
     x = x.reshape(folds, heads, tiles, SIZE, features)
     return jnp.moveaxis(x, 2, 0).reshape(tiles, folds, heads * SIZE, features)
+
+
+def _untiled(x: Array) -> Array:
+    """`[I, X, R C, F]` -> `[X, R, I C, F]`"""
+    count, folds, rows, features = x.shape
+    x = jnp.moveaxis(x.reshape(count, folds, rows // SIZE, SIZE, features), 0, 2)
+    return x.reshape(folds, rows // SIZE, count * SIZE, features)
 
 
 class _VisibleTiles(NamedTuple):
@@ -147,7 +153,7 @@ def _over_blocks(problem: Problem, step, sums, example: _SoftmaxTiles):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(problem: Problem, tiles: _SoftmaxTiles) -> Array:
+def _attention(problem: Problem, tiles: _SoftmaxTiles) -> tuple[Array, Array]:
     return _forward(problem, tiles)[0]
 
 
@@ -168,13 +174,13 @@ def _forward(problem: Problem, tiles: _SoftmaxTiles):
     largest, total, y = _over_blocks(problem, step, empty, tiles)
     inverse = 1 / jnp.where(total == 0, 1.0, total)
     y = inverse * y
-    return y, (tiles, y, largest, inverse)
+    return (y, largest + jnp.log(total)), (tiles, y, largest, inverse)
 
 
-def _backward(problem: Problem, residuals, d_y: Array):
+def _backward(problem: Problem, residuals, cotangents: tuple[Array, Array]):
     tiles, y, largest, inverse = residuals
-    d_y = inverse * d_y  # so that the weights need not be divided
-    mean = jnp.sum(d_y * y, -1, keepdims=True)
+    d_y, d_log_z = (inverse * x for x in cotangents)  # so that the weights need not be divided
+    mean = jnp.sum(d_y * y, -1, keepdims=True) - d_log_z
 
     def step(sums: _SoftmaxTiles, row: Array, columns: Array) -> _SoftmaxTiles:
         scores, key, value = _scores(problem, tiles, row, columns)

@@ -105,6 +105,15 @@ VARIANTS |= {
     "fox": ("fox", {"num_kv_heads": 2}),
     "fox, gated": ("fox", {"gated": True, "query_key_norm": True}),
     "additive, window": ("additive", {"window_size": 4}),
+    "log_window": ("log_window", {"window_size": 4, "num_kv_heads": 2}),
+    "log_window, rotary": (
+        "log_window",
+        {"window_size": 3, "positions": "rotary", "query_key_norm": True},
+    ),
+    "log_window, identity": (
+        "log_window",
+        {"window_size": 5, "features": "identity", "value_depth": 5, "gated": True},
+    ),
 }
 
 

@@ -32,7 +32,12 @@ def positions(length: int, is_causal: bool) -> tuple[Array, Array]:
 
 
 def heads(
-    layer: Layer, p: Parameters, x: Array, source: Array | None = None, name: str = "project"
+    layer: Layer,
+    p: Parameters,
+    x: Array,
+    source: Array | None = None,
+    name: str = "project",
+    is_rotated: bool = True,
 ) -> Iterator[tuple[Array, Array, Array]]:
     """Yield for each query head its queries, and the keys and values of its key/value head.
 
@@ -51,7 +56,7 @@ def heads(
         if layer.config.query_key_norm:
             query = rms_norm(within(p, "query_norm"), query)
             key = rms_norm(within(p, "key_norm"), key)
-        if getattr(layer.config, "positions", "none") == "rotary":
+        if is_rotated and getattr(layer.config, "positions", "none") == "rotary":
             query, key = rotated(query), rotated(key)
         yield query, key, value
 
@@ -340,6 +345,25 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     return out_proj(layer, p, y)
 
 
+def log_window(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
+    """One softmax over q_t . k_s / sqrt(depth) in a window, and LSE(phi(q_t) + psi(k_s)) + g_t
+    before it, where g_t = q_t . u + b with the query not rotated."""
+    assert is_causal
+    behind, visible = positions(len(x), is_causal)
+    y, unrotated = [], heads(layer, p, x, is_rotated=False)
+    for head, (query, key, value) in enumerate(heads(layer, p, x)):
+        log_weight = next(unrotated)[0] @ p["log_weight"][head] + p["log_weight_bias"][head]
+        weights = similarity(query, key)
+        if layer.config.features == "hedgehog":
+            group = head // (layer.num_heads // layer.num_kv_heads)
+            query = hedgehog(query @ p["query_features"][head])
+            key = hedgehog(key @ p["key_features"][group])
+        earlier = np.exp(log_weight)[:, None] * (np.exp(query) @ np.exp(key).T)
+        weights = np.where(behind < layer.config.window_size, weights, earlier)
+        y.append(average(weights, visible, value))
+    return out_proj(layer, p, y)
+
+
 def taylor(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """Weights 1 + u + u^2 / 2 + ..., u = q . k / sqrt(depth)."""
     _, visible = positions(len(x), is_causal)
@@ -449,6 +473,7 @@ def recurrent_memory(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> 
 
 ORACLES: dict[str, Oracle] = MATRIX_ORACLES | {
     "log": log,
+    "log_window": log_window,
     "softmax": softmax,
     "taylor": taylor,
     "fox": forgetting,

@@ -24,7 +24,10 @@ from heinsen_jax.attention import Attention, build  # noqa: E402
 from heinsen_jax.sharding import MeshConfig, make_mesh  # noqa: E402
 
 ROWS, LENGTH, WIDTH = 4, 48, 8
-OPTIONS = {"log": {"implementation": "scan", "decay": "feature"}}
+OPTIONS = {
+    "log": {"implementation": "scan", "decay": "feature"},
+    "log_window": {"window_size": 5, "positions": "rotary"},
+}
 
 
 def layer(name: str) -> Attention:

@@ -16,6 +16,7 @@ from heinsen_jax.ops import (
     Compression,
     HeinsenAttentionState,
     LinearAttentionState,
+    LogWindowState,
     MLSTMState,
     SegmentState,
     additive_pooling,
@@ -28,6 +29,7 @@ from heinsen_jax.ops import (
     l1_sparse_attention,
     linear_attention,
     linformer_attention,
+    log_window_attention,
     longformer_attention,
     memory_compressed_attention,
     mla_attention,
@@ -119,6 +121,14 @@ def mlstm_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> MLSTMState:
 
 def taylor_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LinearAttentionState:
     return LinearAttentionState.empty(batch, 2, 10, 2, dtype)
+
+
+def log_window(*arrays: Any, **options: Any) -> Any:
+    return log_window_attention(*arrays[:5], log_weight=arrays[5], **options)
+
+
+def log_window_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LogWindowState:
+    return LogWindowState.empty(batch, 2, 3, 2, 5, 9, dtype)
 
 
 def forgetting(query: Any, key: Any, value: Any, decay: Any, **options: Any) -> Any:
@@ -243,6 +253,13 @@ OPS: dict[str, Op] = {
     ),
     "mlstm": Op(mlstm, (*HEADS, (2,), (2,)), **PACKED, state=mlstm_state),
     **both_directions(Op(taylor_attention, **PACKED, state=taylor_state), "taylor"),
+    "log_window": Op(  # segments: tests/ops/log_window_test.py
+        log_window,
+        (*QUERY_KEY_VALUE, (4, 5), (2, 5), (4,)),
+        options={"window_size": 9},
+        state=log_window_state,
+        half_error=0.01,
+    ),
     "forgetting, xla": Op(
         forgetting, (*QUERY_KEY_VALUE, (4,)), options={"implementation": "xla"}, **PACKED
     ),

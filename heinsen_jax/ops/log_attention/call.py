@@ -90,7 +90,8 @@ def attend(arguments: Arguments) -> tuple[Array, State]:
     before = Averages(
         *(_one_batch(x.astype(dtype), n) for x, n in zip(before, (2, 3), strict=True))
     )
-    implementation = _implementation(arguments)
+    is_one = arguments.is_causal and arguments.query.shape[-3] == 1
+    implementation = passes(arguments.implementation, arguments.dtype, is_one=is_one)
     window, is_log = arguments.local_window_size, arguments.is_log
     masked = _masked(inputs, valid, segment_ids, is_log=is_log)
     if 0 in inputs.key.shape[:2]:  # no tokens or no sequences: queries read only the state
@@ -212,15 +213,15 @@ def _total_decay(
     return total
 
 
-def _implementation(arguments: Arguments) -> variants.AttentionPasses | None:
-    """Return the chosen `Chunked`; None for `reference`."""
-    chosen = arguments.implementation
+def passes(
+    chosen: Implementation | None, dtype: DTypeLike, *, is_one: bool
+) -> variants.AttentionPasses | None:
+    """Return the chosen `Chunked`, or that for `is_one` token; None for `reference`."""
     if chosen is None:
-        is_one = arguments.is_causal and arguments.query.shape[-3] == 1
         chosen = "scan" if is_one else "chunked"
     if isinstance(chosen, Chunked) or chosen == "chunked":
         chunked = chosen if isinstance(chosen, Chunked) else Chunked()
-        half = arguments.dtype == jnp.bfloat16
+        half = dtype == jnp.bfloat16
         matmul_dtype = chunked.matmul_dtype or ("bfloat16" if half else "float32")
         return dataclasses.replace(chunked, matmul_dtype=matmul_dtype)
     if chosen == "gpu":

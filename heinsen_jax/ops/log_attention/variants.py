@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 import jax.numpy as jnp
 from jax import lax
 
+from heinsen_jax.ops.arguments import positions_in_segments
 from heinsen_jax.ops.linear_recurrence import decay_to_end
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
 from heinsen_jax.ops.log_attention.state import decayed_averages
@@ -59,7 +60,7 @@ def windowed(
     Segments are split into blocks of `window` tokens. A query attends to its own block up to
     itself, and to the end of the preceding block, in reversed order.
     """
-    position = _positions(inputs)
+    position = positions_in_segments(inputs.starts, inputs.key.shape[:2])
     starts = position % window == 0
     inputs, empty = replace(inputs, starts=starts), _empty(state, is_log)
     recent = implementation.causal(inputs, empty, is_log=is_log)[:2]
@@ -130,14 +131,6 @@ def _reversed(inputs: Inputs) -> Inputs:
         inputs.value[:, ::-1],
         starts=_ends(inputs.starts)[:, ::-1],
     )
-
-
-def _positions(inputs: Inputs) -> Array:
-    """Return positions of tokens within their segments, `[B, T]`."""
-    position = jnp.broadcast_to(jnp.arange(inputs.length)[None], inputs.key.shape[:2])
-    if inputs.starts is None:
-        return position
-    return position - lax.cummax(jnp.where(inputs.starts, position, 0), axis=1)
 
 
 def _ends(starts: Array) -> Array:

@@ -1,0 +1,166 @@
+"""Softmax attention over the last tokens and log-attention over earlier ones, as a layer."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, Unpack
+
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from heinsen_jax.attention import devices
+from heinsen_jax.attention.base import CallArguments, Capabilities
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.layers import LayerOptions, identity, in_float32, parameter
+from heinsen_jax.attention.log import hedgehog_features
+from heinsen_jax.attention.rotary import check_pairs
+from heinsen_jax.ops.arguments import positions_in_segments, segment_starts
+from heinsen_jax.ops.log_attention import Chunked
+from heinsen_jax.ops.log_window import LogWindowState, log_window_attention
+from heinsen_jax.ops.rotary import rotary
+from heinsen_jax.typing import Array, Integer, Keys, Mixed, Query, Values, config_dataclass
+
+
+@config_dataclass
+class LogWindowConfig(HeadsConfig):
+    """Configuration of softmax attention over a window, with log-attention over earlier tokens."""
+
+    window_size: pydantic.PositiveInt = 64
+    """Number of tokens of softmax attention, that of the query included."""
+    features: Literal["hedgehog", "identity"] = "hedgehog"
+    """Log features of queries and keys for earlier tokens. hedgehog: log softmax(x W) and
+    log softmax(-x W), with a trained matrix W per head; twice as many features. identity: the
+    queries and keys themselves."""
+    positions: Literal["none", "rotary"] = "none"
+    """Position encoding of queries and keys, before their log features: none; or rotary, which
+    rotates them by angles proportional to their positions (RoPE)."""
+    implementation: Literal["scan", "chunked", "gpu"] | Chunked | None = None
+    """Implementation of log-attention; chosen automatically when None. "gpu" is experimental."""
+
+
+class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
+    """Softmax attention over the last w tokens and log-attention over all earlier ones, with one
+    sum.
+
+        Y_t = sum_s softmax_s(A_ts) v_s
+        A_ts = q_t . k_s / sqrt(K)                      if t - s < w
+        A_ts = LSE_f(phi(q_t)_f + psi(k_s)_f) + g_t     if t - s >= w,      g_t = q_t . u + b
+
+    phi and psi are log features, Hedgehog's by default. The trained log weight g of earlier tokens,
+    from the query without its position, is initially 0: Hedgehog's features ignore the norm of the
+    query, which has no effect in log-attention alone, but here decides between both parts. LoLCATs
+    (Zhang et al., 2024) has one trained factor per head in place of exp(g), and adds sums; here
+    averages are merged with their exact normalizers. The state has the keys, values and log
+    features of w tokens, and averages of all earlier ones.
+
+    Raises:
+      ValueError: positions are rotary and key_depth is odd; and as in `HeadedAttention`.
+
+    References:
+      Zhang et al., 2024, LoLCATs: On Low-Rank Linearizing of Large Language Models,
+      arXiv:2410.10254; Heinsen, 2024, Softmax Attention with Constant Cost per Token,
+      arXiv:2404.05843.
+    """
+
+    Config = LogWindowConfig
+    capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
+
+    def setup(self, **options: Unpack[LayerOptions]) -> None:
+        super().setup(**options)
+        if self.config.positions == "rotary":
+            check_pairs(self.key_depth)
+        if self.config.features == "hedgehog":
+            shape = self.key_depth, self.key_depth
+            self.query_features = parameter(identity, self.num_heads, *shape, **options)
+            self.key_features = parameter(identity, self.num_kv_heads, *shape, **options)
+        zeros = nnx.initializers.zeros
+        self.log_weight = parameter(zeros, self.num_heads, self.key_depth, **options)
+        self.log_weight_bias = parameter(zeros, self.num_heads, **options)
+
+    @classmethod
+    def short_options(cls, length: int) -> dict[str, int]:
+        return {"window_size": length // 4}
+
+    @property
+    def num_features(self) -> int:
+        """Number of log features of a query or key."""
+        return self.key_depth * (2 if self.config.features == "hedgehog" else 1)
+
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[LogWindowState]
+    ) -> tuple[Mixed, LogWindowState | None]:
+        wide, weight, bias = map(
+            in_float32, (query, self.log_weight[...], self.log_weight_bias[...])
+        )
+        log_weight = jnp.einsum("...nk,nk->...n", wide, weight)
+        log_weight += jnp.broadcast_to(bias, log_weight.shape)
+        if self.config.positions == "rotary":
+            positions = self._positions(query.shape[:-2], call)
+            query, key = rotary(query, positions), rotary(key, positions)
+        features = query, key
+        if self.config.features == "hedgehog":
+            features = (
+                hedgehog_features(query, self.query_features[...]),
+                hedgehog_features(key, self.key_features[...]),
+            )
+        return devices.recur(
+            call,
+            partial(_log_window_attention, self.config),
+            *(query, key, value, *features, log_weight),
+            empty=self.init_state(query.shape[:-3]),
+            summary=partial(_summary, self.config),
+        )
+
+    def _positions(
+        self, shape: tuple[int, ...], call: CallArguments[LogWindowState]
+    ) -> Integer[Array, "*B T"]:
+        """Positions in segments, so that features do not depend on other segments."""
+        starts = None if call.segment_ids is None else segment_starts(call.segment_ids, None)
+        before = None if call.state is None else call.state.num_tokens[..., 0]
+        return positions_in_segments(starts, shape, before)
+
+    def flops(self, length: int, is_causal: bool = True) -> float:
+        window = min(self.config.window_size, length)
+        visible = window - window * (window - 1) / (2 * length)
+        of_window = 2.0 * self.num_heads * (self.key_depth + self.value_depth) * visible
+        return of_window + 4.0 * self.num_heads * self.num_features * self.value_depth
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> LogWindowState:
+        del capacity  # the same for any number of tokens
+        return LogWindowState.empty(
+            batch_shape,
+            self.num_kv_heads,
+            self.key_depth,
+            self.value_depth,
+            self.num_features,
+            self.config.window_size,
+            jnp.promote_types(self.param_dtype, jnp.float32),
+        )
+
+
+def _log_window_attention(
+    config: LogWindowConfig, *arrays: Array, is_causal: bool, **options: Any
+) -> Any:
+    del is_causal
+    return log_window_attention(
+        *arrays[:5],
+        log_weight=arrays[5],
+        window_size=config.window_size,
+        implementation=config.implementation,
+        **options,
+    )
+
+
+def _summary(
+    config: LogWindowConfig,
+    *arrays: Array,
+    key_value_seq_lengths: Integer[Array, "*B 2"] | None = None,
+) -> LogWindowState:
+    """The state of a device's tokens alone, from the first one of the given range on."""
+    _, key, value, _, features, _ = arrays
+    first = None if key_value_seq_lengths is None else key_value_seq_lengths[..., 0]
+    return LogWindowState.of_tokens(
+        key, value, features, window_size=config.window_size, first=first
+    )

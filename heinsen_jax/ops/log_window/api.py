@@ -1,0 +1,209 @@
+"""Softmax attention over the last tokens, merged with log-attention over all earlier ones."""
+
+import math
+from typing import Literal, overload
+
+import jax.numpy as jnp
+
+from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, check_tokens
+from heinsen_jax.ops.log_attention import mosaic
+from heinsen_jax.ops.log_attention.call import passes
+from heinsen_jax.ops.log_attention.chunked import Chunked
+from heinsen_jax.ops.log_attention.variants import AttentionPasses
+from heinsen_jax.ops.log_window.merged import attend
+from heinsen_jax.ops.log_window.state import LogWindowState
+from heinsen_jax.typing import Array, Float, Keys, Mixed, Query, Segments, Values
+
+Implementation = Literal["scan", "chunked", "gpu"] | Chunked
+NAMES = ("scan", "chunked", "gpu")
+
+
+@overload
+def log_window_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    query_features: Float[Array, "*B T N F"],
+    key_features: Float[Array, "*B S G F"],
+    *,
+    window_size: int,
+    log_weight: Float[Array, "*B T N"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    initial_state: LogWindowState | None = None,
+    return_state: Literal[False] = False,
+    implementation: Implementation | None = None,
+) -> Mixed: ...
+
+
+@overload
+def log_window_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    query_features: Float[Array, "*B T N F"],
+    key_features: Float[Array, "*B S G F"],
+    *,
+    window_size: int,
+    log_weight: Float[Array, "*B T N"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    initial_state: LogWindowState | None = None,
+    return_state: Literal[True],
+    implementation: Implementation | None = None,
+) -> tuple[Mixed, LogWindowState]: ...
+
+
+@overload
+def log_window_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    query_features: Float[Array, "*B T N F"],
+    key_features: Float[Array, "*B S G F"],
+    *,
+    window_size: int,
+    log_weight: Float[Array, "*B T N"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    initial_state: LogWindowState | None = None,
+    return_state: bool,
+    implementation: Implementation | None = None,
+) -> Mixed | tuple[Mixed, LogWindowState]: ...
+
+
+def log_window_attention(
+    query: Query,
+    key: Keys,
+    value: Values,
+    query_features: Float[Array, "*B T N F"],
+    key_features: Float[Array, "*B S G F"],
+    *,
+    window_size: int,
+    log_weight: Float[Array, "*B T N"] | None = None,
+    scale: float | None = None,
+    segment_ids: Segments | None = None,
+    initial_state: LogWindowState | None = None,
+    return_state: bool = False,
+    implementation: Implementation | None = None,
+) -> Mixed | tuple[Mixed, LogWindowState]:
+    """Softmax attention over the last tokens and log-attention over all earlier ones, with one sum.
+
+        Y_t = sum_s softmax_s(A_ts) V_s
+        A_ts = scale Q_t . K_s                    if t - s < w
+        A_ts = LSE_f(P_tf + C_sf) + g_t           if t - s >= w
+
+    over the tokens s up to t. Q, K and V are the queries, keys and values of a head; P and C are
+    log features f of queries and keys, g is the log weight of earlier tokens, and w is the window
+    size. Both parts are averages, and merge exactly:
+
+        Y = (Z_1 Y_1 + exp(g) Z_2 Y_2) / (Z_1 + exp(g) Z_2)
+
+    where Y_1 and Z_1 are the average and the normalizer of softmax attention over the window, and
+    Y_2 and Z_2 those of log-attention over the earlier tokens. Causal only. The cost per token does
+    not depend on the number of tokens. Nothing overflows for finite scores; sums and states are at
+    least float32.
+
+    Args:
+      query: Q `[*B, T, num_heads, key_depth]`.
+      key: K `[*B, T, num_kv_heads, key_depth]`; query head n reads key/value head
+        n // (num_heads // num_kv_heads).
+      value: V `[*B, T, num_kv_heads, value_depth]`, of any sign.
+      query_features: P `[*B, T, num_heads, num_features]`.
+      key_features: C `[*B, T, num_kv_heads, num_features]`.
+      window_size: w, the number of tokens of the window, that of the query included.
+      log_weight: g `[*B, T, num_heads]`; 0 when None.
+      scale: factor of the dot products; 1 / sqrt(key_depth) when None.
+      segment_ids: `[*B, T]`, integers: tokens attend only within their own segment, a run of equal
+        ids. `initial_state` belongs to the first segment, the returned state to the last.
+      initial_state: state after the preceding tokens; the empty state when None.
+      return_state: whether to also return the state after all T tokens, in the dtype of the initial
+        state.
+      implementation: of log-attention, as in `log_attention`; without "reference".
+
+    Returns:
+      Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogWindowState`.
+
+    Raises:
+      ValueError: window_size is below 1, the implementation is unknown, or shapes, dtypes or the
+        state do not fit.
+      NotImplementedError: the named implementation does not support the call.
+
+    Examples:
+      A window of one token. All scores are 0, so each output is the average of the values so far.
+
+      >>> key = jnp.zeros((3, 1, 1))  # three tokens, one head
+      >>> value = jnp.array([2.0, 4.0, 12.0]).reshape(3, 1, 1)
+      >>> log_window_attention(key, key, value, key, key, window_size=1).ravel().round().tolist()
+      [2.0, 3.0, 6.0]
+
+    References:
+      Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843; Zhang et al.,
+      2024, LoLCATs, arXiv:2410.10254, which merges a window with linear attention.
+    """
+    arrays = query, key, value, query_features, key_features
+    _check(*arrays, log_weight, segment_ids, window_size, initial_state)
+    attention = _passes(implementation, *arrays)
+    *batch, length, groups, key_depth = key.shape
+    state = initial_state
+    if return_state and state is None:
+        dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+        sizes = groups, key_depth, value.shape[-1], key_features.shape[-1], window_size
+        state = LogWindowState.empty(batch, *sizes, dtype)
+    if 0 in (*batch, length):
+        y = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.result_type(query, value))
+    else:
+        scale = 1 / math.sqrt(max(key_depth, 1)) if scale is None else scale
+        options = log_weight, segment_ids, state, scale
+        y, state = attend(window_size, attention, arrays, *options)
+    return (y, state) if return_state and state is not None else y
+
+
+def _check(
+    query: Array,
+    key: Array,
+    value: Array,
+    query_features: Array,
+    key_features: Array,
+    log_weight: Array | None,
+    segment_ids: Array | None,
+    window_size: int,
+    state: LogWindowState | None,
+) -> None:
+    check_heads(query, key, value)
+    check_same_length(query, key, "log_window_attention", "it is causal only")
+    num_features = key_features.shape[-1:]
+    for name, x, of in (
+        ("query_features", query_features, query),
+        ("key_features", key_features, key),
+    ):
+        check_array(name, x, ((*of.shape[:-1], *num_features),), jnp.floating)
+    check_array("log_weight", log_weight, (query.shape[:-1],), jnp.floating)
+    check_tokens(key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=None)
+    if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
+        raise ValueError(f"window_size must be an integer >= 1, got {window_size!r}")
+    if state is None:
+        return
+    heads = *key.shape[:-3], key.shape[-2]
+    for name, x in (("key", key), ("value", value), ("key_features", key_features)):
+        shape = *heads, window_size, x.shape[-1]
+        check_array(f"initial_state.{name}", getattr(state, name), (shape,), jnp.floating)
+    mean = *heads, *num_features, value.shape[-1]
+    check_array("initial_state.earlier.mean", state.earlier.mean, (mean,), jnp.floating)
+
+
+def _passes(
+    chosen: Implementation | None, query: Array, key: Array, value: Array, *features: Array
+) -> AttentionPasses:
+    """Return the implementation of log-attention, for several tokens or, if None is chosen, one."""
+    if not (chosen is None or isinstance(chosen, Chunked) or chosen in NAMES):
+        raise ValueError(
+            f"implementation must be a Chunked, None or one of {[*NAMES]}, not {chosen!r}"
+        )
+    dtype = jnp.result_type(query, key, value, *features)
+    if chosen == "gpu":
+        depths = features[0].shape[-1], value.shape[-1]
+        mosaic.check(depths=depths, dtype=jnp.promote_types(dtype, jnp.float32), is_causal=True)
+    attention = passes(chosen, dtype, is_one=query.shape[-3] == 1)
+    assert attention is not None
+    return attention

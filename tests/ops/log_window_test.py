@@ -1,0 +1,180 @@
+"""`log_window_attention` against its dense definition in float64."""
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from heinsen_jax.ops import Chunked, LogWindowState, log_window_attention
+
+BATCH, LENGTH, HEADS, GROUPS = 2, 71, 4, 2
+KEY, VALUE, FEATURES, WINDOW = 3, 2, 5, 9
+ARRAYS = (HEADS, KEY), (GROUPS, KEY), (GROUPS, VALUE), (HEADS, FEATURES), (GROUPS, FEATURES)
+BORDERS = 20, 21, 27, 50
+SEGMENTS = np.searchsorted(BORDERS, np.arange(LENGTH), side="right")
+SEGMENTS = np.stack([SEGMENTS * 70_000, 9 - SEGMENTS]).astype(np.int32)
+
+
+def draw(length: int = LENGTH, std: float = 1.0) -> tuple[np.ndarray, ...]:
+    """Return query, key, value, query_features, key_features and log_weight."""
+    rng = np.random.default_rng(0)
+    shapes = *ARRAYS, (HEADS,)
+    return tuple(std * rng.standard_normal((BATCH, length, *shape)) for shape in shapes)
+
+
+def dense(*arrays: Any, window_size: int, segment_ids: Any = None) -> Any:
+    """The definition: one softmax over the scores of both kinds."""
+    query, key, value, query_features, key_features, log_weight = arrays
+    key, value, key_features = (
+        jnp.repeat(x, HEADS // GROUPS, 2) for x in arrays[1:3] + arrays[4:5]
+    )
+    near = jnp.einsum("btnk,bsnk->btsn", query, key) / np.sqrt(KEY)
+    terms = query_features[:, :, None] + key_features[:, None]
+    far = jax.nn.logsumexp(terms, -1) + log_weight[:, :, None]
+    token = np.arange(query.shape[1])
+    behind = (token[:, None] - token)[None, :, :, None]
+    visible = behind >= 0
+    if segment_ids is not None:
+        visible = visible & (segment_ids[:, :, None] == segment_ids[:, None])[..., None]
+    is_near = np.broadcast_to(behind < window_size, near.shape)
+    scores = jnp.where(
+        np.broadcast_to(visible, near.shape), jnp.where(is_near, near, far), -jnp.inf
+    )
+    return jnp.einsum("btsn,bsnv->btnv", jax.nn.softmax(scores, 2), value)
+
+
+def ours(*arrays: Any, window_size: int = WINDOW, **options: Any) -> Any:
+    options |= {"window_size": window_size, "log_weight": arrays[5]}
+    return log_window_attention(*arrays[:5], **options)
+
+
+def differentiate(function: Callable[..., Any], arrays: Any) -> Any:
+    y, pullback = jax.vjp(function, *arrays)
+    return y, pullback(jnp.sin(1 + y))
+
+
+def assert_close(have: Any, want: Any, **tolerance: Any) -> None:
+    tolerance = tolerance or {"rtol": 1e-10, "atol": 1e-10}
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, **tolerance)
+
+
+@pytest.mark.parametrize(
+    ("length", "window_size", "implementation"),
+    [
+        (LENGTH, WINDOW, None),
+        (LENGTH, 1, Chunked(chunk_size=16, block_size=32)),
+        (LENGTH, LENGTH - 1, None),  # a single query has an earlier token
+        (7, 300, None),
+        (301, 140, "chunked"),  # scores of the window in tiles
+        (30, 7, "scan"),
+    ],
+)
+@pytest.mark.usefixtures("x64")
+def test_values_and_gradients_equal_the_definition(length, window_size, implementation):
+    arrays = draw(length)
+    have = partial(ours, window_size=window_size, implementation=implementation)
+    want = differentiate(partial(dense, window_size=window_size), arrays)
+    assert_close(differentiate(have, arrays), want)
+
+
+@pytest.mark.usefixtures("x64")
+def test_segments_are_independent():
+    arrays, options = draw(), {"window_size": WINDOW, "segment_ids": SEGMENTS}
+    want = differentiate(partial(dense, **options), arrays)
+    assert_close(differentiate(partial(ours, **options), arrays), want)
+
+
+def in_chunks(*arrays: Any, bounds: tuple[int, ...], segment_ids: Any = None) -> Any:
+    """Return the outputs of consecutive chunks, and the state after them."""
+    parts, state = [], None
+    for start, stop in pairwise(bounds):
+        ids = None if segment_ids is None else segment_ids[:, start:stop]
+        chunk = (x[:, start:stop] for x in arrays)
+        y, state = ours(*chunk, segment_ids=ids, initial_state=state, return_state=True)
+        parts.append(y)
+    return jnp.concatenate(parts, 1), state
+
+
+@pytest.mark.parametrize("segment_ids", [None, SEGMENTS])
+@pytest.mark.usefixtures("x64")
+def test_streaming_equals_one_pass(segment_ids):
+    """In chunks shorter and longer than the window; the gradients flow through the states."""
+    arrays = draw()
+
+    def stream(*arrays: Any) -> Any:
+        return in_chunks(*arrays, bounds=(0, 5, 6, 35, 36, 37, LENGTH), segment_ids=segment_ids)
+
+    y, pullback, state = jax.vjp(stream, *arrays, has_aux=True)
+    whole = partial(dense, window_size=WINDOW, segment_ids=segment_ids)
+    assert_close((y, pullback(jnp.sin(1 + y))), differentiate(whole, arrays))
+    _, after = ours(*arrays, segment_ids=segment_ids, return_state=True)
+    assert_close(state, after)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_state_of_few_tokens_after_a_segment_has_no_others():
+    """The last segment is shorter than the window."""
+    arrays = tuple(x[:, :25] for x in draw())
+    _, packed = ours(*arrays, segment_ids=SEGMENTS[:, :25], return_state=True)
+    _, alone = ours(*(x[:, 21:] for x in arrays), return_state=True)
+    assert_close(packed, alone)
+    assert packed.num_tokens.tolist() == [[4] * GROUPS] * BATCH
+
+
+@pytest.mark.usefixtures("x64")
+def test_states_merge():
+    arrays = draw()
+    _, key, value, _, features, _ = arrays
+    first = np.array([3, 0])
+
+    def state_of(start: int, stop: int, first: Any = None) -> LogWindowState:
+        chunk = (x[:, start:stop] for x in (key, value, features))
+        return LogWindowState.of_tokens(*chunk, window_size=WINDOW, first=first)
+
+    merged = LogWindowState.empty((BATCH,), GROUPS, KEY, VALUE, FEATURES, WINDOW, jnp.float64)
+    for bounds in pairwise((0, 30, 32, 32, 37, 57, LENGTH)):
+        merged = merged.merge(state_of(*bounds))
+    _, whole = ours(*arrays, return_state=True)
+    assert_close(merged, whole)
+    assert_close(state_of(0, 30).merge(state_of(30, 34)).merge(state_of(34, LENGTH)), whole)
+    segments = np.where(np.arange(LENGTH)[None] < first[:, None], 1, 0)
+    _, last = ours(*arrays, segment_ids=segments, return_state=True)
+    assert_close(state_of(0, LENGTH, first), last)
+
+
+@pytest.mark.usefixtures("as_users_compile")
+@pytest.mark.parametrize("slope", [3.0, -3.0])
+def test_large_scores_and_rising_keys(slope):
+    """Keys change by some nats per token, so that products of exponentials would overflow."""
+    arrays = [np.float32(x) for x in draw(300, 10.0)]
+    rise = np.float32(slope) * np.arange(300, dtype=np.float32)
+    arrays[4] = arrays[4] + rise[None, :, None, None]
+    arrays[5] = arrays[5] - rise[None, :, None]
+    have = differentiate(jax.jit(ours), arrays)
+    with jax.enable_x64(True):
+        exact = [np.float64(x) for x in arrays]
+        want = jax.tree.map(np.asarray, differentiate(partial(dense, window_size=WINDOW), exact))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(have))
+    np.testing.assert_allclose(have[0], want[0], rtol=0, atol=2e-3)
+    for a, b in zip(have[1], want[1], strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-3 * np.max(np.abs(b)))
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_arguments_that_do_not_fit_are_refused():
+    arrays = [np.float32(x) for x in draw(5)]
+    _, state = ours(*arrays, return_state=True)
+    with pytest.raises(ValueError, match="window_size must be an integer >= 1, got 0"):
+        ours(*arrays, window_size=0)
+    with pytest.raises(ValueError, match=r"initial_state.key must have shape \(2, 2, 8, 3\)"):
+        ours(*arrays, window_size=8, initial_state=state)
+    with pytest.raises(ValueError, match=r"query_features must have shape \(2, 5, 4, 5\)"):
+        log_window_attention(*arrays[:3], arrays[3][..., 1:], arrays[4], window_size=2)
+    with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
+        ours(*arrays, implementation="gpu")

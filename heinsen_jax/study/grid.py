@@ -33,6 +33,9 @@ class DataclassInstance(Protocol):
 
 Config = TypeVar("Config")
 
+ADDED = {"distillation"}
+"""Sections that earlier versions did not have, which the fingerprint leaves out by default."""
+
 
 @dataclass(frozen=True)
 class Study:
@@ -205,6 +208,8 @@ def _chosen(config: DataclassInstance) -> dict[str, JSON]:
     found: dict[str, JSON] = {"of": type(config).__name__}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if field.name in ADDED and value == field.default:
+            continue
         if isinstance(value, DataclassInstance):
             found[field.name] = _chosen(value)
         elif value != field.default:

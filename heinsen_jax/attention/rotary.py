@@ -10,17 +10,13 @@ from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, Integer, Keys, Query, config_dataclass
+from heinsen_jax.typing import Array, Float, Integer, Keys, Query, config_dataclass
 
 
 @config_dataclass
-class PositionsConfig(HeadsConfig):
-    """Configuration of softmax attention with scaled dot products."""
+class RotaryOptions(HeadsConfig):
+    """Frequencies of rotary positions."""
 
-    positions: Literal["none", "rotary", "alibi"] = "none"
-    """Position encoding: none; rotary, which rotates queries and keys by angles proportional to
-    their positions (RoPE), so that scores depend on distances; or alibi, which adds to the scores a
-    bias proportional to the distance, by head, and is causal only."""
     rotary_base: pydantic.PositiveFloat = 10000.0
     """Base of the frequencies of rotary positions: base^(-2i / P) for pair i of P features."""
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
@@ -74,6 +70,23 @@ class PositionsConfig(HeadsConfig):
             scaled = unchanged * found + (1 - unchanged) * scaled
         return scaled
 
+    def rotate(
+        self, x: Float[Array, "*B T N K"], positions: Integer[Array, "T"] | Integer[Array, "*B T"]
+    ) -> Float[Array, "*B T N K"]:
+        """Queries or keys, rotated by their positions."""
+        frequencies = self.frequencies(x.shape[-1])
+        return rotary(x, positions, base=self.rotary_base, frequencies=frequencies)
+
+
+@config_dataclass
+class PositionsConfig(RotaryOptions):
+    """Configuration of softmax attention with scaled dot products."""
+
+    positions: Literal["none", "rotary", "alibi"] = "none"
+    """Position encoding: none; rotary, which rotates queries and keys by angles proportional to
+    their positions (RoPE), so that scores depend on distances; or alibi, which adds to the scores a
+    bias proportional to the distance, by head, and is causal only."""
+
 
 @config_dataclass
 class RotaryConfig(PositionsConfig):
@@ -106,14 +119,8 @@ class RotaryAttention(MaskedAttention[RotaryT]):
     ) -> tuple[Query, Keys]:
         if self.config.positions != "rotary":
             return query, key
-        base = self.config.rotary_base
-        frequencies = self.config.frequencies(self.key_depth)
-
-        def rotated(x: Array) -> Array:
-            positions = before + jnp.arange(x.shape[-3])
-            return rotary(x, positions, base=base, frequencies=frequencies)
-
-        return rotated(query), rotated(key)
+        query, key = (self.config.rotate(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
+        return query, key
 
 
 def check_pairs(key_depth: int) -> None:

@@ -22,7 +22,9 @@ from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
 from heinsen_jax.interop.transformers.__main__ import import_model, main
 from heinsen_jax.interop.transformers.families import family_of
+from heinsen_jax.linearize import linear_layers
 from heinsen_jax.models import LanguageModelConfig, Layers
+from heinsen_jax.models.conversion import shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from tests.conftest import GOLDEN_FOLDER
@@ -279,6 +281,18 @@ def test_files_of_earlier_versions_are_read(tmp_path):
 def test_fields_of_earlier_versions_are_read(name, earlier, tmp_path):
     folder = changed(name, tmp_path / "a", rope_parameters=..., **earlier)
     assert meaning(folder) == meaning(FOLDER / name)
+
+
+def test_layers_of_constant_cost_have_the_rotary_positions_of_the_model():
+    """A window over the whole sequence makes them exact softmax attention."""
+    teacher, _ = from_pretrained(FOLDER / "llama3")
+    config = linear_layers(teacher.config, "log_window:window_size=32", keep=["0"])
+    assert config.layer_pattern == ("gqa", "log_window")
+    graph, state = nnx.split(random_model(config))
+    arrays = flatten_with_names(state) | shared_weights(config, teacher)
+    model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [*arrays.values()]))
+    with np.load(FOLDER / "llama3" / "expected.npz") as want:
+        np.testing.assert_allclose(apply(model, want["tokens"]), want["logits"], rtol=0, atol=1e-4)
 
 
 def test_a_repository_is_downloaded(monkeypatch, tmp_path):

@@ -2,9 +2,9 @@
 
 python -m heinsen_jax.chat --workdir runs/quickstart
 
-The conversation so far is the model's state and is never processed again. /save FILE writes the
-state to a file, /load FILE resumes from one, /reset starts over, /quit or the end of input ends the
-chat.
+The conversation so far is the model's state and is never processed again, unless the chat template
+of a pretrained model changes it. /save FILE writes the state to a file, /load FILE resumes from
+one, /reset starts over, /quit or the end of input ends the chat.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from heinsen_jax.data import Tokenizer
+from heinsen_jax.data import PretrainedTokenizer, Tokenizer, start_ids
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import generate, load_state, save_state
 from heinsen_jax.generate.options import TextOptions
@@ -22,13 +22,15 @@ from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one
 from heinsen_jax.generate.text import decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.typing import JSON
 
 HELP = "/save FILE   /load FILE   /reset   /quit"
 
 
 @dataclass
 class Chat:
-    """A conversation of a person and a model.
+    """A conversation of a person and a model. If the tokenizer has a chat template, each line is a
+    message; else the text continues, and answers end with a line.
 
     Attributes:
       model, tokenizer: the model and its tokenizer.
@@ -48,19 +50,44 @@ class Chat:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        self.state: LanguageModelState | None = None
-        self.unread: list[int] = []  # the last sampled token, which is not in the state yet
+        self.reset()
+        tokenizer = self.tokenizer
+        is_pretrained = isinstance(tokenizer, PretrainedTokenizer)
+        self.template = tokenizer if is_pretrained and tokenizer.templates else None
         self.turns = 0
         key = jax.random.key(self.seed)
         num_tokens = self.tokenizer.vocab_size
         Sampler.of(self.model, self.temperature, self.top_k, key, num_tokens, self.top_p)
 
+    def reset(self) -> None:
+        """Start over."""
+        self.state: LanguageModelState | None = None
+        self.read: list[int] = []  # the tokens in the state
+        self.unread: list[int] = []  # the last sampled token, which is not in the state yet
+        self.messages: list[dict[str, JSON]] = []
+
     def answer(self, line: str) -> Iterator[str]:
-        """Yield the answer of the model to a line, up to the end of a line."""
-        tokens = self.unread + self.tokenizer.encode(line + "\n")
-        yield from decode_stream(
-            self.tokenizer, until_end(self._tokens(tokens), self.tokenizer, self.max_new_tokens)
-        )
+        """Yield the answer of the model to a line."""
+        new = self._tokens(self._after(line))
+        answer = ""
+        for text in decode_stream(
+            self.tokenizer, until_end(new, self.tokenizer, self.max_new_tokens)
+        ):
+            answer += text
+            yield text
+        self.messages.append({"role": "assistant", "content": answer})
+
+    def _after(self, line: str) -> list[int]:
+        """The tokens to be processed before the answer to a line."""
+        if self.template is None:
+            start = start_ids(self.tokenizer) if self.state is None else ()
+            return [*start, *self.unread, *self.tokenizer.encode(line + "\n")]
+        messages = [*self.messages, {"role": "user", "content": line}]
+        tokens = self.template.apply_chat_template(messages, add_generation_prompt=True)
+        self.messages = messages
+        if tokens[: len(self.read)] != self.read:  # the template has changed earlier messages
+            self.state, self.read = None, []
+        return tokens[len(self.read) :]
 
     def _tokens(self, tokens: list[int]) -> Iterator[int]:
         key = jax.random.fold_in(jax.random.key(self.seed), self.turns)
@@ -85,10 +112,11 @@ class Chat:
                 num_tokens=self.tokenizer.vocab_size,
                 return_state=True,
             )
+            self.read += tokens
             tokens = self.unread = [int(new[0])]
             yield tokens[0]
             written += self.tokenizer.token_bytes(tokens[0])
-            if written.strip() and written.endswith(b"\n"):
+            if self.template is None and written.strip() and written.endswith(b"\n"):
                 break
 
     def command(self, line: str) -> str:
@@ -96,8 +124,13 @@ class Chat:
         name, _, file = line.partition(" ")
         match name, file.strip():
             case "/reset", "":
-                self.state, self.unread = None, []
+                self.reset()
                 return "the state is reset"
+            case (("/save" | "/load"), _) if self.template is not None:
+                raise UserError(
+                    f"{name}: a conversation in a chat template cannot be saved or loaded; use "
+                    "heinsen_jax.generate.save_state"
+                )
             case "/save", path if path:
                 if self.state is None:
                     raise UserError("/save: the conversation is empty; write something first")

@@ -23,7 +23,7 @@ ALLOWED = {
     "models": LOWEST | {"ops", "attention", "sharding"},
     "data": LOWEST | {"on_ray", "locks", "buckets"},
     "interop": LOWEST
-    | {"attention", "models", "data", "training", "generate", "run_folder", "buckets"},
+    | {"attention", "models", "data", "training", "generate", "run_folder", "buckets", "config"},
     "training": LOWEST
     | {"compilation", "environment", "attention", "models", "sharding", "distributed", "data"}
     | {"buckets", "run_folder"},

@@ -27,8 +27,12 @@ class HeadsConfig(AttentionConfig):
     """Whether a gated linear unit precedes the output projection, as in Heinsen's block."""
     query_key_norm: bool = False
     """Whether queries and keys of each head are RMS-normalized, with a scale per feature."""
+    norm_epsilon: pydantic.PositiveFloat | None = None
+    """Epsilon of the normalization of queries and keys; 1e-6 by default."""
     use_bias: bool = True
     """Whether the projections have biases."""
+    output_bias: bool | None = None
+    """Whether the output projection has a bias; as `use_bias` by default, never if it is gated."""
 
 
 HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
@@ -40,12 +44,12 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         q | k | v = x W1 + b1          for each key/value head, adjacent
         y = attend(q, k, v) W3 + b3    or, gated: GLU(attend(q, k, v) W2 + b2) W3
 
-    without b1, b2 and b3 if `use_bias` is false, and with GLU(a, b) = a sigmoid(b). Weights and
-    biases are initialized ~ U(+-1/sqrt(fan_in)).
+    without b1, b2 and b3 if `use_bias` is false (for b3, `output_bias`, if it is set), and with
+    GLU(a, b) = a sigmoid(b). Weights and biases are initialized ~ U(+-1/sqrt(fan_in)).
 
     Raises:
-      ValueError: model_dim is not a multiple of num_heads and a depth is None, or num_heads is not
-        a multiple of num_kv_heads.
+      ValueError: model_dim is not a multiple of num_heads and a depth is None; num_heads is not a
+        multiple of num_kv_heads; or `gated` and `output_bias` are both true.
     """
 
     Config = HeadsConfig
@@ -57,6 +61,8 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={num_heads}"
             )
+        if chosen.gated and chosen.output_bias:
+            raise ValueError("output_bias with gated=True: that projection has none; leave it out")
         self.key_depth = chosen.key_depth or head_depth(model_dim, num_heads)
         self.value_depth = chosen.value_depth or head_depth(model_dim, num_heads)
         inner = num_heads * self.key_depth
@@ -66,14 +72,16 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         axes = "embed", "heads"
         self.project = HeadProjection(model_dim, inner, axes, use_bias=biased, **options)
         if chosen.query_key_norm:
-            self.query_norm = rms_norm(self.key_depth, **options)
-            self.key_norm = rms_norm(self.key_depth, **options)
+            epsilon = chosen.norm_epsilon
+            self.query_norm = rms_norm(self.key_depth, epsilon=epsilon, **options)
+            self.key_norm = rms_norm(self.key_depth, epsilon=epsilon, **options)
         if chosen.gated:
             axes = "heads", "embed"
             self.gate = linear(mixed, 2 * model_dim, axes, use_bias=biased, **options)
             self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
         else:
             axes = "heads", "embed"
+            biased = biased if chosen.output_bias is None else chosen.output_bias
             self.output = linear(mixed, model_dim, axes, use_bias=biased, **options)
 
     def default_kv_heads(self) -> int:

@@ -13,8 +13,8 @@ from flax import nnx
 
 from heinsen_jax.typing import Array, DTypeLike, Key
 
-LAYER_NORM_EPSILON = 1e-5
-RMS_EPSILON = 1e-6
+EPSILONS = {"layer": 1e-5, "rms": 1e-6}
+"""Default epsilons of norms."""
 
 
 class LayerOptions(TypedDict):
@@ -84,11 +84,13 @@ class LowRank(nnx.Module):
         return self.up(self.down(x))
 
 
-def layer_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.LayerNorm:
+def layer_norm(
+    size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
+) -> nnx.LayerNorm:
     """Layer normalization, in the dtype of the parameters."""
     return nnx.LayerNorm(
         size,
-        epsilon=LAYER_NORM_EPSILON,
+        epsilon=epsilon or EPSILONS["layer"],
         param_dtype=jnp.dtype(options["param_dtype"]),
         scale_metadata={"logical_axes": ("embed",)},
         bias_metadata={"logical_axes": ("embed",)},
@@ -96,10 +98,12 @@ def layer_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.LayerNorm:
     )
 
 
-def rms_norm(size: int, **options: Unpack[LayerOptions]) -> nnx.RMSNorm:
+def rms_norm(
+    size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
+) -> nnx.RMSNorm:
     """RMS normalization, in the dtype of the parameters."""
-    param_dtype = jnp.dtype(options["param_dtype"])
-    return nnx.RMSNorm(size, epsilon=RMS_EPSILON, param_dtype=param_dtype, rngs=options["rngs"])
+    epsilon, param_dtype = epsilon or EPSILONS["rms"], jnp.dtype(options["param_dtype"])
+    return nnx.RMSNorm(size, epsilon=epsilon, param_dtype=param_dtype, rngs=options["rngs"])
 
 
 NORMS = {"layer": layer_norm, "rms": rms_norm}

@@ -10,19 +10,18 @@ from flax import nnx
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.attention.layers import LayerOptions, identity, in_float32, parameter
 from heinsen_jax.attention.log import hedgehog_features
-from heinsen_jax.attention.rotary import check_pairs
+from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.ops.arguments import positions_in_segments, segment_starts
 from heinsen_jax.ops.log_attention import Chunked
 from heinsen_jax.ops.log_window import LogWindowState, log_window_attention
-from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, Integer, Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
-class LogWindowConfig(HeadsConfig):
+class LogWindowConfig(RotaryOptions):
     """Configuration of softmax attention over a window, with log-attention over earlier tokens."""
 
     window_size: pydantic.PositiveInt = 64
@@ -68,7 +67,7 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
         if self.config.positions == "rotary":
-            check_pairs(self.key_depth)
+            self.config.rotated(self.key_depth)
         if self.config.features == "hedgehog":
             shape = self.key_depth, self.key_depth
             self.query_features = parameter(identity, self.num_heads, *shape, **options)
@@ -96,7 +95,7 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
         log_weight += jnp.broadcast_to(bias, log_weight.shape)
         if self.config.positions == "rotary":
             positions = self._positions(query.shape[:-2], call)
-            query, key = rotary(query, positions), rotary(key, positions)
+            query, key = (self.config.rotate(x, positions) for x in (query, key))
         features = query, key
         if self.config.features == "hedgehog":
             features = (

@@ -1,18 +1,85 @@
 """Base class of softmax attention with optional rotary queries and keys, as layers."""
 
-from typing import Literal, TypeVar, Unpack
+from typing import Annotated, Literal, TypeVar, Unpack
 
 import jax.numpy as jnp
+import numpy as np
+import pydantic
 
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.attention.masked import MaskedAttention
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, Integer, Keys, Query, config_dataclass
+from heinsen_jax.typing import Array, Float, Integer, Keys, Query, config_dataclass
 
 
 @config_dataclass
-class PositionsConfig(HeadsConfig):
+class RotaryOptions(HeadsConfig):
+    """Frequencies of rotary positions."""
+
+    rotary_base: pydantic.PositiveFloat = 10000.0
+    """Base of the frequencies of rotary positions: base^(-2i / P) for pair i of P features."""
+    rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
+    """Fraction of the features of a head that are rotated, the first ones."""
+    rotary_factor: pydantic.PositiveFloat = 1.0
+    """Factor by which frequencies are divided, for sequences longer than those of training (linear
+    scaling)."""
+    rotary_original_length: pydantic.PositiveInt | None = None
+    """Sequence length L of the original training, for the scaling of Llama 3: frequencies with at
+    most `rotary_low_turns` turns in L tokens are divided by `rotary_factor`, those with at least
+    `rotary_high_turns` are unchanged, and those between are interpolated."""
+    rotary_low_turns: pydantic.PositiveFloat = 1.0
+    """See `rotary_original_length`."""
+    rotary_high_turns: pydantic.PositiveFloat = 4.0
+    """See `rotary_original_length`."""
+
+    def __post_init__(self) -> None:
+        if self.rotary_high_turns <= self.rotary_low_turns:
+            raise ValueError(
+                f"rotary_high_turns={self.rotary_high_turns} must be above "
+                f"rotary_low_turns={self.rotary_low_turns}"
+            )
+
+    def rotated(self, key_depth: int) -> int:
+        """Number of rotated features of a head.
+
+        Raises:
+          ValueError: it is odd or 0.
+        """
+        count = int(key_depth * self.rotary_fraction)
+        if self.rotary_fraction < 1 and (count % 2 or not count):
+            raise ValueError(
+                f"rotary_fraction={self.rotary_fraction}: it selects {count} of {key_depth} "
+                "features, but pairs are rotated; choose another fraction"
+            )
+        check_pairs(count)
+        return count
+
+    def frequencies(self, key_depth: int) -> np.ndarray | None:
+        """Frequencies of the rotated pairs of features, in radians per token; None for those of
+        `rotary_base` alone."""
+        if self.rotary_fraction == self.rotary_factor == 1:
+            return None
+        rotated = self.rotated(key_depth)
+        found = self.rotary_base ** (-np.arange(0, rotated, 2) / rotated)
+        scaled = found / self.rotary_factor
+        if self.rotary_original_length is not None:
+            turns = self.rotary_original_length * found / (2 * np.pi)
+            low, high = self.rotary_low_turns, self.rotary_high_turns
+            unchanged = np.clip((turns - low) / (high - low), 0, 1)
+            scaled = unchanged * found + (1 - unchanged) * scaled
+        return scaled
+
+    def rotate(
+        self, x: Float[Array, "*B T N K"], positions: Integer[Array, "T"] | Integer[Array, "*B T"]
+    ) -> Float[Array, "*B T N K"]:
+        """Queries or keys, rotated by their positions."""
+        frequencies = self.frequencies(x.shape[-1])
+        return rotary(x, positions, base=self.rotary_base, frequencies=frequencies)
+
+
+@config_dataclass
+class PositionsConfig(RotaryOptions):
     """Configuration of softmax attention with scaled dot products."""
 
     positions: Literal["none", "rotary", "alibi"] = "none"
@@ -45,14 +112,14 @@ class RotaryAttention(MaskedAttention[RotaryT]):
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
         if self.config.positions == "rotary":
-            check_pairs(self.key_depth)
+            self.config.rotated(self.key_depth)
 
     def with_positions(
         self, query: Query, key: Keys, before: int | Integer[Array, ""]
     ) -> tuple[Query, Keys]:
         if self.config.positions != "rotary":
             return query, key
-        query, key = (rotary(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
+        query, key = (self.config.rotate(x, before + jnp.arange(x.shape[-3])) for x in (query, key))
         return query, key
 
 

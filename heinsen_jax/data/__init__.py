@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from heinsen_jax.data.text import DataConfig, TokenDataset, TokenSource
     from heinsen_jax.data.tokenizers import (
         END_OF_TEXT,
+        PretrainedTokenizer,
         Tokenizer,
         get_tokenizer,
         load_tokenizer,
         save_tokenizer,
+        start_ids,
     )
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "Manifest",
     "MixedDataset",
     "Needle",
+    "PretrainedTokenizer",
     "Recall",
     "SelectiveCopying",
     "StateTracking",
@@ -62,6 +65,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "save_tokenizer",
+    "start_ids",
     "train_batches",
     "validation_batches",
 ]

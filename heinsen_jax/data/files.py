@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import os
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -64,6 +65,30 @@ def writing(folder: Path) -> Iterator[None]:
             f"{error.filename or folder} cannot be written ({reason}): free space, or make it "
             "writable, and give the same command again"
         ) from error
+
+
+def check_new_folder(place: Path) -> None:
+    """Raise UserError unless `place` is a new or an empty folder."""
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise UserError(f"{place} exists: give the name of a new folder")
+
+
+@contextmanager
+def filling(place: Path) -> Iterator[Path]:
+    """Yield a partial folder, whose files move to the new or empty folder `place` if the block ends
+    without an error. Errors of the operating system become `UserError`."""
+    place = place.resolve()
+    holder = place if place.exists() else place.parent
+    partial = free_name(holder / f"{place.name}.partial")
+    try:
+        with writing(place.parent):
+            partial.mkdir(parents=True)
+            yield partial
+            place.mkdir(parents=True, exist_ok=True)
+            for path in partial.iterdir():
+                path.replace(place / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def free_name(path: Location) -> Location:

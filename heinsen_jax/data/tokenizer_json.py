@@ -106,7 +106,7 @@ class JsonTokenizer:
         self, name: str, path: Path, document: Mapping[str, Any], end_of_text: str
     ) -> None:
         self.name = name
-        self._document, self._end_of_text = document, end_of_text
+        self._document, self.end_of_text = document, end_of_text
         content = json.dumps([document, end_of_text], sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._tokenizer, self.end_of_text_id = _build(path, document, end_of_text)
@@ -159,15 +159,25 @@ class JsonTokenizer:
             return content.encode()
         return self._spelling.bytes_of(content)
 
-    def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which other libraries read, too."""
-        config = {
+    def config(self) -> dict[str, Any]:
+        """The content of `tokenizer_config.json`."""
+        return {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": self._end_of_text,
+            "eos_token": self.end_of_text,
             "heinsen_jax": {"name": self.name, "fingerprint": self.fingerprint},
         }
-        for file, content in ((TOKENIZER_FILE, self._document), (CONFIG_FILE, config)):
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which other libraries read, too."""
+        for file, content in ((TOKENIZER_FILE, self._document), (CONFIG_FILE, self.config())):
             write_atomically(folder / file, as_json(content))
+
+    @classmethod
+    def of(
+        cls, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> "JsonTokenizer":
+        """The tokenizer of a document, with the content of `tokenizer_config.json`."""
+        return cls(name, path, document, config["eos_token"])
 
     @classmethod
     def load(cls, folder: Path) -> "JsonTokenizer":
@@ -176,7 +186,7 @@ class JsonTokenizer:
         config = read_json(config_path)
         try:
             name, fingerprint = (config["heinsen_jax"][key] for key in ("name", "fingerprint"))
-            tokenizer = cls(name, path, read_json(path), config["eos_token"])
+            tokenizer = cls.of(name, path, read_json(path), config)
         except (KeyError, TypeError) as error:
             raise UserError(f"{config_path} is damaged ({error!r}): restore the file") from None
         if tokenizer.fingerprint != fingerprint:
@@ -235,7 +245,7 @@ def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[R
     added = document.get("added_tokens") or []
     end = next((token["id"] for token in added if token["content"] == end_of_text), None)
     if end is None:
-        end = _parse(path, document).token_to_id(end_of_text)
+        end = parsed(path, document).token_to_id(end_of_text)
     if end is None:
         raise UserError(
             f"{path} has no token {end_of_text}, the eos_token of {path.with_name(CONFIG_FILE)}: "
@@ -246,12 +256,13 @@ def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[R
     added = [*(token for token in added if token["id"] != end), last]
     added.sort(key=lambda token: token["id"])
     changes = {"truncation": None, "padding": None, "added_tokens": added}
-    tokenizer = _parse(path, {**document, **changes})
+    tokenizer = parsed(path, {**document, **changes})
     tokenizer.encode_special_tokens = True  # to split them like any other text
     return tokenizer, end
 
 
-def _parse(path: Path, document: Mapping[str, Any]) -> RustTokenizer:
+def parsed(path: Path, document: Mapping[str, Any]) -> RustTokenizer:
+    """Build the tokenizer of a document."""
     try:
         return RustTokenizer.from_str(json.dumps(document))
     except Exception as error:  # the library raises no narrower class

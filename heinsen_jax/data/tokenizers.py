@@ -24,6 +24,7 @@ from heinsen_jax.data.tokenizer_json import (
     read_json,
     tokenizer_of_json,
 )
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, is_saved_pretrained
 from heinsen_jax.data.tokenizer_tiktoken import (
     END_OF_TEXT,
     SUFFIX,
@@ -36,11 +37,13 @@ from heinsen_jax.errors import UserError
 
 __all__ = [
     "END_OF_TEXT",
+    "PretrainedTokenizer",
     "Tokenizer",
     "get_tokenizer",
     "load_tokenizer",
     "save_tokenizer",
     "saved_name",
+    "start_ids",
     "tokenizer_name",
     "tokenizer_version",
 ]
@@ -109,6 +112,8 @@ def get_tokenizer(name: str) -> Tokenizer:
         return published_tokenizer(name)
     if name.endswith(SUFFIX):
         return tokenizer_of_ranks(path)
+    if path.is_dir() and is_saved_pretrained(path):
+        return PretrainedTokenizer.load(path)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.suffix == ".json":
         if path.is_dir() and "model" not in read_json(file):  # saved by this package
@@ -152,8 +157,16 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     """Read the files of `save_tokenizer`, and check that they are unchanged."""
     folder = Path(folder)
-    is_json = "model" in read_json(folder / TOKENIZER_FILE)
-    return JsonTokenizer.load(folder) if is_json else TiktokenTokenizer.load(folder)
+    if "model" not in read_json(folder / TOKENIZER_FILE):
+        return TiktokenTokenizer.load(folder)
+    is_pretrained = is_saved_pretrained(folder)
+    return (PretrainedTokenizer if is_pretrained else JsonTokenizer).load(folder)
+
+
+def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens before each text, such as <s>, that a pretrained model expects; none for other
+    models."""
+    return tokenizer.start_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
 
 
 def saved_name(folder: str | Path) -> str | None:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from heinsen_jax.data import start_ids
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.text import complete, decode_stream, until_end
@@ -44,7 +45,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
     """The prompt and its continuation, as it is sampled; of several samples, one after another."""
     model, tokenizer = options.load()
     prompt, number, key = options.prompt, options.max_new_tokens, jax.random.key(options.seed)
-    tokens = tokenizer.encode(prompt)
+    tokens = [*start_ids(tokenizer), *tokenizer.encode(prompt)]
     if not tokens:
         raise UserError("--prompt is empty: give at least one character")
     if options.num_samples > 1:

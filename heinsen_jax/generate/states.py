@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,10 @@ import numpy as np
 import pydantic
 from flax import nnx
 
+from heinsen_jax.attention.base import AttentionConfig
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
 from heinsen_jax.models.language_model import unstacked
 from heinsen_jax.models.position import PositionState
@@ -265,13 +266,20 @@ def _described(state: LanguageModelState) -> Shapes:
     return {name: ([*x.shape], str(x.dtype)) for name, x in flatten_with_names(state).items()}
 
 
+ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias"}
+ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
+ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}
+"""Fields that are newer than the format of states: at their defaults they leave fingerprints
+unchanged."""
+
+
 def fingerprint(model: LanguageModel) -> str:
     """SHA-256 of the architecture and the weights of a model, which determine its states."""
-    config = dataclasses.asdict(model.config)
+    config = _fields(model.config)
     for name in ("remat", "remat_policy"):
         del config[name]
     layers = zip(model.config.layer_pattern, model.config.mechanisms(), strict=True)
-    config["attention"] = [(name, dataclasses.asdict(options)) for name, options in layers]
+    config["attention"] = [(name, _fields(options)) for name, options in layers]
     for _, options in config["attention"]:
         options.pop("implementation", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
@@ -279,3 +287,10 @@ def fingerprint(model: LanguageModel) -> str:
         digest.update(name.encode())
         digest.update(np.asarray(x).tobytes())
     return digest.hexdigest()
+
+
+def _fields(config: LanguageModelConfig | AttentionConfig) -> dict[str, Any]:
+    """The fields of a configuration as plain values, without `ADDED_FIELDS` at their defaults."""
+    found = dataclasses.asdict(config)
+    defaults = {x.name: x.default for x in dataclasses.fields(config) if x.name in ADDED_FIELDS}
+    return {k: v for k, v in found.items() if k not in defaults or v != defaults[k]}

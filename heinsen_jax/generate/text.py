@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from heinsen_jax.data import Tokenizer
+from heinsen_jax.data import Tokenizer, start_ids
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import padded, read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
@@ -79,7 +79,8 @@ def complete(
         )
     if not prompts or max_new_tokens == 0:
         return [[""] * num_samples for _ in prompts]
-    texts = [tokenizer.encode(x) if isinstance(x, str) else [*x] for x in prompts]
+    start = start_ids(tokenizer) if state is None else ()
+    texts = [[*start, *tokenizer.encode(x)] if isinstance(x, str) else [*x] for x in prompts]
     lengths = np.array([len(text) for text in texts])
     tokens = np.zeros((len(texts), max(lengths)), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -180,7 +181,7 @@ def sample(
     tokens = tokenizer.encode(prompt)
     new = generate(
         model,
-        jnp.asarray(tokens, jnp.int32),
+        jnp.asarray([*start_ids(tokenizer), *tokens], jnp.int32),
         max_new_tokens,
         temperature=temperature,
         key=jax.random.key(seed),

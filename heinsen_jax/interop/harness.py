@@ -21,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.attention.cache import bucket
+from heinsen_jax.data import start_ids
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.prompts import read
@@ -122,6 +123,11 @@ class HarnessModel(TemplateLM):
         return self.encoding.end_of_text_id
 
     @property
+    def prefix_token_id(self) -> int:
+        """The token before documents whose complete likelihood is measured."""
+        return next(iter(start_ids(self.encoding)), self.eot_token_id)
+
+    @property
     def tokenizer_name(self) -> str:
         return self.encoding.name
 
@@ -133,8 +139,8 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: JSON
     ) -> list[int]:
-        del add_special_tokens  # none exist
-        return self.encoding.encode(string)
+        start = () if add_special_tokens is False else start_ids(self.encoding)
+        return [*start, *self.encoding.encode(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **unused: JSON
@@ -180,7 +186,7 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return log p of documents, each after the end-of-text token."""
         del disable_tqdm
-        texts = [self.tok_encode(request.args[0]) for request in requests]
+        texts = [self.encoding.encode(request.args[0]) for request in requests]
         max_length = self.model.config.max_length
         found = self._streamed(texts) if max_length is None else self._windowed(texts, max_length)
         for request, value in zip(requests, found, strict=True):
@@ -196,7 +202,7 @@ class HarnessModel(TemplateLM):
             state, _ = init_rows(self.model, self.batch_size, -(-longest // chunk) * chunk)
             for start in range(0, longest, chunk):
                 here = slice(start, start + chunk)
-                given = [([self.eot_token_id, *texts[number]])[here] for number in part]
+                given = [([self.prefix_token_id, *texts[number]])[here] for number in part]
                 wanted = [texts[number][here] for number in part]
                 given = [row[: len(other)] for row, other in zip(given, wanted, strict=True)]
                 log_p, _, state = self._predict(given, wanted, state, chunk)
@@ -210,7 +216,7 @@ class HarnessModel(TemplateLM):
         windows, of = [], []
         for number, text in enumerate(texts):
             for window in get_rolling_token_windows(
-                text, self.eot_token_id, length, length // 2 + 1
+                text, self.prefix_token_id, length, length // 2 + 1
             ):
                 windows.append((None, *make_disjoint_window(window)))
                 of.append(number)
@@ -232,7 +238,7 @@ class HarnessModel(TemplateLM):
         for (_, repetition), numbers in alike.items():
             options = self._options(requests[numbers[0]].args[1], repetition)
             for part in _by(self.batch_size, numbers):
-                contexts = [requests[number].args[0] or [self.eot_token_id] for number in part]
+                contexts = [requests[number].args[0] or [self.prefix_token_id] for number in part]
                 texts = complete(self.model, self.encoding, contexts, **options)
                 for number, (text,) in zip(part, texts, strict=True):
                     found[number] = text

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +23,7 @@ from flax import nnx
 
 from heinsen_jax.buckets import local_path
 from heinsen_jax.data import Tokenizer, save_tokenizer
-from heinsen_jax.data.files import free_name, writing
+from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
@@ -65,29 +66,18 @@ def save_pretrained(
 def _save_pretrained(
     run: RunFolder, place: Path, best: bool, shard_bytes: int, repo_id: str | None
 ) -> Path:
-    workdir, output = run.files, place.resolve()
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"{place} exists: give the name of a new folder")
+    check_new_folder(place)
     model, tokenizer, step = load_run(str(run), best=best)
     arrays = flatten_with_names(nnx.state(model, nnx.Param))
-    holder = output if output.exists() else output.parent
-    partial = free_name(holder / f"{output.name}.partial")
-    try:
-        with writing(output.parent):
-            partial.mkdir(parents=True)
-            save_weights(partial, jax.device_get(arrays), step=step, shard_bytes=shard_bytes)
-            if tokenizer is not None:
-                save_tokenizer(tokenizer, partial)
-            for name in (CONFIG_FILE, METRICS_FILE):
-                if (workdir / name).exists():
-                    shutil.copyfile(workdir / name, partial / name)
-            text = card(workdir, step, arrays, repo_id or str(place))
-            (partial / "README.md").write_text(text, encoding="utf-8")
-            output.mkdir(parents=True, exist_ok=True)
-            for path in partial.iterdir():
-                path.replace(output / path.name)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with filling(place) as partial:
+        save_weights(partial, jax.device_get(arrays), step=step, shard_bytes=shard_bytes)
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, partial)
+        for name in (CONFIG_FILE, METRICS_FILE):
+            if (run.files / name).exists():
+                shutil.copyfile(run.files / name, partial / name)
+        text = card(run.files, step, arrays, repo_id or str(place))
+        (partial / "README.md").write_text(text, encoding="utf-8")
     return place
 
 
@@ -103,17 +93,29 @@ def from_pretrained(
     Raises:
       UserError: neither a folder nor a repository of this name exists.
     """
-    if Path(name).is_dir():
-        return load_run(name)[:2]
+    folder = name if Path(name).is_dir() else download(str(name), revision, FETCHED)
+    return load_run(folder)[:2]
+
+
+def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
+    """Download files of a repository of the hub, unless they are in its cache; return their folder.
+
+    Args:
+      name: `owner/name`.
+      revision: branch, tag or commit.
+      files: patterns of names.
+
+    Raises:
+      UserError: no such repository exists, or it cannot be downloaded.
+    """
     try:
-        folder = snapshot_download(str(name), revision=revision, allow_patterns=FETCHED)
+        return Path(snapshot_download(name, revision=revision, allow_patterns=[*files]))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{name} is not a local folder, and could not be downloaded as a repository of the "
             f"hub ({type(error).__name__}): give a folder, or owner/name; for a private one, log "
             "in with `hf auth login`"
         ) from error
-    return load_run(folder)[:2]
 
 
 def push(

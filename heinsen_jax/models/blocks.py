@@ -34,13 +34,15 @@ class Block(nnx.Module):
         standard, decay, llama     x' + mlp(norm(x')),    x' = x + attention(h)
         fastformer                 x' + mlp(norm(x')),    x' = h + attention(h)
 
-    With convolutions, as always in the decay block, the input of attention and mlp is
-    convolution(norm(...)). Returns the result and the state after x, or None unless requested.
+    With parallel branches, mlp(norm(x)) in place of mlp(norm(x')). With convolutions, as always in
+    the decay block, the input of attention and mlp is convolution(norm(...)). Returns the result
+    and the state after x, or None unless requested.
     """
 
     def __init__(self, config: LanguageModelConfig, index: int, **options: Unpack[LayerOptions]):
         self.kind, self.is_causal = config.block, config.is_causal
-        norm = NORMS[config.norm_kind]
+        self.is_parallel = config.parallel_branches
+        norm = partial(NORMS[config.norm_kind], epsilon=config.norm_epsilon)
         self.norm = norm(config.model_dim, **options)
         build = mechanism(config.layer_pattern[index])
         sizes = config.model_dim, config.num_heads
@@ -49,7 +51,8 @@ class Block(nnx.Module):
         if self.has_mlp:
             self.mlp_norm = norm(config.model_dim, **options)
             has_bias = config.mlp_has_bias
-            build_mlp = SwiGLU if config.mlp_kind == "swiglu" else MLP
+            is_tanh = config.mlp_kind == "gelu_tanh"
+            build_mlp = SwiGLU if config.mlp_kind == "swiglu" else partial(MLP, is_tanh=is_tanh)
             self.mlp = build_mlp(config.model_dim, config.mlp_width, use_bias=has_bias, **options)
         size, branches = config.convolution or 0, 2 if self.has_mlp else 1
         self.convolutions = nnx.List(
@@ -87,10 +90,12 @@ class Block(nnx.Module):
                 y, attention = attend(state=earlier, return_state=True)
             else:
                 y, attention = attend(state=earlier), None
+        before_attention = x
         x = (normed if self.kind == "fastformer" else x) + y.astype(x.dtype)
         if self.has_mlp:
             with jax.named_scope("mlp"):
-                x = x + self.mlp(convolve(self.mlp_norm(x), 1)).astype(x.dtype)
+                y = self.mlp_norm(before_attention if self.is_parallel else x)
+                x = x + self.mlp(convolve(y, 1)).astype(x.dtype)
         x = constrain(x, "tokens", None)
         return x, BlockState(attention, tuple(after)) if return_state else None
 
@@ -101,17 +106,25 @@ class Block(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """GELU(x W1 + b1) W2 + b2; without b1 and b2, if use_bias is False."""
+    """GELU(x W1 + b1) W2 + b2; without b1 and b2, if use_bias is False. GELU is approximated with
+    tanh, if is_tanh."""
 
     def __init__(
-        self, narrow: int, wide: int, *, use_bias: bool = True, **options: Unpack[LayerOptions]
+        self,
+        narrow: int,
+        wide: int,
+        *,
+        use_bias: bool = True,
+        is_tanh: bool = False,
+        **options: Unpack[LayerOptions],
     ):
+        self.is_tanh = is_tanh
         self.up = linear(narrow, wide, ("embed", "mlp"), use_bias=use_bias, **options)
         self.down = linear(wide, narrow, ("mlp", "embed"), use_bias=use_bias, **options)
 
     def __call__(self, x: Features) -> Features:
         wide = constrain(self.up(x), "tokens", "mlp")
-        return self.down(jax.nn.gelu(wide, approximate=False))
+        return self.down(jax.nn.gelu(wide, approximate=self.is_tanh))
 
 
 class SwiGLU(nnx.Module):

@@ -18,7 +18,7 @@ from heinsen_jax.typing import config_dataclass
 RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]
 Positions = Literal["recurrence", "learned", "none"]
 Norm = Literal["layer", "rms"]
-MLPKind = Literal["gelu", "swiglu"]
+MLPKind = Literal["gelu", "gelu_tanh", "swiglu"]
 
 
 class BlockDefaults(NamedTuple):
@@ -84,7 +84,14 @@ class LanguageModelConfig:
     norm: Norm | None = None
     """layer: layer normalization. rms: RMS normalization, without mean and bias."""
     mlp: MLPKind | None = None
-    """gelu: GELU(x W1) W2. swiglu: (SiLU(x W1) * x W2) W3. The paper's block has no MLP."""
+    """gelu: GELU(x W1) W2. gelu_tanh: the same with the approximation of GELU by tanh. swiglu:
+    (SiLU(x W1) * x W2) W3. The paper's block has no MLP."""
+    norm_epsilon: pydantic.PositiveFloat | None = None
+    """Epsilon of the norms, also of those of queries and keys in mechanisms with an option
+    `norm_epsilon`. When None: 1e-5 for layer normalization, 1e-6 for RMS."""
+    parallel_branches: bool = False
+    """Whether the MLP has the same residual stream as input as the attention, as in GPT-NeoX:
+    x + attention(norm(x)) + mlp(norm'(x))."""
     mlp_ratio: pydantic.PositiveInt = 4
     """Width of the MLP divided by model_dim; of a SwiGLU MLP, 3/2 of its width, so that it has as
     many parameters."""
@@ -148,6 +155,11 @@ class LanguageModelConfig:
             raise ValueError(
                 f"mlp and mlp_dim with block={self.block!r}: that block has no MLP; leave them "
                 "out, or choose block='standard'"
+            )
+        if self.parallel_branches and self.block in ("paper", "fastformer"):
+            raise ValueError(
+                f"parallel_branches with block={self.block!r}: choose block='standard', 'decay' or "
+                "'llama'"
             )
         if self.convolution is not None and not self.is_causal:
             of = "convolution_size" if self.convolution_size else f"block={self.block!r}"
@@ -237,6 +249,8 @@ class LanguageModelConfig:
         fields: dict[str, FieldValue] = {name: value for name, value in asked if name in known}
         if "use_bias" in known:
             fields["use_bias"] = self.has_bias
+        if self.norm_epsilon is not None and "norm_epsilon" in known:
+            fields["norm_epsilon"] = self.norm_epsilon
         if self.qk_norm:
             if "query_key_norm" not in known:
                 raise ValueError(

@@ -90,7 +90,8 @@ class LanguageModel(nnx.Module):
         }
         self.position = _positions(config, **options)
         if config.embedding_style == "paper":
-            self.norm = NORMS[config.norm_kind](config.model_dim, **options)
+            norm = NORMS[config.norm_kind]
+            self.norm = norm(config.model_dim, epsilon=config.norm_epsilon, **options)
         else:
             self.bias = parameter(nnx.initializers.zeros, config.vocab_size, **options)
 

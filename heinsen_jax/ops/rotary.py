@@ -1,6 +1,7 @@
 """Rotary position embedding."""
 
 import jax.numpy as jnp
+import numpy as np
 
 from heinsen_jax.typing import Array, Float, Shaped
 
@@ -10,6 +11,7 @@ def rotary(
     positions: Shaped[Array, "T"] | Shaped[Array, "*B T"],
     *,
     base: float = 10000.0,
+    frequencies: Float[Array | np.ndarray, "pairs"] | None = None,
 ) -> Float[Array, "*B T N P"]:
     """Rotate each pair of adjacent features by an angle proportional to the position.
 
@@ -23,6 +25,8 @@ def rotary(
       x: `[*B, T, N, P]`, P even.
       positions: `[T]` or `[*B, T]`.
       base: base of the angles' geometric progression.
+      frequencies: `[pairs]`, angle per position of each pair, instead of base^(-2i / P); features
+        after the last pair are not rotated.
 
     Returns:
       Rotated features, of the same shape and dtype. Computed in at least float32.
@@ -45,11 +49,17 @@ def rotary(
             f"positions must have shape {x.shape[-3:-2]} or {x.shape[:-2]}, got {positions.shape}"
         )
     depth, dtype = x.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
-    frequencies = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))
+    if frequencies is None:
+        frequencies = base ** (-jnp.arange(0, depth, 2, dtype=dtype) / max(depth, 1))
+    if 2 * frequencies.shape[0] > depth:
+        raise ValueError(f"frequencies of {frequencies.shape[0]} pairs, but x has {depth} features")
+    frequencies = jnp.asarray(frequencies, dtype)
+    x, rest = x[..., : 2 * len(frequencies)], x[..., 2 * len(frequencies) :]
     positions = positions.astype(dtype)[..., None, None]
     angle = positions * frequencies.reshape((1,) * (positions.ndim - 1) + frequencies.shape)
-    angle = jnp.broadcast_to(angle, (*x.shape[:-1], depth // 2))
+    angle = jnp.broadcast_to(angle, (*x.shape[:-1], len(frequencies)))
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = x[..., ::2].astype(dtype), x[..., 1::2].astype(dtype)
     turned = jnp.stack([first * cos - second * sin, first * sin + second * cos], -1)
-    return turned.reshape(x.shape).astype(x.dtype)
+    turned = turned.reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate([turned, rest], -1) if rest.shape[-1] else turned

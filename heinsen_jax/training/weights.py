@@ -34,14 +34,16 @@ def save_weights(
     *,
     step: int,
     shard_bytes: int = SHARD_BYTES,
+    framework: str = "flax",
 ) -> None:
-    """Write named arrays, in shards of at most `shard_bytes` or of one array."""
+    """Write named arrays, in shards of at most `shard_bytes` or of one array; `framework` is that
+    of their names and layouts, in the metadata."""
     shards: list[dict[str, Array | np.ndarray]] = [{}]
     for name, x in arrays.items():
         if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > shard_bytes:
             shards.append({})
         shards[-1][name] = x
-    metadata = {"format": "flax", "step": str(step)}
+    metadata = {"format": framework, "step": str(step)}
     stem, suffix = WEIGHTS_FILE.split(".")
     place = {}
     for number, shard in enumerate(shards, start=1):
@@ -67,7 +69,7 @@ def load_weights(
     Raises:
       UserError: a file is missing or damaged, or has other arrays; the message names it.
     """
-    place = _index(folder) or dict.fromkeys(abstract, WEIGHTS_FILE)
+    place = weight_files(folder) or dict.fromkeys(abstract, WEIGHTS_FILE)
     if problems := place.keys() ^ abstract.keys():
         raise UserError(_mismatch(folder / INDEX_FILE, min(problems), "of another model"))
     arrays, step = {}, 0
@@ -137,7 +139,8 @@ def _hash_of(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> s
     return digest.hexdigest()
 
 
-def _index(folder: Path) -> dict[str, str] | None:
+def weight_files(folder: Path) -> dict[str, str] | None:
+    """The file of each array, from the index of shards; None without an index."""
     path = folder / INDEX_FILE
     if not path.exists():
         return None

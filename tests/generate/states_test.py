@@ -1,5 +1,7 @@
 """States as values: continued many times, and saved to files."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ from flax import nnx
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate, load_state, repeat_state, save_state
+from heinsen_jax.generate.states import fingerprint
+from heinsen_jax.models import LanguageModelConfig
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
-from tests.models.small import apply
+from tests.models.small import apply, random_model
 
 SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
 PROMPT = jnp.array([3, 1, 4, 1, 5, 9, 2])
@@ -63,6 +67,17 @@ def test_a_state_of_any_capacity_is_loaded(name, capacity, tmp_path):
     again = load_state(tmp_path / "state", model)
     for have, want in zip(jax.tree.leaves(again), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(have, want)
+
+
+def test_options_that_are_added_later_do_not_change_fingerprints():
+    """Otherwise files of earlier versions could not be loaded."""
+    sizes = {"vocab_size": 11, "model_dim": 8, "num_layers": 1, "num_heads": 2}
+    config = LanguageModelConfig(**sizes, attention="softmax", block="llama")
+    model = random_model(config)
+    expected = "304f212f3723dce30eb3980527c0ddafe60608c2184ca6ca7a89f55d07f8885f"
+    assert fingerprint(model) == expected
+    other = random_model(dataclasses.replace(config, norm_epsilon=0.5))
+    assert fingerprint(other) != expected
 
 
 def test_an_empty_state(tmp_path):

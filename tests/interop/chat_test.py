@@ -10,7 +10,9 @@ from heinsen_jax.chat import Chat
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.tokens import next_token
+from heinsen_jax.interop.transformers import from_pretrained
 from heinsen_jax.training.checkpoint import load_run
+from tests.conftest import GOLDEN_FOLDER
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
 
@@ -65,6 +67,43 @@ def test_a_model_that_cannot_generate_is_refused():
     model = build("softmax", vocab_size=264, num_layers=1, is_causal=False)
     with pytest.raises(UserError, match="predicts masked tokens and cannot generate"):
         Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)
+
+
+@pytest.fixture
+def pretrained() -> Chat:
+    """A conversation with a pretrained model that has a chat template."""
+    model, tokenizer = from_pretrained(GOLDEN_FOLDER / "transformers" / "qwen2")
+    return Chat(model, tokenizer, max_new_tokens=3, temperature=0.7, top_k=1, seed=1)
+
+
+def test_lines_are_messages_of_a_chat_template(pretrained):
+    tokenizer = pretrained.tokenizer
+    first = "".join(pretrained.answer("exact"))
+    messages = [{"role": "user", "content": "exact"}]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert pretrained.read[: len(asked)] == asked
+    assert len(pretrained.read) == len(asked) + 2  # of three new tokens, the last is unread
+    said = tokenizer.decode([*pretrained.read[len(asked) :], *pretrained.unread])
+    assert said == first
+    "".join(pretrained.answer("cost"))
+    assert [x["role"] for x in pretrained.messages] == ["user", "assistant"] * 2
+    state = apply(pretrained.model, jnp.asarray(pretrained.read), return_state=True)[1]
+    length = len(pretrained.read)
+    have, want = (x.blocks[0].attention.arrays[0] for x in (pretrained.state, state))
+    np.testing.assert_allclose(have[:, :length], want[:, :length], atol=1e-4)
+    with pytest.raises(UserError, match="/save: a conversation in a chat template cannot be saved"):
+        pretrained.command("/save file")
+
+
+def test_a_template_may_change_earlier_messages(pretrained):
+    pretrained.tokenizer.templates["default"] = "{{ messages | length }}{{ messages[-1].content }}"
+    "".join(pretrained.answer("exact"))
+    "".join(pretrained.answer("cost"))
+    want = pretrained.tokenizer.encode("3cost")
+    assert pretrained.read[: len(want)] == want
+    assert pretrained.state.blocks[0].attention.length[0] == len(pretrained.read)
+    pretrained.command("/reset")
+    assert (pretrained.read, pretrained.messages) == ([], [])
 
 
 def test_the_command_line(run, monkeypatch, capsys):

@@ -128,7 +128,14 @@ def test_the_decay_block_is_a_standard_block_of_these_parts():
     assert model(block="decay", convolution_size=2).config.convolution == 2
 
 
-@pytest.mark.parametrize("style", [{"block": "llama"}, {"norm": "rms", "mlp": "gelu"}])
+@pytest.mark.parametrize(
+    "style",
+    [
+        {"block": "llama"},
+        {"norm": "rms", "mlp": "gelu"},
+        {"norm": "rms", "mlp": "gelu_tanh", "norm_epsilon": 0.1},
+    ],
+)
 def test_norm_and_mlp_follow_their_formulas(x64, style):
     """One layer, its attention removed by a projection of zeros."""
     fields = {"num_layers": 1, "block": "standard", "positions": "none", "tie_embeddings": False}
@@ -142,8 +149,10 @@ def test_norm_and_mlp_follow_their_formulas(x64, style):
         parameter = getattr(ours.blocks[0].attention.output, name)
         parameter[...] = 0 * parameter[...]
 
+    epsilon = style.get("norm_epsilon", 1e-6)
+
     def rms(x, scale):
-        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + 1e-6) * np.asarray(scale)
+        return x / np.sqrt(np.mean(x**2, -1, keepdims=True) + epsilon) * np.asarray(scale)
 
     def dense(name, x):
         w = {k: np.asarray(v) for k, v in weights["mlp"][name].items()}
@@ -153,13 +162,44 @@ def test_norm_and_mlp_follow_their_formulas(x64, style):
     x = np.asarray(ours.embed.embedding[...])[tokens]
     h = rms(x, weights["mlp_norm"]["scale"])
     if has_bias:
-        wide = np.asarray(jax.nn.gelu(dense("up", h), approximate=False))
+        is_tanh = style["mlp"] == "gelu_tanh"
+        wide = np.asarray(jax.nn.gelu(dense("up", h), approximate=is_tanh))
     else:
         gate = dense("gate", h)
         wide = gate / (1 + np.exp(-gate)) * dense("up", h)
     x = rms(x + dense("down", wide), ours.norm.scale[...])
     logits = x @ np.asarray(ours.unembed.embedding[...]).T
     np.testing.assert_allclose(ours(tokens), 2 * np.tanh(logits / 2), rtol=1e-10)
+
+
+def test_parallel_branches_have_the_same_input():
+    fields = {"num_layers": 1, "block": "standard", "positions": "none", "attention": "softmax"}
+    tokens = jax.random.randint(jax.random.key(0), (1, 9), 0, 17)
+    ours = nnx.clone(model(**fields, parallel_branches=True))
+    both = np.asarray(ours.features(tokens)[0])
+    assert np.abs(both - model(**fields).features(tokens)[0]).max() > 1e-2
+    ours.norm = lambda x: x  # of the sum of branches
+    embedded, both = ours.embed(tokens), ours.features(tokens)[0]
+    alone = []
+    for part in ("attention.output", "mlp.down"):
+        copy = nnx.clone(ours)
+        layer, name = part.split(".")
+        other = getattr(getattr(copy.blocks[0], layer), name)
+        other.kernel[...], other.bias[...] = 0 * other.kernel[...], 0 * other.bias[...]
+        alone.append(copy.features(tokens)[0] - embedded)
+    np.testing.assert_allclose(both - embedded, sum(alone), atol=1e-5)
+
+
+def test_the_output_projection_has_its_own_bias():
+    def paths(**options):
+        ours = model(block="standard", attention=Layers("softmax", options=options))
+        return str(nnx.to_flat_state(nnx.state(ours.blocks[0].attention, nnx.Param)).paths)
+
+    assert paths().count("bias") == 2
+    assert paths(output_bias=False).count("bias") == 1
+    assert paths(use_bias=False, output_bias=True).count("bias") == 1
+    with pytest.raises(ValueError, match="output_bias with gated=True"):
+        paths(gated=True, output_bias=True)
 
 
 def test_the_llama_block_is_a_standard_block_of_these_parts():
@@ -188,6 +228,11 @@ def test_the_llama_block_is_a_standard_block_of_these_parts():
             "convolution_size with is_causal=False",
         ),
         ({"block": "decay", "is_causal": False}, "block='decay' with is_causal=False"),
+        ({"parallel_branches": True}, "parallel_branches with block='paper'"),
+        (
+            {"attention": Layers("softmax", options={"rotary_high_turns": 1.0})},
+            r"rotary_high_turns=1\.0 must be above rotary_low_turns=1\.0",
+        ),
     ],
 )
 def test_invalid_arguments_raise(fields, message):

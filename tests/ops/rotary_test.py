@@ -31,6 +31,17 @@ def test_by_the_definition():
 
 
 @pytest.mark.usefixtures("x64")
+def test_given_frequencies_rotate_the_first_pairs():
+    x, positions = np.random.default_rng(0).standard_normal((5, 3, 8)), np.arange(5)
+    frequencies = 100.0 ** (-np.arange(0, 6, 2) / 6)
+    actual = rotary(x, positions, frequencies=frequencies)
+    np.testing.assert_allclose(actual[..., :6], rotary(x[..., :6], positions, base=100.0))
+    np.testing.assert_array_equal(actual[..., 6:], x[..., 6:])
+    with pytest.raises(ValueError, match="frequencies of 3 pairs, but x has 4 features"):
+        rotary(x[..., :4], positions, frequencies=frequencies)
+
+
+@pytest.mark.usefixtures("x64")
 def test_products_depend_on_the_distance_only():
     query, key = np.random.default_rng(0).standard_normal((2, 1, 1, 8))
 

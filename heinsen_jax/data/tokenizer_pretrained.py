@@ -1,0 +1,193 @@
+"""Tokenizers of pretrained models: with special tokens and a chat template."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from heinsen_jax.data.tokenizer_json import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    JsonTokenizer,
+    parsed,
+    read_json,
+    tokenizer_of_json,
+)
+from heinsen_jax.errors import UserError, extra_module
+from heinsen_jax.typing import JSON
+
+TEMPLATE_FILE = "chat_template.jinja"
+DEFAULT, WITH_TOOLS = "default", "tool_use"
+_NO_VARIABLES: Mapping[str, JSON] = {}
+
+
+class PretrainedTokenizer(JsonTokenizer):
+    """The tokenizer of a pretrained model.
+
+    `encode` treats special tokens in a text like other text, as with every tokenizer of this
+    package; `encode_with_special_tokens` and chats produce them.
+
+    Args:
+      name: its name.
+      path: its file, for messages.
+      document: the content of `tokenizer.json`.
+      config: the content of `tokenizer_config.json`.
+
+    Attributes:
+      special_tokens: special tokens by name, such as `bos_token`.
+      templates: chat templates by name.
+      start_ids: tokens before each text, such as <s>.
+
+    Raises:
+      UserError: a file is damaged or unsupported.
+    """
+
+    def __init__(
+        self, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> None:
+        self.special_tokens = _special_tokens(config)
+        super().__init__(name, path, document, self.special_tokens["eos_token"])
+        self._path = path
+        self.templates = _templates(config.get("chat_template"), path.with_name(CONFIG_FILE))
+        self.start_ids = self._start_ids(config.get("add_bos_token"))
+
+    @classmethod
+    def of(
+        cls, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
+    ) -> "PretrainedTokenizer":
+        return cls(name, path, document, config)
+
+    def config(self) -> dict[str, Any]:
+        found = super().config()
+        found["heinsen_jax"] |= {"is_pretrained": True}
+        found |= self.special_tokens | {"add_bos_token": bool(self.start_ids)}
+        if self.templates:
+            pairs = [{"name": k, "template": v} for k, v in self.templates.items()]
+            is_one = {*self.templates} == {DEFAULT}
+            found["chat_template"] = self.templates[DEFAULT] if is_one else pairs
+        return found
+
+    def _start_ids(self, add_bos_token: bool | None) -> tuple[int, ...]:
+        """Tokens before a text, by the configuration or else as the file adds them."""
+        if add_bos_token is False:
+            return ()
+        text = "a"
+        plain = self._with_special.encode(text, add_special_tokens=False).ids
+        ids = self._with_special.encode(text).ids
+        places = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
+        start = tuple(ids[: next(places)])
+        bos = self._with_special.token_to_id(self.special_tokens.get("bos_token", ""))
+        return (bos,) if add_bos_token and bos is not None and not start else start
+
+    @cached_property
+    def _with_special(self) -> RustTokenizer:
+        """The tokenizer that finds special tokens in texts."""
+        return parsed(self._path, {**self._document, "truncation": None, "padding": None})
+
+    def encode_with_special_tokens(self, text: str) -> list[int]:
+        """Encode a text in which special tokens may be written, such as <|im_end|>."""
+        return self._with_special.encode(text, add_special_tokens=False).ids
+
+    def render_chat_template(
+        self,
+        messages: Sequence[Mapping[str, JSON]],
+        *,
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, JSON] = _NO_VARIABLES,
+    ) -> str:
+        """The text of a conversation; arguments as for `apply_chat_template`."""
+        has_own = tools is not None and WITH_TOOLS in self.templates
+        template = self.templates.get(WITH_TOOLS if has_own else DEFAULT)
+        if template is None:
+            raise UserError(f"{self.name}: the tokenizer has no chat template; give texts instead")
+        given: dict[str, Any] = {
+            **self.special_tokens,
+            "messages": [dict(message) for message in messages],
+            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        return extra_module("heinsen_jax.data.chat_template").render(template, given)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, JSON]],
+        *,
+        tools: Sequence[Mapping[str, JSON]] | None = None,
+        add_generation_prompt: bool = False,
+        variables: Mapping[str, JSON] = _NO_VARIABLES,
+    ) -> list[int]:
+        """Encode a conversation for the model. Special tokens within messages are not escaped.
+
+        Args:
+          messages: objects with `role` and `content`, and other fields of the template.
+          tools: JSON schemas of functions that the model may call.
+          add_generation_prompt: whether to end with the start of an answer of the model.
+          variables: further variables of the template, such as `{"enable_thinking": False}`.
+
+        Raises:
+          UserError: the tokenizer has no template, or the template refuses the messages.
+        """
+        text = self.render_chat_template(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+        return self.encode_with_special_tokens(text)
+
+
+def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
+    """The tokenizer in the folder of a pretrained model; None without `tokenizer.json`.
+
+    Its end of text is the `eos_token` in `tokenizer_config.json`, or else that of
+    `tokenizer_of_json`.
+    """
+    path, config_path = folder / TOKENIZER_FILE, folder / CONFIG_FILE
+    if not path.exists():
+        return None
+    config = read_json(config_path) if config_path.exists() else {}
+    if "eos_token" not in _special_tokens(config):
+        config = config | {"eos_token": tokenizer_of_json(path, name).end_of_text}
+    template = folder / TEMPLATE_FILE
+    if template.exists():
+        config = config | {"chat_template": template.read_text(encoding="utf-8")}
+    return PretrainedTokenizer(name, path, read_json(path), config)
+
+
+def is_saved_pretrained(folder: Path) -> bool:
+    """Whether a folder has a tokenizer that `PretrainedTokenizer.save` wrote."""
+    path = folder / CONFIG_FILE
+    match read_json(path) if path.exists() else {}:
+        case {"heinsen_jax": {"is_pretrained": True}}:
+            return True
+    return False
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name, such as `bos_token`."""
+    found = {}
+    for name, value in config.items():
+        match value:
+            case str(token) | {"content": str(token)} if name.endswith("_token"):
+                found[name] = token
+    return found
+
+
+def _templates(given: Any, path: Path) -> dict[str, str]:
+    """Chat templates by name."""
+    match given:
+        case None:
+            return {}
+        case str(template):
+            return {DEFAULT: template}
+        case [*several]:
+            found = {}
+            for one in several:
+                match one:
+                    case {"name": str(name), "template": str(template)}:
+                        found[name] = template
+            if len(found) == len(several):
+                return found
+    raise UserError(f"{path}: chat_template must be a text, or texts with names; correct it")

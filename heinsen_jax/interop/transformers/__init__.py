@@ -1,0 +1,154 @@
+"""Pretrained models of the library transformers: Llama, Qwen, Mistral, GPT-2 and GPT-NeoX.
+
+    python -m heinsen_jax.interop.transformers import Qwen/Qwen3-0.6B --workdir runs/qwen3
+    python -m heinsen_jax.interop.transformers export --workdir runs/qwen3 --output models/qwen3
+
+`from_pretrained` reads `config.json`, `.safetensors` and `tokenizer.json`; `to_pretrained` writes
+them. Neither needs PyTorch or transformers. Downloads and chat templates need
+`pip install 'heinsen_jax[transformers]'`.
+"""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from heinsen_jax.buckets import local_path
+from heinsen_jax.data import Tokenizer
+from heinsen_jax.data.files import check_new_folder, filling
+from heinsen_jax.data.tokenizer_json import read_json
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
+from heinsen_jax.errors import UserError, explain, extra_module
+from heinsen_jax.interop.transformers.checkpoint import Checkpoint
+from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of
+from heinsen_jax.interop.transformers.matching import family_for
+from heinsen_jax.interop.transformers.tensors import NAMES, entries
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.training.weights import SHARD_BYTES, save_weights
+from heinsen_jax.typing import JSON
+
+__all__ = ["from_pretrained", "to_pretrained"]
+
+CONFIG_FILE = "config.json"
+FETCHED = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", "tokenizer*")
+FETCHED += ("chat_template.jinja",)
+
+StoredDtype = Literal["float32", "bfloat16", "float16"]
+
+
+def from_pretrained(
+    name: str | Path, *, revision: str | None = None
+) -> tuple[LanguageModel, PretrainedTokenizer | None]:
+    """Load a model of transformers and its tokenizer.
+
+    Args:
+      name: a folder with `config.json` and `.safetensors`, or `owner/name` of a repository of the
+        hub.
+      revision: branch, tag or commit of the repository.
+
+    Returns:
+      The model, with parameters in float32; and its tokenizer, or None without `tokenizer.json`.
+      The tokenizer ends texts with the `eos_token` of `tokenizer_config.json`, and has the methods
+      `apply_chat_template` and `encode_with_special_tokens`.
+
+    Raises:
+      UserError: the model is unsupported; or a file is missing, damaged, or does not fit to the
+        others. Files are checked before weights are read.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
+    path = folder / CONFIG_FILE
+    fields = read_json(path)
+    family = family_of(fields, path)
+    try:
+        config = family.to_model()
+        config.abstract_layers()  # refuses sizes that do not fit
+    except ValueError as error:
+        raise UserError(f"{path}: {explain(error)}; correct that file") from None
+    tokenizer = pretrained_tokenizer(folder, Path(name).name)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
+            f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
+        )
+    return _loaded(folder, family.model_type, config), tokenizer
+
+
+def _loaded(folder: Path, model_type: str, config: LanguageModelConfig) -> LanguageModel:
+    graph, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    leaves = flatten_with_names(state)
+    checkpoint = Checkpoint(folder, NAMES[model_type])
+    if config.tie_embeddings:
+        checkpoint.check_tied()
+    found = entries(model_type, config, leaves)
+    checkpoint.check({k: v for x in found for k, v in x.shapes(leaves[x.path].shape)})
+    values = {x.path: jnp.asarray(x.load(leaves[x.path].shape, checkpoint.read)) for x in found}
+    tree = jax.tree.unflatten(jax.tree.structure(state), [values[path] for path in leaves])
+    return nnx.merge(graph, tree)
+
+
+def to_pretrained(
+    model: LanguageModel,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    like: str | Path | None = None,
+    dtype: StoredDtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Path:
+    """Write a model for transformers, the inverse of `from_pretrained`; return the folder.
+
+    Any model of a supported architecture can be written, for example one with block `llama` and
+    attention `gqa` that this package trained.
+
+    Args:
+      model: the model.
+      folder: a new or empty folder.
+      tokenizer: its tokenizer.
+      like: folder of the original checkpoint. The model type, the dtype, and fields that do not
+        change results, such as ids of special tokens, are copied from its `config.json`.
+      dtype: dtype of the tensors; that of `like`, or float32, when None.
+      shard_bytes: maximum size of a file.
+
+    Raises:
+      UserError: no supported model of transformers has this architecture; a value is too large for
+        the dtype; the folder is not empty; or it cannot be written.
+    """
+    place = local_path(folder, "folder")
+    check_new_folder(place)
+    path = None if like is None else Path(like) / CONFIG_FILE
+    others = {} if path is None else read_json(path)
+    only = None if path is None else family_of(others, path).model_type
+    family = family_for(model.config, only)
+    stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"
+    arrays = _tensors(model, family.model_type, str(stored))
+    fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
+    fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
+    if tokenizer is not None and like is None:
+        fields["eos_token_id"] = tokenizer.end_of_text_id
+    fields |= family.to_json() | {"torch_dtype": stored}
+    fields.pop("dtype", None)
+    with filling(place) as partial:
+        save_weights(partial, arrays, step=0, shard_bytes=shard_bytes, framework="pt")
+        (partial / CONFIG_FILE).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        if tokenizer is not None:
+            tokenizer.save(partial)
+    return place
+
+
+def _tensors(model: LanguageModel, model_type: str, dtype: str) -> dict[str, np.ndarray]:
+    """All tensors in transformers, by name."""
+    leaves, found = flatten_with_names(nnx.state(model, nnx.Param)), {}
+    for entry in entries(model_type, model.config, leaves):
+        for name, value in entry.tensors(np.asarray(leaves[entry.path])):
+            with np.errstate(over="ignore"):
+                found[name] = value.astype(dtype)
+            if np.isinf(found[name].astype(np.float32)).any() and np.isfinite(value).all():
+                raise UserError(f"dtype={dtype}: {name} has too large values; choose float32")
+    return found

@@ -1,0 +1,392 @@
+"""Families of models: the fields of their `config.json`, as architectures of this package and back.
+
+A field that is not listed here is refused, since it may change results.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import pydantic
+from pydantic import PositiveFloat, PositiveInt
+
+from heinsen_jax.attention.registry import FieldValue
+from heinsen_jax.attention.rotary import PositionsConfig
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModelConfig, Layers
+from heinsen_jax.models.config import MLPKind
+from heinsen_jax.typing import JSON
+
+IRRELEVANT = {
+    *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "n_ctx"),
+    *("attention_dropout", "hidden_dropout", "classifier_dropout", "initializer_range"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj"),
+    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("use_cache", "pretraining_tp", "reorder_and_upcast_attn", "is_decoder"),
+    *("task_specific_params", "id2label", "label2id", "is_llama_config", "transformers.js_config"),
+    *("_attn_implementation", "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
+    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
+}
+"""Fields that do not change the logits: names, ids of tokens, initialization, and dropout, which is
+off outside of training."""
+
+ACTIVATIONS: dict[str, MLPKind] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+Activation = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
+
+
+LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")
+LLAMA3_FIELDS += ("original_max_position_embeddings",)
+
+
+class _Fields(pydantic.BaseModel):
+    """Fields of a JSON object; others are refused."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Rope(_Fields):
+    """Rotary positions."""
+
+    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_theta: PositiveFloat = 10000.0
+    partial_rotary_factor: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
+    factor: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+    original_max_position_embeddings: PositiveInt | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _is_complete(self) -> "Rope":
+        needed = {"default": (), "linear": ("factor",), "llama3": LLAMA3_FIELDS}[self.rope_type]
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"rope_type {self.rope_type} needs {name}")
+        return self
+
+    def options(self) -> dict[str, FieldValue]:
+        """Options of mechanisms with rotary positions."""
+        found: dict[str, FieldValue] = {"positions": "rotary", "rotary_base": self.rope_theta}
+        found["rotary_fraction"] = self.partial_rotary_factor
+        if self.rope_type != "default":
+            found["rotary_factor"] = self.factor
+        if self.rope_type == "llama3":
+            found["rotary_original_length"] = self.original_max_position_embeddings
+            found["rotary_low_turns"] = self.low_freq_factor
+            found["rotary_high_turns"] = self.high_freq_factor
+        return found
+
+    @classmethod
+    def of(cls, config: PositionsConfig) -> "Rope":
+        found: dict[str, Any] = {"rope_theta": config.rotary_base}
+        found["partial_rotary_factor"] = config.rotary_fraction
+        if config.rotary_original_length is not None:
+            turns = config.rotary_low_turns, config.rotary_high_turns
+            values = config.rotary_factor, *turns, config.rotary_original_length
+            found |= {"rope_type": "llama3", **dict(zip(LLAMA3_FIELDS, values, strict=True))}
+        elif config.rotary_factor != 1:
+            found |= {"rope_type": "linear", "factor": config.rotary_factor}
+        return cls.model_validate(found)
+
+    def scaling(self) -> dict[str, JSON] | None:
+        """The field `rope_scaling`."""
+        found = self.model_dump(exclude={"rope_theta", "partial_rotary_factor"}, exclude_none=True)
+        return None if self.rope_type == "default" else found
+
+
+class Family(_Fields):
+    """Fields of a `config.json` that determine the model."""
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    rope_names: ClassVar[dict[str, str]] = {}
+    """Names of fields for rotary positions outside of `rope_parameters` and `rope_scaling`."""
+    default_fraction: ClassVar[float] = 1.0
+
+    vocab_size: PositiveInt
+    tie_word_embeddings: bool = False
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _with_rope(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """Collect the fields of rotary positions of earlier and current versions in `rope`."""
+        if not cls.rope_names or "rope" in values:
+            return values
+        values = dict(values)
+        current, earlier = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
+        given = earlier or current or {}
+        if not isinstance(given, dict):
+            raise ValueError("rope_parameters must be an object")
+        found: dict[str, JSON] = {"partial_rotary_factor": cls.default_fraction}
+        found |= {new: values.pop(old) for new, old in cls.rope_names.items() if old in values}
+        if "type" in given:
+            given = {"rope_type": given["type"]} | {k: v for k, v in given.items() if k != "type"}
+        return values | {"rope": found | given}
+
+    def to_model(self) -> LanguageModelConfig:
+        """The architecture."""
+        raise NotImplementedError
+
+    def to_json(self) -> dict[str, JSON]:
+        """The fields as versions 4 and 5 of transformers read them."""
+        found = self.model_dump(exclude={"rope"})
+        rope = getattr(self, "rope", None)
+        if rope is not None:
+            plain = {old: getattr(rope, new) for new, old in self.rope_names.items()}
+            found |= plain | {"rope_scaling": rope.scaling()}
+        return found
+
+
+class Variant(NamedTuple):
+    """Differences between models like Llama.
+
+    Attributes:
+      num_kv_heads: number of key/value heads; that of query heads when None.
+      depth: head dimension; hidden_size / num_attention_heads when None.
+      bias: whether queries, keys and values have biases.
+      output_bias, mlp_bias, qk_norm: as in `LanguageModelConfig` and its mechanisms.
+      window: sliding window of all layers, in tokens; none when None.
+    """
+
+    num_kv_heads: int | None
+    depth: int | None
+    bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+
+
+class LlamaLike(Family):
+    """Models with RMS norms, SwiGLU and rotary positions."""
+
+    rope_names = {"rope_theta": "rope_theta"}
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    hidden_act: Literal["silu"] = "silu"
+    rms_norm_eps: PositiveFloat = 1e-6
+    rope: Rope = Rope()
+
+    @pydantic.model_validator(mode="after")
+    def _rotates_whole_heads(self) -> "LlamaLike":
+        if self.rope.partial_rotary_factor != 1:
+            raise ValueError(f"partial_rotary_factor must be 1 in {self.model_type}")
+        return self
+
+    def variant(self) -> Variant:
+        """The differences to other models like Llama."""
+        raise NotImplementedError
+
+    def to_model(self) -> LanguageModelConfig:
+        of = self.variant()
+        depth = None if of.depth == self.hidden_size / self.num_attention_heads else of.depth
+        options: dict[str, FieldValue] = {
+            "num_kv_heads": of.num_kv_heads or self.num_attention_heads,
+            "use_bias": of.bias,
+            "output_bias": of.output_bias,
+            **self.rope.options(),
+            **({} if of.window is None else {"window_size": of.window}),
+        }
+        name = "gqa" if of.window is None else "sliding_window"
+        return LanguageModelConfig(
+            vocab_size=self.vocab_size,
+            model_dim=self.hidden_size,
+            num_layers=self.num_hidden_layers,
+            attention=Layers(name, options=options),
+            block="llama",
+            mlp_dim=self.intermediate_size,
+            use_bias=of.mlp_bias or None,
+            norm_epsilon=self.rms_norm_eps,
+            qk_norm=of.qk_norm,
+            tie_embeddings=self.tie_word_embeddings,
+            num_heads=self.num_attention_heads,
+            key_depth=depth,
+            value_depth=depth,
+        )
+
+
+class Llama(LlamaLike):
+    """Llama 2 and 3, SmolLM, and others of the same architecture."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rope_interleaved: Literal[False] = pydantic.Field(False, exclude=True)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def variant(self) -> Variant:
+        sizes, bias = (self.num_key_value_heads, self.head_dim), self.attention_bias
+        return Variant(*sizes, bias=bias, output_bias=bias, mlp_bias=self.mlp_bias)
+
+
+class Mistral(LlamaLike):
+    """Mistral 7B and others of the same architecture."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+
+    num_key_value_heads: PositiveInt | None
+    head_dim: PositiveInt | None = None
+    sliding_window: PositiveInt | None
+
+    def variant(self) -> Variant:
+        return Variant(self.num_key_value_heads, self.head_dim, window=self.sliding_window)
+
+
+class QwenLike(LlamaLike):
+    """Fields of Qwen, whose sliding windows are unsupported."""
+
+    num_key_value_heads: PositiveInt | None
+    use_sliding_window: Literal[False] = False
+    use_mrope: Literal[False] = pydantic.Field(False, exclude=True)
+    sliding_window: PositiveInt | None = pydantic.Field(None, exclude=True)
+    max_window_layers: int | None = pydantic.Field(None, exclude=True)
+    layer_types: list[Literal["full_attention"]] | None = pydantic.Field(None, exclude=True)
+
+
+class Qwen2(QwenLike):
+    """Qwen 2 and 2.5."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+
+    head_dim: PositiveInt | None = None
+
+    def variant(self) -> Variant:
+        return Variant(self.num_key_value_heads, self.head_dim, bias=True)
+
+
+class Qwen3(QwenLike):
+    """Qwen 3."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+
+    head_dim: PositiveInt | None = 128
+    attention_bias: bool = False
+
+    def variant(self) -> Variant:
+        sizes, bias = (self.num_key_value_heads, self.head_dim), self.attention_bias
+        return Variant(*sizes, bias=bias, output_bias=bias, qk_norm=True)
+
+
+class GPT2(Family):
+    """GPT-2."""
+
+    model_type = "gpt2"
+    architecture = "GPT2LMHeadModel"
+
+    n_positions: PositiveInt
+    n_embd: PositiveInt
+    n_layer: PositiveInt
+    n_head: PositiveInt
+    n_inner: PositiveInt | None = None
+    activation_function: Activation = "gelu_new"
+    layer_norm_epsilon: PositiveFloat = 1e-5
+    tie_word_embeddings: bool = True
+    scale_attn_weights: Literal[True] = True
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+
+    def to_model(self) -> LanguageModelConfig:
+        return LanguageModelConfig(
+            vocab_size=self.vocab_size,
+            model_dim=self.n_embd,
+            num_layers=self.n_layer,
+            attention="softmax",
+            block="standard",
+            mlp=ACTIVATIONS[self.activation_function],
+            mlp_dim=self.n_inner or 4 * self.n_embd,
+            norm_epsilon=self.layer_norm_epsilon,
+            tie_embeddings=self.tie_word_embeddings,
+            positions="learned",
+            max_length=self.n_positions,
+            num_heads=self.n_head,
+        )
+
+
+class GPTNeoX(Family):
+    """GPT-NeoX and Pythia."""
+
+    model_type = "gpt_neox"
+    architecture = "GPTNeoXForCausalLM"
+    rope_names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    default_fraction = 0.25
+
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    hidden_act: Activation = "gelu"
+    layer_norm_eps: PositiveFloat = 1e-5
+    rope: Rope = Rope(partial_rotary_factor=0.25)
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+
+    def to_model(self) -> LanguageModelConfig:
+        options = {"use_bias": self.attention_bias, **self.rope.options()}
+        return LanguageModelConfig(
+            vocab_size=self.vocab_size,
+            model_dim=self.hidden_size,
+            num_layers=self.num_hidden_layers,
+            attention=Layers("softmax", options=options),
+            block="standard",
+            mlp=ACTIVATIONS[self.hidden_act],
+            mlp_dim=self.intermediate_size,
+            norm_epsilon=self.layer_norm_eps,
+            parallel_branches=self.use_parallel_residual,
+            tie_embeddings=self.tie_word_embeddings,
+            positions="none",
+            num_heads=self.num_attention_heads,
+        )
+
+
+FAMILIES: dict[str, type[Family]] = {
+    family.model_type: family for family in (Llama, Qwen2, Qwen3, Mistral, GPT2, GPTNeoX)
+}
+
+
+def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
+    """The fields of a `config.json`.
+
+    Args:
+      fields: its content.
+      path: its file, for messages.
+
+    Raises:
+      UserError: the model is unsupported; the message names the field.
+    """
+    kind = fields.get("model_type")
+    if kind not in FAMILIES:
+        raise UserError(
+            f"{path}: model_type={kind!r} is unsupported; choose a model of {', '.join(FAMILIES)}"
+        )
+    known = {k: v for k, v in fields.items() if k not in IRRELEVANT | {"model_type"}}
+    try:
+        return FAMILIES[str(kind)].model_validate(known)
+    except pydantic.ValidationError as error:
+        raise UserError(f"{path}: {'; '.join(map(explain, error.errors()))}") from None
+
+
+def explain(problem: Mapping[str, Any]) -> str:
+    name = ".".join(map(str, problem["loc"])).replace("rope.", "rope_parameters.", 1)
+    if problem["type"] == "extra_forbidden":
+        return (
+            f"{name}={problem['input']!r} is unknown, and may change results; choose another "
+            "model, or remove the field if it has no effect"
+        )
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing" or not name:
+        return f"{name}: {message}" if name else message
+    return f"{name}={problem['input']!r} is unsupported: {message}"

@@ -1,0 +1,119 @@
+"""The family of transformers to which an architecture of this package belongs."""
+
+import dataclasses
+from typing import Any
+
+import pydantic
+
+from heinsen_jax.attention.layers import EPSILONS
+from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
+from heinsen_jax.errors import UserError
+from heinsen_jax.interop.transformers.families import FAMILIES, Family, Rope, explain
+from heinsen_jax.models import LanguageModelConfig
+
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "swiglu": "silu"}
+
+
+def family_for(config: LanguageModelConfig, only: str | None) -> Family:
+    """The fields of the `config.json` of a model.
+
+    Args:
+      config: its architecture.
+      only: model type; chosen by the architecture when None.
+
+    Raises:
+      UserError: no supported model has this architecture; the message names a field.
+    """
+    problems: dict[str, list[str]] = {}
+    is_invalid = set()
+    facts, wanted = _facts(config), resolved(config)
+    for name, kind in FAMILIES.items():
+        if only not in (name, None):
+            continue
+        try:
+            family = kind.model_validate({k: facts[k] for k in kind.model_fields if k in facts})
+            found = resolved(family.to_model())
+        except pydantic.ValidationError as error:
+            problems[name] = [f"its field {explain(error.errors()[0])}"]
+            is_invalid.add(name)
+            continue
+        every = sorted(found.keys() | wanted.keys())
+        differing = [key for key in every if found.get(key) != wanted.get(key)]
+        if not differing:
+            return family
+        problems[name] = [
+            f"model.{key} is {wanted.get(key)!r}, not {found.get(key)!r}" for key in differing
+        ]
+    name = min(problems, key=lambda name: (name in is_invalid, len(problems[name])))
+    raise UserError(
+        f"model: its architecture is that of no supported model of transformers; in the closest "
+        f"one, {name}: {'; '.join(problems[name])}"
+    )
+
+
+def _facts(config: LanguageModelConfig) -> dict[str, Any]:
+    """Values of all fields of families, by the names of all."""
+    layer = config.abstract_layers()[0]
+    options: Any = layer.config
+    rope = {"rope": Rope.of(options)} if isinstance(options, PositionsConfig) else {}
+    epsilon = config.norm_epsilon or EPSILONS[config.norm_kind]
+    names = ("hidden_act", "activation_function") if config.mlp_kind else ()
+    activation = dict.fromkeys(names, ACTIVATIONS.get(config.mlp_kind or ""))
+    return (
+        rope
+        | activation
+        | {
+            "vocab_size": config.vocab_size,
+            "tie_word_embeddings": config.tie_embeddings,
+            **dict.fromkeys(("hidden_size", "n_embd"), config.model_dim),
+            **dict.fromkeys(("intermediate_size", "n_inner"), config.mlp_width),
+            **dict.fromkeys(("num_hidden_layers", "n_layer"), config.num_layers),
+            **dict.fromkeys(("num_attention_heads", "n_head"), config.num_heads),
+            **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), epsilon),
+            "num_key_value_heads": getattr(layer, "num_kv_heads", None),
+            "head_dim": getattr(layer, "key_depth", None),
+            "attention_bias": getattr(options, "use_bias", None),
+            "mlp_bias": config.mlp_has_bias,
+            "sliding_window": getattr(options, "window_size", None),
+            "n_positions": config.max_length,
+            "use_parallel_residual": config.parallel_branches,
+        }
+    )
+
+
+def resolved(config: LanguageModelConfig) -> dict[str, Any]:
+    """The architecture as values that are equal for equal models."""
+    found: dict[str, Any] = dataclasses.asdict(config)
+    for name in ("attention", "key_depth", "value_depth", "qk_norm", "use_bias", "mlp_ratio"):
+        del found[name]
+    for name in ("dtype", "param_dtype", "remat", "remat_policy"):
+        del found[name]
+    found |= {
+        "block": "fastformer" if config.block == "fastformer" else "pre-norm",
+        "norm": config.norm_kind,
+        "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
+        "mlp": config.mlp_kind,
+        "mlp_dim": config.mlp_width,
+        "mlp_bias": config.mlp_has_bias,
+        "positions": config.position_kind,
+        "convolution_size": config.convolution,
+        "attention": config.layer_pattern,
+    }
+    layer, *others = config.abstract_layers()
+    options: dict[str, Any] = dataclasses.asdict(layer.config)
+    options.pop("implementation", None)
+    if others or not isinstance(layer, RotaryAttention):
+        return found
+    found["attention"] = ("gqa",) if config.layer_pattern == ("softmax",) else config.layer_pattern
+    options |= {
+        "num_kv_heads": layer.num_kv_heads,
+        "key_depth": layer.key_depth,
+        "value_depth": layer.value_depth,
+        "output_bias": layer.output.bias is not None,
+        "norm_epsilon": options["norm_epsilon"] or EPSILONS["rms"],
+    }
+    if not options["query_key_norm"]:
+        del options["norm_epsilon"]
+    if options["positions"] != "rotary":
+        options = {k: v for k, v in options.items() if not k.startswith("rotary_")}
+    return found | {f"attention.{name}": value for name, value in options.items()}

@@ -1,0 +1,130 @@
+"""Tokenizers of pretrained models: special tokens and chat templates as in transformers."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from heinsen_jax.data import get_tokenizer, load_tokenizer, save_tokenizer, start_ids
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
+from heinsen_jax.errors import UserError
+from tests.conftest import GOLDEN_FOLDER
+
+FOLDER = GOLDEN_FOLDER / "transformers" / "qwen2"
+GOLDEN = json.loads((FOLDER / "chats.json").read_text())
+USER = {"role": "user", "content": "hi"}
+
+
+def load(folder: Path) -> PretrainedTokenizer:
+    found = pretrained_tokenizer(folder, "tiny")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copyfile(FOLDER / name, tmp_path / name)
+    return tmp_path
+
+
+def configure(folder: Path, **changes) -> None:
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+
+
+@pytest.mark.parametrize("number", range(len(GOLDEN["chats"])))
+def test_chats_are_rendered_and_encoded_as_in_transformers(number):
+    chat = dict(GOLDEN["chats"][number])
+    text, ids = chat.pop("text"), chat.pop("ids")
+    assert load(FOLDER).render_chat_template(**chat) == text
+    assert load(FOLDER).apply_chat_template(**chat) == ids
+
+
+@pytest.mark.parametrize("number", range(len(GOLDEN["texts"])))
+def test_texts_are_encoded_as_in_transformers(number):
+    tokenizer, one = load(FOLDER), GOLDEN["texts"][number]
+    ids = [*tokenizer.start_ids, *tokenizer.encode_with_special_tokens(one["text"])]
+    assert ids == one["ids"]
+    assert tokenizer.decode(tokenizer.encode(one["text"])) == one["text"]
+    assert tokenizer.end_of_text_id not in tokenizer.encode(one["text"])
+
+
+def test_it_is_saved_and_loaded(folder, tmp_path):
+    tokenizer = load(folder)
+    (tmp_path / "saved").mkdir()
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    for again in (load_tokenizer(tmp_path / "saved"), get_tokenizer(str(tmp_path / "saved"))):
+        assert isinstance(again, PretrainedTokenizer)
+        assert again.fingerprint == tokenizer.fingerprint
+        assert again.config() == tokenizer.config()
+        assert start_ids(again) == (3,)
+        assert again.apply_chat_template([USER]) == tokenizer.apply_chat_template([USER])
+    assert start_ids(get_tokenizer("bytes")) == ()
+
+
+def test_templates_may_be_several(folder):
+    (folder / "chat_template.jinja").unlink()
+    several = {"default": "{{ bos_token }}{{ messages[0].content }}", "tool_use": "tools"}
+    pairs = [{"name": name, "template": template} for name, template in several.items()]
+    configure(folder, chat_template=pairs)
+    tokenizer = load(folder)
+    assert tokenizer.render_chat_template([USER]) == "<|begin|>hi"
+    assert tokenizer.render_chat_template([USER], tools=[{}]) == "tools"
+    assert tokenizer.config()["chat_template"] == pairs
+    configure(folder, chat_template=several["default"])
+    assert load(folder).render_chat_template([USER], tools=[{}]) == "<|begin|>hi"
+    configure(folder, chat_template=5)
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: chat_template must be a text"):
+        load(folder)
+
+
+def test_the_start_follows_the_configuration(folder):
+    configure(folder, add_bos_token=False)
+    assert load(folder).start_ids == ()
+    document = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": None}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    configure(folder, add_bos_token=True, bos_token={"content": "<|im_start|>"})
+    assert load(folder).start_ids == (1,)
+    configure(folder, add_bos_token=...)
+    assert load(folder).start_ids == ()
+
+
+def test_the_end_of_text_follows_the_configuration(folder):
+    assert load(folder).end_of_text_id == 2
+    configure(folder, eos_token=...)
+    assert load(folder).end_of_text_id == 0
+    (folder / "tokenizer.json").unlink()
+    assert pretrained_tokenizer(folder, "tiny") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "tiny: the tokenizer has no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "template: roles must alternate"),
+        ("{% for %}", "chat template: "),
+        ("{{ ''.__class__.__mro__ }}", "chat template: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "chat template: access to attribute 'append'"),
+    ],
+)
+def test_templates_may_refuse(template, message, folder):
+    (folder / "chat_template.jinja").unlink()
+    configure(folder, chat_template=template)
+    with pytest.raises(UserError, match=message):
+        load(folder).apply_chat_template([USER])
+
+
+def test_templates_may_use_the_date(folder):
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}")
+    assert int(load(folder).render_chat_template([USER])) > 2000
+
+
+def test_the_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.delitem(sys.modules, "heinsen_jax.data.chat_template", raising=False)
+    with pytest.raises(UserError, match=r"jinja2.*heinsen_jax\[transformers\]"):
+        load(FOLDER).apply_chat_template([USER])

@@ -1,0 +1,205 @@
+"""Make `tests/golden/transformers`: checkpoints of the library transformers, with its results.
+
+    python -m venv make && make/bin/pip install torch transformers
+    make/bin/python tests/golden/make_transformers.py
+
+Each folder is a tiny random model as `save_pretrained` writes it, with `expected.npz`: the logits
+in float32 of `tokens`, and a greedy continuation of `prompts`. Weights are larger than at a usual
+initialization, so that an error in any part shows in the logits. `qwen2` has a tokenizer, too, with
+`chats.json`: conversations as its template renders and encodes them.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+FOLDER = Path(__file__).resolve().parent / "transformers"
+
+LLAMA = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+NEOX = {
+    "vocab_size": 67,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_act": "gelu",
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+CASES = {
+    "llama2": transformers.LlamaConfig(
+        **LLAMA | {"num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        rope_parameters=LINEAR,
+    ),
+    "llama3": transformers.LlamaConfig(**LLAMA, head_dim=8, rope_parameters=LLAMA3),
+    "qwen2": transformers.Qwen2Config(
+        **LLAMA | {"vocab_size": 272},
+        tie_word_embeddings=True,
+        max_window_layers=1,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    ),
+    "qwen3": transformers.Qwen3Config(**LLAMA, head_dim=8),
+    "mistral": transformers.MistralConfig(**LLAMA, sliding_window=5),
+    "gpt2": transformers.GPT2Config(
+        vocab_size=67, n_positions=40, n_embd=16, n_layer=2, n_head=2, layer_norm_epsilon=1e-4
+    ),
+    "gpt_neox": transformers.GPTNeoXConfig(**NEOX),
+    "gpt_neox_serial": transformers.GPTNeoXConfig(
+        **NEOX | {"hidden_act": "gelu_fast"},
+        use_parallel_residual=False,
+        attention_bias=False,
+        tie_word_embeddings=True,
+    ),
+}
+DTYPES = {"gpt2": torch.float32, "llama2": torch.float32, "gpt_neox": torch.float16}
+SHARDED = {"llama3"}
+
+TEMPLATE = """\
+{%- if tools %}
+<|im_start|>tools
+{{ tools | tojson(indent=1) }}<|im_end|>
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role not in ("system", "user", "assistant") %}
+        {{- raise_exception("unknown role " + message.role) }}
+    {%- endif %}
+    {%- if message.role == "system" and not loop.first %}{% continue %}{% endif %}
+{{ "<|im_start|>" + message.role + "\\n" }}
+    {%- generation %}{{ message["content"] | trim }}{{ eos_token }}{% endgeneration %}
+{% endfor %}
+{%- if add_generation_prompt %}
+{{- "<|im_start|>assistant\\n" }}
+{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}
+{%- endif %}
+"""
+TOOL = {"type": "function", "function": {"name": "add", "description": "a < b & c"}}
+QUESTION = {"role": "user", "content": "  What is 2 + 2?\n"}
+ANSWER = {"role": "assistant", "content": "4, I <think> é."}
+SYSTEM = {"role": "system", "content": "Be exact. <|im_end|>"}
+CHATS = [
+    {"messages": [QUESTION]},
+    {"messages": [SYSTEM, QUESTION, ANSWER, SYSTEM, QUESTION], "add_generation_prompt": True},
+    {"messages": [QUESTION], "tools": [TOOL], "add_generation_prompt": True},
+    {
+        "messages": [QUESTION],
+        "add_generation_prompt": True,
+        "variables": {"enable_thinking": False},
+    },
+]
+TEXTS = ["", "Attention is 4.", "a <|im_end|> b", "naïve\n\n  日本"]
+
+
+def randomize(model: torch.nn.Module, seed: int, dtype: torch.dtype) -> None:
+    """Draw parameters with values of a dtype. Other tensors, such as rotary frequencies, have no
+    rounding errors when a checkpoint of that dtype is read in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, x in model.named_parameters():
+        drawn = torch.randn(x.shape, generator=generator)
+        is_table = any(part in name for part in ("embed", "wte", "wpe"))
+        scale = 0.3 if is_table or x.ndim == 1 else 2 * x.shape[-1] ** -0.5
+        is_norm = x.ndim == 1 and name.endswith("weight")
+        x.data = ((1.0 if is_norm else 0.0) + scale * drawn).to(dtype).float()
+
+
+def make(name: str, config: transformers.PreTrainedConfig) -> None:
+    """Write a checkpoint and its results, with the first seed for which greedy decoding neither
+    depends on rounding nor repeats few tokens."""
+    folder, dtype = FOLDER / name, DTYPES.get(name, torch.bfloat16)
+    config._attn_implementation = "eager"
+    for seed in range(1000):
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        randomize(model, seed, dtype)
+        tokens = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 17))
+        prompts = tokens[:, :9]
+        with torch.no_grad():
+            logits = model(torch.tensor(tokens)).logits.numpy()
+            options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+            made = model.generate(torch.tensor(prompts), **options)
+            best = model(made).logits[:, 8:-1].sort(-1).values
+        gap, new = (best[..., -1] - best[..., -2]).min().item(), made[:, 9:].numpy()
+        if gap > 0.02 and len(np.unique(new)) > 8:
+            break
+    print(f"{name}: seed {seed}, logits of std {logits.std():.2f}, gap of the best two {gap:.3f}")
+    model.to(dtype)
+    model.save_pretrained(folder, **({"max_shard_size": "9KB"} if name in SHARDED else {}))
+    (folder / "generation_config.json").unlink()
+    arrays = {"tokens": tokens.astype(np.int32), "prompts": prompts.astype(np.int32)}
+    np.savez(folder / "expected.npz", logits=logits, new=new.astype(np.int32), **arrays)
+
+
+def make_tokenizer(folder: Path) -> None:
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=268, special_tokens=special, initial_alphabet=sorted(alphabet)
+    )
+    tokenizer.train_from_iterator(["attention is exact and is 4 and is 2 " * 3], trainer)
+    begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[begin]
+    )
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=TEMPLATE,
+    )
+    fast.save_pretrained(folder)
+    fast = transformers.AutoTokenizer.from_pretrained(folder)
+    chats = []
+    for chat in CHATS:
+        options = {k: v for k, v in chat.items() if k not in ("messages", "variables")}
+        options |= chat.get("variables", {})
+        text = fast.apply_chat_template(chat["messages"], tokenize=False, **options)
+        ids = fast.apply_chat_template(chat["messages"], return_dict=False, **options)
+        chats.append({**chat, "text": text, "ids": ids})
+    texts = [{"text": text, "ids": fast(text)["input_ids"]} for text in TEXTS]
+    content = {"chats": chats, "texts": texts}
+    (folder / "chats.json").write_text(json.dumps(content, ensure_ascii=False) + "\n")
+
+
+def main() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for name, config in CASES.items():
+        make(name, config)
+    make_tokenizer(FOLDER / "qwen2")
+    for path in FOLDER.rglob("*"):
+        os.chmod(path, 0o755 if path.is_dir() else 0o644)
+
+
+if __name__ == "__main__":
+    main()

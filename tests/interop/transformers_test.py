@@ -1,0 +1,355 @@
+"""Pretrained models of transformers: its logits and continuations, and exact files."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from huggingface_hub.errors import LocalEntryNotFoundError
+from lm_eval.api.instance import Instance
+from safetensors.numpy import load_file, save_file
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.generate import complete, generate
+from heinsen_jax.generate.__main__ import main as generate_main
+from heinsen_jax.generate.text import sample
+from heinsen_jax.interop import hub
+from heinsen_jax.interop.harness import HarnessModel
+from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
+from heinsen_jax.interop.transformers.__main__ import import_model, main
+from heinsen_jax.interop.transformers.families import family_of
+from heinsen_jax.linearize import linear_layers
+from heinsen_jax.models import LanguageModelConfig, Layers
+from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.training.checkpoint import load_run
+from tests.conftest import GOLDEN_FOLDER
+from tests.models.small import apply, random_model
+
+FOLDER = GOLDEN_FOLDER / "transformers"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    files = (load_file(path) for path in folder.glob("*.safetensors"))
+    return {name: x for arrays in files for name, x in arrays.items()}
+
+
+def fields(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def meaning(folder: Path):
+    return family_of(fields(folder), folder / "config.json").to_model()
+
+
+def changed(name: str, folder: Path, **changes) -> Path:
+    """A copy of a checkpoint with other fields in its `config.json`; `...` removes one."""
+    shutil.copytree(FOLDER / name, folder)
+    values = fields(folder) | changes
+    values = {k: v for k, v in values.items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
+    assert have.keys() == want.keys()
+    for name, x in want.items():
+        assert have[name].dtype == x.dtype
+        np.testing.assert_array_equal(have[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_greedy_continuations_are_those_of_transformers(name):
+    model, _ = from_pretrained(FOLDER / name)
+    with np.load(FOLDER / name / "expected.npz") as want:
+        np.testing.assert_allclose(apply(model, want["tokens"]), want["logits"], rtol=0, atol=1e-4)
+        made = generate(model, want["prompts"], want["new"].shape[1], top_k=1)
+        np.testing.assert_array_equal(made, want["new"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_written_exactly(name, tmp_path):
+    model, tokenizer = from_pretrained(FOLDER / name)
+    folder = to_pretrained(model, tmp_path / "a", like=FOLDER / name, tokenizer=tokenizer)
+    assert_same(tensors(folder), tensors(FOLDER / name))
+    assert meaning(folder) == meaning(FOLDER / name)
+    original = fields(FOLDER / name)
+    assert fields(folder)["torch_dtype"] == original["dtype"]
+    assert fields(folder)["architectures"] == original["architectures"]
+    assert fields(folder)["initializer_range"] == original["initializer_range"]
+    again, other = from_pretrained(folder)
+    leaves = (flatten_with_names(nnx.state(x, nnx.Param)) for x in (again, model))
+    assert_same(*leaves)
+    if tokenizer is not None:
+        assert other is not None
+        assert other.fingerprint == tokenizer.fingerprint
+        assert other.templates == tokenizer.templates
+        assert other.special_tokens == tokenizer.special_tokens
+        assert other.start_ids == tokenizer.start_ids
+
+
+def test_a_model_is_written_without_its_original(tmp_path):
+    model, _ = from_pretrained(FOLDER / "mistral")
+    folder = to_pretrained(model, tmp_path / "a", shard_bytes=9_000, dtype="bfloat16")
+    assert len(list(folder.glob("model-0000*.safetensors"))) > 1
+    assert_same(tensors(folder), tensors(FOLDER / "mistral"))
+    assert meaning(folder) == meaning(FOLDER / "mistral")
+    with pytest.raises(UserError, match="a exists: give the name of a new folder"):
+        to_pretrained(model, tmp_path / "a")
+
+
+def test_a_model_of_this_package_is_written(tmp_path):
+    config = LanguageModelConfig(
+        vocab_size=11, model_dim=16, num_layers=1, num_heads=4, attention="gqa", block="llama"
+    )
+    model = random_model(config)
+    again, tokenizer = from_pretrained(to_pretrained(model, tmp_path / "a"))
+    assert tokenizer is None
+    leaves = (flatten_with_names(nnx.state(x, nnx.Param)) for x in (again, model))
+    assert_same(*leaves)
+    assert fields(tmp_path / "a")["model_type"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block": "paper"}, "model: its architecture is that of no supported model"),
+        ({"logit_soft_cap": 3.0}, r"in the closest one, llama: model\.logit_soft_cap is 3\.0"),
+        ({"value_depth": 3}, r"llama: model\.attention\.value_depth is 3, not 4"),
+        (
+            {"attention": Layers("softmax", options={"positions": "alibi"})},
+            r"model\.attention\.positions is 'alibi', not 'rotary'",
+        ),
+        ({"attention": "log"}, r"model\.attention"),
+        ({"attention": ("gqa", "softmax"), "num_layers": 2}, r"model\.attention"),
+    ],
+)
+def test_other_architectures_cannot_be_written(changes, message, tmp_path):
+    sizes = {"vocab_size": 11, "model_dim": 16, "num_layers": 1, "num_heads": 4}
+    block = {"block": "llama", "attention": "softmax"}
+    model = random_model(LanguageModelConfig(**sizes | block | changes))
+    with pytest.raises(UserError, match=message):
+        to_pretrained(model, tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_too_large_values_are_refused(tmp_path):
+    model = nnx.clone(from_pretrained(FOLDER / "llama3")[0])
+    model.norm.scale[...] = 1e6 * jnp.ones(16)
+    with pytest.raises(UserError, match=r"float16: model\.norm\.weight has too large values"):
+        to_pretrained(model, tmp_path / "a", dtype="float16")
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("llama3", {"model_type": "gemma3"}, r"config\.json: model_type='gemma3' is unsupported"),
+        ("llama3", {"residual_multiplier": 2.0}, r"residual_multiplier=2\.0 is unknown"),
+        ("llama3", {"quantization_config": {}}, r"quantization_config={} is unknown"),
+        ("llama3", {"hidden_act": "gelu"}, "hidden_act='gelu' is unsupported: Input should be"),
+        ("llama3", {"hidden_size": ...}, "hidden_size: Field required"),
+        ("llama3", {"hidden_size": "16"}, "hidden_size='16' is unsupported"),
+        ("llama3", {"rope_parameters": YARN}, r"rope_parameters\.rope_type='yarn' is unsupported"),
+        ("llama3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("llama3", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
+        (
+            "llama3",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor must be 1 in llama",
+        ),
+        ("llama3", {"num_key_value_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        ("llama3", {"head_dim": 5}, "key_depth=5: rotary"),
+        ("llama3", {"head_dim": None, "num_attention_heads": 3}, "num_heads=3 does not divide"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True is unsupported"),
+        ("qwen2", {"vocab_size": 267}, "vocab_size=267 is less than the 268 tokens of"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, r"layer_types\.0='sliding_attention"),
+        ("mistral", {"sliding_window": ...}, "sliding_window: Field required"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function='relu' is unsupported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True is unsupp"),
+        (
+            "gpt_neox",
+            {"rope_parameters": {"partial_rotary_factor": 0.1}},
+            r"rotary_fraction=0\.1: it selects 0 of 8 features",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_unsupported_fields_are_named_before_weights_are_read(name, changes, message, tmp_path):
+    folder = changed(name, tmp_path / "a", **changes)
+    for path in folder.glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(UserError, match=message):
+        from_pretrained(folder)
+
+
+def without(folder: Path, name: str) -> None:
+    path = folder / "model.safetensors"
+    save_file({k: v for k, v in load_file(path).items() if k != name}, path)
+
+
+def with_tensors(folder: Path, **values: np.ndarray) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {k.replace("__", "."): v for k, v in values.items()}, path)
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def as_bin(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda folder: without(folder, "model.layers.1.self_attn.k_proj.weight"),
+            r"tensor model\.layers\.1\.self_attn\.k_proj\.weight is missing",
+        ),
+        (
+            lambda folder: with_tensors(folder, model__extra=np.ones(3)),
+            r"model\.safetensors: tensor model\.extra has dtype F64, which is unsupported",
+        ),
+        (
+            lambda folder: with_tensors(folder, score__weight=np.ones(3, "f")),
+            r"model\.safetensors: tensor score\.weight is no part of the model",
+        ),
+        (
+            lambda folder: with_tensors(folder, model__norm__weight=np.ones(3, "f")),
+            r"tensor model\.norm\.weight has shape \[3\], but config\.json describes \[16\]",
+        ),
+        (
+            lambda folder: with_tensors(folder, lm_head__weight=np.ones((67, 16), "f")),
+            r"lm_head\.weight differs from model\.embed_tokens\.weight.*set tie_word_embeddings",
+        ),
+        (cut, r"model\.safetensors is damaged"),
+        (as_bin, r"only pytorch_model\.bin, in another format: give a folder with"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+        (lambda folder: (folder / "config.json").write_text("{"), r"config\.json is damaged"),
+        (lambda folder: (folder / "config.json").unlink(), r"config\.json cannot be read"),
+    ],
+)
+def test_damage_is_named(damage, message, tmp_path):
+    folder = changed("llama2", tmp_path / "a")
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        from_pretrained(folder)
+
+
+def test_damaged_shards_are_named(tmp_path):
+    folder = changed("llama3", tmp_path / "a")
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["model.norm.weight"] = "model-00001-of-00002.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"00001-of-00002\.safetensors has no tensor model\.norm"):
+        from_pretrained(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-00002-of-00002\.safetensors cannot be read"):
+        from_pretrained(folder)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path):
+    """The names of OpenAI's gpt2 have no prefix; masks and tied readouts may be in the file."""
+    folder = changed("gpt2", tmp_path / "a", n_ctx=40)
+    path = folder / "model.safetensors"
+    held = {k.removeprefix("transformer."): v for k, v in load_file(path).items()}
+    held |= {"h.0.attn.bias": np.ones((1, 1, 4, 4), bool), "lm_head.weight": held["wte.weight"]}
+    save_file(held, path)
+    models = from_pretrained(folder)[0], from_pretrained(FOLDER / "gpt2")[0]
+    assert_same(*(flatten_with_names(nnx.state(x, nnx.Param)) for x in models))
+
+
+@pytest.mark.parametrize(
+    ("name", "earlier"),
+    [
+        ("llama2", {"rope_theta": 10000, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+        ("qwen2", {"rope_theta": 1e6, "torch_dtype": "bfloat16", "layer_types": ...}),
+        ("gpt_neox", {"rotary_emb_base": 10000, "rotary_pct": 0.5}),
+    ],
+)
+def test_fields_of_earlier_versions_are_read(name, earlier, tmp_path):
+    folder = changed(name, tmp_path / "a", rope_parameters=..., **earlier)
+    assert meaning(folder) == meaning(FOLDER / name)
+
+
+def test_layers_of_constant_cost_have_the_rotary_positions_of_the_model():
+    """A window over the whole sequence makes them exact softmax attention."""
+    teacher, _ = from_pretrained(FOLDER / "llama3")
+    config = linear_layers(teacher.config, "log_window:window_size=32", keep=["0"])
+    assert config.layer_pattern == ("gqa", "log_window")
+    graph, state = nnx.split(random_model(config))
+    arrays = flatten_with_names(state) | shared_weights(config, teacher)
+    model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [*arrays.values()]))
+    with np.load(FOLDER / "llama3" / "expected.npz") as want:
+        np.testing.assert_allclose(apply(model, want["tokens"]), want["logits"], rtol=0, atol=1e-4)
+
+
+def test_a_repository_is_downloaded(monkeypatch, tmp_path):
+    requested = []
+
+    def download(name, *, revision, allow_patterns):
+        requested.append((name, revision))
+        if name != "them/tiny":
+            raise LocalEntryNotFoundError("offline")
+        return str(FOLDER / "qwen3")
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.chdir(tmp_path)
+    assert from_pretrained("them/tiny", revision="main")[0].config.vocab_size == 67
+    assert requested == [("them/tiny", "main")]
+    with pytest.raises(UserError, match="them/none is not a local folder, and could not be downl"):
+        from_pretrained("them/none")
+
+
+def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
+    """In continuations and in tasks, as in transformers: <|begin|>, which `encode` does not add."""
+    model, tokenizer = from_pretrained(FOLDER / "qwen2")
+    assert tokenizer is not None
+    prompt = [*tokenizer.start_ids, *tokenizer.encode("exact")]
+    new = generate(model, jnp.array(prompt), 4, top_k=1, num_tokens=268).tolist()
+    ((text,),) = complete(model, tokenizer, ["exact"], 4, top_k=1)
+    assert text == tokenizer.decode(new)
+    assert sample(model, tokenizer, "exact", 4, temperature=1e-6) == f"exact{text}"
+    adapter = HarnessModel(str(import_model(str(FOLDER / "qwen2"), tmp_path / "run")))
+    assert adapter.tok_encode("exact") == prompt
+    assert adapter.tok_encode("exact", add_special_tokens=False) == prompt[1:]
+    assert adapter.prefix_token_id == prompt[0]
+    request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=("exact",), idx=0)
+    (value,) = adapter.loglikelihood_rolling([request])
+    logits = apply(model, np.array(prompt[:-1]))
+    want = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(prompt[1:])[:, None], -1)
+    assert value == pytest.approx(float(want.sum()), abs=1e-4)
+
+
+def test_commands_import_and_export(monkeypatch, capsys, tmp_path):
+    workdir, output = str(tmp_path / "run"), tmp_path / "out"
+
+    def call(program, *arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["program", *arguments])
+        assert program() == 0
+        return capsys.readouterr().out
+
+    original = str(FOLDER / "qwen2")
+    assert f"imported into {workdir}" in call(main, "import", original, "--workdir", workdir)
+    model, tokenizer, step = load_run(workdir)
+    ours, theirs = from_pretrained(original)
+    assert (model.config, step) == (ours.config, 0)
+    assert tokenizer.config() == theirs.config()
+    said = call(generate_main, "--workdir", workdir, "--prompt", "att", "--max-new-tokens", "2")
+    assert said.startswith("att")
+    call(main, "export", "--workdir", workdir, "--output", str(output), "--like", original)
+    assert_same(tensors(output), tensors(FOLDER / "qwen2"))
+    monkeypatch.setattr("sys.argv", ["program", "import", str(FOLDER / "gpt2"), "--workdir", "x"])
+    assert main() == 2
+    assert "gpt2 has no tokenizer.json" in capsys.readouterr().err

@@ -197,8 +197,8 @@ class LanguageModel(nnx.Module):
         self,
         tokens: Integer[Array | np.ndarray, "*B T"],
         segment_ids: Integer[Array, "*B T"] | None = None,
-        state: PositionState | None = None,
-    ) -> tuple[Features, PositionState]:
+        state: PyTree = None,
+    ) -> tuple[Features, PyTree]:
         """The input of the first block, `[*B, T, model_dim]`, and the state of the position
         encoding after the tokens."""
         before: PyTree = self.position.init_state(tokens.shape[:-1]) if state is None else state

@@ -26,6 +26,7 @@ from rich.table import Table
 from heinsen_jax import data
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.attention.base import Attention
+from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.config import ExperimentConfig, load_config, override
 from heinsen_jax.data import DataConfig, Dataset
@@ -73,6 +74,13 @@ class Options:
         float, tyro.conf.arg(help="peak learning rate of stage 1")
     ] = 1e-2
     steps: Annotated[int, tyro.conf.arg(help="updates of stage 2")] = 500
+    lora_rank: Annotated[
+        int | None,
+        tyro.conf.arg(
+            help="in stage 2, train only new parameters and low-rank additions of this rank to the "
+            "projections of attention (LoRA); all parameters when None"
+        ),
+    ] = None
     divergence_weight: Annotated[
         float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
     ] = 0.5
@@ -117,6 +125,21 @@ def linear_layers(
         if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
     )
     return replace(teacher, attention=tuple(layers[:period]))
+
+
+def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
+    """The same architecture with low-rank additions to the projections of all attention layers that
+    have the option `lora_rank`."""
+    pairs = zip(model.layers, model.mechanisms(), strict=True)
+    return replace(
+        model,
+        attention=tuple(
+            Layers(layer.mechanism, options={**layer.options, "lora_rank": rank})
+            if isinstance(config, HeadsConfig)
+            else layer
+            for layer, config in pairs
+        ),
+    )
 
 
 def _indices(text: str, num_layers: int) -> list[int]:
@@ -236,6 +259,9 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
         transfer = DistillationConfig(teacher=options.model, target="attention", trained="new")
         stages.append(("stage 1", folder, _transfer(base, transfer, options)))
         tuning = replace(tuning, start=str(folder))
+    if options.lora_rank is not None:
+        base = replace(base, model=with_lora(base.model, options.lora_rank))
+        tuning = replace(tuning, trained="new")
     warmup = min(base.optimizer.warmup_steps, options.steps // 10)
     tuned = replace(base, optimizer=replace(base.optimizer, warmup_steps=warmup))
     stages.append(("stage 2", options.workdir, replace(tuned, distillation=tuning)))

@@ -14,6 +14,7 @@ from heinsen_jax.config import ExperimentConfig, load_config, record
 from heinsen_jax.errors import UserError
 from heinsen_jax.linearize import linear_layers
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.loop import train
 from tests.training.conftest import corpus, small  # noqa: F401
@@ -123,6 +124,28 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
     assert not (tmp_path / "linear" / linearize.TRANSFER_FOLDER).exists()
+
+
+def test_low_rank_additions_leave_the_matrices_of_the_teacher(small, tmp_path, monkeypatch):  # noqa: F811
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax"),
+        training=replace(small.training, sample_tokens=0, steps=10),
+    )
+    dataset, teacher, workdir = data.load(chosen.data), tmp_path / "teacher", tmp_path / "linear"
+    teacher.mkdir()
+    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    arguments = ["--model", str(teacher), "--workdir", str(workdir), "--lora-rank", "2"]
+    assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
+    ours, theirs = (
+        flatten_with_names(nnx.state(load_run(folder)[0], nnx.Param))
+        for folder in (workdir, teacher)
+    )
+    for name, value in theirs.items():
+        np.testing.assert_array_equal(value, ours[name])
+    added = {name: value for name, value in ours.items() if name not in theirs}
+    assert len(added) == 4
+    assert all(np.any(value) for value in added.values())  # B, initially 0, is trained
 
 
 def test_text_for_a_task_is_refused(tmp_path, monkeypatch, capsys):

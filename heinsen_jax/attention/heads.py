@@ -33,6 +33,9 @@ class HeadsConfig(AttentionConfig):
     """Whether the projections have biases."""
     output_bias: bool | None = None
     """Whether the output projection has a bias; as `use_bias` by default, never if it is gated."""
+    lora_rank: pydantic.PositiveInt | None = None
+    """Rank of products A B that are added to the matrices of the projections to queries, keys,
+    values and outputs, as in LoRA; B is initially 0. None are added when None."""
 
 
 HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
@@ -70,7 +73,10 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         mixed = num_heads * self.value_depth
         biased = chosen.use_bias
         axes = "embed", "heads"
-        self.project = HeadProjection(model_dim, inner, axes, use_bias=biased, **options)
+        rank = chosen.lora_rank
+        self.project = HeadProjection(
+            model_dim, inner, axes, use_bias=biased, lora_rank=rank, **options
+        )
         if chosen.query_key_norm:
             epsilon = chosen.norm_epsilon
             self.query_norm = rms_norm(self.key_depth, epsilon=epsilon, **options)
@@ -83,6 +89,8 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             axes = "heads", "embed"
             biased = biased if chosen.output_bias is None else chosen.output_bias
             self.output = linear(mixed, model_dim, axes, use_bias=biased, **options)
+        inputs = model_dim if chosen.gated else mixed
+        self.output_lora = nnx.LoRA(inputs, rank, model_dim, **options) if rank else None
 
     def default_kv_heads(self) -> int:
         return self.config.num_kv_heads or self.num_heads
@@ -117,7 +125,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         y = y.reshape(*y.shape[:-2], self.num_heads * self.value_depth)
         if self.config.gated:
             y = jax.nn.glu(self.gate(y))
-        return self.output(y)
+        return self.output(y) + self.output_lora(y) if self.output_lora else self.output(y)
 
 
 class HeadProjection(nnx.Linear):
@@ -130,10 +138,12 @@ class HeadProjection(nnx.Linear):
         logical_axes: tuple[str, str],
         *,
         use_bias: bool = True,
+        lora_rank: int | None = None,
         **options: Unpack[LayerOptions],
     ) -> None:
         dense = dense_options(inputs, logical_axes)
         super().__init__(inputs, outputs, use_bias=use_bias, **dense, **options)
+        self.lora = nnx.LoRA(inputs, lora_rank, outputs, **options) if lora_rank else None
 
     def heads(
         self,
@@ -151,8 +161,10 @@ class HeadProjection(nnx.Linear):
             return x.reshape(*x.shape[:-1], num_kv_heads, x.shape[-1] // num_kv_heads)
 
         if source is None:
-            parts = apart(self(x))
+            parts = apart(self(x) + self.lora(x) if self.lora else self(x))
             query, rest = parts[..., :of_queries], parts[..., of_queries:]
+        elif self.lora:
+            raise NotImplementedError("source with lora_rank: leave lora_rank out")
         else:
             query = self._part(x, apart, slice(None, of_queries))
             rest = self._part(source, apart, slice(of_queries, None))

@@ -18,7 +18,9 @@ from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurr
 from heinsen_jax.ops.numerics import log_add_exp
 from heinsen_jax.typing import Array, Features, Float, Integer
 
-PositionState: TypeAlias = Float[Array, "*B D"] | Integer[Array, "*B"] | tuple[()]
+PositionState: TypeAlias = (
+    Float[Array, "*B D"] | Integer[Array, "*B"] | Integer[Array, ""] | tuple[()]
+)
 SegmentIds: TypeAlias = Integer[Array, "*B T"]
 
 

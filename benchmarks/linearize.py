@@ -101,14 +101,14 @@ def cases(teachers: Sequence[str]) -> list[Case]:
     return found
 
 
-def measure(case: Case, workdir: Path) -> list[dict[str, Any]]:
-    """Linearize a teacher in this process; return the rows of its table."""
+def measure(case: Case, workdir: Path) -> dict[str, Any]:
+    """Linearize a teacher in this process; return its record."""
     keep_freed_memory()
     folder = workdir / "-".join(map(str, asdict(case).values())).replace(" ", "_").replace(",", "")
     half = max(round(teacher(case.teacher).training.steps * case.budget / 2), 1)
     options = Linearization(
         model=str(workdir / case.teacher),
-        workdir=folder,
+        workdir=str(folder),
         attention=MECHANISMS[case.mechanism],
         keep=KEPT[case.kept],
         transfer_steps=half,
@@ -116,9 +116,19 @@ def measure(case: Case, workdir: Path) -> list[dict[str, Any]]:
     )
     if code := linearize(options, ["--training.log-every", str(half)]):
         raise SystemExit(code)
-    rows = json.loads((folder / RESULTS_FILE).read_text())
+    found = json.loads((folder / RESULTS_FILE).read_text())
     shutil.rmtree(folder)
-    return rows
+    return found
+
+
+def in_subprocess(case: Case, cores: Sequence[int], workdir: Path) -> dict[str, Any]:
+    """`measure` in a process of its own, on these cores."""
+    result = workdir / f"{cores[0]}.json"
+    command = [sys.executable, __file__, MEASURE, json.dumps(asdict(case)), str(workdir)]
+    command += [str(result), json.dumps(cores)]
+    with (workdir / "log.txt").open("a") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=log)
+    return json.loads(result.read_text())
 
 
 def run(options: Options) -> None:
@@ -133,17 +143,14 @@ def run(options: Options) -> None:
 
     def one(case: Case) -> None:
         share = shares.get()
-        command = [sys.executable, __file__, MEASURE, json.dumps(asdict(case))]
-        result = options.workdir / f"{share[0]}.json"
-        command += [str(options.workdir), str(result)]
-        with (options.workdir / "log.txt").open("a") as log:
-            subprocess.run([*command, json.dumps(share)], check=True, stdout=log, stderr=log)
-        found = json.loads(result.read_text())
+        try:
+            found = in_subprocess(case, share, options.workdir)
+        finally:
+            shares.put(share)
         with options.output.open("a") as file:
             file.write(json.dumps({"case": asdict(case), **found}) + "\n")
         losses = ", ".join(f"{row['name']} {row['loss']:.4f}" for row in found["results"])
         print(f"{case}: {losses}", flush=True)
-        shares.put(share)
 
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(one, waiting))
@@ -166,7 +173,8 @@ def draw(rows: Sequence[dict[str, Any]], teachers: Sequence[str], path: Path) ->
                 for row in of_teacher
                 if (row["case"]["mechanism"], row["case"]["kept"]) == (mechanism, "none")
             ]
-            axes.plot(*zip(*sorted(points), strict=True), "o-", label=mechanism)
+            if points:
+                axes.plot(*zip(*sorted(points), strict=True), "o-", label=mechanism)
         if of_teacher:
             axes.axhline(of_teacher[0]["results"][0]["loss"], color="black", label="teacher")
         axes.set(xscale="log", xlabel="training tokens", ylabel="loss (nats per token)", title=name)

@@ -3,6 +3,8 @@
 import ctypes
 import os
 import sys
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 # Parameters of mallopt, from malloc.h of the GNU C library, and their values.
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8
@@ -20,9 +22,13 @@ def keep_freed_memory() -> bool:
     Call it before the first computation, since threads keep the arena of their first allocation.
 
     Returns:
-      Whether the settings are in effect. They are not with another C library, or if environment
-      variables configure malloc (`MALLOC_...`, `GLIBC_TUNABLES`, `LD_PRELOAD`).
+      Whether the settings are in effect. They are not with another C library, if environment
+      variables configure malloc (`MALLOC_...`, `GLIBC_TUNABLES`, `LD_PRELOAD`), or if JAX has a
+      plugin for other devices and JAX_PLATFORMS is not "cpu".
     """
+    has_plugins = entry_points(group="jax_plugins") or find_spec("libtpu")
+    if has_plugins and os.environ.get("JAX_PLATFORMS") != "cpu":
+        return False
     chosen = any(x.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")) for x in os.environ)
     if chosen or sys.platform != "linux":
         return False

@@ -5,10 +5,11 @@ python -m heinsen_jax.linearize --model runs/teacher --workdir runs/linear
 Stage 1, attention transfer: each new attention layer is trained to reproduce the output of the
 teacher's, given the same inputs; only parameters that the teacher does not have are trained. Stage
 2: the whole model is trained to predict the next token and the teacher's predictions. The runs are
-in the folders WORKDIR/transfer and WORKDIR; the same command resumes them. A table compares the
+in the folders WORKDIR-transfer and WORKDIR; the same command resumes them. A table compares the
 teacher and both stages.
 
 Further options set fields of both runs, as for train.py: --training.log-every 10, --mesh.fsdp 8.
+Those of --optimizer are of stage 2.
 """
 
 import json
@@ -28,6 +29,7 @@ from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.registry import FieldValue
+from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.config import ExperimentConfig, load_config, override
 from heinsen_jax.data import DataConfig, Dataset
 from heinsen_jax.data.files import write_atomically
@@ -35,18 +37,23 @@ from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line, explain
 from heinsen_jax.evaluate import evaluate_model
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
-from heinsen_jax.models.layers import parse_pattern
+from heinsen_jax.models.layers import parse_pattern, single_layers
 from heinsen_jax.run_folder import opened
 from heinsen_jax.train import run_experiment
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
+from heinsen_jax.training.cross_entropy import token_losses
 from heinsen_jax.training.distillation import Distillation, DistillationConfig
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.preflight import tokens_per_update
 from heinsen_jax.training.settings import with_documents
 from heinsen_jax.training.signals import exit_immediately
+from heinsen_jax.typing import Array
 
-TRANSFER_FOLDER = "transfer"
+TRANSFER_SUFFIX = "-transfer"
+"""Suffix of the folder of stage 1."""
 RESULTS_FILE = "linearized.json"
+COPIED = {field.name for field in fields(RotaryOptions)} | {"positions"}
+"""Options that new layers have from those that they replace."""
 CONTEXTS = 1024, 32_768
 """Contexts, in tokens, at which states are compared."""
 
@@ -56,7 +63,7 @@ class Options:
     """Replace softmax attention of a trained model by a mechanism with a state of constant size."""
 
     model: Annotated[str, tyro.conf.arg(help="the teacher: a run's folder, or a model folder")]
-    workdir: Annotated[Path, tyro.conf.arg(help="folder of the linearized model's run")]
+    workdir: Annotated[str, tyro.conf.arg(help="folder of the linearized model's run")]
     data: Annotated[
         str | None, tyro.conf.arg(help="text to train on; the teacher's data when None")
     ] = None
@@ -81,6 +88,9 @@ class Options:
             "projections of attention (LoRA); all parameters when None"
         ),
     ] = None
+    restart: Annotated[
+        bool, tyro.conf.arg(help="repeat both stages; earlier runs are moved into subfolders")
+    ] = False
     divergence_weight: Annotated[
         float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
     ] = 0.5
@@ -107,12 +117,10 @@ def linear_layers(
       >>> [str(layer) for layer in linear_layers(teacher, "taylor", ["3::4"]).layers]
       ['taylor', 'taylor', 'taylor', 'softmax']
     """
-    chosen = parse_pattern([attention])
-    chosen = Layers(chosen) if isinstance(chosen, str) else chosen
-    assert isinstance(chosen, Layers)
-    if chosen.repeats > 1:
+    (chosen,) = single_layers(parse_pattern([attention]))[:1]
+    if len(single_layers(parse_pattern([attention]))) > 1:
         raise UserError(f"--attention {attention}: leave out repeats; --keep selects layers")
-    kept = {index for text in keep for index in _indices(text, teacher.num_layers)}
+    kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
     pattern, modules = teacher.layers, teacher.abstract_layers()
     layers = []
     for index in range(teacher.num_layers):
@@ -142,10 +150,10 @@ def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
     )
 
 
-def _indices(text: str, num_layers: int) -> list[int]:
+def _indices(index: str, num_layers: int) -> list[int]:
     """The layers of an index or a slice."""
     try:
-        numbers = [int(part) if part else None for part in text.split(":")]
+        numbers = [int(part) if part else None for part in index.split(":")]
         if len(numbers) == 1 and numbers[0] is not None:
             return [range(num_layers)[numbers[0]]]
         if 2 <= len(numbers) <= 3 and (found := [*range(num_layers)[slice(*numbers)]]):
@@ -153,7 +161,7 @@ def _indices(text: str, num_layers: int) -> list[int]:
     except (ValueError, IndexError):
         pass
     raise UserError(
-        f"--keep {text}: no such layers of {num_layers}; give indices from 0, or slices such as "
+        f"--keep {index}: no such layers of {num_layers}; give indices from 0, or slices such as "
         "3::4"
     )
 
@@ -163,16 +171,20 @@ def _replaced(teacher: LanguageModelConfig, old: Attention, chosen: Layers) -> L
     options = {**chosen.options}
     if chosen.mechanism == "log":
         options.setdefault("values", "linear")
+
+    def layer() -> tuple[Layers, Attention]:
+        made = Layers(chosen.mechanism, options=options)
+        return made, replace(teacher, attention=made).abstract_layers()[0]
+
     try:
-        changed = replace(teacher, attention=Layers(chosen.mechanism, options=options))
-        new = changed.abstract_layers()[0]
+        _, new = layer()
+        ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
+        for name in sorted(ours & theirs & COPIED - options.keys()):
+            if (value := _option(old, name)) != _option(new, name):
+                options[name] = value
+        return layer()[0]
     except ValueError as error:
         raise UserError(f"--attention {chosen}: {explain(error)}") from None
-    ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
-    for name in sorted(ours & theirs - options.keys() - {"implementation"}):
-        if (value := _option(old, name)) != _option(new, name):
-            options[name] = value
-    return Layers(chosen.mechanism, options=options)
 
 
 def _option(layer: Attention, name: str) -> FieldValue:
@@ -186,10 +198,15 @@ def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig)
     second token on; the string has half the length of a training sequence, at most 512 tokens."""
     length = min(experiment.data.sequence_length // 2, 512)
     rows = dataset.validation_rows(experiment.data)[""]
-    text = np.concatenate([np.asarray(row.tokens) for row in rows[: 32 * length]])
-    strings = np.random.default_rng(0).choice(text, (32, length))
-    logits = jax.jit(lambda model, tokens: model(tokens))(model, np.tile(strings, 2)[:, :-1])
-    return float(np.mean(np.asarray(logits[:, length:].argmax(-1)) == strings[:, 1:]))
+    pool = np.concatenate([np.asarray(row.tokens)[1:][row.loss_mask] for row in rows[:256]])
+    strings = np.random.default_rng(0).choice(pool, (32, length))
+
+    @jax.jit
+    def correct(model: LanguageModel, tokens: Array) -> Array:
+        features, _ = model.features(tokens[:, :-1])
+        return token_losses(model.readout, features[:, length:], tokens[:, length + 1 :])[1]
+
+    return float(np.mean(correct(model, np.tile(strings, 2))))
 
 
 @dataclass(frozen=True)
@@ -212,9 +229,9 @@ class Result:
 
 
 def _result(
-    name: str, folder: str | Path, dataset: Dataset, experiment: ExperimentConfig, tokens: int
+    name: str, folder: str, dataset: Dataset, experiment: ExperimentConfig, tokens: int = 0
 ) -> Result:
-    model, _, _ = load_run(folder)
+    model, _, _ = load_run(folder, best=not tokens)  # as training loads teachers, and its start
     settings, _ = with_documents(experiment.data, dataset, model.config)
     experiment = replace(experiment, model=model.config, data=settings)
     metrics = evaluate_model(model, dataset, experiment, experiment.training.evaluation_batches)
@@ -235,64 +252,84 @@ def main() -> int:
 
 def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
     """Run both stages, and write and print the table; returns the exit code."""
+    for option in overrides:
+        if option.replace("-", "_").startswith(("__distillation", "__training.steps", "__model")):
+            raise UserError(f"{option}: leave it out; --help lists the options of both stages")
+    options = replace(options, model=_absolute(options.model), workdir=_absolute(options.workdir))
     with opened(options.model) as run:
         teacher = load_config(run.files / CONFIG_FILE)
-    base = replace(
-        teacher,
-        model=linear_layers(teacher.model, options.attention, options.keep),
-        training=replace(teacher.training, steps=options.steps),
-    )
     if options.data is not None:
-        if not isinstance(base.data, DataConfig):
+        if not isinstance(teacher.data, DataConfig):
             raise UserError(
                 f"--data {options.data}: {options.model} is trained on a task; leave it out"
             )
         changed = {"corpus": options.data, "mixture": None, "mixture_stages": ()}
-        base = replace(base, data=replace(base.data, **changed))
-    base = override(base, overrides)
-    tuning = DistillationConfig(teacher=options.model, divergence_weight=options.divergence_weight)
-    imitation = Distillation.of(tuning, base.model)
-    assert imitation is not None
-    stages: list[tuple[str, Path, ExperimentConfig]] = []
-    folder = options.workdir / TRANSFER_FOLDER
-    if options.transfer_steps and imitation.has_new:
-        transfer = DistillationConfig(teacher=options.model, target="attention", trained="new")
-        stages.append(("stage 1", folder, _transfer(base, transfer, options)))
-        tuning = replace(tuning, start=str(folder))
-    if options.lora_rank is not None:
-        base = replace(base, model=with_lora(base.model, options.lora_rank))
-        tuning = replace(tuning, trained="new")
-    warmup = min(base.optimizer.warmup_steps, options.steps // 10)
-    tuned = replace(base, optimizer=replace(base.optimizer, warmup_steps=warmup))
-    stages.append(("stage 2", options.workdir, replace(tuned, distillation=tuning)))
+        teacher = replace(teacher, data=replace(teacher.data, **changed))
+    stages = _stages(teacher, options, overrides)
     for name, workdir, experiment in stages:
         print(f"{name}: {workdir}", flush=True)
-        result = run_experiment(experiment, workdir)
+        result = run_experiment(experiment, workdir, restart=options.restart)
         if result.signal is not None:
             return 128 + result.signal
-    dataset = data.load(base.data)
-    results, tokens = [_result("teacher", options.model, dataset, base, 0)], 0
-    for name, workdir, experiment in stages:
-        tokens += experiment.training.steps * tokens_per_update(experiment.data)
-        results.append(_result(f"after {name}", workdir, dataset, base, tokens))
+    experiment = stages[-1][2]
+    dataset = data.load(experiment.data)
+    results, tokens = [_result("teacher", options.model, dataset, experiment)], 0
+    for name, workdir, stage in stages:
+        tokens += stage.training.steps * tokens_per_update(stage.data)
+        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens))
     record = {"attention": options.attention, "keep": [*options.keep]}
     record |= {"results": [*map(asdict, results)], "environment": environment()}
-    text = json.dumps(record, indent=2) + "\n"
-    write_atomically(options.workdir / RESULTS_FILE, text.encode())
+    with opened(options.workdir) as run, run.published():
+        text = json.dumps(record, indent=2) + "\n"
+        write_atomically(run.files / RESULTS_FILE, text.encode())
     Console().print(_table(results))
     return 0
 
 
-def _transfer(
-    base: ExperimentConfig, distillation: DistillationConfig, options: Options
-) -> ExperimentConfig:
-    """The run of stage 1: AdamW without weight decay, which would change the attention."""
-    steps, rate = options.transfer_steps, options.transfer_learning_rate
-    optimizer = OptimizerConfig(
-        learning_rate=rate, end_learning_rate=rate / 100, warmup_steps=steps // 20, weight_decay=0.0
+def _absolute(folder: str) -> str:
+    return folder if "://" in folder else str(Path(folder).absolute())
+
+
+def _stages(
+    teacher: ExperimentConfig, options: Options, overrides: Sequence[str]
+) -> list[tuple[str, str, ExperimentConfig]]:
+    """Name, folder and experiment of each stage."""
+    model = linear_layers(teacher.model, options.attention, options.keep)
+    if options.steps < 1 or options.transfer_steps < 0:
+        raise UserError("--steps must be at least 1, and --transfer-steps at least 0")
+    warmup = min(teacher.optimizer.warmup_steps, options.steps // 10)
+    base = replace(
+        teacher,
+        model=model,
+        optimizer=replace(teacher.optimizer, warmup_steps=warmup),
+        training=replace(teacher.training, steps=options.steps, z_loss=0.0),
     )
-    training = replace(base.training, steps=steps, sample_tokens=0)
-    return replace(base, optimizer=optimizer, training=training, distillation=distillation)
+    tuning = DistillationConfig(teacher=options.model, divergence_weight=options.divergence_weight)
+    imitation, stages = Distillation.of(tuning, model), []
+    assert imitation is not None
+    if options.transfer_steps and imitation.has_new:
+        folder = options.workdir + TRANSFER_SUFFIX
+        transfer = override(_transfer(base, options), overrides)
+        stages.append(("stage 1", folder, replace(transfer, optimizer=_adamw(options))))
+        tuning = replace(tuning, start=folder)
+    if options.lora_rank is not None:
+        base = replace(base, model=with_lora(model, options.lora_rank))
+        tuning = replace(tuning, trained="new")
+    tuned = override(replace(base, distillation=tuning), overrides)
+    return [*stages, ("stage 2", options.workdir, tuned)]
+
+
+def _transfer(base: ExperimentConfig, options: Options) -> ExperimentConfig:
+    """The run of stage 1, but for its optimizer."""
+    training = replace(base.training, steps=options.transfer_steps, sample_tokens=0)
+    distillation = DistillationConfig(teacher=options.model, target="attention", trained="new")
+    return replace(base, training=training, distillation=distillation)
+
+
+def _adamw(options: Options) -> OptimizerConfig:
+    """The optimizer of stage 1."""
+    rate, warmup = options.transfer_learning_rate, options.transfer_steps // 20
+    return OptimizerConfig(learning_rate=rate, end_learning_rate=rate / 100, warmup_steps=warmup)
 
 
 def _table(results: Sequence[Result]) -> Table:

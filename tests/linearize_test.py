@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -40,6 +41,9 @@ def test_layers_keep_the_options_of_the_teacher():
         "taylor",
         "gqa",
     ]
+    window = Layers("sliding_window", options={"window_size": 8, "positions": "rotary"})
+    (layer,) = linear_layers(replace(TEACHER, attention=window), "log_window").mechanisms()
+    assert (layer.window_size, layer.positions) == (64, "rotary")
     deep = replace(TEACHER, key_depth=8, value_depth=8, attention="softmax")
     (layer,) = linear_layers(deep, "linear").mechanisms()
     assert (layer.key_depth, layer.num_kv_heads) == (8, None)
@@ -54,11 +58,18 @@ def test_layers_keep_the_options_of_the_teacher():
         ("log", ("4",), "--keep 4: no such layers of 4"),
         ("log", ("9:",), "--keep 9:: no such layers of 4"),
         ("log", ("a",), "--keep a"),
+        ("log softmax", (), "unknown"),
     ],
 )
 def test_layers_that_do_not_exist_are_refused(attention, keep, said):
     with pytest.raises(UserError, match=said):
         linear_layers(TEACHER, attention, keep)
+
+
+def test_options_that_the_new_mechanism_refuses_are_named():
+    alibi = replace(TEACHER, attention=Layers("softmax", options={"positions": "alibi"}))
+    with pytest.raises(UserError, match=r"--attention log_window: .*positions"):
+        linear_layers(alibi, "log_window")
 
 
 def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F811
@@ -68,11 +79,11 @@ def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F81
     length = small.data.sequence_length // 2
 
     def copies(self, tokens):
-        right = jax.nn.one_hot(np.roll(np.asarray(tokens), length - 1, -1), 264)
-        return right.at[: len(tokens) // 2, length + 3].set(0)  # wrong for half of one place
+        right = jax.nn.one_hot(jnp.roll(tokens, length - 1, -1), 264)
+        return right.at[: len(tokens) // 2, length + 3].set(0), None  # wrong for half of one place
 
-    monkeypatch.setattr(jax, "jit", lambda f: f)
-    monkeypatch.setattr(LanguageModel, "__call__", copies)
+    monkeypatch.setattr(LanguageModel, "features", copies)
+    monkeypatch.setattr(LanguageModel, "readout", jax.tree_util.Partial(lambda x: x))
     found = linearize.recall(model, data.load(small.data), small)
     assert found == pytest.approx(1 - 0.5 / (length - 1), abs=1e-3)
 
@@ -110,6 +121,11 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert command(monkeypatch, *arguments) == 0  # finished runs are not repeated
     said = capsys.readouterr().out
     assert said.count("nothing is left to train") == 2
+    assert command(monkeypatch, *arguments, "--transfer-steps", "50", "--restart") == 0
+    found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
+    assert found[1]["tokens"] == 50 * 256
+    assert command(monkeypatch, *arguments, "--training.steps", "50") == 2
+    assert "--training.steps: leave it out" in capsys.readouterr().err
 
 
 def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monkeypatch):  # noqa: F811
@@ -123,7 +139,7 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
-    assert not (tmp_path / "linear" / linearize.TRANSFER_FOLDER).exists()
+    assert not (tmp_path / f"linear{linearize.TRANSFER_SUFFIX}").exists()
 
 
 def test_low_rank_additions_leave_the_matrices_of_the_teacher(small, tmp_path, monkeypatch):  # noqa: F811

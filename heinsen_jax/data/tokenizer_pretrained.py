@@ -16,11 +16,10 @@ from heinsen_jax.data.tokenizer_json import (
     tokenizer_of_json,
 )
 from heinsen_jax.errors import UserError, extra_module
-from heinsen_jax.typing import JSON
 
 TEMPLATE_FILE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-_NO_VARIABLES: Mapping[str, JSON] = {}
+_NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class PretrainedTokenizer(JsonTokenizer):
@@ -92,11 +91,11 @@ class PretrainedTokenizer(JsonTokenizer):
 
     def render_chat_template(
         self,
-        messages: Sequence[Mapping[str, JSON]],
+        messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, JSON]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        variables: Mapping[str, JSON] = _NO_VARIABLES,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
     ) -> str:
         """The text of a conversation; arguments as for `apply_chat_template`."""
         has_own = tools is not None and WITH_TOOLS in self.templates
@@ -115,11 +114,11 @@ class PretrainedTokenizer(JsonTokenizer):
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, JSON]],
+        messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, JSON]] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        variables: Mapping[str, JSON] = _NO_VARIABLES,
+        variables: Mapping[str, Any] = _NO_VARIABLES,
     ) -> list[int]:
         """Encode a conversation for the model. Special tokens within messages are not escaped.
 

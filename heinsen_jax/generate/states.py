@@ -266,7 +266,7 @@ def _described(state: LanguageModelState) -> Shapes:
     return {name: ([*x.shape], str(x.dtype)) for name, x in flatten_with_names(state).items()}
 
 
-ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias"}
+ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias", "lora_rank"}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
 ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}
 """Fields that are newer than the format of states: at their defaults they leave fingerprints

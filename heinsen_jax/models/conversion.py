@@ -1,9 +1,10 @@
 """Weights of one model for another with other attention layers."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 
-import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from heinsen_jax.errors import UserError
@@ -15,19 +16,24 @@ from heinsen_jax.typing import Array
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 
 
-def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[str, Array]:
-    """The parameters of a model that another one has, too, by the names of the former.
+MAY_DIFFER = {"attention", "num_heads", "key_depth", "value_depth", "qk_norm"}
+MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
+"""Fields of attention layers, and of the computation."""
+
+
+def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[str, np.ndarray]:
+    """The parameters of a model that another one has, too, by the names of the former, in the
+    memory of this host.
 
     Layers are matched by their index, so that the layer patterns may differ, and parameters by
     their name and shape within the layer.
 
     Args:
       config: the architecture.
-      source: a model with the same number of layers.
+      source: a model of the same architecture, but for its attention layers.
 
     Raises:
-      UserError: the source has another number of layers, or lacks parameters outside of the
-        attention layers; the message names the first one.
+      UserError: the architectures differ elsewhere; the message names the field.
 
     Examples:
       >>> config = LanguageModelConfig(vocab_size=8, model_dim=8, num_layers=2, num_heads=2)
@@ -35,15 +41,17 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
       >>> len(shared_weights(config, source)) == len(flatten_with_names(nnx.state(source)))
       True
     """
-    if config.num_layers != source.config.num_layers:
-        raise UserError(
-            f"model.num_layers={config.num_layers} differs from the {source.config.num_layers} "
-            "layers of the model with the weights: make them equal"
-        )
+    for field in dataclasses.fields(config):
+        ours, theirs = (getattr(x, field.name) for x in (config, source.config))
+        if field.name not in MAY_DIFFER and ours != theirs:
+            raise UserError(
+                f"model.{field.name}={ours!r} differs from {theirs!r} of the model with the "
+                "weights: only attention layers may differ"
+            )
     abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     wanted = flatten_with_names(nnx.state(abstract, nnx.Param))
     known = _by_layer(flatten_with_names(nnx.state(source, nnx.Param)), source.config)
-    shared: dict[str, Array] = {}
+    shared: dict[str, np.ndarray] = {}
     for name, leaf in wanted.items():
         in_block = _IN_BLOCK.fullmatch(name)
         if in_block is None:
@@ -52,16 +60,9 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
             first, pattern = int(in_block[1]), len(config.layer_pattern)
             layers = range(first, config.num_layers, pattern)
             found, shape = [known.get((layer, in_block[2])) for layer in layers], leaf.shape[1:]
-        parts = [x for x in found if x is not None and x.shape == shape]
+        parts = [np.asarray(x) for x in found if x is not None and x.shape == shape]
         if len(parts) == len(found):
-            whole = parts[0] if in_block is None else jnp.stack(parts)
-            shared[name] = whole.astype(leaf.dtype)
-        elif in_block is None or not in_block[2].startswith("attention."):
-            theirs = "none" if found[0] is None else f"one of {[*found[0].shape]}"
-            raise UserError(
-                f"parameter {name} of {[*shape]}: the model with the weights has {theirs}; only "
-                "attention layers may differ"
-            )
+            shared[name] = (parts[0] if in_block is None else np.stack(parts)).astype(leaf.dtype)
     return shared
 
 

@@ -1,5 +1,6 @@
 """Training of a model to imitate another one, its teacher, from the teacher's weights."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 from flax import nnx
 from jax import lax
@@ -57,7 +59,7 @@ class Imitation(NamedTuple):
 
     def sums(self, z_loss: float = 0.0) -> tuple[Float[Array, ""], Integer[Array, ""]]:
         """Sum of the losses that count; no predictions are counted as correct."""
-        del z_loss
+        assert not z_loss  # refused by `check_settings`
         return jnp.sum(self.losses * self.loss_mask), jnp.zeros((), jnp.int32)
 
 
@@ -69,16 +71,21 @@ class Distillation:
     Attributes:
       config: the settings.
       model: the architecture of the trained model.
-      teacher: the teacher.
-      shared: the parameters of the model that the teacher has, too.
+      teacher: the teacher, in the memory of this host.
+      shared: names of the parameters of the model that the teacher has, too.
     """
 
     config: DistillationConfig
     model: LanguageModelConfig
     teacher: LanguageModel
-    shared: Mapping[str, Array]
+    shared: frozenset[str]
 
     def __post_init__(self) -> None:
+        if not self.model.is_causal:
+            raise UserError(
+                "model.is_causal=False: distillation is for causal models; set it to True, or "
+                "leave distillation.teacher out"
+            )
         if self.config.target == "attention" and not any(self.replaced):
             raise UserError(
                 "distillation.target='attention': all layers of model.attention have the teacher's "
@@ -89,7 +96,7 @@ class Distillation:
     def replaced(self) -> list[bool]:
         """Whether each layer has another mechanism, or other options, than the teacher's; for the
         shortest common period of both layer patterns."""
-        ours, theirs = self.model.mechanisms(), self.teacher.config.mechanisms()
+        ours, theirs = (_mechanisms(config) for config in (self.model, self.teacher.config))
         period = range(math.lcm(len(ours), len(theirs)))
         return [ours[i % len(ours)] != theirs[i % len(theirs)] for i in period]
 
@@ -97,7 +104,7 @@ class Distillation:
     def has_new(self) -> bool:
         """Whether the model has parameters that the teacher does not have."""
         shapes = nnx.eval_shape(lambda: LanguageModel(self.model, rngs=nnx.Rngs(0)))
-        return not flatten_with_names(nnx.state(shapes, nnx.Param)).keys() <= self.shared.keys()
+        return not flatten_with_names(nnx.state(shapes, nnx.Param)).keys() <= self.shared
 
     @classmethod
     def of(cls, config: DistillationConfig, model: LanguageModelConfig) -> "Distillation | None":
@@ -108,18 +115,23 @@ class Distillation:
             attention layers; or no layer differs, and `config.target` is "attention".
         """
         if config.teacher is None:
-            if config != DistillationConfig():
-                raise UserError(f"{config} has no teacher: set distillation.teacher to a run")
+            for field in dataclasses.fields(config):
+                if getattr(config, field.name) != field.default:
+                    raise UserError(
+                        f"distillation.{field.name} has no effect without a teacher: set "
+                        "distillation.teacher to a run"
+                    )
             return None
-        teacher, _, _ = load_run(config.teacher)
-        return cls(config, model, teacher, shared_weights(model, teacher))
+        graph, weights = nnx.split(load_run(config.teacher)[0])
+        teacher = nnx.merge(graph, jax.tree.map(np.asarray, weights))
+        return cls(config, model, teacher, frozenset(shared_weights(model, teacher)))
 
-    def start(self) -> Mapping[str, Array]:
-        """The initial weights by name, without those that are initialized randomly."""
+    def start(self) -> Mapping[str, np.ndarray]:
+        """The initial weights by name, without those that are initialized randomly: of the latest
+        checkpoint of `config.start`, or of the teacher."""
         if self.config.start is None:
-            return self.shared
-        model, _, _ = load_run(self.config.start)
-        return shared_weights(self.model, model)
+            return shared_weights(self.model, self.teacher)
+        return shared_weights(self.model, load_run(self.config.start, best=False)[0])
 
     def parameters(self, mesh: Mesh) -> nnx.State:
         """The teacher's parameters on the devices of a mesh."""
@@ -127,16 +139,24 @@ class Distillation:
         return jax.device_put(parameters, shardings(parameters, mesh))
 
     def trained(self, parameters: PyTree) -> PyTree[bool] | None:
-        """Whether each parameter is trained; None if all are."""
-        if self.config.trained == "all":
+        """Whether each parameter is trained; None if all are. With the target "attention", only
+        those of attention layers that the teacher does not have are."""
+        is_attention, pattern = self.config.target == "attention", len(self.model.layers)
+        if self.config.trained == "all" and not is_attention:
             return None
-        are_new = [name not in self.shared for name in flatten_with_names(parameters)]
-        if not any(are_new):
+        places = {place % pattern for place, is_other in enumerate(self.replaced) if is_other}
+        parts = tuple(f"blocks.{place}.attention." for place in places)
+        chosen = [
+            (self.config.trained == "all" or name not in self.shared)
+            and (not is_attention or name.startswith(parts))
+            for name in flatten_with_names(parameters)
+        ]
+        if not any(chosen):
             raise UserError(
                 "distillation.trained='new': the teacher has all parameters of the model; set it "
                 "to 'all'"
             )
-        return jax.tree.unflatten(jax.tree.structure(parameters), are_new)
+        return jax.tree.unflatten(jax.tree.structure(parameters), chosen)
 
     def __call__(
         self, model: LanguageModel, batch: Batch, key: RandomKey, teacher: nnx.State
@@ -144,11 +164,10 @@ class Distillation:
         del key
         theirs = nnx.merge(nnx.graphdef(self.teacher), teacher)
         segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
-        loss_mask = jnp.asarray(batch.loss_mask)
         tokens = jnp.asarray(batch.tokens)[:, :-1]
-        if self.config.target == "attention":
-            losses = self._attention_errors(model, theirs, tokens, segment_ids, loss_mask)
-            return Imitation(losses, loss_mask)
+        if self.config.target == "attention":  # later layers read the outputs at all tokens
+            losses = self._attention_errors(model, theirs, tokens, segment_ids)
+            return Imitation(losses, jnp.ones(tokens.shape, bool))
         features, _ = model.features(tokens, segment_ids=segment_ids)
         of_teacher, _ = theirs.features(tokens, segment_ids=segment_ids)
         losses = distilled_losses(
@@ -159,7 +178,7 @@ class Distillation:
             jnp.asarray(batch.targets),
             divergence_weight=self.config.divergence_weight,
         )
-        return Imitation(losses, loss_mask)
+        return Imitation(losses, jnp.asarray(batch.loss_mask))
 
     def _attention_errors(
         self,
@@ -167,10 +186,10 @@ class Distillation:
         teacher: LanguageModel,
         tokens: Integer[Array, "B T"],
         segment_ids: Integer[Array, "B T"] | None,
-        loss_mask: Bool[Array, "B T"],
     ) -> Float[Array, "B T"]:
         """The squared errors of the outputs of replaced attention layers, relative to the mean
-        square of the teacher's; the mean over these layers. Inputs are those of the teacher."""
+        square of the teacher's in this batch or microbatch; the mean over these layers. Inputs are
+        those of the teacher."""
         replaced = self.replaced
         ours, theirs = (_layers(each, len(replaced)) for each in (model, teacher))
 
@@ -183,7 +202,7 @@ class Distillation:
                 compared = None
                 if is_replaced:
                     other = nnx.merge(ours[place].graph, parameters[0][place]).attention
-                    block.attention = compared = _Compared(block.attention, other, loss_mask)
+                    block.attention = compared = _Compared(block.attention, other)
                 x, _ = block(x, state=None, return_state=False, segment_ids=segment_ids)
                 errors = errors if compared is None else errors + compared.errors
             return (x, errors), None
@@ -218,13 +237,21 @@ class _Compared:
     """The teacher's attention layer in a block; `errors` are those of the other one for the inputs
     of the last call."""
 
-    def __init__(self, teacher: Attention, other: Attention, loss_mask: Bool[Array, "B T"]):
-        self.teacher, self.other, self.loss_mask = teacher, other, loss_mask
+    def __init__(self, teacher: Attention, other: Attention):
+        self.teacher, self.other = teacher, other
 
     def __call__(self, x: Features, **options: Any) -> Features:
         y = self.teacher(x, **options)
         wanted, found = (z.astype(jnp.float32) for z in (y, self.other(x, **options)))
-        squares = jnp.sum(wanted**2, -1)
-        scale = jnp.mean(squares, where=self.loss_mask)
+        scale = jnp.maximum(jnp.mean(jnp.sum(wanted**2, -1)), jnp.finfo(jnp.float32).tiny)
         self.errors = jnp.sum((found - wanted) ** 2, -1) / scale
         return y
+
+
+def _mechanisms(model: LanguageModelConfig) -> list[tuple[str, dict[str, Any]]]:
+    """The mechanism of each layer of the pattern, with the options that change its result."""
+    pairs = zip(model.layer_pattern, model.mechanisms(), strict=True)
+    return [
+        (name, {k: v for k, v in vars(config).items() if k != "implementation"})
+        for name, config in pairs
+    ]

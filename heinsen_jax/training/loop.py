@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -162,11 +162,12 @@ class _Run:
         self.on_start, self.sample_fn = on_start, sample_fn
         self.learning_rates = learning_rates(experiment.optimizer, self.training.steps)
         self.key_data = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
-        self.distillation = Distillation.of(experiment.distillation, self.model)
         self.graph, self.trained = graph_of(self.model), None
-        if self.distillation is not None:
-            shapes = nnx.eval_shape(lambda: LanguageModel(self.model, rngs=nnx.Rngs(0)))
-            self.trained = self.distillation.trained(nnx.state(shapes, nnx.Param))
+        with together():
+            self.distillation = Distillation.of(experiment.distillation, self.model)
+            if self.distillation is not None:
+                shapes = nnx.eval_shape(lambda: LanguageModel(self.model, rngs=nnx.Rngs(0)))
+                self.trained = self.distillation.trained(nnx.state(shapes, nnx.Param))
         self.transform = make_optimizer(experiment.optimizer, self.trained)
         fraction = self.training.masked_fraction
         self.objective = objective_of(self.model, fraction, dataset.vocab_size)
@@ -178,7 +179,6 @@ class _Run:
         has_average = self.ema_decay is not None
         self.init = initializer(self.model, self.transform, self.seed, has_average=has_average)
         self.abstract = abstract_state(self.init, mesh)
-        self.constants = () if self.distillation is None else (self.distillation.parameters(mesh),)
         self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
         self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
 
@@ -220,7 +220,8 @@ class _Run:
                 for line in self._described(update):
                     self.reporter.line(line)
                 if start is None:
-                    given = self.distillation and self.distillation.start()
+                    with together():
+                        given = self.distillation and self.distillation.start()
                     start, state = 0, init_sharded(self.init, self.abstract, given)
                 else:
                     self.reporter.line(f"continuing {self.folder} from step {start}")
@@ -319,6 +320,11 @@ class _Run:
         labels = of_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
         batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids, labels])
         return step.lower(self.abstract, batch, *self._arguments(0)).compile()
+
+    @cached_property
+    def constants(self) -> tuple[nnx.State, ...]:
+        """The parameters of the teacher, if any, on the devices."""
+        return () if self.distillation is None else (self.distillation.parameters(self.mesh),)
 
     def _arguments(self, step: int) -> tuple[np.float32, np.ndarray, *tuple[nnx.State, ...]]:
         """Further arguments of the update: learning rate of a step, counted from 0, the data of the

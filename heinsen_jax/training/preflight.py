@@ -11,7 +11,7 @@ from heinsen_jax.data import DataConfig, Dataset, TextDataset
 from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
-from heinsen_jax.typing import Array, PyTree
+from heinsen_jax.typing import PyTree
 
 TIMED = 3  # updates, of which the first does not count
 
@@ -76,7 +76,7 @@ def memory(compiled: jax.stages.Compiled) -> str:
 def time_updates(
     update: jax.stages.Compiled,
     state: TrainState,
-    others: Sequence[PyTree[Array]],
+    others: Sequence[PyTree],
     steps: int,
 ) -> str:
     """Time a few updates with the same arguments besides the state, discard their results, and

@@ -124,6 +124,8 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
             )
     if training.loss_by_position and not (model.is_causal and isinstance(data, DataConfig)):
         raise UserError("training.loss_by_position is for causal models of text: set it to False")
+    if training.z_loss and experiment.distillation.teacher is not None:
+        raise UserError(f"training.z_loss={training.z_loss}: distillation has none; set it to 0")
     if not model.is_causal:
         _check_masked(model, training, dataset)
     if model.max_length is not None and data.longest > model.max_length:

@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -76,10 +77,14 @@ def abstract_state(init: Init, mesh: Mesh) -> TrainState:
 
 
 def init_sharded(
-    init: Init, abstract: TrainState, given: Mapping[str, Array] | None = None
+    init: Init, abstract: TrainState, given: Mapping[str, np.ndarray] | None = None
 ) -> TrainState:
-    """Run `init` with sharded outputs, so that no device holds a complete random array."""
-    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(given or {})
+    """Run `init`, with given parameters by name, with sharded inputs and outputs, so that no device
+    holds a complete array."""
+    places = flatten_with_names(abstract.parameters)
+    given = given or {}
+    sharded = {name: jax.device_put(x, places[name].sharding) for name, x in given.items()}
+    return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(sharded)
 
 
 def graph_of(model: LanguageModelConfig) -> nnx.GraphDef[LanguageModel]:

@@ -119,9 +119,9 @@ class Family(_Fields):
             return values
         values = dict(values)
         current, earlier = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
-        given = earlier or current or {}
-        if not isinstance(given, dict):
+        if any(not isinstance(x, dict | None) for x in (current, earlier)):
             raise ValueError("rope_parameters must be an object")
+        given = (current or {}) | (earlier or {})
         found: dict[str, JSON] = {"partial_rotary_factor": cls.default_fraction}
         found |= {new: values.pop(old) for new, old in cls.rope_names.items() if old in values}
         if "type" in given:

@@ -1,0 +1,135 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 7. From softmax attention to constant cost
+#
+# A trained model with softmax attention is converted into one with a state of constant size. No
+# pretrained weights are downloaded here: a small Llama is trained first, for a minute, and written
+# in the format of the library transformers. A real checkpoint takes its place as it is.
+
+# %%
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+from heinsen_jax.config import load_config
+from heinsen_jax.generate import generate
+from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
+from heinsen_jax.linearize import Options, linearize
+from heinsen_jax.models import Layers
+from heinsen_jax.train import run_experiment
+from heinsen_jax.training.checkpoint import load_text_run
+from heinsen_jax.training.metrics import read_metrics
+
+WORK = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## A small Llama
+#
+# The `llama` block with grouped key/value heads is the architecture of Llama: RMS norms, a SwiGLU
+# MLP, rotary positions. It is trained on the source of this machine's Python library, with a BPE of
+# 2048 tokens.
+
+# %%
+base = load_config("python_code")
+teacher = replace(
+    base,
+    model=replace(
+        base.model,
+        block="llama",
+        attention=Layers("gqa", options={"num_kv_heads": 2}),
+        tie_embeddings=True,
+    ),
+    data=replace(base.data, sequence_length=128, batch_size=8, test_lengths=()),
+    optimizer=replace(base.optimizer, name="muon", learning_rate=8e-3, warmup_steps=30),
+    training=replace(
+        base.training,
+        steps=300,
+        log_every=50,
+        evaluate_every=300,
+        evaluation_batches=10,
+        sample_tokens=0,
+        loss_by_position=False,
+    ),
+)
+run_experiment(teacher, WORK / "teacher")
+model, tokenizer, _ = load_text_run(WORK / "teacher")
+
+# %% [markdown]
+# ## Out to transformers, and in again
+#
+# `to_pretrained` writes `config.json`, `model.safetensors` and `tokenizer.json`, which
+# `AutoModelForCausalLM.from_pretrained` of transformers loads, too. The round trip is exact.
+
+# %%
+folder = to_pretrained(model, WORK / "llama", tokenizer=tokenizer)
+print(*sorted(path.name for path in folder.iterdir()), sep="\n")
+again, tokenizer = from_pretrained(folder)
+prompt = jnp.asarray(tokenizer.encode("class Attention:\n    def "))
+np.testing.assert_array_equal(model(prompt), again(prompt))
+
+# %% [markdown]
+# ## Linearize
+#
+# `log_window` has exact softmax attention over the last 16 tokens, merged with log-attention over
+# all earlier ones. Stage 1 trains its features, and nothing else, to reproduce the output of each
+# attention layer; stage 2 trains the whole model. On the command line, this is
+#
+#     python -m heinsen_jax.linearize --model teacher --workdir linear \
+#         --attention log_window:window_size=16 --transfer-steps 60 --steps 60
+
+# %%
+options = Options(
+    model=str(WORK / "teacher"),
+    workdir=str(WORK / "linear"),
+    attention="log_window:window_size=16",
+    transfer_steps=60,
+    steps=60,
+)
+linearize(options, ["--training.log-every", "10"])
+
+# %%
+rows = read_metrics(WORK / "linear-transfer")
+points = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
+plt.figure(figsize=(6, 3.2))
+plt.plot(*zip(*points, strict=True), "o-")
+plt.xlabel("step of stage 1")
+plt.ylabel("relative error of attention layers")
+plt.yscale("log")
+plt.grid(alpha=0.3)
+
+# %% [markdown]
+# ## It writes
+#
+# The linearized model continues the same prompt. Its state has the same size after any number of
+# tokens, where the keys and values of the teacher grow.
+
+# %%
+linear, _, _ = load_text_run(WORK / "linear")
+for name, each in (("teacher", model), ("linearized", linear)):
+    new = generate(each, prompt, 60, top_k=1, num_tokens=tokenizer.vocab_size)
+    print(f"--- {name}")
+    print(tokenizer.decode([*prompt.tolist(), *new.tolist()]))
+
+# %%
+lengths = 2 ** np.arange(6, 17)
+for name, each in (("teacher", model), ("linearized", linear)):
+    plt.plot(lengths, [each.state_size(int(length)) for length in lengths], "o-", label=name)
+plt.xscale("log")
+plt.yscale("log")
+plt.xlabel("tokens")
+plt.ylabel("bytes of state")
+plt.grid(alpha=0.3)
+plt.legend()

@@ -52,7 +52,7 @@ teacher = replace(
         attention=Layers("gqa", options={"num_kv_heads": 2}),
         tie_embeddings=True,
     ),
-    data=replace(base.data, sequence_length=128, batch_size=8, test_lengths=()),
+    data=replace(base.data, cache=str(WORK), sequence_length=128, batch_size=8, test_lengths=()),
     optimizer=replace(base.optimizer, name="muon", learning_rate=8e-3, warmup_steps=30),
     training=replace(
         base.training,

@@ -214,3 +214,15 @@ def test_a_killed_process_ends_the_others(place):
     processes[1].kill()
     (code, _, err), _ = finish(processes)
     assert code not in (0, 2), f"as of something that a restart fixes: {err}"
+
+
+def test_teachers_are_sharded(place, alone):
+    """Losses of an imitation in two processes are those of one device."""
+    del alone  # the teacher
+    chosen = "--distillation.teacher alone --model.attention log:values=linear,gated=True"
+    chosen += " --training.steps 3 --training.evaluate_every 3 --training.checkpoint_every None"
+    run(place, "student", *chosen.split())
+    run(place, "students", *chosen.split(), "--mesh.fsdp", "2", processes=2)
+    expected = losses(place / "student")
+    assert len(expected) == 4
+    np.testing.assert_allclose(losses(place / "students"), expected, rtol=1e-5)

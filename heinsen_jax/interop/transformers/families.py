@@ -121,11 +121,11 @@ class Family(_Fields):
         current, earlier = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
         if any(not isinstance(x, dict | None) for x in (current, earlier)):
             raise ValueError("rope_parameters must be an object")
-        given = (current or {}) | (earlier or {})
+        given: dict[str, JSON] = {}
+        for fields in (current or {}, earlier or {}):  # "type" is an earlier name of "rope_type"
+            given |= {"rope_type" if k == "type" else k: v for k, v in fields.items()}
         found: dict[str, JSON] = {"partial_rotary_factor": cls.default_fraction}
         found |= {new: values.pop(old) for new, old in cls.rope_names.items() if old in values}
-        if "type" in given:
-            given = {"rope_type": given["type"]} | {k: v for k, v in given.items() if k != "type"}
         return values | {"rope": found | given}
 
     def to_model(self) -> LanguageModelConfig:

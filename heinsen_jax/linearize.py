@@ -30,7 +30,7 @@ from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.attention.rotary import RotaryOptions
-from heinsen_jax.config import ExperimentConfig, load_config, override
+from heinsen_jax.config import DATA_FILE, ExperimentConfig, load_config, override
 from heinsen_jax.data import DataConfig, Dataset
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
@@ -117,8 +117,8 @@ def linear_layers(
       >>> [str(layer) for layer in linear_layers(teacher, "taylor", ["3::4"]).layers]
       ['taylor', 'taylor', 'taylor', 'softmax']
     """
-    (chosen,) = single_layers(parse_pattern([attention]))[:1]
-    if len(single_layers(parse_pattern([attention]))) > 1:
+    chosen, *others = single_layers(parse_pattern([attention]))
+    if others:
         raise UserError(f"--attention {attention}: leave out repeats; --keep selects layers")
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
     pattern, modules = teacher.layers, teacher.abstract_layers()
@@ -251,13 +251,31 @@ def main() -> int:
 
 
 def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
-    """Run both stages, and write and print the table; returns the exit code."""
+    """Run both stages, and write and print the table.
+
+    Args:
+      options: the options of the command line.
+      overrides: further options, `--section.field VALUE`, of both stages.
+
+    Returns:
+      The exit code: 0, or 128 plus the number of the signal that stopped a stage.
+
+    Raises:
+      UserError: an option is invalid, or the teacher has no training text and no `data` is given;
+        before any training.
+    """
     for option in overrides:
         if option.replace("-", "_").startswith(("__distillation", "__training.steps", "__model")):
             raise UserError(f"{option}: leave it out; --help lists the options of both stages")
     options = replace(options, model=_absolute(options.model), workdir=_absolute(options.workdir))
     with opened(options.model) as run:
         teacher = load_config(run.files / CONFIG_FILE)
+        has_text = (run.files / DATA_FILE).exists()
+    if options.data is None and isinstance(teacher.data, DataConfig) and not has_text:
+        raise UserError(
+            f"--data is missing: {options.model} has no record of its training text; give a file, "
+            "a folder or the name of a corpus"
+        )
     if options.data is not None:
         if not isinstance(teacher.data, DataConfig):
             raise UserError(
@@ -327,9 +345,14 @@ def _transfer(base: ExperimentConfig, options: Options) -> ExperimentConfig:
 
 
 def _adamw(options: Options) -> OptimizerConfig:
-    """The optimizer of stage 1."""
-    rate, warmup = options.transfer_learning_rate, options.transfer_steps // 20
-    return OptimizerConfig(learning_rate=rate, end_learning_rate=rate / 100, warmup_steps=warmup)
+    """The optimizer of stage 1, without weight decay."""
+    rate = options.transfer_learning_rate
+    return OptimizerConfig(
+        learning_rate=rate,
+        end_learning_rate=rate / 100,
+        warmup_steps=options.transfer_steps // 20,
+        weight_decay=0.0,
+    )
 
 
 def _table(results: Sequence[Result]) -> Table:

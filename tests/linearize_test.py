@@ -117,6 +117,8 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert half < found[2]["state_bytes"]["32768"] < 1.1 * half
     assert load_run(workdir)[0].config.layer_pattern == ("log", "softmax")
     assert load_config(workdir / "config.json").training.log_every == 10
+    first = load_config(f"{workdir}{linearize.TRANSFER_SUFFIX}/config.json")
+    assert (first.optimizer.weight_decay, first.training.steps) == (0.0, 40)
     capsys.readouterr()
     assert command(monkeypatch, *arguments) == 0  # finished runs are not repeated
     said = capsys.readouterr().out
@@ -162,6 +164,16 @@ def test_low_rank_additions_leave_the_matrices_of_the_teacher(small, tmp_path, m
     added = {name: value for name, value in ours.items() if name not in theirs}
     assert len(added) == 4
     assert all(np.any(value) for value in added.values())  # B, initially 0, is trained
+
+
+def test_a_teacher_without_text_needs_data(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    record(teacher, small, data.load(small.data))
+    (teacher / "data_manifest.json").unlink()
+    arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "w")]
+    assert command(monkeypatch, *arguments) == 2
+    assert "--data is missing" in capsys.readouterr().err
 
 
 def test_text_for_a_task_is_refused(tmp_path, monkeypatch, capsys):

@@ -46,7 +46,7 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
         if field.name not in MAY_DIFFER and ours != theirs:
             raise UserError(
                 f"model.{field.name}={ours!r} differs from {theirs!r} of the model with the "
-                "weights: only attention layers may differ"
+                "weights: make them equal; only attention layers may differ"
             )
     abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
     wanted = flatten_with_names(nnx.state(abstract, nnx.Param))

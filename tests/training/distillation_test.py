@@ -59,7 +59,10 @@ def test_weights_are_matched_by_layer():
     ("changed", "said"),
     [
         ({"num_layers": 2}, "model.num_layers=2 differs from 4 of the model with the weights"),
-        ({"norm_epsilon": 0.1}, "model.norm_epsilon=0.1 .* only attention layers may differ"),
+        (
+            {"norm_epsilon": 0.1},
+            "model.norm_epsilon=0.1 .* make them equal",
+        ),
         ({"tie_embeddings": False}, "model.tie_embeddings=False differs from True"),
     ],
 )

@@ -22,6 +22,10 @@ from fsspec.config import conf
 
 from heinsen_jax.errors import UserError, first_line
 
+# Other processes write, so listings are not cached. `epath` makes its file system once, perhaps
+# before any function of this module is called.
+conf.setdefault("gcs", {})["use_listings_cache"] = False
+
 AnyPath: TypeAlias = Path | epath.Path
 """A path on a disk, or in a bucket."""
 
@@ -85,8 +89,7 @@ def bucket_path(url: str, field: str) -> epath.Path:
 
 
 def file_system() -> Any:
-    """The file system of `epath` for buckets. Other processes write, so listings are not cached."""
-    conf.setdefault("gcs", {})["use_listings_cache"] = False
+    """The file system of `epath` for buckets."""
     return fsspec.filesystem("gcs", finalize_on_close=True)
 
 

@@ -43,6 +43,23 @@ def test_the_missing_extra_is_named(monkeypatch):
         raise AssertionError
 
 
+def test_objects_of_other_processes_are_seen(bucket):
+    """Even where `epath` lists a folder before this package opens a bucket."""
+    script = """
+import sys
+import fsspec
+from etils import epath
+from heinsen_jax import buckets
+folder = epath.Path(sys.argv[1])
+(folder / "ours").write_text("")
+assert [path.name for path in folder.iterdir()] == ["ours"]
+other = fsspec.filesystem("gcs", skip_instance_cache=True)
+other.pipe_file(f"{folder}/theirs", b"content")
+assert (folder / "theirs").read_text() == "content"
+"""
+    subprocess.run([sys.executable, "-c", script, bucket], check=True)
+
+
 def test_a_bucket_that_does_not_exist_is_refused(bucket):
     with (
         opened("gs://other-bucket/run") as run,

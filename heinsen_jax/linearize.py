@@ -37,12 +37,13 @@ from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line, explain
 from heinsen_jax.evaluate import evaluate_model
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.models.conversion import new_parameters
 from heinsen_jax.models.layers import parse_pattern, single_layers
 from heinsen_jax.run_folder import opened
 from heinsen_jax.train import run_experiment
 from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
 from heinsen_jax.training.cross_entropy import token_losses
-from heinsen_jax.training.distillation import Distillation, DistillationConfig
+from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.preflight import tokens_per_update
 from heinsen_jax.training.settings import with_documents
@@ -323,9 +324,8 @@ def _stages(
         training=replace(teacher.training, steps=options.steps, z_loss=0.0),
     )
     tuning = DistillationConfig(teacher=options.model, divergence_weight=options.divergence_weight)
-    imitation, stages = Distillation.of(tuning, model), []
-    assert imitation is not None
-    if options.transfer_steps and imitation.has_new:
+    stages = []
+    if options.transfer_steps and new_parameters(model, teacher.model):
         folder = options.workdir + TRANSFER_SUFFIX
         transfer = override(_transfer(base, options), overrides)
         stages.append(("stage 1", folder, replace(transfer, optimizer=_adamw(options))))

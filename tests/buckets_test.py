@@ -43,7 +43,7 @@ def test_the_missing_extra_is_named(monkeypatch):
         raise AssertionError
 
 
-def test_objects_of_other_processes_are_seen(bucket):
+def test_objects_of_other_processes_are_found(bucket):
     """Even where `epath` lists a folder before this package opens a bucket."""
     script = """
 import sys

@@ -63,7 +63,7 @@ def from_state_dict(arrays: Mapping[str, ArrayLike], *, num_heads: int) -> Langu
             **{**vars(config), "dtype": "float64", "param_dtype": "float64"}
         )
 
-    graph, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(LanguageModel.abstract(config))
     parameters = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     for name, (path, transposed) in _NAMES.items():
         parts = [np.asarray(arrays[each]) for each in _each_layer(name, num_layers)]

@@ -2,8 +2,9 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from typing import NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -11,14 +12,18 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.language_model import LanguageModel
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.typing import Array
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
-
-
 MAY_DIFFER = {"attention", "num_heads", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
+
+
+class _Place(NamedTuple):
+    """A parameter, or that of one layer in a stack of layers."""
+
+    name: str
+    layer: int | None = None
 
 
 def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[str, np.ndarray]:
@@ -41,42 +46,53 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
       >>> len(shared_weights(config, source)) == len(flatten_with_names(nnx.state(source)))
       True
     """
+    weights = flatten_with_names(nnx.state(source, nnx.Param))
+    wanted, shared = _parameters(config), {}
+    for name, places in _places(config, source.config).items():
+        if places[0].layer is None:
+            value = np.asarray(weights[name])
+        else:
+            value = np.stack([np.asarray(weights[place.name][place.layer]) for place in places])
+        shared[name] = value.astype(wanted[name].dtype)
+    return shared
+
+
+def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> frozenset[str]:
+    """Names of the parameters of a model that one of the architecture `source` does not have.
+
+    Raises:
+      UserError: as `shared_weights`.
+    """
+    return frozenset(_parameters(config).keys() - _places(config, source).keys())
+
+
+def _places(config: LanguageModelConfig, source: LanguageModelConfig) -> dict[str, list[_Place]]:
+    """The places of the parameters of a model in one of the architecture `source`, without those that
+    it does not have: a place for each layer of a stack."""
     for field in dataclasses.fields(config):
-        ours, theirs = (getattr(x, field.name) for x in (config, source.config))
+        ours, theirs = (getattr(x, field.name) for x in (config, source))
         if field.name not in MAY_DIFFER and ours != theirs:
             raise UserError(
                 f"model.{field.name}={ours!r} differs from {theirs!r} of the model with the "
                 "weights: make them equal; only attention layers may differ"
             )
-    abstract = nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0)))
-    wanted = flatten_with_names(nnx.state(abstract, nnx.Param))
-    known = _by_layer(flatten_with_names(nnx.state(source, nnx.Param)), source.config)
-    shared: dict[str, np.ndarray] = {}
-    for name, leaf in wanted.items():
+    period, of_source = len(config.layer_pattern), len(source.layer_pattern)
+    known = _parameters(source)
+    found: dict[str, list[_Place]] = {}
+    for name, leaf in _parameters(config).items():
         in_block = _IN_BLOCK.fullmatch(name)
         if in_block is None:
-            found, shape = [known.get((None, name))], leaf.shape
+            places, axis = [_Place(name)], 0
         else:
-            first, pattern = int(in_block[1]), len(config.layer_pattern)
-            layers = range(first, config.num_layers, pattern)
-            found, shape = [known.get((layer, in_block[2])) for layer in layers], leaf.shape[1:]
-        parts = [np.asarray(x) for x in found if x is not None and x.shape == shape]
-        if len(parts) == len(found):
-            shared[name] = (parts[0] if in_block is None else np.stack(parts)).astype(leaf.dtype)
-    return shared
-
-
-def _by_layer(
-    parameters: Mapping[str, Array], config: LanguageModelConfig
-) -> dict[tuple[int | None, str], Array]:
-    """The parameters by the index of their layer, None outside of layers, and their name in it."""
-    found: dict[tuple[int | None, str], Array] = {}
-    for name, value in parameters.items():
-        in_block = _IN_BLOCK.fullmatch(name)
-        if in_block is None:
-            found[None, name] = value
-            continue
-        first, pattern = int(in_block[1]), len(config.layer_pattern)
-        for layer in range(first, config.num_layers, pattern):
-            found[layer, in_block[2]] = value[layer // pattern]
+            layers, axis = range(int(in_block[1]), config.num_layers, period), 1
+            rest = in_block[2]
+            places = [_Place(f"blocks.{x % of_source}.{rest}", x // of_source) for x in layers]
+        shapes = [known[x.name].shape[axis:] if x.name in known else None for x in places]
+        if set(shapes) == {leaf.shape[axis:]}:
+            found[name] = places
     return found
+
+
+def _parameters(config: LanguageModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes and dtypes of the parameters by name."""
+    return flatten_with_names(nnx.state(LanguageModel.abstract(config), nnx.Param))

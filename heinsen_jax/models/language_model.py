@@ -106,6 +106,11 @@ class LanguageModel(nnx.Module):
         if not config.tie_embeddings:
             self.unembed = _embedding(config, rngs)
 
+    @classmethod
+    def abstract(cls, config: LanguageModelConfig) -> LanguageModel:
+        """The model with shapes and dtypes in place of weights."""
+        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0)))
+
     @overload
     def __call__(
         self,

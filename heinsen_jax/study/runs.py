@@ -108,7 +108,7 @@ class Costs(TypedDict):
 def costs(config: ExperimentConfig) -> Costs:
     """Number of parameters, bytes of state after a sequence of the training length, and tokens and
     model FLOPs of all updates."""
-    model = nnx.eval_shape(lambda: LanguageModel(config.model, rngs=nnx.Rngs(0)))
+    model = LanguageModel.abstract(config.model)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     length = config.data.sequence_length
     tokens = config.training.steps * tokens_per_update(config.data)

@@ -368,7 +368,7 @@ def _loaded(run: RunFolder, best: bool) -> tuple[LanguageModel, Tokenizer | None
         model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
     except ValueError as error:
         raise UserError(f"{workdir / CONFIG_FILE}: model.{explain(error)}") from None
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))
+    graph, abstract = nnx.split(LanguageModel.abstract(model))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract

@@ -19,7 +19,7 @@ from heinsen_jax.data import Batch
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.blocks import Block
-from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.sharding import shardings
 from heinsen_jax.training.checkpoint import load_run
@@ -72,13 +72,13 @@ class Distillation:
       config: the settings.
       model: the architecture of the trained model.
       teacher: the teacher, in the memory of this host.
-      shared: names of the parameters of the model that the teacher has, too.
+      new: names of the parameters of the model that the teacher does not have.
     """
 
     config: DistillationConfig
     model: LanguageModelConfig
     teacher: LanguageModel
-    shared: frozenset[str]
+    new: frozenset[str]
 
     def __post_init__(self) -> None:
         if not self.model.is_causal:
@@ -100,12 +100,6 @@ class Distillation:
         period = range(math.lcm(len(ours), len(theirs)))
         return [ours[i % len(ours)] != theirs[i % len(theirs)] for i in period]
 
-    @property
-    def has_new(self) -> bool:
-        """Whether the model has parameters that the teacher does not have."""
-        shapes = nnx.eval_shape(lambda: LanguageModel(self.model, rngs=nnx.Rngs(0)))
-        return not flatten_with_names(nnx.state(shapes, nnx.Param)).keys() <= self.shared
-
     @classmethod
     def of(cls, config: DistillationConfig, model: LanguageModelConfig) -> "Distillation | None":
         """The distillation into a model; None without a teacher.
@@ -124,7 +118,7 @@ class Distillation:
             return None
         graph, weights = nnx.split(load_run(config.teacher)[0])
         teacher = nnx.merge(graph, jax.tree.map(np.asarray, weights))
-        return cls(config, model, teacher, frozenset(shared_weights(model, teacher)))
+        return cls(config, model, teacher, new_parameters(model, teacher.config))
 
     def start(self) -> Mapping[str, np.ndarray]:
         """The initial weights by name, without those that are initialized randomly: of the latest
@@ -147,7 +141,7 @@ class Distillation:
         places = {place % pattern for place, is_other in enumerate(self.replaced) if is_other}
         parts = tuple(f"blocks.{place}.attention." for place in places)
         chosen = [
-            (self.config.trained == "all" or name not in self.shared)
+            (self.config.trained == "all" or name in self.new)
             and (not is_attention or name.startswith(parts))
             for name in flatten_with_names(parameters)
         ]

@@ -166,8 +166,8 @@ class _Run:
         with together():
             self.distillation = Distillation.of(experiment.distillation, self.model)
             if self.distillation is not None:
-                shapes = nnx.eval_shape(lambda: LanguageModel(self.model, rngs=nnx.Rngs(0)))
-                self.trained = self.distillation.trained(nnx.state(shapes, nnx.Param))
+                shapes = nnx.state(LanguageModel.abstract(self.model), nnx.Param)
+                self.trained = self.distillation.trained(shapes)
         self.transform = make_optimizer(experiment.optimizer, self.trained)
         fraction = self.training.masked_fraction
         self.objective = objective_of(self.model, fraction, dataset.vocab_size)

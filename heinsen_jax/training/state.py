@@ -89,4 +89,4 @@ def init_sharded(
 
 def graph_of(model: LanguageModelConfig) -> nnx.GraphDef[LanguageModel]:
     """The graph definition of the model, for `nnx.merge`."""
-    return nnx.graphdef(nnx.eval_shape(lambda: LanguageModel(model, rngs=nnx.Rngs(0))))
+    return nnx.graphdef(LanguageModel.abstract(model))

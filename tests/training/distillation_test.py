@@ -13,7 +13,7 @@ from heinsen_jax.config import record
 from heinsen_jax.data import Batch
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.cross_entropy import distilled_losses
@@ -49,10 +49,14 @@ def test_weights_are_matched_by_layer():
     kernels = shared["blocks.1.mlp.up.kernel.value"]
     np.testing.assert_array_equal(kernels[0], of_layer(source, 1).mlp.up.kernel[...])
     wanted = flatten_with_names(nnx.state(LanguageModel(ours, rngs=nnx.Rngs(0))))
-    assert {name for name in wanted if name not in shared} == {
-        "blocks.2.attention.query_features.value",
-        "blocks.2.attention.key_features.value",
-    }
+    assert (
+        wanted.keys() - shared.keys()
+        == new_parameters(ours, source.config)
+        == {
+            "blocks.2.attention.query_features.value",
+            "blocks.2.attention.key_features.value",
+        }
+    )
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def from_pretrained(
 
 
 def _loaded(folder: Path, model_type: str, config: LanguageModelConfig) -> LanguageModel:
-    graph, state = nnx.split(nnx.eval_shape(lambda: LanguageModel(config, rngs=nnx.Rngs(0))))
+    graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
     checkpoint = Checkpoint(folder, NAMES[model_type])
     if config.tie_embeddings:

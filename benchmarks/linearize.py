@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -44,6 +45,7 @@ MECHANISMS = {
     "gated_deltanet": "gated_deltanet",
 }
 KEPT = {"none": (), "1 in 4": ("3::4",), "1 in 2": ("1::2",)}
+STYLES = {"none": "o-", "1 in 4": "s", "1 in 2": "^"}
 KEPT_BUDGET = 0.1
 """Budget of the comparison of kept layers, for the first three mechanisms."""
 
@@ -161,24 +163,23 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], teachers: Sequence[str], path: Path) -> None:
-    """Plot the loss after both stages against the tokens, a panel for each teacher."""
+    """Plot the loss after both stages against the tokens, a panel for each teacher. Lines are
+    models without kept layers, other markers those with kept layers."""
     figure = matplotlib.figure.Figure((6.5 * len(teachers), 5), layout="constrained")
     for axes, name in zip(
         figure.subplots(1, len(teachers), squeeze=False)[0], teachers, strict=True
     ):
-        of_teacher = [x for x in rows if x["case"]["teacher"] == name]
-        for mechanism in MECHANISMS:
-            points = [
-                (row["results"][-1]["tokens"], row["results"][-1]["loss"])
-                for row in of_teacher
-                if (row["case"]["mechanism"], row["case"]["kept"]) == (mechanism, "none")
-            ]
-            if points:
-                axes.plot(*zip(*sorted(points), strict=True), "o-", label=mechanism)
+        of_teacher = [row for row in rows if row["case"]["teacher"] == name]
+        for (number, mechanism), (kept, style) in product(enumerate(MECHANISMS), STYLES.items()):
+            chosen = {"mechanism": mechanism, "kept": kept}
+            ends = [x["results"][-1] for x in of_teacher if chosen.items() <= x["case"].items()]
+            if points := sorted((end["tokens"], end["loss"]) for end in ends):
+                label = mechanism if kept == "none" else f"{mechanism}; {kept} kept"
+                axes.plot(*zip(*points, strict=True), style, color=f"C{number}", label=label)
         if of_teacher:
             axes.axhline(of_teacher[0]["results"][0]["loss"], color="black", label="teacher")
         axes.set(xscale="log", xlabel="training tokens", ylabel="loss (nats per token)", title=name)
-        axes.legend()
+        axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
 

@@ -67,8 +67,8 @@ def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> 
 
 
 def _places(config: LanguageModelConfig, source: LanguageModelConfig) -> dict[str, list[_Place]]:
-    """The places of the parameters of a model in one of the architecture `source`, without those that
-    it does not have: a place for each layer of a stack."""
+    """The places of the parameters of a model in one of the architecture `source`, one for each
+    layer of a stack; without the parameters that the latter does not have."""
     for field in dataclasses.fields(config):
         ours, theirs = (getattr(x, field.name) for x in (config, source))
         if field.name not in MAY_DIFFER and ours != theirs:

@@ -24,16 +24,20 @@ Carry: TypeAlias = tuple[Float[Array, "*B 1 D"], LanguageModelState]
 
 
 def padded(
-    tokens: Integer[Array, "*B T"], lengths: Integer[Array, "B"] | None = None
+    tokens: Integer[Array, "*B T"],
+    lengths: Integer[Array, "B"] | None = None,
+    *,
+    max_length: int | None,
 ) -> tuple[Integer[Array, "*B T2"], Integer[Array, "*#B"]]:
-    """Pad prompts to one of few lengths; also return their lengths, a scalar if all are equal.
+    """Pad prompts to one of few lengths, at most `max_length`, that of the model; also return their
+    lengths, a scalar if all are equal.
 
     Single tokens stay as they are.
     """
     length = tokens.shape[-1]
     if length > 1:
         padding = [(0, 0)] * (tokens.ndim - 1) + [(0, bucket(length) - length)]
-        tokens = jnp.pad(tokens, padding)
+        tokens = jnp.pad(tokens, padding)[..., :max_length]  # a chunk must not exceed it
     return tokens, jnp.asarray(length, jnp.int32) if lengths is None else lengths
 
 

@@ -96,7 +96,9 @@ def complete(
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
     of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
     writer = _Writer(model, tokenizer, stop, of_rows, independent_rows)
-    fed, lengths = padded(jnp.asarray(tokens), jnp.asarray(lengths))
+    fed, lengths = padded(
+        jnp.asarray(tokens), jnp.asarray(lengths), max_length=model.config.max_length
+    )
     written = writer.write(fed, lengths, state, max_new_tokens)
     return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
 

@@ -145,7 +145,7 @@ def generate(
                 "continue each prompt by itself"
             )
         state = state if independent_rows else to_rows(model, state, len(tokens))
-    tokens, lengths = padded(tokens, lengths)
+    tokens, lengths = padded(tokens, lengths, max_length=model.config.max_length)
     if max_new_tokens == 0:
         return jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
     options = *nnx.split(model), sampler, independent_rows
@@ -194,7 +194,7 @@ def _stream(
     options = *nnx.split(model), sampler, True
     state, free = model.init_state(()), 0
     left, needed = model.remaining(state), prompt.shape[-1]
-    fed, length = padded(prompt)
+    fed, length = padded(prompt, max_length=model.config.max_length)
     for position in range(sys.maxsize):
         if needed > free:  # rarely, since every new shape is compiled
             free = needed + MORE_TOKENS + position

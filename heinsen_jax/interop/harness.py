@@ -274,7 +274,7 @@ class HarnessModel(TemplateLM):
 
     def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
-        tokens = _padded(contexts, self.batch_size)
+        tokens = _padded(contexts, self.batch_size)[:, : self.model.config.max_length]
         lengths = _padded_row([len(context) for context in contexts], self.batch_size)
         capacity = tokens.shape[1] + bucket(more, SMALLEST)
         state, independent_rows = init_rows(self.model, self.batch_size, capacity)

@@ -62,6 +62,13 @@ def test_learned_positions():
     assert_greedy(model, rows, generate(model, tokens, 6, top_k=1, lengths=LENGTHS, padding="left"))
 
 
+def test_fewer_learned_positions_than_a_chunk_has_tokens():
+    fields = {"positions": "learned", "max_length": 20, "convolution_size": None}
+    model = build("softmax", **SIZES | fields)
+    tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    assert_greedy(model, tokens, generate(model, tokens, 6, top_k=1))
+
+
 @few_or_nightly(CAUSAL, few=[])
 def test_samples_equal_single_prompts(name):
     """Nightly: the short suite covers independent rows below, and greedy decoding above."""

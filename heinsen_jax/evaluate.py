@@ -158,12 +158,12 @@ def evaluate_model(
     experiment: ExperimentConfig,
     max_batches: int | None = None,
 ) -> dict[str, float]:
-    """Metrics of a model on one device, with the data and the metrics of an experiment, as of
-    `training.evaluate.evaluate`."""
+    """Metrics of a model on one device of this process, with the data and the metrics of an
+    experiment, as of `training.evaluate.evaluate`."""
     graph, parameters = nnx.split(model)
     masked_fraction = experiment.training.masked_fraction
     objective = objective_of(model.config, masked_fraction, dataset.vocab_size)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     make_step = partial(make_evaluation_step, graph, objective)
     by_position = experiment.training.loss_by_position
     with jax.set_mesh(mesh):

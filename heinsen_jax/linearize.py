@@ -9,7 +9,7 @@ in the folders WORKDIR-transfer and WORKDIR; the same command resumes them. A ta
 teacher and both stages.
 
 Further options set fields of both runs, as for train.py: --training.log-every 10, --mesh.fsdp 8.
-Those of --optimizer are of stage 2.
+Those of --optimizer are of stage 2. On several hosts run the same command on each: docs/pods.md.
 """
 
 import json
@@ -24,7 +24,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax import data
+from heinsen_jax import data, distributed
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import HeadsConfig
@@ -95,6 +95,17 @@ class Options:
     divergence_weight: Annotated[
         float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
     ] = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command(Options):
+    """Replace softmax attention of a trained model by a mechanism with a state of constant size."""
+
+    coordinator: Annotated[
+        str | None, tyro.conf.arg(help="host:port of process 0, if no cluster is detected")
+    ] = None
+    num_processes: Annotated[int | None, tyro.conf.arg(help="number of processes")] = None
+    process_id: Annotated[int | None, tyro.conf.arg(help="index of this process, from 0")] = None
 
 
 def linear_layers(
@@ -244,15 +255,16 @@ def _result(
 @command_line
 def main() -> int:
     options, overrides = tyro.cli(
-        Options, prog="python -m heinsen_jax.linearize", return_unknown_args=True
+        _Command, prog="python -m heinsen_jax.linearize", return_unknown_args=True
     )
     keep_freed_memory()
+    distributed.initialize(options.coordinator, options.num_processes, options.process_id)
     with exit_immediately():
         return linearize(options, overrides)
 
 
 def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
-    """Run both stages, and write and print the table.
+    """Run both stages, and write and print the table. All processes of a run call it.
 
     Args:
       options: the options of the command line.
@@ -269,6 +281,33 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
         if option.replace("-", "_").startswith(("__distillation", "__training.steps", "__model")):
             raise UserError(f"{option}: leave it out; --help lists the options of both stages")
     options = replace(options, model=_absolute(options.model), workdir=_absolute(options.workdir))
+    with distributed.together():
+        stages = _stages(_teacher(options), options, overrides)
+    is_first = jax.process_index() == 0
+    for name, workdir, experiment in stages:
+        if is_first:
+            print(f"{name}: {workdir}", flush=True)
+        result = run_experiment(experiment, workdir, restart=options.restart)
+        if result.signal is not None:
+            return 128 + result.signal
+    experiment = stages[-1][2]
+    dataset = data.load(experiment.data)  # all processes measure: a checkpoint needs all to be read
+    results, tokens = [_result("teacher", options.model, dataset, experiment)], 0
+    for name, workdir, stage in stages:
+        tokens += stage.training.steps * tokens_per_update(stage.data)
+        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens))
+    record = {"attention": options.attention, "keep": [*options.keep]}
+    record |= {"results": [*map(asdict, results)], "environment": environment()}
+    if is_first:
+        with opened(options.workdir) as run, run.published():
+            text = json.dumps(record, indent=2) + "\n"
+            write_atomically(run.files / RESULTS_FILE, text.encode())
+        Console().print(_table(results))
+    return 0
+
+
+def _teacher(options: Options) -> ExperimentConfig:
+    """The teacher's experiment, with the data to train on."""
     with opened(options.model) as run:
         teacher = load_config(run.files / CONFIG_FILE)
         has_text = (run.files / DATA_FILE).exists()
@@ -284,25 +323,7 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
             )
         changed = {"corpus": options.data, "mixture": None, "mixture_stages": ()}
         teacher = replace(teacher, data=replace(teacher.data, **changed))
-    stages = _stages(teacher, options, overrides)
-    for name, workdir, experiment in stages:
-        print(f"{name}: {workdir}", flush=True)
-        result = run_experiment(experiment, workdir, restart=options.restart)
-        if result.signal is not None:
-            return 128 + result.signal
-    experiment = stages[-1][2]
-    dataset = data.load(experiment.data)
-    results, tokens = [_result("teacher", options.model, dataset, experiment)], 0
-    for name, workdir, stage in stages:
-        tokens += stage.training.steps * tokens_per_update(stage.data)
-        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens))
-    record = {"attention": options.attention, "keep": [*options.keep]}
-    record |= {"results": [*map(asdict, results)], "environment": environment()}
-    with opened(options.workdir) as run, run.published():
-        text = json.dumps(record, indent=2) + "\n"
-        write_atomically(run.files / RESULTS_FILE, text.encode())
-    Console().print(_table(results))
-    return 0
+    return teacher
 
 
 def _absolute(folder: str) -> str:

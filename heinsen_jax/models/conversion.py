@@ -46,13 +46,13 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
       >>> len(shared_weights(config, source)) == len(flatten_with_names(nnx.state(source)))
       True
     """
-    weights = flatten_with_names(nnx.state(source, nnx.Param))
+    weights = flatten_with_names(jax.tree.map(np.asarray, nnx.state(source, nnx.Param)))
     wanted, shared = _parameters(config), {}
     for name, places in _places(config, source.config).items():
         if places[0].layer is None:
-            value = np.asarray(weights[name])
+            value = weights[name]
         else:
-            value = np.stack([np.asarray(weights[place.name][place.layer]) for place in places])
+            value = np.stack([weights[place.name][place.layer] for place in places])
         shared[name] = value.astype(wanted[name].dtype)
     return shared
 

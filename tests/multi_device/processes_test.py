@@ -1,5 +1,6 @@
 """Runs of several processes, and runs that resume on other devices."""
 
+import json
 import shutil
 import signal
 import time
@@ -216,13 +217,21 @@ def test_a_killed_process_ends_the_others(place):
     assert code not in (0, 2), f"as of something that a restart fixes: {err}"
 
 
-def test_teachers_are_sharded(place, alone):
-    """Losses of an imitation in two processes are those of one device."""
-    del alone  # the teacher
-    chosen = "--distillation.teacher alone --model.attention log:values=linear,gated=True"
-    chosen += " --training.steps 3 --training.evaluate_every 3 --training.checkpoint_every None"
-    run(place, "student", *chosen.split())
-    run(place, "students", *chosen.split(), "--mesh.fsdp", "2", processes=2)
-    expected = losses(place / "student")
-    assert len(expected) == 4
-    np.testing.assert_allclose(losses(place / "students"), expected, rtol=1e-5)
+def test_two_processes_linearize_like_one(place, alone):
+    """With a sharded teacher, in both stages."""
+    chosen = "--model alone --attention log:features=hedgehog --mesh.data 1"
+    chosen += " --mesh.fsdp -1 --transfer-steps 3 --steps 3 --training.checkpoint_every None"
+    tables = []
+    for processes in (1, 2):
+        workdir, address = f"linear-{processes}", f"localhost:{free_port()}"
+        command = ["-m", "heinsen_jax.linearize", *chosen.split(), "--workdir", workdir]
+        command += ["--coordinator", address, "--num-processes", str(processes), "--process-id"]
+        started = [
+            start(*command, str(i), cwd=place, JAX_PLATFORMS="cpu") for i in range(processes)
+        ]
+        for code, _, err in finish(started):
+            assert code == 0, err
+        tables.append(json.loads((place / workdir / "linearized.json").read_text())["results"])
+    alone, both = ([row["loss"] for row in table] for table in tables)
+    assert alone[2] < alone[1] != alone[0]
+    np.testing.assert_allclose(both, alone, rtol=1e-5)

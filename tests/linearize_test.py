@@ -90,6 +90,7 @@ def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F81
 
 def command(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["linearize", *arguments])
+    monkeypatch.setattr(linearize.distributed, "initialize", lambda *_: None)  # only at the start
     return linearize.main()
 
 

@@ -149,6 +149,7 @@ def test_low_rank_additions_leave_the_matrices_of_the_teacher(small, tmp_path, m
     chosen = replace(
         small,
         model=replace(small.model, attention="softmax"),
+        optimizer=replace(small.optimizer, name="muon", ema_decay=0.9),
         training=replace(small.training, sample_tokens=0, steps=10),
     )
     dataset, teacher, workdir = data.load(chosen.data), tmp_path / "teacher", tmp_path / "linear"

@@ -69,8 +69,10 @@ def make_train_step(
             parameters, average = optax.apply_updates(state.parameters, updates), None
             if state.average is not None:
                 assert ema_decay is not None
-                decay = jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
-                average = optax.incremental_update(parameters, state.average, 1 - decay)
+                rate = 1 - jnp.minimum(ema_decay, (1 + state.step) / (10 + state.step))
+                average = jax.tree.map(  # exact where parameters do not change
+                    lambda old, new: old + rate * (new - old), state.average, parameters
+                )
             parameters, optimizer_state, average = jax.tree.map(
                 lambda new, old: jnp.where(is_good, new, old),
                 (parameters, optimizer_state, average),

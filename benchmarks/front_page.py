@@ -52,11 +52,14 @@ LAYERS = {
     "log": Label("log-attention", LOG, -3, (-6, -18), "left"),
     "softmax": Label("softmax attention", SOFTMAX, -1, (-12, -3)),
 }
-MODELS = {  # softmax attention with learned positions has one length
-    "log, decay by head": Label("log-attention, decay\nand convolutions", DECAY, -1, (6, 6)),
-    "softmax, rotary": Label("softmax attention,\nrotary positions", SOFTMAX, -1, (-14, -16)),
-    "log, the paper's model": Label("log-attention,\nthe paper's model", LOG, 0, (-6, 7), "left"),
+MODELS = {
+    "log, decay by head": Label("log-attention\nwith decay", DECAY, 0, (-4, -62), "left"),
+    "softmax, rotary": Label("softmax attention,\nrotary positions", SOFTMAX, 1, (-5, 4)),
+    "softmax, ALiBi": Label("softmax attention,\nALiBi", SOFTMAX, -1, (2, 10)),
+    "Mamba-2": Label("Mamba-2", "0.5", -1, (2, -16)),
 }
+MAX_LOSS = 1.6
+"""Upper end of the panel; rotary positions exceed it at 1024 characters."""
 
 
 def main() -> None:
@@ -94,6 +97,7 @@ def draw_losses(axes: Axes) -> None:
         ylabel="nats per character, 3 seeds",
         xscale="log",
     )
+    axes.set_ylim(top=MAX_LOSS)
     axes.set_xticks(list(LOSSES), list(map(str, LOSSES)))
     axes.minorticks_off()
 

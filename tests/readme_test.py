@@ -19,7 +19,7 @@ from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.config import as_json, load_config
 from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.models.layers import with_layers
-from heinsen_jax.study import load_study, results_of
+from heinsen_jax.study import differences_of, load_study, results_of
 from heinsen_jax.study.report import table
 from heinsen_jax.study.runner import run_study
 from heinsen_jax.study.runs import costs
@@ -250,28 +250,39 @@ def test_reports_of_studies_are_of_their_results(folder):
 
 
 def test_language_models_are_those_of_the_study():
-    every = results_of_study("language_model")
-    results = [x for x in every if x.compared["model"].startswith("AdamW")]
-    with_muon = {x.compared["model"]: f"{x.mean('loss'):.3f}" for x in every}
-    text = " ".join(STUDY_PAGE.split())
-    assert f"log-attention with decay reaches {with_muon['log, decay by head']}, " in text
-    assert f"Mamba-2 {with_muon['Mamba-2']}, and softmax attention" in text
-    assert f"rotary positions {with_muon['softmax, rotary']} (" in text
+    study = load_study(ROOT / "configs/studies/language_model.py")
+    results = {x.compared["model"]: x for x in results_of_study("language_model")}
+    differences = {
+        (x.compared["model"], x.metric): x for x in differences_of(study, [*results.values()])
+    }
+    verdicts = {key: x.verdict for key, x in differences.items()}
     table = STUDY_PAGE.partition("<!-- language model -->")[2].partition("\n\n")[0]
     lines = table.strip().splitlines()[2:]
-    assert len(lines) == len(results)
-    for line, result in zip(lines, results, strict=True):
-        assert f"| {result.mean('parameters'):,.0f} |" in line
-        for metric in ("loss", "loss_256", "loss_1024"):
-            if result.values(metric):
-                cell = f"| {result.mean(metric):.3f} ± {result.spread(metric):.3f} |"
-                assert cell in line
+    for line, (name, result) in zip(lines, results.items(), strict=True):
         assert result.mean("parameters") <= 850_000
-    losses = {result.compared["model"]: result.mean("loss") for result in results}
-    ours = losses.pop("AdamW: log, decay by head")
-    others = list(losses.values())
-    assert ours < min(*others, 1.68)
-    assert f"({ours:.3f} against {min(others):.3f} nats per character)" in README_TEXT
+        cells = [name, f"{result.mean('parameters'):,.0f}"]
+        for metric in ("loss", "loss_256", "loss_1024"):
+            mean, spread = result.mean(metric), result.spread(metric)
+            cells.append(f"{mean:.3f} ± {spread:.3f}" if result.values(metric) else "")
+        cells += [verdicts.get((name, metric), "") for metric in ("loss", "loss_1024")]
+        assert line == f"| {' | '.join(cells)} |"
+    ours = results["log, decay by head"].mean("loss")
+    assert ours < 1.56
+    worse = "softmax, no positions", "softmax, learned positions", "softmax, ALiBi", "FoX"
+    equal = "softmax, rotary", "Gated DeltaNet", "Mamba-2", *(x for x in results if "3 log" in x)
+    assert {verdicts[name, "loss"] for name in worse} == {"worse"}
+    assert {verdicts[name, "loss"] for name in equal} == {"no difference"}
+    added = [differences[name, "loss"].mean for name in worse]
+    assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_PAGE
+    at_1024 = {name: x.mean("loss_1024") for name, x in results.items() if x.values("loss_1024")}
+    best, second = sorted(at_1024, key=lambda name: at_1024[name])[:2]
+    assert (best, second) == ("Mamba-2", "log, decay by head")
+    for name in ("log, decay by head", "Gated DeltaNet", "Mamba-2", *worse[1:], "softmax, rotary"):
+        assert f"({results[name].mean('loss'):.3f}" in README_TEXT, name
+    assert (
+        f"({at_1024['log, decay by head']:.3f} against {at_1024['softmax, ALiBi']:.3f}"
+        in README_TEXT
+    )
 
 
 def test_recall_figures_are_those_of_the_study():

@@ -2,8 +2,8 @@
 
 python -m heinsen_jax.study configs/studies/language_model.py --jobs 2
 
-Tiny Shakespeare with nanoGPT's CPU budget, at most 0.85M parameters. Needs an estimated
-four hours on two CPU cores.
+Tiny Shakespeare with nanoGPT's CPU budget, at most 0.85M parameters. Needs five hours on two CPU
+cores.
 """
 
 from dataclasses import replace

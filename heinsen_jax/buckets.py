@@ -22,8 +22,8 @@ from fsspec.config import conf
 
 from heinsen_jax.errors import UserError, first_line
 
-# Other processes write, so listings are not cached. `epath` makes its file system once, perhaps
-# before any function of this module is called.
+# Other processes write, so listings are not cached. `epath` keeps the file system of its first use,
+# which is after this import, unless a program has used `epath` for buckets before.
 conf.setdefault("gcs", {})["use_listings_cache"] = False
 
 AnyPath: TypeAlias = Path | epath.Path

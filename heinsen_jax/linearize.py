@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import jax
 import numpy as np
@@ -55,6 +55,8 @@ TRANSFER_SUFFIX = "-transfer"
 RESULTS_FILE = "linearized.json"
 COPIED = {field.name for field in fields(RotaryOptions)} | {"positions"}
 """Options that new layers have from those that they replace."""
+Stage: TypeAlias = tuple[str, str, ExperimentConfig]
+"""Name, folder and experiment of a stage."""
 CONTEXTS = 1024, 32_768
 """Contexts, in tokens, at which states are compared."""
 
@@ -252,6 +254,16 @@ def _result(
     return Result(name, metrics["loss"], recalled, sizes, tokens)
 
 
+def _results(options: Options, stages: Sequence[Stage], dataset: Dataset) -> list[Result]:
+    """The rows of the table."""
+    experiment = stages[-1][2]
+    results, tokens = [_result("teacher", options.model, dataset, experiment)], 0
+    for name, workdir, stage in stages:
+        tokens += stage.training.steps * tokens_per_update(stage.data)
+        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens))
+    return results
+
+
 @command_line
 def main() -> int:
     options, overrides = tyro.cli(
@@ -277,11 +289,12 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
       UserError: an option is invalid, or the teacher has no training text and no `data` is given;
         before any training.
     """
-    for option in overrides:
-        if option.replace("-", "_").startswith(("__distillation", "__training.steps", "__model")):
-            raise UserError(f"{option}: leave it out; --help lists the options of both stages")
     options = replace(options, model=_absolute(options.model), workdir=_absolute(options.workdir))
     with distributed.together():
+        for option in overrides:
+            name = option.replace("-", "_")
+            if name.startswith(("__distillation", "__training.steps", "__model")):
+                raise UserError(f"{option}: leave it out; --help lists the options of both stages")
         stages = _stages(_teacher(options), options, overrides)
     is_first = jax.process_index() == 0
     for name, workdir, experiment in stages:
@@ -290,19 +303,17 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
         result = run_experiment(experiment, workdir, restart=options.restart)
         if result.signal is not None:
             return 128 + result.signal
-    experiment = stages[-1][2]
-    dataset = data.load(experiment.data)  # all processes measure: a checkpoint needs all to be read
-    results, tokens = [_result("teacher", options.model, dataset, experiment)], 0
-    for name, workdir, stage in stages:
-        tokens += stage.training.steps * tokens_per_update(stage.data)
-        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens))
-    record = {"attention": options.attention, "keep": [*options.keep]}
-    record |= {"results": [*map(asdict, results)], "environment": environment()}
-    if is_first:
-        with opened(options.workdir) as run, run.published():
-            text = json.dumps(record, indent=2) + "\n"
-            write_atomically(run.files / RESULTS_FILE, text.encode())
-        Console().print(_table(results))
+    with distributed.process_0_first():
+        dataset = data.load(stages[-1][2].data)
+    with distributed.together():  # all measure, since a checkpoint is read by all
+        results = _results(options, stages, dataset)
+        record = {"attention": options.attention, "keep": [*options.keep]}
+        record |= {"results": [*map(asdict, results)], "environment": environment()}
+        if is_first:
+            with opened(options.workdir) as run, run.published():
+                text = json.dumps(record, indent=2) + "\n"
+                write_atomically(run.files / RESULTS_FILE, text.encode())
+            Console().print(_table(results))
     return 0
 
 
@@ -330,10 +341,7 @@ def _absolute(folder: str) -> str:
     return folder if "://" in folder else str(Path(folder).absolute())
 
 
-def _stages(
-    teacher: ExperimentConfig, options: Options, overrides: Sequence[str]
-) -> list[tuple[str, str, ExperimentConfig]]:
-    """Name, folder and experiment of each stage."""
+def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str]) -> list[Stage]:
     model = linear_layers(teacher.model, options.attention, options.keep)
     if options.steps < 1 or options.transfer_steps < 0:
         raise UserError("--steps must be at least 1, and --transfer-steps at least 0")

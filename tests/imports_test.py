@@ -39,7 +39,7 @@ ALLOWED = {
     | {"field_help"},
     "linearize": LOWEST
     | {"allocator", "environment", "attention", "models", "data", "training", "config", "evaluate"}
-    | {"train", "run_folder"},
+    | {"train", "distributed", "run_folder"},
     "study": LOWEST
     | {
         "allocator",

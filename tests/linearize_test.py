@@ -1,6 +1,7 @@
 """A trained model with softmax attention becomes one with a state of constant size."""
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 
@@ -129,6 +130,10 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert found[1]["tokens"] == 50 * 256
     assert command(monkeypatch, *arguments, "--training.steps", "50") == 2
     assert "--training.steps: leave it out" in capsys.readouterr().err
+    shutil.rmtree(teacher / "checkpoints")
+    assert command(monkeypatch, *arguments, "--restart") == 2
+    assert f"{teacher}" in capsys.readouterr().err
+    assert (workdir / linearize.RESULTS_FILE).exists(), "the earlier run stays where it is"
 
 
 def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monkeypatch):  # noqa: F811

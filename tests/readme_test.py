@@ -30,6 +30,7 @@ README = (ROOT / "README.md").read_text()
 README_TEXT = " ".join(README.split())
 PAGES = "\n".join([README, *(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))])
 STUDY_PAGE = (ROOT / "docs/studies.md").read_text()
+STUDY_TEXT = " ".join(STUDY_PAGE.split())
 STUDIES = sorted((ROOT / "benchmarks/results/studies").glob("*"))
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGES, re.DOTALL))
 
@@ -268,21 +269,28 @@ def test_language_models_are_those_of_the_study():
         assert line == f"| {' | '.join(cells)} |"
     ours = results["log, decay by head"].mean("loss")
     assert ours < 1.56
+    assert f"{ours:.3f} nats per character" in README_TEXT
     worse = "softmax, no positions", "softmax, learned positions", "softmax, ALiBi", "FoX"
-    equal = "softmax, rotary", "Gated DeltaNet", "Mamba-2", *(x for x in results if "3 log" in x)
+    others = "softmax, rotary", "Gated DeltaNet", "Mamba-2"
+    hybrids = [name for name in results if "3 log" in name or "alternating" in name]
     assert {verdicts[name, "loss"] for name in worse} == {"worse"}
-    assert {verdicts[name, "loss"] for name in equal} == {"no difference"}
+    assert {verdicts[name, "loss"] for name in (*others, *hybrids)} == {"no difference"}
     added = [differences[name, "loss"].mean for name in worse]
-    assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_PAGE
+    assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_TEXT
+    for name in (*worse[1:], *others):
+        words = name.removeprefix("softmax, ").replace("rotary", "rotary positions")
+        assert f"{words} ({results[name].mean('loss'):.3f})" in README_TEXT
+    with_both = [name for name in results if f"AdamW: {name}" in results]
+    saved = [results[f"AdamW: {x}"].mean("loss") - results[x].mean("loss") for x in with_both]
+    assert f"by {min(saved):.2f} to {max(saved):.2f} nats" in STUDY_TEXT
+    paper = (results[f"{x}log, the paper's model"].mean("loss_1024") for x in ("AdamW: ", ""))
+    assert "from {:.3f} to {:.3f}".format(*paper) in STUDY_TEXT
     at_1024 = {name: x.mean("loss_1024") for name, x in results.items() if x.values("loss_1024")}
     best, second = sorted(at_1024, key=lambda name: at_1024[name])[:2]
     assert (best, second) == ("Mamba-2", "log, decay by head")
-    for name in ("log, decay by head", "Gated DeltaNet", "Mamba-2", *worse[1:], "softmax, rotary"):
-        assert f"({results[name].mean('loss'):.3f}" in README_TEXT, name
-    assert (
-        f"({at_1024['log, decay by head']:.3f} against {at_1024['softmax, ALiBi']:.3f}"
-        in README_TEXT
-    )
+    assert min(results["softmax, rotary"].values("loss_1024")) > at_1024[second] + 0.1
+    three = (f"{at_1024[name]:.3f}" for name in (second, "softmax, ALiBi", best))
+    assert "it reaches {}, ALiBi {} and Mamba-2 {}".format(*three) in README_TEXT
 
 
 def test_recall_figures_are_those_of_the_study():

@@ -47,13 +47,12 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
       True
     """
     weights = flatten_with_names(jax.tree.map(np.asarray, nnx.state(source, nnx.Param)))
-    wanted, shared = _parameters(config), {}
-    for name, places in _places(config, source.config).items():
-        if places[0].layer is None:
-            value = weights[name]
-        else:
-            value = np.stack([weights[place.name][place.layer] for place in places])
-        shared[name] = value.astype(wanted[name].dtype)
+    shared = {}
+    for name, (leaf, places) in _matched(config, source.config).items():
+        parts = [weights[x.name] if x.layer is None else weights[x.name][x.layer] for x in places]
+        if parts:
+            value = parts[0] if places[0].layer is None else np.stack(parts)
+            shared[name] = value.astype(leaf.dtype)
     return shared
 
 
@@ -63,12 +62,14 @@ def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> 
     Raises:
       UserError: as `shared_weights`.
     """
-    return frozenset(_parameters(config).keys() - _places(config, source).keys())
+    return frozenset(name for name, (_, places) in _matched(config, source).items() if not places)
 
 
-def _places(config: LanguageModelConfig, source: LanguageModelConfig) -> dict[str, list[_Place]]:
-    """The places of the parameters of a model in one of the architecture `source`, one for each
-    layer of a stack; without the parameters that the latter does not have."""
+def _matched(
+    config: LanguageModelConfig, source: LanguageModelConfig
+) -> dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]]:
+    """The parameters of a model by name, each with its places in a model of the architecture
+    `source`: one for each layer of a stack, and none if the latter does not have it."""
     for field in dataclasses.fields(config):
         ours, theirs = (getattr(x, field.name) for x in (config, source))
         if field.name not in MAY_DIFFER and ours != theirs:
@@ -78,7 +79,7 @@ def _places(config: LanguageModelConfig, source: LanguageModelConfig) -> dict[st
             )
     period, of_source = len(config.layer_pattern), len(source.layer_pattern)
     known = _parameters(source)
-    found: dict[str, list[_Place]] = {}
+    found: dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]] = {}
     for name, leaf in _parameters(config).items():
         in_block = _IN_BLOCK.fullmatch(name)
         if in_block is None:
@@ -88,8 +89,7 @@ def _places(config: LanguageModelConfig, source: LanguageModelConfig) -> dict[st
             rest = in_block[2]
             places = [_Place(f"blocks.{x % of_source}.{rest}", x // of_source) for x in layers]
         shapes = [known[x.name].shape[axis:] if x.name in known else None for x in places]
-        if set(shapes) == {leaf.shape[axis:]}:
-            found[name] = places
+        found[name] = leaf, places if set(shapes) == {leaf.shape[axis:]} else []
     return found
 
 

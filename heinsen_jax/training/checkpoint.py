@@ -357,23 +357,38 @@ def load_run(
         return _loaded(run, best)
 
 
-def _loaded(run: RunFolder, best: bool) -> tuple[LanguageModel, Tokenizer | None, int]:
-    workdir, config = run.files, read_config(run.files)
+def load_architecture(workdir: str | Path) -> LanguageModelConfig:
+    """The architecture of the model of `load_run`, without its weights.
+
+    Raises:
+      UserError: as `load_run`, but for damaged checkpoints.
+    """
+    with opened(workdir) as run:
+        return _architecture(run)[0]
+
+
+def _architecture(run: RunFolder) -> tuple[LanguageModelConfig, SavedConfig]:
+    """The architecture of a run's model, and the whole configuration."""
+    config = read_config(run.files)
     if config is None:
         raise UserError(_no_run(run))
-    has_checkpoints = run.checkpoints.is_dir()
-    if not has_checkpoints and not has_weights(workdir):
+    if not run.checkpoints.is_dir() and not has_weights(run.files):
         raise UserError(_no_checkpoint(run))
     try:
-        model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"])
+        return pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"]), config
     except ValueError as error:
-        raise UserError(f"{workdir / CONFIG_FILE}: model.{explain(error)}") from None
+        raise UserError(f"{run.files / CONFIG_FILE}: model.{explain(error)}") from None
+
+
+def _loaded(run: RunFolder, best: bool) -> tuple[LanguageModel, Tokenizer | None, int]:
+    workdir = run.files
+    model, config = _architecture(run)
     graph, abstract = nnx.split(LanguageModel.abstract(model))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )
-    if has_checkpoints:
+    if run.checkpoints.is_dir():
         has_average = config["optimizer"].get("ema_decay") is not None
         name = "average" if has_average else "parameters"
         parameters, step = _of_checkpoint(run, name, abstract, best)

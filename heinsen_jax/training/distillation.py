@@ -22,7 +22,7 @@ from heinsen_jax.models.blocks import Block
 from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.sharding import shardings
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training.checkpoint import load_architecture, load_run
 from heinsen_jax.training.cross_entropy import distilled_losses
 from heinsen_jax.training.objective import RandomKey
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree, config_dataclass
@@ -44,6 +44,29 @@ class DistillationConfig:
     """logits: w, for the loss (1 - w) cross-entropy + w KL(teacher || model)."""
     trained: Literal["all", "new"] = "all"
     """all: all parameters are trained. new: only those that the teacher does not have."""
+
+
+def check_teacher(config: DistillationConfig, model: LanguageModelConfig) -> None:
+    """Check the settings of a distillation into a model, without loading weights.
+
+    Raises:
+      UserError: a setting has no effect without a teacher; the model is not causal; the teacher has
+        no run; or the model and the teacher differ in more than attention layers.
+    """
+    if config.teacher is None:
+        for field in dataclasses.fields(config):
+            if getattr(config, field.name) != field.default:
+                raise UserError(
+                    f"distillation.{field.name} has no effect without a teacher: set "
+                    "distillation.teacher to a run"
+                )
+        return
+    if not model.is_causal:
+        raise UserError(
+            "model.is_causal=False: distillation is for causal models; set it to True, or leave "
+            "distillation.teacher out"
+        )
+    new_parameters(model, load_architecture(config.teacher))
 
 
 class Imitation(NamedTuple):
@@ -81,11 +104,6 @@ class Distillation:
     new: frozenset[str]
 
     def __post_init__(self) -> None:
-        if not self.model.is_causal:
-            raise UserError(
-                "model.is_causal=False: distillation is for causal models; set it to True, or "
-                "leave distillation.teacher out"
-            )
         if self.config.target == "attention" and not any(self.replaced):
             raise UserError(
                 "distillation.target='attention': all layers of model.attention have the teacher's "
@@ -105,16 +123,11 @@ class Distillation:
         """The distillation into a model; None without a teacher.
 
         Raises:
-          UserError: as `load_run` for the teacher; the model and the teacher differ in more than
-            attention layers; or no layer differs, and `config.target` is "attention".
+          UserError: as `load_run` for the teacher, and as `check_teacher`; or no layer differs from
+            the teacher's, and `config.target` is "attention".
         """
+        check_teacher(config, model)
         if config.teacher is None:
-            for field in dataclasses.fields(config):
-                if getattr(config, field.name) != field.default:
-                    raise UserError(
-                        f"distillation.{field.name} has no effect without a teacher: set "
-                        "distillation.teacher to a run"
-                    )
             return None
         graph, weights = nnx.split(load_run(config.teacher)[0])
         teacher = nnx.merge(graph, jax.tree.map(np.asarray, weights))

@@ -14,7 +14,7 @@ from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
-from heinsen_jax.training.distillation import DistillationConfig
+from heinsen_jax.training.distillation import DistillationConfig, check_teacher
 from heinsen_jax.training.optimizer import OptimizerConfig, learning_rates
 from heinsen_jax.training.tracker_services import services
 from heinsen_jax.typing import JSON, config_dataclass
@@ -124,6 +124,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
             )
     if training.loss_by_position and not (model.is_causal and isinstance(data, DataConfig)):
         raise UserError("training.loss_by_position is for causal models of text: set it to False")
+    check_teacher(experiment.distillation, model)
     if training.z_loss and experiment.distillation.teacher is not None:
         raise UserError(f"training.z_loss={training.z_loss}: distillation has none; set it to 0")
     if not model.is_causal:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate import generate
+from heinsen_jax.generate import generate, stream
 from heinsen_jax.generate.prompts import CHUNKS
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
 from tests.models.small import apply, assert_greedy
@@ -65,8 +65,11 @@ def test_learned_positions():
 def test_fewer_learned_positions_than_a_chunk_has_tokens():
     fields = {"positions": "learned", "max_length": 20, "convolution_size": None}
     model = build("softmax", **SIZES | fields)
-    tokens = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
-    assert_greedy(model, tokens, generate(model, tokens, 6, top_k=1))
+    tokens = np.array([3, 1, 4, 1, 5, 9, 2, 6])
+    new = generate(model, tokens, 6, top_k=1)
+    assert_greedy(model, tokens[None], new[None])
+    streamed = stream(model, tokens, top_k=1)
+    assert [int(next(streamed)) for _ in new] == new.tolist()
 
 
 @few_or_nightly(CAUSAL, few=[])

@@ -219,6 +219,7 @@ def test_a_killed_process_ends_the_others(place):
 
 def test_two_processes_linearize_like_one(place, alone):
     """With a sharded teacher, in both stages."""
+    del alone  # the teacher
     chosen = "--model alone --attention log:features=hedgehog --mesh.data 1"
     chosen += " --mesh.fsdp -1 --transfer-steps 3 --steps 3 --training.checkpoint_every None"
     tables = []
@@ -232,6 +233,10 @@ def test_two_processes_linearize_like_one(place, alone):
         for code, _, err in finish(started):
             assert code == 0, err
         tables.append(json.loads((place / workdir / "linearized.json").read_text())["results"])
-    alone, both = ([row["loss"] for row in table] for table in tables)
-    assert alone[2] < alone[1] != alone[0]
-    np.testing.assert_allclose(both, alone, rtol=1e-5)
+    one, two = ([row["loss"] for row in table] for table in tables)
+    assert one[2] < one[1]
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+    for stage in ("-transfer", ""):
+        expected = losses(place / f"linear-1{stage}")
+        assert expected[-2] < expected[0]  # of training
+        np.testing.assert_allclose(losses(place / f"linear-2{stage}"), expected, rtol=1e-5)

@@ -34,5 +34,5 @@ def get_study() -> Study:
             "seed": sweeps.seeds(0, 1),
         },
         metric="accuracy",
-        plots=(Points("accuracy", chance=1 / 8, highlighted=sweeps.COLORS),),
+        plots=(Points("accuracy", frontier=True, chance=1 / 8, highlighted=sweeps.COLORS),),
     )

@@ -1,0 +1,132 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 6. Which mechanism when
+#
+# A mechanism is a compromise between what a state remembers and what it costs. This notebook reads
+# the committed results of this repository's studies: nothing is trained. The studies are small, for
+# two CPU cores; `docs/studies.md` describes each, with the command that repeats it.
+
+# %%
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.study import differences_of, load_study, results_of, sweeps
+from heinsen_jax.study.plots import draw
+
+ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
+
+
+def load(name):
+    """Return a study and its results: the best learning rate of each line, with all seeds."""
+    study = load_study(ROOT / "configs" / "studies" / f"{name}.py")
+    return study, results_of(study, ROOT / "benchmarks" / "results" / "studies" / name)
+
+
+# %% [markdown]
+# ## What it costs
+#
+# Bytes of state of one sequence, in float32, for the models of the study of language models: four
+# layers of width 128. Softmax attention caches the keys and values of all tokens. A hybrid with
+# softmax attention in one of four layers needs a quarter of that; everything else is constant.
+
+# %%
+base = LanguageModelConfig(
+    vocab_size=65, model_dim=128, num_layers=4, num_heads=4, block="decay", convolution_size=4
+)
+contexts = [64, 1024, 16_384, 262_144, 1_048_576]
+sizes = {}
+for name, fields in sweeps.language_models().items():
+    chosen = {key.removeprefix("model."): value for key, value in fields.items()}
+    model = LanguageModel.abstract(replace(base, **chosen))
+    sizes[name] = [model.state_size(context) for context in contexts]
+
+plt.figure(figsize=(7, 4))
+for name, of_model in sizes.items():
+    plt.plot(contexts, of_model, "o-", label=name)
+plt.xscale("log")
+plt.yscale("log")
+plt.xlabel("tokens")
+plt.ylabel("bytes of state")
+plt.grid(alpha=0.3)
+plt.legend()
+
+# %% [markdown]
+# ## Language
+#
+# Validation loss of Tiny Shakespeare after training on sequences of 64 characters, at that length
+# and at 16 times of it. Dots are seeds.
+
+# %%
+study, results = load("language_model")
+draw(study.title, study.plots, results)
+
+# %% [markdown]
+# Is log-attention with decay better or worse? Differences to it, with their 95% confidence
+# intervals by Welch's t-test over three seeds; "no difference" if the interval includes 0. All
+# models with decay, a window or a gate improve with longer contexts; rotary positions do not
+# extrapolate to them.
+
+# %%
+for metric in ("loss", "loss_1024"):
+    print(metric)
+    for difference in differences_of(study, results):
+        if difference.metric == metric and difference.verdict:
+            print(f"  {difference.compared['model']:32} {difference}")
+
+# %% [markdown]
+# Most differences are small here. Choose by the costs above, and by what the next sections test.
+#
+# ## Recall
+#
+# How many key/value pairs fit into a state of constant size? Models with two layers are trained to
+# answer for the values of 8 keys: every causal mechanism, with its default sizes, at two widths.
+# Dashed: guesses.
+
+# %%
+study, results = load("recall")
+draw(study.title, study.plots, results)
+
+# %% [markdown]
+# Mechanisms that cache something of every key answer everything. Among states of constant size,
+# which is the smallest that answers 90% of the queries? A second study changes the sizes, features
+# and decay of log-attention, and the sizes of the delta rule.
+
+# %%
+study, results = load("recall_features")
+good = [result for result in results if result.mean("accuracy") >= 0.9]
+for result in sorted(good, key=lambda result: result.mean("state_bytes")):
+    (name,) = result.compared.values()
+    print(f"{name:36} {result.mean('state_bytes'):>8,.0f} bytes  {result.mean('accuracy'):.2f}")
+
+# %% [markdown]
+# ## Copying
+#
+# Recall in order: trained on strings of 5 to 20 letters, tested on longer ones. A state of constant
+# size is full at some length; a cache is not.
+
+# %%
+study, results = load("copying")
+of_copying = [result for result in results if result.compared["task"] == "copying"]
+draw(study.title, study.plots[:1], of_copying)
+
+# %% [markdown]
+# ## Advice
+#
+# | task | choice |
+# |---|---|
+# | text, long streams, many sequences | a constant state, such as log-attention with decay |
+# | recall of some facts in constant memory | log-attention with slots, or the delta rule |
+# | recall or copying of everything | softmax attention, at least in some layers |
+# | less memory for a trained model | [notebook 7](7_linearize.ipynb) |

@@ -306,7 +306,22 @@ def test_recall_figures_are_those_of_the_study():
     assert others in README_TEXT
     of_bytes = {tuple(x.compared.values()): x.mean("state_bytes") for x in results}
     assert of_bytes["log", "64"] == of_bytes["linear", "64"] > of_bytes["rmt", "64"]
-    assert of_bytes["performer", "64"] > 0.8 * of_bytes["softmax", "64"]
+    cache = of_bytes["softmax", "64"]
+    for name in ("log, slots", "deltanet", "kda", "gated_deltanet"):
+        assert accuracy[name, "64"] > 0.99
+        assert 0.3 < of_bytes[name, "64"] / cache < 0.4
+    slots, delta = (f"{100 * accuracy[x, '32']:.0f}%" for x in ("log, slots", "deltanet"))
+    assert f"At width 32, slots answer {slots} and DeltaNet {delta}." in STUDY_TEXT
+    assert all(accuracy[name, "64"] < 0.5 for name in ("mamba2", "retnet", "gla", "hgrn2", "fox"))
+    assert accuracy["fox", "32"] < 0.5
+    assert 0.15 < of_bytes["mlstm", "64"] / cache < 0.18
+    seeds = next(x for x in results if list(x.compared.values()) == ["mlstm", "64"])
+    said = (100 * x for x in seeds.values("accuracy"))
+    assert "answers {:.0f}% with one seed and {:.0f}% with the other".format(*said) in STUDY_TEXT
+    assert f"of width 32 answers {100 * accuracy['mamba2', '32']:.0f}%, in twice" in STUDY_TEXT
+    assert 2 < of_bytes["mamba2", "32"] / of_bytes["softmax", "32"] < 2.3
+    window = f"{100 * accuracy['log_window', '64']:.0f}%"
+    assert f"(`log_window`) answers {window}" in STUDY_TEXT
     log, linear = (
         next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])
         for name in ("log", "linear")

@@ -414,6 +414,11 @@ def test_copying_figures_are_those_of_the_study():
     state_bytes = {name: of[name].mean("state_bytes") for name in names}
     assert state_bytes["linear"] == state_bytes["log"]
     assert 2.5 < state_bytes["performer"] / state_bytes["log"] < 3.5
+    others = "log, slots", "mamba2", "gated_deltanet"
+    at_60 = (f"{of[name].mean('accuracy_60'):.2f}" for name in others)
+    text = "states of constant size, with {}; Mamba-2 has {}, with seven times the bytes, and Gated"
+    assert f"{text} DeltaNet {{}}.".format(*at_60) in STUDY_TEXT
+    assert 6 < of["mamba2"].mean("state_bytes") / of["log, slots"].mean("state_bytes") < 7.5
 
 
 def test_shared_contexts_are_those_of_the_results():

@@ -120,13 +120,13 @@ class Distillation:
 
     @classmethod
     def of(cls, config: DistillationConfig, model: LanguageModelConfig) -> "Distillation | None":
-        """The distillation into a model; None without a teacher.
+        """The distillation into a model, of settings that `check_teacher` accepts; None without a
+        teacher.
 
         Raises:
-          UserError: as `load_run` for the teacher, and as `check_teacher`; or no layer differs from
-            the teacher's, and `config.target` is "attention".
+          UserError: as `load_run` for the teacher; or no layer differs from the teacher's, and
+            `config.target` is "attention".
         """
-        check_teacher(config, model)
         if config.teacher is None:
             return None
         graph, weights = nnx.split(load_run(config.teacher)[0])

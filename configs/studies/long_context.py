@@ -16,8 +16,8 @@ ABOUT = """
 bytes on average. Loss in nats per token on the files for validation, on sequences of 512 tokens, as
 in training, and of 2048; the latter also by position in the file. All models have four layers of
 width 128 with a convolution of 4 tokens before each branch, and MLPs whose width is chosen so that
-they have between 1.0M and 1.1M parameters. Hybrids have softmax attention without positions in one
-or two of their layers.
+they have 1.05M to 1.07M parameters. Hybrids have softmax attention without positions in one or two
+of their layers.
 """
 BASELINE = "log, decay by head"
 COLORS = {
@@ -38,7 +38,7 @@ def get_study() -> Study:
         base=replace(base, training=training),
         axes={
             "model": sweeps.language_models()
-            | {"GLA": sweeps.mechanism("gla") | {"model.mlp_dim": 448}},
+            | {"GLA": sweeps.mechanism("gla") | {"model.mlp_dim": 496}},
             "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
             "seed": sweeps.seeds(1, 2, 3),
         },

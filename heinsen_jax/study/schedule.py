@@ -1,17 +1,30 @@
 """The runs that a study needs, given those that are finished."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 from heinsen_jax.study.grid import Run, Study
 from heinsen_jax.study.results import Recorded, best_of, score
+
+ALTERNATING = 8
+"""Number of comparisons whose runs alternate: concurrent runs seldom compile the same program, and
+later ones find it in the cache of compiled functions."""
 
 
 def schedule(study: Study, recorded: Recorded) -> tuple[list[Run], list[Run]]:
     """The runs with the first seed, and the best of each comparison with the other seeds, as far as
     they follow from the finished runs."""
-    first = [run for runs in study.comparisons() for run in _searched(study, recorded, runs)]
-    return first, [run for _, *others in best_of(study, recorded) for run in others]
+    searched = [_searched(study, recorded, runs) for runs in study.comparisons()]
+    others = [run for _, *others in best_of(study, recorded) for run in others]
+    return list(_alternating(searched)), others
+
+
+def _alternating(comparisons: Sequence[Sequence[Run]]) -> Iterator[Run]:
+    """The first run of each of some comparisons, then the second of each, and so on."""
+    for start in range(0, len(comparisons), ALTERNATING):
+        for runs in zip_longest(*comparisons[start : start + ALTERNATING]):
+            yield from (run for run in runs if run is not None)
 
 
 def _searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[Run]:

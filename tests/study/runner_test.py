@@ -159,10 +159,10 @@ def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
 
 def test_a_report_of_finished_runs(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run_study(PLAIN, tmp_path, Fake(fail_after=4))
+        run_study(PLAIN, tmp_path, Fake(fail_after=2))
     run_study(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
     report = (tmp_path / REPORT_FILE).read_text()
-    assert "4 of 20 runs" in report
+    assert "2 of 20 runs" in report
     assert "Not measured: softmax 8; softmax 16." in report
     with pytest.raises(UserError, match="no run of this study is done yet"):
         run_study(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)

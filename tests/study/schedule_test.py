@@ -65,6 +65,12 @@ def test_short_axes_are_run_whole(tmp_path, number):
     assert found == [" ".join(f"{x}0" for x in rates), "a1"]
 
 
+def test_runs_of_comparisons_alternate(tmp_path):
+    mechanisms = {name: {"model.attention": name} for name in ("linear", "log", "softmax")}
+    found = rounds(tmp_path, *range(7), axes={**AXES, "mechanism": mechanisms})
+    assert found[0] == "c0 c0 c0 d0 d0 d0 e0 e0 e0"
+
+
 def test_rows_that_are_recorded_count_whichever_labels_they_have(tmp_path):
     some = {x: AXES["learning_rate"][x] for x in "ab"}
     losses = 9, 8, 7, 8, 9, 9, 9

@@ -122,11 +122,23 @@ of_copying = [result for result in results if result.compared["task"] == "copyin
 draw(study.title, study.plots[:1], of_copying)
 
 # %% [markdown]
+# ## State tracking
+#
+# Some sequences ask for more than an average of what was stored: after each element of a group, the
+# product of all elements so far. The delta rule with negative eigenvalues learns the parity of
+# bits, also of more bits than in training; no other mechanism does.
+
+# %%
+study, results = load("state_tracking")
+draw(study.title, study.plots, results)
+
+# %% [markdown]
 # ## Advice
 #
 # | task | choice |
 # |---|---|
 # | text, long streams, many sequences | a constant state, such as log-attention with decay |
 # | recall of some facts in constant memory | log-attention with slots, or the delta rule |
+# | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
 # | recall or copying of everything | softmax attention, at least in some layers |
 # | less memory for a trained model | [notebook 7](7_linearize.ipynb) |

@@ -421,6 +421,50 @@ def test_copying_figures_are_those_of_the_study():
     assert 6 < of["mamba2"].mean("state_bytes") / of["log, slots"].mean("state_bytes") < 7.5
 
 
+STATE_TRACKING = {
+    "log-attention": "log",
+    "log-attention, decay by head": "log, decay by head",
+    "log-attention, slots": "log, slots",
+    "softmax attention": "softmax",
+    "FoX": "fox",
+    "GLA": "gla",
+    "Mamba-2": "mamba2",
+    "mLSTM": "mlstm",
+}
+"""Rows of the table of state tracking, by names that differ from the labels of the study."""
+
+
+def test_state_tracking_figures_are_those_of_the_study():
+    results = {tuple(x.compared.values()): x for x in results_of_study("state_tracking")}
+    groups = "parity", "modulo 5", "permutations"
+    metrics = "accuracy", "accuracy_128", "accuracy_256"
+    found = {
+        name: {(x, y): results[name, x].mean(y) for x in groups for y in metrics}
+        for name in {name for name, _ in results}
+    }
+    table = STUDY_PAGE.partition("<!-- state tracking -->")[2].partition("\n\n")[0]
+    lines = table.strip().splitlines()[2:]
+    assert len(lines) == len(found)
+    for line in lines:
+        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        of = found[STATE_TRACKING.get(shown, shown)]
+        assert cells == [f"{of[x, y]:.2f}" for x in groups for y in metrics[:2]]
+    negative = "DeltaNet, negative eigenvalues", "Gated DeltaNet, negative eigenvalues"
+    for name in found.keys() - set(negative):
+        assert found[name]["parity", "accuracy_128"] < (0.61 if "Delta" in name else 0.57)
+        for inverting in negative:
+            best = found[inverting]["permutations", "accuracy"]
+            assert best > found[name]["permutations", "accuracy"]
+    assert found[negative[0]]["parity", "accuracy"] > 0.9999
+    longer = f"{100 * found[negative[0]]['parity', 'accuracy_256']:.0f}%"
+    assert f"that of 256 bits with {longer} accuracy" in STUDY_TEXT
+    assert all(of["permutations", "accuracy_256"] < 0.15 for of in found.values())
+    assert all(of["modulo 5", "accuracy_256"] < 0.33 for of in found.values())
+    sums = {name: of["modulo 5", "accuracy"] for name, of in found.items()}
+    assert max(sums, key=lambda name: sums[name]) == "log"
+    assert f"is the best there, with {sums['log']:.2f}." in STUDY_TEXT
+
+
 def test_shared_contexts_are_those_of_the_results():
     for row in result("harness")["rows"]:
         assert f"\n| {row['length']} | {row['times_as_fast']:.1f} |" in PAGES

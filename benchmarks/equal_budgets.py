@@ -3,10 +3,10 @@
     python benchmarks/equal_budgets.py
 
 Measures an update of each model of the study configs/studies/long_context_updates.py, on random
-tokens in interleaved runs. The budget is that of 600 updates of the first model: each model's
-number of updates with the same FLOPs, and with the same time, gives its loss, interpolated linearly
-in the logarithm of the number between the numbers in the study. Compilation, evaluation and data
-are not part of the time. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
+tokens in interleaved runs, without compilation, evaluation and data. The budget is that of 600
+updates of the first model. The loss of a model with this budget is interpolated for each seed, by
+the parabola through the logarithms of its losses and numbers of updates; null if the budget is
+outside of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 """
 
 import json
@@ -43,16 +43,12 @@ class Options:
     repeats: int = 7
 
 
-def interpolated(updates: float, losses: dict[int, float]) -> float:
-    """Return the loss after a number of updates, given those after others.
-
-    Raises:
-      ValueError: it is not between them.
-    """
+def interpolated(updates: float, losses: dict[int, float]) -> float | None:
+    """Return the loss after a number of updates, given those after three others; None outside."""
     if not min(losses) <= updates <= max(losses):
-        raise ValueError(f"{updates:.0f} updates are outside {min(losses)} to {max(losses)}")
-    numbers = sorted(losses)
-    return float(np.interp(np.log(updates), np.log(numbers), [losses[n] for n in numbers]))
+        return None
+    parabola = np.polyfit(np.log([*losses]), np.log([*losses.values()]), len(losses) - 1)
+    return float(np.exp(np.polyval(parabola, np.log(updates))))
 
 
 def main(options: Options) -> int:
@@ -69,26 +65,31 @@ def main(options: Options) -> int:
     seconds = interleaved_medians({**steps}, options.repeats)
     results = results_of(study, ROOT / "benchmarks/results/studies" / STUDY)
     found = {(x.compared["model"], int(x.compared["updates"])): x for x in results}
+    numbers = sorted({updates for _, updates in found})
     first = next(iter(configs))
     rows = {}
-    table = Table("model", "s/update", "updates: FLOPs", "loss", "updates: time", "loss")
+    table = Table("model", "s/update", "updates: FLOPs", "losses", "updates: time", "losses")
     for name in configs:
-        of_model = {n: x for (model, n), x in found.items() if model == name}
-        flops = found[first, UPDATES].mean("flops") / of_model[UPDATES].mean("flops")
-        updates = {"flops": UPDATES * flops, "time": UPDATES * seconds[first] / seconds[name]}
-        losses = {metric: {n: x.mean(metric) for n, x in of_model.items()} for metric in METRICS}
-        rows[name] = {
-            "seconds_per_update": seconds[name],
-            "updates": updates,
-            **{
-                metric: {budget: interpolated(n, losses[metric]) for budget, n in updates.items()}
-                for metric in METRICS
-            },
+        flops = found[first, UPDATES].mean("flops") / found[name, UPDATES].mean("flops")
+        budgets = {"flops": UPDATES * flops, "time": UPDATES * seconds[first] / seconds[name]}
+        losses = {
+            metric: {
+                budget: [
+                    interpolated(updates, dict(zip(numbers, of_seed, strict=True)))
+                    for of_seed in zip(
+                        *(found[name, n].values(metric) for n in numbers), strict=True
+                    )
+                ]
+                for budget, updates in budgets.items()
+            }
+            for metric in METRICS
         }
-        numbers = (f"{rows[name]['loss'][x]:.3f}" for x in updates)
-        counts = (f"{n:.0f}" for n in updates.values())
-        pairs = (text for pair in zip(counts, numbers, strict=True) for text in pair)
-        table.add_row(name, f"{seconds[name]:.3f}", *pairs)
+        rows[name] = {"seconds_per_update": seconds[name], "updates": budgets, **losses}
+        cells = [f"{seconds[name]:.3f}"]
+        for budget, updates in budgets.items():
+            values = losses["loss"][budget]
+            cells += [f"{updates:.0f}", ", ".join("" if x is None else f"{x:.3f}" for x in values)]
+        table.add_row(name, *cells)
     Console().print(table)
     record = {"environment": environment(), "updates": UPDATES, "models": rows}
     options.output.write_text(json.dumps(record, indent=2) + "\n")

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/hybrids.py --jobs 2
 
-Needs an estimated hour on two CPU cores.
+Needs an estimated hour and a half on two CPU cores.
 """
 
 from dataclasses import replace
@@ -11,16 +11,22 @@ from pathlib import Path
 from heinsen_jax.config import load_config
 from heinsen_jax.data import Copying, Recall
 from heinsen_jax.models import Layers
-from heinsen_jax.study import Ranking, Study, sweeps
+from heinsen_jax.study import Points, Ranking, Study, sweeps
 from heinsen_jax.study.grid import FieldValue
 
 ABOUT = """
 Models with eight layers of width 32, log-attention and softmax attention in different layers, on
 two tasks: recall of 32 pairs in 128 tokens, 800 updates of 32 sequences, and copying of 5 to 20
-letters, tested on 40, 400 updates of 64 sequences. A convolution of 4 tokens before each branch, no
-position encoding. State size is that after the training length.
+letters, tested on 40, 800 updates of 64 sequences. Log-attention has decay by head, or slots. A
+convolution of 4 tokens before each branch, no position encoding. State size is that after the
+training length.
 """
-LOG = {"values": "linear"}
+LOG = {"values": "linear", "decay": "head", "max_timescale": 128}
+COLORS = {
+    "softmax": sweeps.COLORS["softmax"],
+    "log": sweeps.COLORS["log, decay by head"],
+    "slots": sweeps.COLORS["log, slots"],
+}
 
 
 def get_study() -> Study:
@@ -44,7 +50,8 @@ def get_study() -> Study:
         "1 of 8 softmax, last": (log(7), "softmax"),
         "1 of 4 softmax, first": ("softmax", log(3)),
         "1 of 4 softmax, last": (log(3), "softmax"),
-        "1 of 2 softmax": (log(1), "softmax"),
+        "1 of 2 softmax, first": ("softmax", log(1)),
+        "1 of 2 softmax, last": (log(1), "softmax"),
         "slots": Layers("log", options=sweeps.SLOTS),
         "slots, 1 of 8 softmax, last": (slots, "softmax"),
     }
@@ -60,19 +67,39 @@ def get_study() -> Study:
             "layers": {name: {"model.attention": x} for name, x in layers.items()},
             "task": {
                 "recall": {"data": recall, "model.vocab_size": recall.vocab_size},
-                "copying": {
-                    "data": strings,
-                    "model.vocab_size": strings.vocab_size,
-                    "training.steps": 400,
-                },
+                "copying": {"data": strings, "model.vocab_size": strings.vocab_size},
             },
             "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
-            "seed": sweeps.seeds(0, 1),
+            "seed": sweeps.seeds(0, 1, 2),
         },
         metric="accuracy",
         extra_metrics=("accuracy_40",),
+        baseline="softmax",
         plots=(
-            Ranking("accuracy", title="recall of 32 pairs", where={"task": "recall"}),
-            Ranking("accuracy_40", title="copying 40 letters", where={"task": "copying"}),
+            Ranking(
+                "accuracy",
+                title="Recall of 32 pairs",
+                where={"task": "recall"},
+                chance=1 / 32,
+                highlighted=COLORS,
+                baseline="softmax",
+            ),
+            Ranking(
+                "accuracy_40",
+                title="Copying 40 letters",
+                where={"task": "copying"},
+                chance=1 / 26,
+                highlighted=COLORS,
+                baseline="softmax",
+            ),
+            Points(
+                "accuracy",
+                title="Recall of 32 pairs",
+                lines="layers",
+                where={"task": "recall"},
+                chance=1 / 32,
+                frontier=True,
+                highlighted=COLORS,
+            ),
         ),
     )

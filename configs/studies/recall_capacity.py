@@ -1,4 +1,4 @@
-"""Associative recall of 4 to 64 pairs against bytes of state, for mechanisms with constant states.
+"""Associative recall of 4 to 64 pairs against bytes of state.
 
 python -m heinsen_jax.study configs/studies/recall_capacity.py --jobs 2
 
@@ -16,18 +16,20 @@ from heinsen_jax.study.grid import FieldValue
 ABOUT = """
 Sequences of 256 tokens contain 4, 8, 16, 32 or 64 keys with their values, and then query each key
 once. One model is trained on all numbers of pairs, and tested on each. Two layers of width 32 or
-64, a convolution of 4 tokens before each branch, no position encoding, 600 updates of 32 sequences.
-State size is that after 256 tokens, in float32, convolutions included. `64 slots` and so on have
-one head, product features, decay that is coupled to keys, and values of 16 numbers.
+64, a convolution of 4 tokens before each branch, no position encoding, 1200 updates of 32
+sequences. State size is that after 256 tokens, in float32, convolutions included. `64 slots` and so
+on have one head, product features, decay that is coupled to keys, and values of 16 numbers.
 """
 PAIRS = 4, 8, 16, 32, 64
 NUMBERS = 8, 12, 16
 """Square roots of the numbers of slots."""
 SLOTS = [f"log, {number**2} slots" for number in NUMBERS]
-COLORS = {name: color for name, color in sweeps.COLORS.items() if name != "log, slots"}
+COLORS = {name: sweeps.COLORS[name] for name in ("softmax", "log", "fox", "gated_deltanet")}
 COLORS |= dict.fromkeys(SLOTS, sweeps.COLORS["log, slots"])
-OMITTED = {"sliding_window", "dilated", "longformer", "tglobal", "block_sparse", "l1", "l1_sparse"}
-OMITTED |= {"memory_compressed", "log, slots"}
+MECHANISMS = (
+    *("log", "log, decay by head", "log_window", "linear", "taylor", "retnet", "gla", "hgrn2"),
+    *("mamba2", "mlstm", "deltanet", "gated_deltanet", "kda", "softmax", "fox"),
+)
 
 
 def slots(number: int) -> dict[str, FieldValue]:
@@ -56,12 +58,12 @@ def get_study() -> Study:
             base,
             data=data,
             model=replace(base.model, vocab_size=256),
-            training=replace(base.training, steps=600, evaluate_every=100),
+            training=replace(base.training, steps=1200, evaluate_every=100),
         ),
         axes={
             "mechanism": {
                 **dict(zip(SLOTS, map(slots, NUMBERS), strict=True)),
-                **{name: fields for name, fields in known.items() if name not in OMITTED},
+                **{name: known[name] for name in MECHANISMS},
                 "hybrid: log, softmax": {"model.attention": hybrid},
             },
             "width": sweeps.widths(32, 64),
@@ -75,6 +77,7 @@ def get_study() -> Study:
             Points(
                 f"accuracy_{pairs}_pairs",
                 title=f"{pairs} pairs",
+                chance=1 / pairs,
                 frontier=True,
                 highlighted=COLORS,
             )

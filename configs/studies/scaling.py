@@ -20,6 +20,8 @@ model: widths 32 to 256 with 500 updates (1.0 million bytes), and width 128 with
 (0.26 to 4.1 million bytes). Each run has its own decay of the learning rate. Loss in nats per byte
 on 0.16 million bytes of the files for validation.
 
+The MLP of Gated DeltaNet is narrower, for about as many parameters.
+
 All widths have the same number of updates, fewer than large models need, and hyperparameters other
 than the learning rate are those of width 128. The exponents compare mechanisms under these
 conditions. They do not extrapolate: sizes span less than two orders of magnitude.
@@ -67,13 +69,14 @@ def get_study() -> Study:
             "model": {
                 "log, decay by head": sweeps.mechanism("log"),
                 "softmax, rotary": sweeps.mechanism("softmax"),
-                "Gated DeltaNet": sweeps.mechanism("gated_deltanet"),
+                "Gated DeltaNet": sweeps.mechanism("gated_deltanet") | {"model.mlp_ratio": 3},
             },
             "scale": by_width | by_updates,
             "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
             "seed": sweeps.seeds(1, 2),
         },
         search="neighbors",
+        baseline="log, decay by head",
         plots=tuple(
             PowerLawPlot(
                 "loss",

@@ -1,16 +1,28 @@
 """Base class of mechanisms with queries, keys and values: projections to heads and back."""
 
+import itertools
 from collections.abc import Callable
-from typing import TypeVar, Unpack
+from typing import Literal, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, StateT
 from heinsen_jax.attention.layers import LayerOptions, dense_options, linear, rms_norm
-from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Features,
+    Float,
+    Integer,
+    Keys,
+    Mixed,
+    Query,
+    Values,
+    config_dataclass,
+)
 
 
 @config_dataclass
@@ -119,6 +131,16 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
+
+    def columns(self, part: Literal["query", "key", "value"]) -> Integer[np.ndarray, "_"]:
+        """Columns of the first projection that compute a part, head by head; those of key/value
+        heads are repeated for each query head of their group."""
+        group = self.num_heads // self.num_kv_heads
+        sizes = {"query": group * self.key_depth, "key": self.key_depth, "value": self.value_depth}
+        ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
+        columns = np.arange(self.num_kv_heads * ends["value"]).reshape(self.num_kv_heads, -1)
+        found = columns[:, ends[part] - sizes[part] : ends[part]]
+        return (found if part == "query" else np.repeat(found, group, 0)).ravel()
 
     def out_proj(self, y: Mixed) -> Features:
         """`[..., T, N, V]` -> `[..., T, D]`"""

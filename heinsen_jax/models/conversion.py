@@ -2,28 +2,46 @@
 
 import dataclasses
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import jax
 import numpy as np
 from flax import nnx
 
+from heinsen_jax.attention.base import Attention
+from heinsen_jax.attention.heads import HeadedAttention
+from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.errors import UserError
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.language_model import LanguageModel
 from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
+_PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
+Part: TypeAlias = Literal["query", "key", "value"]
 MAY_DIFFER = {"attention", "num_heads", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
 
 
 class _Place(NamedTuple):
-    """A parameter, or that of one layer in a stack of layers."""
+    """A parameter, or that of one layer in a stack of layers, or some of its columns."""
 
     name: str
     layer: int | None = None
+    columns: np.ndarray | None = None
+
+    def shape(self, known: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[int, ...] | None:
+        """Its shape, given the known parameters; None if it is not among them."""
+        if self.name not in known:
+            return None
+        shape = known[self.name].shape[self.layer is not None :]
+        return shape if self.columns is None else (*shape[:-1], len(self.columns))
+
+    def value(self, weights: Mapping[str, np.ndarray]) -> np.ndarray:
+        value = weights[self.name] if self.layer is None else weights[self.name][self.layer]
+        return value if self.columns is None else value[..., self.columns]
 
 
 def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[str, np.ndarray]:
@@ -31,7 +49,8 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
     memory of this host.
 
     Layers are matched by their index, so that the layer patterns may differ, and parameters by
-    their name and shape within the layer.
+    their name and shape within the layer. Queries, keys and values that the source projects in one
+    product and the model in three are columns of the source's matrix.
 
     Args:
       config: the architecture.
@@ -49,7 +68,7 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
     weights = flatten_with_names(jax.tree.map(np.asarray, nnx.state(source, nnx.Param)))
     shared = {}
     for name, (leaf, places) in _matched(config, source.config).items():
-        parts = [weights[x.name] if x.layer is None else weights[x.name][x.layer] for x in places]
+        parts = [place.value(weights) for place in places]
         if parts:
             value = parts[0] if places[0].layer is None else np.stack(parts)
             shared[name] = value.astype(leaf.dtype)
@@ -77,20 +96,30 @@ def _matched(
                 f"model.{field.name}={ours!r} differs from {theirs!r} of the model with the "
                 "weights: make them equal; only attention layers may differ"
             )
-    period, of_source = len(config.layer_pattern), len(source.layer_pattern)
-    known = _parameters(source)
+    known, ours, theirs = _parameters(source), config.abstract_layers(), source.abstract_layers()
     found: dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]] = {}
     for name, leaf in _parameters(config).items():
-        in_block = _IN_BLOCK.fullmatch(name)
-        if in_block is None:
-            places, axis = [_Place(name)], 0
+        if (in_block := _IN_BLOCK.fullmatch(name)) is None:
+            places, shape = [_Place(name)], leaf.shape
         else:
-            layers, axis = range(int(in_block[1]), config.num_layers, period), 1
-            rest = in_block[2]
-            places = [_Place(f"blocks.{x % of_source}.{rest}", x // of_source) for x in layers]
-        shapes = [known[x.name].shape[axis:] if x.name in known else None for x in places]
-        found[name] = leaf, places if set(shapes) == {leaf.shape[axis:]} else []
+            places, shape = [], leaf.shape[1:]
+            for layer in range(int(in_block[1]), config.num_layers, len(ours)):
+                pair = ours[int(in_block[1])], theirs[layer % len(theirs)]
+                rest, columns = _in_layer(in_block[2], *pair)
+                name_of_source = f"blocks.{layer % len(theirs)}.{rest}"
+                places.append(_Place(name_of_source, layer // len(theirs), columns))
+        is_known = all(place.shape(known) == shape for place in places)
+        found[name] = leaf, places if is_known else []
     return found
+
+
+def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.ndarray | None]:
+    """The name, within a layer of the source, of a parameter of a layer of the model; and its
+    columns, if it is a part of a matrix."""
+    part = _PART.fullmatch(name)
+    if part and isinstance(ours, MatrixStateAttention) and isinstance(theirs, HeadedAttention):
+        return f"attention.project{part[2]}", theirs.columns(cast(Part, part[1]))
+    return name, None
 
 
 def _parameters(config: LanguageModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

@@ -99,11 +99,20 @@ def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
             cost = COST_LABELS[plot.x].partition(" (")[0]
             parts.append(
                 f"Power laws: {_words(plot.y)} proportional to ({cost})^(-b), fitted to the "
-                "logarithms of all seeds. Brackets are 95% confidence intervals of b, within the "
-                "range of the plot, as if deviations of points from the line were independent."
+                "logarithms of the means over the seeds. Brackets are 95% confidence intervals of "
+                "b, within the range of the plot, as if deviations of points from the line were "
+                "independent."
             )
-            lines = [[label, "" if fit is None else str(fit)] for label, fit in fits.items()]
-            parts.append(markdown_table([plot.lines, "b"], lines))
+            columns = {"b": fits}
+            if study.baseline in fits:
+                columns["difference"] = plot.fits(results, study.baseline) | {study.baseline: None}
+                parts[-1] += (
+                    f" Differences are exponents of losses relative to those of {study.baseline}."
+                )
+            lines = [
+                [label, *(str(found[label] or "") for found in columns.values())] for label in fits
+            ]
+            parts.append(markdown_table([plot.lines, *columns], lines))
     return parts
 
 

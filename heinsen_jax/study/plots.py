@@ -229,14 +229,30 @@ class PowerLawPlot(LinePlot):
     y: str
     x: Cost
 
-    def fits(self, results: Sequence[Comparison]) -> dict[str, Fit | None]:
-        """The fits to all seeds of the selected results, by the labels of the lines."""
+    def fits(
+        self, results: Sequence[Comparison], baseline: str | None = None
+    ) -> dict[str, Fit | None]:
+        """The fits to the means of the selected results, by the labels of the lines.
+
+        Args:
+          results: results of the study.
+          baseline: label of a line: fits are to the means relative to this line's, so that the
+            exponents are differences to its exponent.
+        """
+        selected = [x for x in self.selected(results) if _is_measured(x, self.y)]
+        lines = _by(selected, self.lines)
+        scales = {tuple(self._others(x)): x.mean(self.y) for x in lines.get(baseline or "", ())}
         found = {}
-        for label, of_line in _by(self.selected(results), self.lines).items():
-            points = [(x.mean(self.x), y) for x in of_line for y in x.values(self.y)]
-            points = [point for point in points if all(map(math.isfinite, point))]
-            found[label] = fit_power_law([x for x, _ in points], [y for _, y in points])
+        for label, of_line in lines.items():
+            points = [(x.mean(self.x), x.mean(self.y), tuple(self._others(x))) for x in of_line]
+            if baseline is not None:
+                points = [(x, y / scales[at], at) for x, y, at in points if at in scales]
+            found[label] = fit_power_law([x for x, *_ in points], [y for _, y, _ in points])
         return found
+
+    def _others(self, result: Comparison) -> list[str]:
+        """The labels of a result without that of its line."""
+        return [label for axis, label in result.compared.items() if axis != self.lines]
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         measured = [x for x in results if _is_measured(x, self.x) and _is_measured(x, self.y)]

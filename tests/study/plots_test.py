@@ -149,18 +149,33 @@ def test_power_laws_are_drawn_and_reported():
         rows = [{"metrics": {"loss": 8 * size**-0.5}, "parameters": size}] * 2
         return Comparison({"model": model, "size": str(size)}, {}, rows)
 
-    results = [result("a", size) for size in (1, 4, 16)] + [result("b", 4), result("b", 16)]
-    where = {"size": ("4", "16")}
+    results = [result("a", size) for size in (1, 4, 16, 64)]
+    results += [result("b", size) for size in (4, 16, 64)]
+    where = {"size": ("4", "16", "64")}
     plot = PowerLawPlot("loss", "parameters", lines="model", highlighted={"a": "C0"}, where=where)
     axes = draw("A study", [plot], results).axes[0]
     line = next(x for x in axes.lines if x.get_linestyle() == "-")
-    assert line.get_ydata() == pytest.approx([4.0, 2.0])  # of the selected sizes only
+    assert line.get_ydata() == pytest.approx([4.0, 2.0, 1.0])  # of the selected sizes only
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
     assert {text.get_text() for text in axes.texts} == {"a", "b"}
     assert {name: round(fit.exponent, 6) for name, fit in plot.fits(results).items() if fit} == {
         "a": 0.5,
         "b": 0.5,
     }
+
+
+def test_exponents_are_compared_at_the_same_labels():
+    def result(model: str, size: int, parameters: int, loss: float) -> Comparison:
+        rows = [{"metrics": {"loss": loss}, "parameters": parameters}]
+        return Comparison({"model": model, "size": str(size)}, {}, rows)
+
+    sizes = (1, 4, 16, 64)
+    results = [result("a", size, 100 * size, (5 + size % 3) * size**-0.1) for size in sizes]
+    results += [result("b", size, 90 * size, (5 + size % 3) * size**-0.3) for size in sizes[1:]]
+    fits = PowerLawPlot("loss", "parameters", lines="model").fits(results, "a")
+    assert fits["b"] is not None
+    assert fits["b"].exponent == pytest.approx(0.2)  # exact, since deviations are those of "a"
+    assert fits["b"].interval == pytest.approx((0.2, 0.2))
 
 
 def test_plots_show_only_the_results_with_their_labels():

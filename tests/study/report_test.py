@@ -48,19 +48,28 @@ def test_a_metric_that_no_evaluation_has_is_named():
 
 
 def test_exponents_of_power_laws_are_reported():
-    def result(size: int) -> Comparison:
-        loss = 0.8 * size**-0.5
-        return Comparison(
-            {"model": "one", "size": str(size)}, {}, [row((1 - loss,)) | {"parameters": size}]
-        )
+    def result(model: str, size: int, exponent: float) -> Comparison:
+        loss = 0.8 * size**-exponent
+        compared = {"model": model, "size": str(size)}
+        return Comparison(compared, {}, [row((1 - loss,)) | {"parameters": size}])
 
-    results = [result(size) for size in (1, 10, 100)]
-    results += [Comparison({"model": "two", "size": "1"}, {}, [row((0.5,))])]
+    results = [result("one", size, 0.5) for size in (1, 10, 100)]
+    results += [result("two", 1, 0.5)]
+    results += [result("three", size, 0.7) for size in (1, 10, 100)]
     plot = PowerLawPlot("loss", "parameters", lines="model")
-    axes = {"model": {"one": {}, "two": {}}, "size": {str(x): {} for x in (1, 10, 100)}}
-    parts = paragraphs(replace(PLAIN, axes=axes, plots=(plot,)), results, [])
-    at = next(place for place, part in enumerate(parts) if part.startswith("Power laws: loss"))
-    lines = parts[at + 1].splitlines()
-    assert lines[0] == "| model | b |"
-    assert lines[2] == "| one | 0.5000 [0.5000, 0.5000] |"
-    assert lines[3] == "| two |  |"
+    models = {"one": {}, "two": {}, "three": {}}
+    axes = {"model": models, "size": {str(x): {} for x in (1, 10, 100)}}
+
+    def lines(**changes) -> list[str]:
+        study = replace(PLAIN, axes=axes, plots=(plot,), **changes)
+        parts = paragraphs(study, results, [])
+        at = next(place for place, part in enumerate(parts) if part.startswith("Power laws: loss"))
+        return parts[at + 1].splitlines()
+
+    head, _, *rows = lines()
+    assert head == "| model | b |"
+    assert rows[:2] == ["| one | 0.5000 [0.5000, 0.5000] |", "| two |  |"]
+    head, _, *rows = lines(baseline="one")
+    assert head == "| model | b | difference |"
+    assert rows[0] == "| one | 0.5000 [0.5000, 0.5000] |  |"
+    assert rows[2] == "| three | 0.7000 [0.7000, 0.7000] | 0.2000 [0.2000, 0.2000] |"

@@ -59,6 +59,24 @@ def test_weights_are_matched_by_layer():
     )
 
 
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_projections_of_queries_keys_and_values_are_those_of_heads(num_kv_heads):
+    grouped = Layers("gqa", options={"num_kv_heads": num_kv_heads})
+    source = model(grouped)
+    sizes = {"key_depth": 8, "value_depth": 8}
+    ours = config((Layers("deltanet", options=sizes), grouped))
+    shared = shared_weights(ours, source)
+    new = {name.split(".")[3] for name in new_parameters(ours, source.config)}
+    assert new == {"beta", "convolutions", "norm"}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 16)), jnp.float32)
+    wanted = of_layer(source, 2).attention.heads(x)
+    for name, array in zip(("query", "key", "value"), wanted, strict=True):
+        kernel = shared[f"blocks.0.attention.{name}.kernel.value"][1]
+        found = (x @ kernel).reshape(5, 2, 8)
+        repeated = jnp.repeat(array, 2 // array.shape[-2], -2)
+        np.testing.assert_allclose(found, repeated, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 6. Which mechanism when
 #
-# A mechanism is a compromise between what a state remembers and what it costs. This notebook reads
+# A mechanism is a compromise between the capacity of its state and its cost. This notebook reads
 # the committed results of this repository's studies: nothing is trained. The studies are small, for
 # two CPU cores; `docs/studies.md` describes each, with the command that repeats it.
 
@@ -35,7 +35,7 @@ def load(name):
 
 
 # %% [markdown]
-# ## What it costs
+# ## Cost
 #
 # Bytes of state of one sequence, in float32, for the models of the study of language models: four
 # layers of width 128. Softmax attention caches the keys and values of all tokens. A hybrid with
@@ -99,8 +99,8 @@ study, results = load("recall")
 draw(study.title, study.plots, results)
 
 # %% [markdown]
-# Mechanisms that cache something of every key answer everything. Among states of constant size,
-# which is the smallest that answers 90% of the queries? A second study changes the sizes, features
+# Softmax attention, also with one key/value head, MLA and L1 attention answer everything. Among
+# states of constant size, which is the smallest that answers 90% of the queries? A second study changes the sizes, features
 # and decay of log-attention, and the sizes of the delta rule.
 
 # %%
@@ -137,7 +137,7 @@ draw(study.title, study.plots, results)
 #
 # | task | choice |
 # |---|---|
-# | text, long streams, many sequences | a constant state, such as log-attention with decay |
+# | text, long streams, many sequences | a constant state: log-attention with decay, Mamba-2, Gated DeltaNet |
 # | recall of some facts in constant memory | log-attention with slots, or the delta rule |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
 # | recall or copying of everything | softmax attention, at least in some layers |

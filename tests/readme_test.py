@@ -277,6 +277,8 @@ def test_language_models_are_those_of_the_study():
     assert {verdicts[name, "loss"] for name in (*others, *hybrids)} == {"no difference"}
     added = [differences[name, "loss"].mean for name in worse]
     assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_TEXT
+    added = differences["log, slots", "loss"]
+    assert f"but its loss on text is {added.mean:.3f} larger" in README_TEXT
     for name in (*worse[1:], *others):
         words = name.removeprefix("softmax, ").replace("rotary", "rotary positions")
         assert f"{words} ({results[name].mean('loss'):.3f})" in README_TEXT
@@ -299,11 +301,11 @@ def test_recall_figures_are_those_of_the_study():
     for width in ("32", "64"):
         for name in ("softmax", "gqa", "mla", "l1"):
             assert accuracy[name, width] > 0.99
-    assert 1.7 < accuracy["log", "64"] / accuracy["linear", "64"] < 2.3
     log, linear, rmt = (f"{100 * accuracy[x, '64']:.0f}%" for x in ("log", "linear", "rmt"))
     assert f"log-attention answers {log} of the queries" in README_TEXT
-    others = f"with a state of the same size {linear}, `rmt` with a smaller state {rmt}"
-    assert others in README_TEXT
+    assert f"log-attention of width 64 answers {log} of the queries" in STUDY_TEXT
+    others = f"with a state of the same size {linear}, the recurrent memory (`rmt`)"
+    assert f"{others} with a smaller state {rmt}" in STUDY_TEXT
     of_bytes = {tuple(x.compared.values()): x.mean("state_bytes") for x in results}
     assert of_bytes["log", "64"] == of_bytes["linear", "64"] > of_bytes["rmt", "64"]
     cache = of_bytes["softmax", "64"]
@@ -321,7 +323,7 @@ def test_recall_figures_are_those_of_the_study():
     assert f"of width 32 answers {100 * accuracy['mamba2', '32']:.0f}%, in twice" in STUDY_TEXT
     assert 2 < of_bytes["mamba2", "32"] / of_bytes["softmax", "32"] < 2.3
     window = f"{100 * accuracy['log_window', '64']:.0f}%"
-    assert f"(`log_window`) answers {window}" in STUDY_TEXT
+    assert f"(`log_window`) {window}" in STUDY_TEXT
     log, linear = (
         next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])
         for name in ("log", "linear")
@@ -363,11 +365,12 @@ def test_features_and_slots_are_those_of_the_study():
     assert f"in a state {100 * size[slots] / size['log'] - 100:.0f}% larger" in README_TEXT
     said = {name: f"{100 * x:.0f}%" for name, x in accuracy.items()}
     text = " ".join(STUDY_PAGE.split())
-    assert f"64 slots of 16 values answer {said[slots]} of the queries" in text
+    assert accuracy[slots] > 0.99
+    assert "64 slots of 16 values answer more than 99% of the queries" in text
     assert f"log-attention answers {said['log']} with a state of nearly the same size" in text
     assert f"one head, with a smaller state, answers {said[one]}." in text
     assert f"16 x 16 answers {said[delta]}." in text
-    assert f"log-attention answers {said[slots]} in a state" in README_TEXT
+    assert "log-attention answers more than 99% in a state" in README_TEXT
     assert size[delta] < size[slots] / 2
     assert f"DeltaNet answers {said[delta]} in less than half of it" in README_TEXT
 
@@ -386,7 +389,15 @@ def test_ablation_figures_are_those_of_the_study():
     assert f"Without decay it is {added[0]} larger, and {added[1]} in windows of 1024" in text
     alone = of["windows of 16 only"]
     assert f"alone reach {alone.mean('loss'):.3f}, and {alone.mean('loss_1024'):.3f}" in text
-    assert all(x.mean("loss") > whole.mean("loss") for x in of.values())
+    assert f"unchanged, the model reaches {whole.mean('loss'):.3f}" in text
+    added = {name: x.mean("loss") - whole.mean("loss") for name, x in of.items()}
+    small = {name for name, x in added.items() if abs(x) < 0.005}
+    assert small == {
+        *("log-values", "gated", "normalized queries and keys", "2 heads"),
+        "6 layers of width 104",
+    }
+    others = added.keys() - small - {"no convolution", "no decay", "windows of 16 only"}
+    assert {f"{f([added[x] for x in others]):.3f}" for f in (min, max)} == {"0.009", "0.024"}
 
 
 def test_shakespeare_figures_are_those_of_the_study():
@@ -394,10 +405,13 @@ def test_shakespeare_figures_are_those_of_the_study():
     losses = {result.compared["mechanism"]: result.mean("loss") for result in results}
     assert len(losses) == 19
     text = " ".join(STUDY_PAGE.split())
-    assert "best of nineteen" in text
+    assert "smallest loss of these nineteen" in text
     best = sorted(losses, key=lambda name: losses[name])[:2]
     assert sorted(best) == ["log, decay by feature", "log, decay by head"]
-    assert f"at {losses[best[0]]:.3f}; softmax attention reaches {losses['softmax']:.3f}" in text
+    assert (
+        f"attention, {losses[best[0]]:.3f}; softmax attention reaches {losses['softmax']:.3f}"
+        in text
+    )
     spread = max(losses.values()) - min(losses.values())
     assert f"within {np.ceil(1e3 * spread) / 1e3:.3f} nats" in text
 
@@ -458,11 +472,8 @@ def test_state_tracking_figures_are_those_of_the_study():
     assert found[negative[0]]["parity", "accuracy"] > 0.9999
     longer = f"{100 * found[negative[0]]['parity', 'accuracy_256']:.0f}%"
     assert f"that of 256 bits with {longer} accuracy" in STUDY_TEXT
-    assert all(of["permutations", "accuracy_256"] < 0.15 for of in found.values())
+    assert all(of["permutations", "accuracy_128"] < 0.3 for of in found.values())
     assert all(of["modulo 5", "accuracy_256"] < 0.33 for of in found.values())
-    sums = {name: of["modulo 5", "accuracy"] for name, of in found.items()}
-    assert max(sums, key=lambda name: sums[name]) == "log"
-    assert f"is the best there, with {sums['log']:.2f}." in STUDY_TEXT
 
 
 def test_shared_contexts_are_those_of_the_results():

@@ -18,11 +18,10 @@ COST_LABELS = {
     "parameters": "parameters",
     "tokens": "training tokens",
     "flops": "training FLOPs",
-    "seconds": "training time (seconds)",
 }
 LINES_HEIGHT = 5.5  # inches
 BARS = "bars: from the lowest to the highest seed"
-Cost = Literal["state_bytes", "parameters", "tokens", "flops", "seconds"]
+Cost = Literal["state_bytes", "parameters", "tokens", "flops"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +154,7 @@ class Points(LinePlot):
 
     Attributes:
       y: a metric.
-      x: "state_bytes", "parameters", "tokens", "flops" or "seconds"; results without it are
-        omitted.
+      x: "state_bytes", "parameters", "tokens" or "flops"; results without it are omitted.
       frontier: whether to draw the best value that is attained with at most a cost (the Pareto
         frontier), and to name only its lines and the highlighted ones; others are gray points.
     """

@@ -9,7 +9,8 @@ in the folders WORKDIR-transfer and WORKDIR; the same command resumes them. A ta
 teacher and both stages.
 
 Further options set fields of both runs, as for train.py: --training.log-every 10, --mesh.fsdp 8.
-Those of --optimizer are of stage 2. On several hosts run the same command on each: docs/pods.md.
+`--optimizer` options apply to stage 2 only. On several hosts run the same command on each:
+docs/pods.md.
 """
 
 import json
@@ -20,6 +21,7 @@ from typing import Annotated, TypeAlias
 
 import jax
 import numpy as np
+import pydantic
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -41,7 +43,12 @@ from heinsen_jax.models.conversion import new_parameters
 from heinsen_jax.models.layers import parse_pattern, single_layers
 from heinsen_jax.run_folder import opened
 from heinsen_jax.train import run_experiment
-from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
+from heinsen_jax.training.checkpoint import (
+    CONFIG_FILE,
+    Checkpoints,
+    load_architecture,
+    load_run,
+)
 from heinsen_jax.training.cross_entropy import token_losses
 from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.optimizer import OptimizerConfig
@@ -59,6 +66,8 @@ Stage: TypeAlias = tuple[str, str, ExperimentConfig]
 """Name, folder and experiment of a stage."""
 CONTEXTS = 1024, 32_768
 """Contexts, in tokens, at which states are compared."""
+COMPUTATION = {f"__model.{name}" for name in ("dtype", "remat", "no_remat", "remat_policy")}
+"""Fields of the model that do not change its architecture."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +102,9 @@ class Options:
     ] = None
     restart: Annotated[
         bool, tyro.conf.arg(help="repeat both stages; earlier runs are moved into subfolders")
+    ] = False
+    allow_change: Annotated[
+        bool, tyro.conf.arg(help="resume runs although data or settings of theirs have changed")
     ] = False
     divergence_weight: Annotated[
         float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
@@ -243,9 +255,14 @@ class Result:
 
 
 def _result(
-    name: str, folder: str, dataset: Dataset, experiment: ExperimentConfig, tokens: int = 0
+    name: str,
+    folder: str,
+    dataset: Dataset,
+    experiment: ExperimentConfig,
+    tokens: int = 0,
+    best: bool = True,
 ) -> Result:
-    model, _, _ = load_run(folder, best=not tokens)  # as training loads teachers, and its start
+    model, _, _ = load_run(folder, best=best)
     settings, _ = with_documents(experiment.data, dataset, model.config)
     experiment = replace(experiment, model=model.config, data=settings)
     metrics = evaluate_model(model, dataset, experiment, experiment.training.evaluation_batches)
@@ -260,7 +277,8 @@ def _results(options: Options, stages: Sequence[Stage], dataset: Dataset) -> lis
     results, tokens = [_result("teacher", options.model, dataset, experiment)], 0
     for name, workdir, stage in stages:
         tokens += stage.training.steps * tokens_per_update(stage.data)
-        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens))
+        best = stage is experiment  # stage 2 starts from the latest checkpoint of stage 1
+        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens, best))
     return results
 
 
@@ -292,15 +310,22 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
     options = replace(options, model=_absolute(options.model), workdir=_absolute(options.workdir))
     with distributed.together():
         for option in overrides:
-            name = option.replace("-", "_")
-            if name.startswith(("__distillation", "__training.steps", "__model")):
+            name = option.partition("=")[0].replace("-", "_")
+            is_own = name.startswith(("__distillation", "__training.steps", "__model"))
+            if is_own and name not in COMPUTATION:
                 raise UserError(f"{option}: leave it out; --help lists the options of both stages")
-        stages = _stages(_teacher(options), options, overrides)
+        try:
+            stages = _stages(_teacher(options), options, overrides)
+        except pydantic.ValidationError as error:
+            raise UserError(explain(error)) from None
+        if not options.restart:
+            _check_start(stages)
     is_first = jax.process_index() == 0
     for name, workdir, experiment in stages:
         if is_first:
             print(f"{name}: {workdir}", flush=True)
-        result = run_experiment(experiment, workdir, restart=options.restart)
+        changes = {"restart": options.restart, "allow_change": options.allow_change}
+        result = run_experiment(experiment, workdir, **changes)
         if result.signal is not None:
             return 128 + result.signal
     with distributed.process_0_first():
@@ -317,8 +342,25 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
     return 0
 
 
+def _check_start(stages: Sequence[Stage]) -> None:
+    """Check that a stage 2 that is resumed has started from the end of this stage 1."""
+    *before, (_, workdir, _) = stages
+    for _, folder, experiment in before:
+        with opened(workdir) as run:
+            if not run.checkpoints.is_dir():
+                return
+        with opened(folder) as run, Checkpoints(run, read_only=True) as checkpoints:
+            step, steps = checkpoints.latest_step(), experiment.training.steps
+        if step != steps:
+            raise UserError(
+                f"--workdir {workdir} holds a stage 2 of another stage 1: {folder} has {step} of "
+                f"{steps} updates; give --restart to repeat both, or the earlier --transfer-steps"
+            )
+
+
 def _teacher(options: Options) -> ExperimentConfig:
     """The teacher's experiment, with the data to train on."""
+    load_architecture(options.model)  # its errors say what the folder is
     with opened(options.model) as run:
         teacher = load_config(run.files / CONFIG_FILE)
         has_text = (run.files / DATA_FILE).exists()
@@ -349,6 +391,7 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
     base = replace(
         teacher,
         model=model,
+        seed=teacher.seed + 1,  # other batches than those of the teacher
         optimizer=replace(teacher.optimizer, warmup_steps=warmup),
         training=replace(teacher.training, steps=options.steps, z_loss=0.0),
     )
@@ -363,6 +406,7 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
         base = replace(base, model=with_lora(model, options.lora_rank))
         tuning = replace(tuning, trained="new")
     tuned = override(replace(base, distillation=tuning), overrides)
+    tuned = replace(tuned, seed=tuned.seed + 1)  # other batches than those of stage 1
     return [*stages, ("stage 2", options.workdir, tuned)]
 
 

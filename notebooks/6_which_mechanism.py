@@ -100,8 +100,8 @@ draw(study.title, study.plots, results)
 
 # %% [markdown]
 # Softmax attention, also with one key/value head, MLA and L1 attention answer everything. Among
-# states of constant size, which is the smallest that answers 90% of the queries? A second study changes the sizes, features
-# and decay of log-attention, and the sizes of the delta rule.
+# states of constant size, which is the smallest that answers 90% of the queries? A second study
+# changes the sizes, features and decay of log-attention, and the sizes of the delta rule.
 
 # %%
 study, results = load("recall_features")
@@ -137,7 +137,7 @@ draw(study.title, study.plots, results)
 #
 # | task | choice |
 # |---|---|
-# | text, long streams, many sequences | a constant state: log-attention with decay, Mamba-2, Gated DeltaNet |
+# | text, long streams | log-attention with decay, Mamba-2, or Gated DeltaNet |
 # | recall of some facts in constant memory | log-attention with slots, or the delta rule |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
 # | recall or copying of everything | softmax attention, at least in some layers |

@@ -13,7 +13,7 @@
 #
 # A trained model with softmax attention is converted into one with a state of constant size. No
 # pretrained weights are downloaded here: a small Llama is trained first, for a minute, and written
-# in the format of the library transformers. A real checkpoint takes its place as it is.
+# in the format of the library transformers. A real checkpoint is imported in the same way.
 
 # %%
 import tempfile
@@ -68,7 +68,7 @@ run_experiment(teacher, WORK / "teacher")
 model, tokenizer, _ = load_text_run(WORK / "teacher")
 
 # %% [markdown]
-# ## Out to transformers, and in again
+# ## Export and import
 #
 # `to_pretrained` writes `config.json`, `model.safetensors` and `tokenizer.json`, which
 # `AutoModelForCausalLM.from_pretrained` of transformers loads, too. The round trip is exact.
@@ -111,7 +111,7 @@ plt.yscale("log")
 plt.grid(alpha=0.3)
 
 # %% [markdown]
-# ## It writes
+# ## Generate text
 #
 # The linearized model continues the same prompt. Its state has the same size after any number of
 # tokens, where the keys and values of the teacher grow.

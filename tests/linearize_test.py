@@ -1,6 +1,7 @@
 """A trained model with softmax attention becomes one with a state of constant size."""
 
 import json
+import re
 import shutil
 import sys
 from dataclasses import replace
@@ -121,10 +122,14 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert load_config(workdir / "config.json").training.log_every == 10
     first = load_config(f"{workdir}{linearize.TRANSFER_SUFFIX}/config.json")
     assert (first.optimizer.weight_decay, first.training.steps) == (0.0, 40)
+    seeds = chosen.seed, first.seed, load_config(workdir / "config.json").seed
+    assert len(set(seeds)) == 3, "batches of the teacher and of both stages differ"
     capsys.readouterr()
     assert command(monkeypatch, *arguments) == 0  # finished runs are not repeated
     said = capsys.readouterr().out
     assert said.count("nothing is left to train") == 2
+    assert command(monkeypatch, *arguments, "--transfer-steps", "50") == 2
+    assert f"{workdir}-transfer has 40 of 50 updates; give --restart" in capsys.readouterr().err
     assert command(monkeypatch, *arguments, "--transfer-steps", "50", "--restart") == 0
     found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     assert found[1]["tokens"] == 50 * 256
@@ -178,6 +183,7 @@ def test_a_teacher_without_text_needs_data(small, tmp_path, monkeypatch, capsys)
     teacher.mkdir()
     record(teacher, small, data.load(small.data))
     (teacher / "data_manifest.json").unlink()
+    (teacher / "checkpoints").mkdir()
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "w")]
     assert command(monkeypatch, *arguments) == 2
     assert "--data is missing" in capsys.readouterr().err
@@ -189,6 +195,45 @@ def test_text_for_a_task_is_refused(tmp_path, monkeypatch, capsys):
     dataset, teacher = data.load(task.data), tmp_path / "teacher"
     teacher.mkdir()
     record(teacher, task, dataset)
+    (teacher / "checkpoints").mkdir()
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "w"), "--data", "a.txt"]
     assert command(monkeypatch, *arguments) == 2
     assert "--data a.txt" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
+    arguments = ["--model", str(tmp_path), "--workdir", str(tmp_path / "w")]
+    assert command(monkeypatch, *arguments) == 2
+    assert f"{tmp_path} holds no run (config.json is missing)" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
+    assert command(monkeypatch, *arguments) == 2
+    said = f"is a checkpoint of transformers, not a run: import it with .* import {tmp_path}"
+    assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--lora-rank", "0", "lora_rank: .*greater than 0"),
+        ("--divergence-weight", "2", "divergence_weight: .*less than or equal to 1"),
+        ("--transfer-learning-rate", "0", "learning_rate: .*greater than 0"),
+        ("--transfer-steps", "-1", "--transfer-steps at least 0"),
+        ("--model.num-layers", "2", "--model.num-layers: leave it out"),
+    ],
+)
+def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option, value, said):  # noqa: F811
+    chosen = replace(small, model=replace(small.model, attention="softmax"))
+    teacher = tmp_path / "teacher"
+    (teacher / "checkpoints").mkdir(parents=True)
+    record(teacher, chosen, data.load(chosen.data))
+    arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "w"), option, value]
+    assert command(monkeypatch, *arguments) == 2
+    assert re.search(said, capsys.readouterr().err)
+
+
+def test_the_computation_of_the_model_may_change(small, tmp_path):  # noqa: F811
+    chosen = replace(small, model=replace(small.model, attention="softmax"))
+    options = linearize.Options(model="teacher", workdir=str(tmp_path))
+    overrides = ["--model.dtype", "bfloat16", "--model.remat"]
+    for _, _, stage in linearize._stages(chosen, options, overrides):
+        assert (stage.model.dtype, stage.model.remat) == ("bfloat16", True)

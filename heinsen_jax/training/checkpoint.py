@@ -447,6 +447,12 @@ def read_config(workdir: Path) -> SavedConfig | None:
         raise UserError(f"{path} cannot be read ({error.strerror}): make it readable") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}): restore it or use another workdir") from None
+    if isinstance(config, dict) and "model_type" in config:
+        command = shlex.join(("import", str(workdir), "--workdir", "DIR"))
+        raise UserError(
+            f"{workdir} is a checkpoint of transformers, not a run: import it with "
+            f"`python -m heinsen_jax.interop.transformers {command}`"
+        )
     for name in SavedConfig.__annotations__:
         kind = int if name == "seed" else dict
         if not isinstance(config, dict) or not isinstance(config.get(name), kind):

@@ -21,6 +21,7 @@ IRRELEVANT = {
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "n_ctx"),
     *("attention_dropout", "hidden_dropout", "classifier_dropout", "initializer_range"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
     *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj"),
     *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
     *("use_cache", "pretraining_tp", "reorder_and_upcast_attn", "is_decoder"),

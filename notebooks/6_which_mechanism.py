@@ -114,12 +114,12 @@ for result in sorted(good, key=lambda result: result.mean("state_bytes")):
 # ## Copying
 #
 # Recall in order: trained on strings of 5 to 20 letters, tested on longer ones. A state of constant
-# size is full at some length; a cache is not.
+# size is full at some length; a cache is not. Selective copying also needs to ignore noise, and
+# induction to find one token.
 
 # %%
 study, results = load("copying")
-of_copying = [result for result in results if result.compared["task"] == "copying"]
-draw(study.title, study.plots[:1], of_copying)
+draw(study.title, study.plots, results)
 
 # %% [markdown]
 # ## State tracking

@@ -1,0 +1,101 @@
+"""A linearized model, of an imported teacher, serves as any other run does."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_eval.api.instance import Instance
+
+from heinsen_jax import evaluate, linearize
+from heinsen_jax.chat import Chat
+from heinsen_jax.generate import complete, generate
+from heinsen_jax.generate.__main__ import main as generate_main
+from heinsen_jax.interop.harness import HarnessModel
+from heinsen_jax.interop.hub import from_pretrained, save_pretrained
+from heinsen_jax.interop.transformers.__main__ import import_model
+from heinsen_jax.training.checkpoint import load_run
+from tests.conftest import GOLDEN_FOLDER
+from tests.models.small import apply
+
+pytestmark = pytest.mark.xdist_group("interop")
+
+
+@pytest.fixture(scope="module")
+def linearized(tmp_path_factory) -> Path:
+    """A run with a window and log-attention, and a layer of the teacher, after two updates of each stage,
+    with low-rank additions."""
+    folder = tmp_path_factory.mktemp("linearized")
+    text = folder / "text.txt"
+    text.write_text("attention of constant cost\n" * 100)
+    teacher = import_model(str(GOLDEN_FOLDER / "transformers/qwen2"), folder / "teacher")
+    options = linearize.Options(
+        model=str(teacher),
+        workdir=str(folder / "linear"),
+        data=str(text),
+        attention="log_window:window_size=4",
+        keep=("1",),
+        transfer_steps=2,
+        steps=2,
+        lora_rank=2,
+    )
+    sizes = {"data.sequence-length": 16, "data.batch-size": 2, "data.cache": folder / "cache"}
+    sizes |= {"training.evaluation-batches": 2, "data.validation-fraction": 0.2}
+    overrides = [word for name, x in sizes.items() for word in (f"--{name}", str(x))]
+    assert linearize.linearize(options, overrides) == 0
+    return folder / "linear"
+
+
+def test_generation_is_that_of_a_pass_over_all_tokens(linearized, monkeypatch, capsys):
+    model, tokenizer, _ = load_run(linearized)
+    assert model.config.layer_pattern == ("log_window", "gqa")
+    prompt = [*tokenizer.start_ids, *tokenizer.encode("attention of")]
+    ids = generate(model, jnp.array(prompt), 4, top_k=1, num_tokens=tokenizer.vocab_size)
+    tokens = jnp.array([*prompt, *ids.tolist()])
+    logits = apply(model, tokens)[len(prompt) - 1 : -1, : tokenizer.vocab_size]
+    np.testing.assert_array_equal(ids, jnp.argmax(logits, -1))
+    ((text,),) = complete(model, tokenizer, ["attention of"], 4, top_k=1)
+    assert text == tokenizer.decode(ids.tolist())
+    command = ["--workdir", str(linearized), "--prompt", "attention of", "--max-new-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", ["generate", *command, "--top-k", "1"])
+    assert generate_main() == 0
+    assert capsys.readouterr().out.strip() == f"attention of{text}".strip()
+
+
+def test_chat_continues_from_its_state(linearized):
+    model, tokenizer, _ = load_run(linearized)
+    one, other = (Chat(model, tokenizer, 4, 0.7, 1, 0) for _ in range(2))
+    assert "".join(one.answer("cost")) == "".join(other.answer("cost"))
+    assert one.turns == 1
+
+
+def test_evaluation_repeats_the_loss_of_the_table(linearized, monkeypatch, capsys):
+    (row,) = re.findall(r'"loss": ([\d.]+)', (linearized / linearize.RESULTS_FILE).read_text())[-1:]
+    arguments = ["evaluate", "--workdir", str(linearized), "--max-batches", "2"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert evaluate.main() == 0
+    assert f"loss: {float(row):.4f}" in capsys.readouterr().out
+
+
+def test_the_hub_has_the_same_model(linearized, tmp_path):
+    model, tokenizer, _ = load_run(linearized)
+    again, other = from_pretrained(save_pretrained(linearized, tmp_path / "model"))
+    tokens = jnp.array(tokenizer.encode("attention of constant cost"))
+    np.testing.assert_array_equal(apply(again, tokens), apply(model, tokens))
+    assert other.fingerprint == tokenizer.fingerprint
+    assert other.config() == tokenizer.config()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_the_harness_scores_continuations(linearized):
+    adapter = HarnessModel(str(linearized))
+    pair = "attention of", " constant cost"
+    instance = Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0)
+    ((value, _),) = adapter.loglikelihood([instance])
+    prompt, tokens = adapter.tok_encode(pair[0]), jnp.array(adapter.tok_encode("".join(pair)))
+    logits = apply(adapter.model, tokens[:-1])
+    values = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], -1)
+    assert value == pytest.approx(float(values[len(prompt) - 1 :].sum()), abs=1e-3)

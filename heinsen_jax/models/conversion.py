@@ -96,18 +96,19 @@ def _matched(
                 f"model.{field.name}={ours!r} differs from {theirs!r} of the model with the "
                 "weights: make them equal; only attention layers may differ"
             )
-    known, ours, theirs = _parameters(source), config.abstract_layers(), source.abstract_layers()
+    known = _parameters(source)
+    layers, of_source = config.abstract_layers(), source.abstract_layers()
     found: dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]] = {}
     for name, leaf in _parameters(config).items():
         if (in_block := _IN_BLOCK.fullmatch(name)) is None:
             places, shape = [_Place(name)], leaf.shape
         else:
             places, shape = [], leaf.shape[1:]
-            for layer in range(int(in_block[1]), config.num_layers, len(ours)):
-                pair = ours[int(in_block[1])], theirs[layer % len(theirs)]
+            first, period = int(in_block[1]), len(of_source)
+            for layer in range(first, config.num_layers, len(layers)):
+                pair = layers[first], of_source[layer % period]
                 rest, columns = _in_layer(in_block[2], *pair)
-                name_of_source = f"blocks.{layer % len(theirs)}.{rest}"
-                places.append(_Place(name_of_source, layer // len(theirs), columns))
+                places.append(_Place(f"blocks.{layer % period}.{rest}", layer // period, columns))
         is_known = all(place.shape(known) == shape for place in places)
         found[name] = leaf, places if is_known else []
     return found

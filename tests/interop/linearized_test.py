@@ -26,8 +26,8 @@ pytestmark = pytest.mark.xdist_group("interop")
 
 @pytest.fixture(scope="module")
 def linearized(tmp_path_factory) -> Path:
-    """A run with a window and log-attention, and a layer of the teacher, after two updates of each stage,
-    with low-rank additions."""
+    """A run with a window and log-attention, and a layer of the teacher, after two updates of each
+    stage, with low-rank additions."""
     folder = tmp_path_factory.mktemp("linearized")
     text = folder / "text.txt"
     text.write_text("attention of constant cost\n" * 100)

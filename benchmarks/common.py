@@ -32,12 +32,12 @@ def with_implementation(config: LanguageModelConfig, name: str) -> LanguageModel
 
 
 def interleaved_medians(
-    functions: dict[str, Callable[[], Any]], repeats: int, seconds: float = 0.4, least: int = 3
+    functions: dict[str, Callable[[], Any]], repeats: int, seconds: float = 0.4, min_calls: int = 3
 ) -> dict[str, float]:
     """Return the median seconds of each function, interleaved so that disturbances affect all.
 
     Each function runs for about the same time per repeat: one call that is not counted, since the
-    other functions occupied the caches and memory, then at least `least`, until `seconds` have
+    other functions occupied the caches and memory, then at least `min_calls`, until `seconds` have
     passed.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
@@ -45,7 +45,7 @@ def interleaved_medians(
         for name, function in functions.items():
             jax.block_until_ready(function())
             began, calls = time.perf_counter(), 0
-            while calls < least or time.perf_counter() < began + seconds:
+            while calls < min_calls or time.perf_counter() < began + seconds:
                 start = time.perf_counter()
                 jax.block_until_ready(function())
                 times[name].append(time.perf_counter() - start)

@@ -104,7 +104,7 @@ class Options:
         bool, tyro.conf.arg(help="repeat both stages; earlier runs are moved into subfolders")
     ] = False
     allow_change: Annotated[
-        bool, tyro.conf.arg(help="resume runs although data or settings of theirs have changed")
+        bool, tyro.conf.arg(help="resume runs although their data or settings have changed")
     ] = False
     divergence_weight: Annotated[
         float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
@@ -353,8 +353,8 @@ def _check_start(stages: Sequence[Stage]) -> None:
             step, steps = checkpoints.latest_step(), experiment.training.steps
         if step != steps:
             raise UserError(
-                f"--workdir {workdir} holds a stage 2 of another stage 1: {folder} has {step} of "
-                f"{steps} updates; give --restart to repeat both, or the earlier --transfer-steps"
+                f"--workdir {workdir} holds a stage 2 of another stage 1: {folder} has {step or 0} "
+                f"of {steps} updates; give --restart, or the earlier --transfer-steps"
             )
 
 

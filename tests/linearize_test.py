@@ -151,8 +151,11 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     teacher.mkdir()
     train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
+    arguments += ["--model.dtype", "bfloat16", "--model.remat"]  # not of the architecture
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
     assert not (tmp_path / f"linear{linearize.TRANSFER_SUFFIX}").exists()
+    student = load_config(tmp_path / "linear/config.json").model
+    assert (student.dtype, student.remat) == ("bfloat16", True)
 
 
 def test_low_rank_additions_leave_the_matrices_of_the_teacher(small, tmp_path, monkeypatch):  # noqa: F811
@@ -229,11 +232,3 @@ def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option,
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "w"), option, value]
     assert command(monkeypatch, *arguments) == 2
     assert re.search(said, capsys.readouterr().err)
-
-
-def test_the_computation_of_the_model_may_change(small, tmp_path):  # noqa: F811
-    chosen = replace(small, model=replace(small.model, attention="softmax"))
-    options = linearize.Options(model="teacher", workdir=str(tmp_path))
-    overrides = ["--model.dtype", "bfloat16", "--model.remat"]
-    for _, _, stage in linearize._stages(chosen, options, overrides):
-        assert (stage.model.dtype, stage.model.remat) == ("bfloat16", True)

@@ -324,6 +324,10 @@ def test_recall_figures_are_those_of_the_study():
     assert 2 < of_bytes["mamba2", "32"] / of_bytes["softmax", "32"] < 2.3
     window = f"{100 * accuracy['log_window', '64']:.0f}%"
     assert f"(`log_window`) {window}" in STUDY_TEXT
+    study = replace(load_study(ROOT / "configs/studies/recall.py"), baseline="log")
+    verdicts = {tuple(x.compared.values()): x.verdict for x in differences_of(study, results)}
+    for name in ("linear", "rmt", "log_window"):
+        assert verdicts[name, "64"] == "no difference"
     log, linear = (
         next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])
         for name in ("log", "linear")
@@ -463,6 +467,10 @@ def test_copying_figures_are_those_of_the_study():
         name for (name, *at), x in accuracy.items() if at == ["induction", 1024] and x > 0.98
     }
     assert longest == {"softmax", "performer", "log, decay by head", "log, slots"}
+    short = {at[1]: x.mean("accuracy_64") for at, x in results.items() if at[0] == "induction"}
+    assert {name for name, x in short.items() if x < 0.99} == {"sliding_window"}
+    assert results["copying", "fox"].mean("accuracy_20") > 0.9999
+    assert min(results["selective copying", "mamba2"].values("accuracy_64")) < 0.6
 
 
 STATE_TRACKING = {

@@ -1,8 +1,7 @@
 """Base class of mechanisms with queries, keys and values: projections to heads and back."""
 
-import itertools
 from collections.abc import Callable
-from typing import Literal, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,7 @@ from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, StateT
 from heinsen_jax.attention.layers import LayerOptions, dense_options, linear, rms_norm
-from heinsen_jax.typing import (
-    Array,
-    Features,
-    Float,
-    Integer,
-    Keys,
-    Mixed,
-    Query,
-    Values,
-    config_dataclass,
-)
+from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
@@ -132,15 +121,16 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
 
-    def columns(self, part: Literal["query", "key", "value"]) -> Integer[np.ndarray, "_"]:
-        """Columns of the first projection that compute a part, head by head; those of key/value
-        heads are repeated for each query head of their group."""
+    def columns(self) -> dict[str, np.ndarray]:
+        """Columns of the matrix of `project` for the query, key and value of each of num_heads
+        heads: `[N K]`, `[N K]`, `[N V]`. Those of a key/value head are repeated in its group."""
         group = self.num_heads // self.num_kv_heads
-        sizes = {"query": group * self.key_depth, "key": self.key_depth, "value": self.value_depth}
-        ends = dict(zip(sizes, itertools.accumulate(sizes.values()), strict=True))
-        columns = np.arange(self.num_kv_heads * ends["value"]).reshape(self.num_kv_heads, -1)
-        found = columns[:, ends[part] - sizes[part] : ends[part]]
-        return (found if part == "query" else np.repeat(found, group, 0)).ravel()
+        ends = group * self.key_depth, (group + 1) * self.key_depth
+        of_heads = np.arange(self.project.out_features).reshape(self.num_kv_heads, -1)
+        query, key, value = np.split(of_heads, ends, axis=1)
+        shared = {"key": key, "value": value}
+        repeated = {name: np.repeat(x, group, 0).ravel() for name, x in shared.items()}
+        return {"query": query.ravel(), **repeated}
 
     def out_proj(self, y: Mixed) -> Features:
         """`[..., T, N, V]` -> `[..., T, D]`"""

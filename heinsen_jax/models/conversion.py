@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,6 @@ from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
-Part: TypeAlias = Literal["query", "key", "value"]
 MAY_DIFFER = {"attention", "num_heads", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
@@ -119,7 +118,7 @@ def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.nd
     columns, if it is a part of a matrix."""
     part = _PART.fullmatch(name)
     if part and isinstance(ours, MatrixStateAttention) and isinstance(theirs, HeadedAttention):
-        return f"attention.project{part[2]}", theirs.columns(cast(Part, part[1]))
+        return f"attention.project{part[2]}", theirs.columns()[part[1]]
     return name, None
 
 

@@ -237,20 +237,20 @@ class PowerLawPlot(LinePlot):
           baseline: label of a line: fits are to the means relative to this line's, so that the
             exponents are differences to its exponent.
         """
-        selected = [x for x in self.selected(results) if _is_measured(x, self.y)]
-        lines = _by(selected, self.lines)
-        scales = {tuple(self._others(x)): x.mean(self.y) for x in lines.get(baseline or "", ())}
-        found = {}
+        selected = self.selected(results)
+        measured = [x for x in selected if _is_measured(x, self.x) and _is_measured(x, self.y)]
+        lines, found = _by(measured, self.lines), {}
+        of_baseline = {self._scale(x): x.mean(self.y) for x in lines.get(baseline or "", ())}
         for label, of_line in lines.items():
-            points = [(x.mean(self.x), x.mean(self.y), tuple(self._others(x))) for x in of_line]
             if baseline is not None:
-                points = [(x, y / scales[at], at) for x, y, at in points if at in scales]
-            found[label] = fit_power_law([x for x, *_ in points], [y for _, y, _ in points])
+                of_line = [x for x in of_line if self._scale(x) in of_baseline]
+            y = [x.mean(self.y) / of_baseline.get(self._scale(x), 1.0) for x in of_line]
+            found[label] = fit_power_law([x.mean(self.x) for x in of_line], y)
         return found
 
-    def _others(self, result: Comparison) -> list[str]:
+    def _scale(self, result: Comparison) -> tuple[str, ...]:
         """The labels of a result without that of its line."""
-        return [label for axis, label in result.compared.items() if axis != self.lines]
+        return tuple(label for axis, label in result.compared.items() if axis != self.lines)
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         measured = [x for x in results if _is_measured(x, self.x) and _is_measured(x, self.y)]

@@ -1,6 +1,6 @@
 """A linearized model, of an imported teacher, serves as any other run does."""
 
-import re
+import json
 import sys
 from pathlib import Path
 
@@ -65,19 +65,23 @@ def test_generation_is_that_of_a_pass_over_all_tokens(linearized, monkeypatch, c
     assert capsys.readouterr().out.strip() == f"attention of{text}".strip()
 
 
-def test_chat_continues_from_its_state(linearized):
+def test_chat_has_the_state_of_a_pass_over_all_tokens(linearized):
     model, tokenizer, _ = load_run(linearized)
-    one, other = (Chat(model, tokenizer, 4, 0.7, 1, 0) for _ in range(2))
-    assert "".join(one.answer("cost")) == "".join(other.answer("cost"))
-    assert one.turns == 1
+    chat = Chat(model, tokenizer, 4, 0.7, 1, 0)
+    for line in ("constant", "cost"):
+        "".join(chat.answer(line))
+    assert len(chat.read) > 4  # more than the window
+    after, _ = apply(model, jnp.array(chat.unread), state=chat.state, return_state=True)
+    whole = apply(model, jnp.array([*chat.read, *chat.unread]))
+    np.testing.assert_allclose(after[-1], whole[-1], atol=1e-5)
 
 
 def test_evaluation_repeats_the_loss_of_the_table(linearized, monkeypatch, capsys):
-    (row,) = re.findall(r'"loss": ([\d.]+)', (linearized / linearize.RESULTS_FILE).read_text())[-1:]
+    rows = json.loads((linearized / linearize.RESULTS_FILE).read_text())["results"]
     arguments = ["evaluate", "--workdir", str(linearized), "--max-batches", "2"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert evaluate.main() == 0
-    assert f"loss: {float(row):.4f}" in capsys.readouterr().out
+    assert f"loss: {rows[-1]['loss']:.4f}" in capsys.readouterr().out
 
 
 def test_the_hub_has_the_same_model(linearized, tmp_path):

@@ -34,9 +34,9 @@ from common import ROOT
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.config import ExperimentConfig, load_config
 from heinsen_jax.environment import environment
-from heinsen_jax.linearize import RESULTS_FILE, TRANSFER_SUFFIX, linear_layers, linearize
+from heinsen_jax.linearize import RESULTS_FILE, TRANSFER_SUFFIX, linearize
 from heinsen_jax.linearize import Options as Linearization
-from heinsen_jax.models.conversion import new_parameters
+from heinsen_jax.models.conversion import linear_layers, new_parameters
 from heinsen_jax.train import run_experiment
 from heinsen_jax.training.preflight import tokens_per_update
 

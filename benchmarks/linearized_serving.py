@@ -29,8 +29,8 @@ from rich.table import Table
 from heinsen_jax.config import load_config
 from heinsen_jax.environment import environment
 from heinsen_jax.generate import generate
-from heinsen_jax.linearize import linear_layers
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models.conversion import linear_layers
 
 CHUNK = 1024
 NEW = 64  # generated tokens

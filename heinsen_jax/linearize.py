@@ -15,7 +15,7 @@ docs/pods.md.
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -28,19 +28,14 @@ from rich.table import Table
 
 from heinsen_jax import data, distributed
 from heinsen_jax.allocator import keep_freed_memory
-from heinsen_jax.attention.base import Attention
-from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.registry import FieldValue
-from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.config import DATA_FILE, ExperimentConfig, load_config, override
 from heinsen_jax.data import DataConfig, Dataset
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line, explain
 from heinsen_jax.evaluate import evaluate_model
-from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import new_parameters
-from heinsen_jax.models.layers import parse_pattern, single_layers
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
 from heinsen_jax.run_folder import opened
 from heinsen_jax.train import run_experiment
 from heinsen_jax.training.checkpoint import (
@@ -60,8 +55,6 @@ from heinsen_jax.typing import Array
 TRANSFER_SUFFIX = "-transfer"
 """Suffix of the folder of stage 1."""
 RESULTS_FILE = "linearized.json"
-COPIED = {field.name for field in fields(RotaryOptions)} | {"positions"}
-"""Options that new layers have from those that they replace."""
 Stage: TypeAlias = tuple[str, str, ExperimentConfig]
 """Name, folder and experiment of a stage."""
 CONTEXTS = 1024, 32_768
@@ -120,103 +113,6 @@ class _Command(Options):
     ] = None
     num_processes: Annotated[int | None, tyro.conf.arg(help="number of processes")] = None
     process_id: Annotated[int | None, tyro.conf.arg(help="index of this process, from 0")] = None
-
-
-def linear_layers(
-    teacher: LanguageModelConfig, attention: str, keep: Sequence[str] = ()
-) -> LanguageModelConfig:
-    """The teacher's architecture with another mechanism in all layers but those to keep.
-
-    Options that both mechanisms have, such as the number of key/value heads, are the teacher's,
-    unless they are given. The values of `log` are linear, unless given.
-
-    Args:
-      teacher: the teacher's architecture.
-      attention: `mechanism:option=value,...`.
-      keep: indices or slices of layers that stay as they are.
-
-    Raises:
-      UserError: the mechanism or an option is unknown, or a layer to keep does not exist.
-
-    Examples:
-      >>> teacher = LanguageModelConfig(block="llama", attention="softmax", num_layers=4)
-      >>> [str(layer) for layer in linear_layers(teacher, "taylor", ["3::4"]).layers]
-      ['taylor', 'taylor', 'taylor', 'softmax']
-    """
-    chosen, *others = single_layers(parse_pattern([attention]))
-    if others:
-        raise UserError(f"--attention {attention}: leave out repeats; --keep selects layers")
-    kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
-    pattern, modules = teacher.layers, teacher.abstract_layers()
-    layers = []
-    for index in range(teacher.num_layers):
-        place = index % len(pattern)
-        old = pattern[place]
-        layers.append(old if index in kept else _replaced(teacher, modules[place], chosen))
-    period = next(
-        n
-        for n in range(1, len(layers) + 1)
-        if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
-    )
-    return replace(teacher, attention=tuple(layers[:period]))
-
-
-def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
-    """The same architecture with low-rank additions to the projections of all attention layers that
-    have the option `lora_rank`."""
-    pairs = zip(model.layers, model.mechanisms(), strict=True)
-    return replace(
-        model,
-        attention=tuple(
-            Layers(layer.mechanism, options={**layer.options, "lora_rank": rank})
-            if isinstance(config, HeadsConfig)
-            else layer
-            for layer, config in pairs
-        ),
-    )
-
-
-def _indices(index: str, num_layers: int) -> list[int]:
-    """The layers of an index or a slice."""
-    try:
-        numbers = [int(part) if part else None for part in index.split(":")]
-        if len(numbers) == 1 and numbers[0] is not None:
-            return [range(num_layers)[numbers[0]]]
-        if 2 <= len(numbers) <= 3 and (found := [*range(num_layers)[slice(*numbers)]]):
-            return found
-    except (ValueError, IndexError):
-        pass
-    raise UserError(
-        f"--keep {index}: no such layers of {num_layers}; give indices from 0, or slices such as "
-        "3::4"
-    )
-
-
-def _replaced(teacher: LanguageModelConfig, old: Attention, chosen: Layers) -> Layers:
-    """The layer that replaces `old`, a layer of the teacher without weights."""
-    options = {**chosen.options}
-    if chosen.mechanism == "log":
-        options.setdefault("values", "linear")
-
-    def layer() -> tuple[Layers, Attention]:
-        made = Layers(chosen.mechanism, options=options)
-        return made, replace(teacher, attention=made).abstract_layers()[0]
-
-    try:
-        _, new = layer()
-        ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
-        for name in sorted(ours & theirs & COPIED - options.keys()):
-            if (value := _option(old, name)) != _option(new, name):
-                options[name] = value
-        return layer()[0]
-    except ValueError as error:
-        raise UserError(f"--attention {chosen}: {explain(error)}") from None
-
-
-def _option(layer: Attention, name: str) -> FieldValue:
-    """An option of a layer, with the defaults of sizes resolved."""
-    is_size = name in ("num_kv_heads", "key_depth", "value_depth")
-    return getattr(layer if is_size else layer.config, name)
 
 
 def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig) -> float:

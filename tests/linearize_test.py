@@ -14,64 +14,11 @@ from flax import nnx
 
 from heinsen_jax import data, linearize
 from heinsen_jax.config import ExperimentConfig, load_config, record
-from heinsen_jax.errors import UserError
-from heinsen_jax.linearize import linear_layers
-from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.loop import train
 from tests.training.conftest import corpus, small  # noqa: F401
-
-TEACHER = LanguageModelConfig(
-    vocab_size=8,
-    model_dim=16,
-    num_heads=4,
-    num_layers=4,
-    block="llama",
-    attention=Layers("gqa", options={"num_kv_heads": 2, "query_key_norm": True}),
-)
-
-
-def test_layers_keep_the_options_of_the_teacher():
-    chosen = linear_layers(TEACHER, "log:features=hedgehog", ["1::2"])
-    options = {"values": "linear", "num_kv_heads": 2, "query_key_norm": True}
-    expected = Layers("log", options=options | {"features": "hedgehog"})
-    assert chosen.layers == (expected, *TEACHER.layers)  # the shortest period
-    assert [layer.mechanism for layer in linear_layers(TEACHER, "taylor", ["0", "-1"]).layers] == [
-        "gqa",
-        "taylor",
-        "taylor",
-        "gqa",
-    ]
-    window = Layers("sliding_window", options={"window_size": 8, "positions": "rotary"})
-    (layer,) = linear_layers(replace(TEACHER, attention=window), "log_window").mechanisms()
-    assert (layer.window_size, layer.positions) == (64, "rotary")
-    deep = replace(TEACHER, key_depth=8, value_depth=8, attention="softmax")
-    (layer,) = linear_layers(deep, "linear").mechanisms()
-    assert (layer.key_depth, layer.num_kv_heads) == (8, None)
-
-
-@pytest.mark.parametrize(
-    ("attention", "keep", "said"),
-    [
-        ("logg", (), "'logg': unknown"),
-        ("log:feature=hedgehog", (), "--attention log:feature=hedgehog.*: log.feature: no such"),
-        ("log:repeats=2", (), "leave out repeats"),
-        ("log", ("4",), "--keep 4: no such layers of 4"),
-        ("log", ("9:",), "--keep 9:: no such layers of 4"),
-        ("log", ("a",), "--keep a"),
-        ("log softmax", (), "unknown"),
-    ],
-)
-def test_layers_that_do_not_exist_are_refused(attention, keep, said):
-    with pytest.raises(UserError, match=said):
-        linear_layers(TEACHER, attention, keep)
-
-
-def test_options_that_the_new_mechanism_refuses_are_named():
-    alibi = replace(TEACHER, attention=Layers("softmax", options={"positions": "alibi"}))
-    with pytest.raises(UserError, match=r"--attention log_window: .*positions"):
-        linear_layers(alibi, "log_window")
 
 
 def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F811

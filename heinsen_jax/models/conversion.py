@@ -1,8 +1,8 @@
-"""Weights of one model for another with other attention layers."""
+"""The architecture and the weights of a model with other attention layers than another one."""
 
-import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import jax
@@ -10,11 +10,14 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention
-from heinsen_jax.attention.heads import HeadedAttention
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
-from heinsen_jax.errors import UserError
+from heinsen_jax.attention.registry import FieldValue
+from heinsen_jax.attention.rotary import RotaryOptions
+from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.language_model import LanguageModel
+from heinsen_jax.models.layers import Layers, parse_pattern, single_layers
 from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
@@ -22,6 +25,105 @@ _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
 MAY_DIFFER = {"attention", "num_heads", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
+COPIED = {field.name for field in fields(RotaryOptions)} | {"positions"}
+"""Options that new layers have from those that they replace."""
+
+
+def linear_layers(
+    teacher: LanguageModelConfig, attention: str, keep: Sequence[str] = ()
+) -> LanguageModelConfig:
+    """The teacher's architecture with another mechanism in all layers but those to keep.
+
+    Options that both mechanisms have, such as the number of key/value heads, are the teacher's,
+    unless they are given. The values of `log` are linear, unless given.
+
+    Args:
+      teacher: the teacher's architecture.
+      attention: `mechanism:option=value,...`.
+      keep: indices or slices of layers that stay as they are.
+
+    Raises:
+      UserError: the mechanism or an option is unknown, or a layer to keep does not exist.
+
+    Examples:
+      >>> teacher = LanguageModelConfig(block="llama", attention="softmax", num_layers=4)
+      >>> [str(layer) for layer in linear_layers(teacher, "taylor", ["3::4"]).layers]
+      ['taylor', 'taylor', 'taylor', 'softmax']
+    """
+    chosen, *others = single_layers(parse_pattern([attention]))
+    if others:
+        raise UserError(f"attention={attention!r}: leave out repeats; keep selects layers")
+    kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
+    pattern, modules = teacher.layers, teacher.abstract_layers()
+    layers = []
+    for index in range(teacher.num_layers):
+        place = index % len(pattern)
+        old = pattern[place]
+        layers.append(old if index in kept else _replaced(teacher, modules[place], chosen))
+    period = next(
+        n
+        for n in range(1, len(layers) + 1)
+        if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
+    )
+    return replace(teacher, attention=tuple(layers[:period]))
+
+
+def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
+    """The same architecture with low-rank additions to the projections of all attention layers that
+    have the option `lora_rank`."""
+    pairs = zip(model.layers, model.mechanisms(), strict=True)
+    return replace(
+        model,
+        attention=tuple(
+            Layers(layer.mechanism, options={**layer.options, "lora_rank": rank})
+            if isinstance(config, HeadsConfig)
+            else layer
+            for layer, config in pairs
+        ),
+    )
+
+
+def _indices(index: str, num_layers: int) -> list[int]:
+    """The layers of an index or a slice."""
+    try:
+        numbers = [int(part) if part else None for part in index.split(":")]
+        if len(numbers) == 1 and numbers[0] is not None:
+            return [range(num_layers)[numbers[0]]]
+        if 2 <= len(numbers) <= 3 and (found := [*range(num_layers)[slice(*numbers)]]):
+            return found
+    except (ValueError, IndexError):
+        pass
+    raise UserError(
+        f"keep={index!r}: no such layers of {num_layers}; give indices from 0, or slices such as "
+        "3::4"
+    )
+
+
+def _replaced(teacher: LanguageModelConfig, old: Attention, chosen: Layers) -> Layers:
+    """The layer that replaces `old`, a layer of the teacher without weights."""
+    options = {**chosen.options}
+    if chosen.mechanism == "log":
+        options.setdefault("values", "linear")
+
+    def layer() -> tuple[Layers, Attention]:
+        made = Layers(chosen.mechanism, options=options)
+        return made, replace(teacher, attention=made).abstract_layers()[0]
+
+    try:
+        _, new = layer()
+        ours, theirs = ({field.name for field in fields(x.config)} for x in (new, old))
+        for name in sorted(ours & theirs & COPIED - options.keys()):
+            if (value := _option(old, name)) != _option(new, name):
+                options[name] = value
+        return layer()[0]
+    except ValueError as error:
+        raise UserError(f"attention={str(chosen)!r}: {explain(error)}") from None
+
+
+def _option(layer: Attention, name: str) -> FieldValue:
+    """An option of a layer, with the defaults of sizes resolved."""
+    is_size = name in ("num_kv_heads", "key_depth", "value_depth")
+    return getattr(layer if is_size else layer.config, name)
 
 
 class _Place(NamedTuple):
@@ -88,7 +190,7 @@ def _matched(
 ) -> dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]]:
     """The parameters of a model by name, each with its places in a model of the architecture
     `source`: one for each layer of a stack, and none if the latter does not have it."""
-    for field in dataclasses.fields(config):
+    for field in fields(config):
         ours, theirs = (getattr(x, field.name) for x in (config, source))
         if field.name not in MAY_DIFFER and ours != theirs:
             raise UserError(

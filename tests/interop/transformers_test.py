@@ -22,9 +22,8 @@ from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
 from heinsen_jax.interop.transformers.__main__ import import_model, main
 from heinsen_jax.interop.transformers.families import family_of
-from heinsen_jax.linearize import linear_layers
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.models.conversion import linear_layers, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from tests.conftest import GOLDEN_FOLDER

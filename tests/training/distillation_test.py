@@ -1,4 +1,4 @@
-"""Imitation of a teacher: its weights, the losses, and runs that resume."""
+"""Imitation of a teacher: the losses, and runs that resume."""
 
 from dataclasses import replace
 
@@ -12,85 +12,15 @@ from heinsen_jax import data
 from heinsen_jax.config import record
 from heinsen_jax.data import Batch
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import new_parameters, shared_weights
+from heinsen_jax.models import Layers
+from heinsen_jax.models.conversion import shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.cross_entropy import distilled_losses
 from heinsen_jax.training.distillation import Distillation, DistillationConfig
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
-
-HEDGEHOG = Layers("log", options={"values": "linear", "features": "hedgehog"})
-
-
-def config(attention, **fields) -> LanguageModelConfig:
-    sizes = {"vocab_size": 264, "model_dim": 16, "num_layers": 4, "num_heads": 2}
-    return LanguageModelConfig(attention=attention, block="llama", **sizes, **fields)
-
-
-def model(attention, seed=0, **fields) -> LanguageModel:
-    return LanguageModel(config(attention, **fields), rngs=nnx.Rngs(seed))
-
-
-def of_layer(model: LanguageModel, layer: int):
-    """A block, unstacked."""
-    pattern = len(model.blocks)
-    graph, parameters = nnx.split(model.blocks[layer % pattern])
-    return nnx.merge(graph, jax.tree.map(lambda x: x[layer // pattern], parameters))
-
-
-def test_weights_are_matched_by_layer():
-    source = model(("softmax", "linear"))
-    ours = config(("softmax", "linear", HEDGEHOG, "linear"))
-    shared = shared_weights(ours, source)
-    kernels = shared["blocks.2.attention.project.kernel.value"]
-    np.testing.assert_array_equal(kernels[0], of_layer(source, 2).attention.project.kernel[...])
-    kernels = shared["blocks.1.mlp.up.kernel.value"]
-    np.testing.assert_array_equal(kernels[0], of_layer(source, 1).mlp.up.kernel[...])
-    wanted = flatten_with_names(nnx.state(LanguageModel(ours, rngs=nnx.Rngs(0))))
-    assert (
-        wanted.keys() - shared.keys()
-        == new_parameters(ours, source.config)
-        == {
-            "blocks.2.attention.query_features.value",
-            "blocks.2.attention.key_features.value",
-        }
-    )
-
-
-@pytest.mark.parametrize("num_kv_heads", [2, 1])
-def test_projections_of_queries_keys_and_values_are_those_of_heads(num_kv_heads):
-    grouped = Layers("gqa", options={"num_kv_heads": num_kv_heads})
-    source = model(grouped)
-    sizes = {"key_depth": 8, "value_depth": 8}
-    ours = config((Layers("deltanet", options=sizes), grouped))
-    shared = shared_weights(ours, source)
-    new = {name.split(".")[3] for name in new_parameters(ours, source.config)}
-    assert new == {"beta", "convolutions", "norm"}
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 16)), jnp.float32)
-    wanted = of_layer(source, 2).attention.heads(x)
-    for name, array in zip(("query", "key", "value"), wanted, strict=True):
-        kernel = shared[f"blocks.0.attention.{name}.kernel.value"][1]
-        found = (x @ kernel).reshape(5, 2, 8)
-        repeated = jnp.repeat(array, 2 // array.shape[-2], -2)
-        np.testing.assert_allclose(found, repeated, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"num_layers": 2}, "model.num_layers=2 differs from 4 of the model with the weights"),
-        (
-            {"norm_epsilon": 0.1},
-            "model.norm_epsilon=0.1 .* make them equal",
-        ),
-        ({"tie_embeddings": False}, "model.tie_embeddings=False differs from True"),
-    ],
-)
-def test_models_that_differ_elsewhere_are_refused(changed, said):
-    with pytest.raises(UserError, match=said):
-        shared_weights(replace(config("log"), **changed), model("softmax"))
+from tests.models.conversion_test import HEDGEHOG, model, of_layer
 
 
 def test_errors_are_those_of_each_attention_layer_given_the_inputs_of_the_teacher():

@@ -1,0 +1,137 @@
+"""The architecture and the weights of a model with other attention layers than another one."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.models.conversion import linear_layers, new_parameters, shared_weights
+from heinsen_jax.pytrees import flatten_with_names
+
+HEDGEHOG = Layers("log", options={"values": "linear", "features": "hedgehog"})
+
+
+def config(attention, **fields) -> LanguageModelConfig:
+    sizes = {"vocab_size": 264, "model_dim": 16, "num_layers": 4, "num_heads": 2}
+    return LanguageModelConfig(attention=attention, block="llama", **sizes, **fields)
+
+
+def model(attention, seed=0, **fields) -> LanguageModel:
+    return LanguageModel(config(attention, **fields), rngs=nnx.Rngs(seed))
+
+
+def of_layer(model: LanguageModel, layer: int):
+    """A block, unstacked."""
+    pattern = len(model.blocks)
+    graph, parameters = nnx.split(model.blocks[layer % pattern])
+    return nnx.merge(graph, jax.tree.map(lambda x: x[layer // pattern], parameters))
+
+
+TEACHER = LanguageModelConfig(
+    vocab_size=8,
+    model_dim=16,
+    num_heads=4,
+    num_layers=4,
+    block="llama",
+    attention=Layers("gqa", options={"num_kv_heads": 2, "query_key_norm": True}),
+)
+
+
+def test_layers_keep_the_options_of_the_teacher():
+    chosen = linear_layers(TEACHER, "log:features=hedgehog", ["1::2"])
+    options = {"values": "linear", "num_kv_heads": 2, "query_key_norm": True}
+    expected = Layers("log", options=options | {"features": "hedgehog"})
+    assert chosen.layers == (expected, *TEACHER.layers)  # the shortest period
+    assert [layer.mechanism for layer in linear_layers(TEACHER, "taylor", ["0", "-1"]).layers] == [
+        "gqa",
+        "taylor",
+        "taylor",
+        "gqa",
+    ]
+    window = Layers("sliding_window", options={"window_size": 8, "positions": "rotary"})
+    (layer,) = linear_layers(replace(TEACHER, attention=window), "log_window").mechanisms()
+    assert (layer.window_size, layer.positions) == (64, "rotary")
+    deep = replace(TEACHER, key_depth=8, value_depth=8, attention="softmax")
+    (layer,) = linear_layers(deep, "linear").mechanisms()
+    assert (layer.key_depth, layer.num_kv_heads) == (8, None)
+
+
+@pytest.mark.parametrize(
+    ("attention", "keep", "said"),
+    [
+        ("logg", (), "'logg': unknown"),
+        ("log:feature=hedgehog", (), "attention='log:feature=hedgehog.*: log.feature: no such"),
+        ("log:repeats=2", (), "leave out repeats"),
+        ("log", ("4",), "keep='4': no such layers of 4"),
+        ("log", ("9:",), "keep='9:': no such layers of 4"),
+        ("log", ("a",), "keep='a'"),
+        ("log softmax", (), "unknown"),
+    ],
+)
+def test_layers_that_do_not_exist_are_refused(attention, keep, said):
+    with pytest.raises(UserError, match=said):
+        linear_layers(TEACHER, attention, keep)
+
+
+def test_options_that_the_new_mechanism_refuses_are_named():
+    alibi = replace(TEACHER, attention=Layers("softmax", options={"positions": "alibi"}))
+    with pytest.raises(UserError, match=r"attention='log_window': .*positions"):
+        linear_layers(alibi, "log_window")
+
+
+def test_weights_are_matched_by_layer():
+    source = model(("softmax", "linear"))
+    ours = config(("softmax", "linear", HEDGEHOG, "linear"))
+    shared = shared_weights(ours, source)
+    kernels = shared["blocks.2.attention.project.kernel.value"]
+    np.testing.assert_array_equal(kernels[0], of_layer(source, 2).attention.project.kernel[...])
+    kernels = shared["blocks.1.mlp.up.kernel.value"]
+    np.testing.assert_array_equal(kernels[0], of_layer(source, 1).mlp.up.kernel[...])
+    wanted = flatten_with_names(nnx.state(LanguageModel(ours, rngs=nnx.Rngs(0))))
+    assert (
+        wanted.keys() - shared.keys()
+        == new_parameters(ours, source.config)
+        == {
+            "blocks.2.attention.query_features.value",
+            "blocks.2.attention.key_features.value",
+        }
+    )
+
+
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_projections_of_queries_keys_and_values_are_those_of_heads(num_kv_heads):
+    grouped = Layers("gqa", options={"num_kv_heads": num_kv_heads})
+    source = model(grouped)
+    sizes = {"key_depth": 8, "value_depth": 8}
+    ours = config((Layers("deltanet", options=sizes), grouped))
+    shared = shared_weights(ours, source)
+    new = {name.split(".")[3] for name in new_parameters(ours, source.config)}
+    assert new == {"beta", "convolutions", "norm"}
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 16)), jnp.float32)
+    wanted = of_layer(source, 2).attention.heads(x)
+    for name, array in zip(("query", "key", "value"), wanted, strict=True):
+        kernel = shared[f"blocks.0.attention.{name}.kernel.value"][1]
+        found = (x @ kernel).reshape(5, 2, 8)
+        repeated = jnp.repeat(array, 2 // array.shape[-2], -2)
+        np.testing.assert_allclose(found, repeated, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_layers": 2}, "model.num_layers=2 differs from 4 of the model with the weights"),
+        (
+            {"norm_epsilon": 0.1},
+            "model.norm_epsilon=0.1 .* make them equal",
+        ),
+        ({"tie_embeddings": False}, "model.tie_embeddings=False differs from True"),
+    ],
+)
+def test_models_that_differ_elsewhere_are_refused(changed, said):
+    with pytest.raises(UserError, match=said):
+        shared_weights(replace(config("log"), **changed), model("softmax"))

@@ -22,7 +22,7 @@ from rich.table import Table
 from steps import TrainingStep
 
 from heinsen_jax.environment import environment
-from heinsen_jax.study import load_study, results_of
+from heinsen_jax.study import Comparison, load_study, results_of
 
 STUDY = "long_context_updates"
 UPDATES = 600
@@ -51,6 +51,12 @@ def interpolated(updates: float, losses: dict[int, float]) -> float | None:
     return float(np.exp(np.polyval(parabola, np.log(updates))))
 
 
+def by_seed(results: dict[int, Comparison], metric: str, updates: float) -> list[float | None]:
+    """Return the loss of each seed after a number of updates, given the results of others."""
+    values = zip(*(result.values(metric) for result in results.values()), strict=True)
+    return [interpolated(updates, dict(zip(results, of_seed, strict=True))) for of_seed in values]
+
+
 def main(options: Options) -> int:
     study = load_study(STUDY)
     configs = {
@@ -72,16 +78,9 @@ def main(options: Options) -> int:
     for name in configs:
         flops = found[first, UPDATES].mean("flops") / found[name, UPDATES].mean("flops")
         budgets = {"flops": UPDATES * flops, "time": UPDATES * seconds[first] / seconds[name]}
+        by_updates = {n: found[name, n] for n in numbers}
         losses = {
-            metric: {
-                budget: [
-                    interpolated(updates, dict(zip(numbers, of_seed, strict=True)))
-                    for of_seed in zip(
-                        *(found[name, n].values(metric) for n in numbers), strict=True
-                    )
-                ]
-                for budget, updates in budgets.items()
-            }
+            metric: {x: by_seed(by_updates, metric, updates) for x, updates in budgets.items()}
             for metric in METRICS
         }
         rows[name] = {"seconds_per_update": seconds[name], "updates": budgets, **losses}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.differences import METHOD, difference_table, differences_of
 from heinsen_jax.study.grid import Study
-from heinsen_jax.study.plots import COST_LABELS, PowerLawPlot
+from heinsen_jax.study.plots import PowerLawPlot, cost_name
 from heinsen_jax.study.report import Comparison, Row, markdown_table, table
 
 PLOT_FILE = "report.png"
@@ -96,7 +96,7 @@ def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
     parts = []
     for plot in study.plots:
         if isinstance(plot, PowerLawPlot) and (fits := plot.fits(results)):
-            cost = COST_LABELS[plot.x].partition(" (")[0]
+            cost = cost_name(plot.x)
             parts.append(
                 f"Power laws: {_words(plot.y)} proportional to ({cost})^(-b), fitted to the "
                 "logarithms of the means over the seeds. Brackets are 95% confidence intervals of "

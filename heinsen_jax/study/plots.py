@@ -24,6 +24,11 @@ BARS = "bars: from the lowest to the highest seed"
 Cost = Literal["state_bytes", "parameters", "tokens", "flops"]
 
 
+def cost_name(cost: Cost) -> str:
+    """Name of a cost, without its unit."""
+    return COST_LABELS[cost].partition(" (")[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plot:
     """Fields of all plots.
@@ -182,7 +187,7 @@ class Points(LinePlot):
         self.draw_chance(axes)
         axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
         axes.margins(0.15)  # space for names
-        cost = COST_LABELS[self.x].partition(" (")[0]
+        cost = cost_name(self.x)
         note = "steps: the Pareto frontier" if self.frontier else ""
         default = f"{self.y.replace('_', ' ')} against {cost}"
         self.set_title(axes, default, results, BARS, note)
@@ -268,7 +273,7 @@ class PowerLawPlot(LinePlot):
                 axes.plot(x, y, color=color, linewidth=1.5)
             drawn.append(Line(label, x, y, color))
         axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log", yscale="log")
-        default = f"{self.y.replace('_', ' ')} against {COST_LABELS[self.x].partition(' (')[0]}"
+        default = f"{self.y.replace('_', ' ')} against {cost_name(self.x)}"
         self.set_title(axes, default, results, "dots: seeds; lines: power laws")
         return drawn
 

@@ -17,6 +17,7 @@ from flax import nnx
 from heinsen_jax import attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.config import as_json, load_config
+from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.study import differences_of, load_study, results_of
@@ -244,10 +245,10 @@ def test_reports_of_studies_are_of_their_results(folder):
     study = load_study(ROOT / f"configs/studies/{folder.name}.py")
     results = results_of_study(folder.name)
     report = (folder / "report.md").read_text()
-    assert table(results, study.metric, study.extra_metrics) in report
+    assert table(results, study.metric, study.extra_metrics, study.reached) in report
     recorded = (folder / "results.jsonl").read_text().splitlines()
     assert f"\n{len(recorded)} of " in report
-    assert (folder / "report.png").exists()
+    assert (folder / "report.png").exists() == bool(study.plots)
 
 
 def test_language_models_are_those_of_the_study():
@@ -512,6 +513,72 @@ def test_state_tracking_figures_are_those_of_the_study():
     assert f"that of 256 bits with {longer} accuracy" in STUDY_TEXT
     assert all(of["permutations", "accuracy_128"] < 0.3 for of in found.values())
     assert all(of["modulo 5", "accuracy_256"] < 0.33 for of in found.values())
+
+
+HYBRIDS = {
+    "log-attention": "log",
+    "softmax attention": "softmax",
+    "slots, 1 of 8 layers softmax, last": "slots, 1 of 8 softmax, last",
+    **{
+        f"1 of {n} layers softmax, {place}": f"1 of {n} softmax, {place}"
+        for n in (8, 4, 2)
+        for place in ("first", "last")
+    },
+}
+"""Rows of the table of hybrids, by names that differ from the labels of the study."""
+
+
+def size_in_words(size: int) -> str:
+    return f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+
+
+def test_hybrids_are_those_of_the_study():
+    study = load_study(ROOT / "configs/studies/hybrids.py")
+    models = {x.labels["layers"]: x.config.model for x in study.first_seed_runs()}
+    results = {tuple(x.compared.values()): x for x in results_of_study("hybrids")}
+    accuracy = {
+        name: (
+            results[name, "recall"].mean("accuracy"),
+            results[name, "copying"].mean("accuracy_40"),
+        )
+        for name in models
+    }
+    table = STUDY_PAGE.partition("<!-- hybrids -->")[2].partition("\n\n")[0]
+    lines = table.strip().splitlines()[2:]
+    assert len(lines) == len(models)
+    for line in lines:
+        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        name = HYBRIDS.get(shown, shown)
+        model = LanguageModel.abstract(models[name])
+        sizes = [size_in_words(model.state_size(x)) for x in (1024, 32_768, 1_048_576)]
+        assert cells == [*(f"{x:.2f}" for x in accuracy[name]), *sizes]
+    recall = {name: results[name, "recall"].values("accuracy") for name in models}
+    for name in ("1 of 2 softmax, first", "1 of 4 softmax, first", "softmax"):
+        assert min(recall[name]) > 0.999
+    for name in ("1 of 2 softmax, last", "1 of 4 softmax, last", "1 of 8 softmax, last"):
+        assert abs(accuracy[name][0] - accuracy["log"][0]) < 0.03
+    assert sum(x > 0.999 for x in recall["1 of 8 softmax, first"]) == 2
+    low, high, highest = sorted(recall["slots, 1 of 8 softmax, last"])
+    assert (
+        f"helps two seeds, {high:.0%} and {highest:.0%}, and not the third, {low:.0%}" in STUDY_TEXT
+    )
+    verdicts = {
+        x.compared["layers"]: x.verdict
+        for x in differences_of(study, [*results.values()])
+        if x.metric == "accuracy_40" and x.compared["task"] == "copying"
+    }
+    assert {name for name, x in verdicts.items() if x == "worse"} == {
+        "log",
+        "1 of 8 softmax, first",
+    }
+    for n in (2, 4, 8):
+        assert accuracy[f"1 of {n} softmax, last"][1] > accuracy[f"1 of {n} softmax, first"][1]
+    longer = {x.compared["layers"]: x.mean("accuracy") for x in results_of_study("hybrids_updates")}
+    said = (f"{longer[f'1 of {n} softmax, last']:.2f}" for n in (2, 4))
+    assert "Three times as many updates reach {} and {} with".format(*said) in STUDY_TEXT
+    of_text = {x.compared["model"]: x.mean("loss") for x in results_of_study("language_model")}
+    said = (f"{of_text[name]:.3f}" for name in ("softmax, then 3 log", "3 log, then softmax"))
+    assert "the losses are {} and {}".format(*said) in STUDY_TEXT
 
 
 def test_shared_contexts_are_those_of_the_results():

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/hybrids.py --jobs 2
 
-Needs an estimated hour and a half on two CPU cores.
+Needs about two hours and a half on two CPU cores.
 """
 
 from dataclasses import replace

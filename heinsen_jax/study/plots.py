@@ -70,6 +70,11 @@ class Plot:
         words = metric.replace("_", " ")
         return f"{words} ({self.unit})" if self.unit else words
 
+    def name(self, result: Comparison) -> str:
+        """The labels of a result, but for those that all results of the plot have."""
+        shared = {axis for axis in self.where if len(self.labels(axis)) == 1}
+        return " ".join(label for axis, label in result.compared.items() if axis not in shared)
+
     def color(self, result: Comparison) -> str:
         found = (self.highlighted.get(label) for label in result.compared.values())
         return next((color for color in found if color), GRAY)
@@ -139,7 +144,7 @@ class LinePlot(Plot):
             for result in of_line:
                 points = [(x, result, metric) for x, metric in metrics.items()]
                 points = [point for point in points if _is_measured(result, point[2])]
-                name = label if len(of_line) == 1 else " ".join(result.compared.values())
+                name = label if len(of_line) == 1 else self.name(result)
                 if points:
                     drawn.append(self.line(axes, name, points))
         self.draw_chance(axes)
@@ -336,7 +341,7 @@ class Ranking(Plot):
                 axes.plot(result.mean(self.metric), row, "|", color="black", markersize=12)
             if self.baseline in result.compared.values():
                 axes.axvline(result.mean(self.metric), color=color, linestyle="--", linewidth=1)
-        axes.set_yticks(range(len(ranked)), [" ".join(x.compared.values()) for x in ranked])
+        axes.set_yticks(range(len(ranked)), [*map(self.name, ranked)])
         axes.set_ylim(-0.7, len(ranked) - 0.3)
         for name, result in zip(axes.get_yticklabels(), ranked, strict=True):
             if (color := self.color(result)) != GRAY:

@@ -104,6 +104,14 @@ def test_a_ranking_has_all_seeds_the_baseline_and_chance():
     assert "(dots: seeds; line: mean)" in axes.get_title()
 
 
+def test_labels_that_all_results_of_a_plot_have_are_left_out():
+    rows = [{"metrics": {"accuracy": 0.5}}]
+    results = [Comparison({"mechanism": "log", "task": task}, {}, rows) for task in ("a", "b", "c")]
+    for where, names in (({"task": "a"}, ["log"]), ({"task": ("b", "c")}, ["log b", "log c"])):
+        axes = draw("A study", [Ranking("accuracy", where=where)], results).axes[0]
+        assert [name.get_text() for name in axes.get_yticklabels()] == names
+
+
 POINTS = {"a": [(1, 0.2), (4, 0.5)], "b": [(2, 0.4)], "c": [(2, 0.3)], "d": [(3, 0.3), (9, 0.1)]}
 
 

@@ -3,7 +3,7 @@
     python benchmarks/equal_budgets.py
 
 Measures an update of each model of the study configs/studies/long_context_updates.py, on random
-tokens in interleaved runs, without compilation, evaluation and data. The budget is that of 600
+tokens in interleaved runs, without compilation, evaluation and data. The budget is that of 300
 updates of the first model. The loss of a model with this budget is interpolated for each seed, by
 the parabola through the logarithms of its losses and numbers of updates; null if the budget is
 outside of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
@@ -25,7 +25,7 @@ from heinsen_jax.environment import environment
 from heinsen_jax.study import Comparison, load_study, results_of
 
 STUDY = "long_context_updates"
-UPDATES = 600
+UPDATES = 300
 DOCUMENT_LENGTH = 2000  # about the mean tokens of a file of Python's library
 METRICS = "loss", "loss_2048"
 

@@ -1,9 +1,9 @@
-"""Language models of Python code with fewer and with more updates: loss against FLOPs.
+"""Language models of Python code with fewer updates: loss against FLOPs.
 
 python -m heinsen_jax.study configs/studies/long_context_updates.py --jobs 2
 
-Needs an estimated two hours on two CPU cores, if the runs of the study long_context are copied into
-its results.
+Needs an estimated hour and a half on two CPU cores, if the runs of the study long_context are copied
+into its results.
 """
 
 from dataclasses import replace
@@ -12,12 +12,12 @@ from pathlib import Path
 from heinsen_jax.study import Points, Study, load_study, sweeps
 
 ABOUT = """
-Models of the study long_context with 300, 600 and 1200 updates, each with its own decay of the
+Models of the study long_context with 150, 300 and 600 updates, each with its own decay of the
 learning rate, and its own best peak. `benchmarks/equal_budgets.py` compares them at equal FLOPs and
 at equal time.
 """
 MODELS = "log, decay by head", "softmax, rotary", "FoX", "Gated DeltaNet", "Mamba-2"
-UPDATES = 300, 600, 1200
+UPDATES = 150, 300, 600
 
 
 def get_study() -> Study:

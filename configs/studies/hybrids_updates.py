@@ -1,35 +1,51 @@
-"""Hybrids of log-attention and softmax attention, trained three times as long.
+"""Hybrids of log-attention and softmax attention on recall, with more learning rates and updates.
 
 python -m heinsen_jax.study configs/studies/hybrids_updates.py --jobs 2
 
-Needs about 8 minutes on two CPU cores.
+Needs an estimated hour on two CPU cores, if the runs of the study hybrids are copied into its
+results.
 """
 
-from dataclasses import replace
 
-from heinsen_jax.study import Study, load_study, sweeps
+from heinsen_jax.study import Ranking, Study, load_study, sweeps
 
 ABOUT = """
-Models of the study hybrids whose first layer is log-attention with decay by head: do more updates
-suffice to learn recall of 8 pairs, in 2400 updates instead of 800?
+Recall of 8 pairs by models of the study hybrids, with 800 updates as there, and with 2400, and four
+learning rates: is a task that a model does not learn beyond its capacity, or is it not trained
+enough?
 """
-CHOSEN = "1 of 4 softmax, last", "1 of 2 softmax, last"
+CHOSEN = (
+    *("log", "softmax", "1 of 8 softmax, first", "1 of 4 softmax, first"),
+    *("1 of 4 softmax, last", "1 of 2 softmax, last"),
+)
+UPDATES = 800, 2400
 
 
 def get_study() -> Study:
     hybrids = load_study("hybrids")
-    layers, task = hybrids.axes["layers"], hybrids.axes["task"]
-    training = replace(hybrids.base.training, steps=2400, evaluate_every=400)
+    recall, layers = hybrids.axes["task"]["recall"], hybrids.axes["layers"]
+    colors = {x: color for x, color in hybrids.plots[0].highlighted.items() if x in CHOSEN}
     return Study(
-        title="Hybrids and updates",
+        title="Hybrids, learning rates and updates",
         about=ABOUT,
-        base=replace(hybrids.base, training=training),
+        base=hybrids.base,
         axes={
-            "layers": {name: layers[name] for name in CHOSEN},
-            "task": {"recall": task["recall"]},
-            "learning_rate": sweeps.learning_rates(1e-2),
+            "layers": {name: layers[name] | recall for name in CHOSEN},
+            "updates": {str(updates): {"training.steps": updates} for updates in UPDATES},
+            "learning_rate": sweeps.learning_rates(5e-3, 1e-2, 2e-2, 4e-2),
             "seed": sweeps.seeds(0, 1),
         },
+        search="neighbors",
         metric="accuracy",
         reached=("accuracy", 0.9),
+        plots=tuple(
+            Ranking(
+                "accuracy",
+                title=f"Recall of 8 pairs, {updates} updates",
+                where={"updates": str(updates)},
+                chance=1 / 8,
+                highlighted=colors,
+            )
+            for updates in UPDATES
+        ),
     )

@@ -2,8 +2,8 @@
 
 python -m heinsen_jax.study configs/studies/long_context_updates.py --jobs 2
 
-Needs an estimated hour and a half on two CPU cores, if the runs of the study long_context are copied
-into its results.
+Needs an estimated hour and a half on two CPU cores, if the runs of the study long_context are
+copied into its results.
 """
 
 from dataclasses import replace

@@ -14,7 +14,7 @@ docs/pods.md.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, TypeAlias
@@ -211,15 +211,17 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
             if is_own and name not in COMPUTATION:
                 raise UserError(f"{option}: leave it out; --help lists the options of both stages")
         try:
-            stages = _stages(_teacher(options), options, overrides)
+            teacher = _teacher(options)
+            stages = _stages(teacher, options, overrides)
         except pydantic.ValidationError as error:
             raise UserError(explain(error)) from None
         if not options.restart:
             _check_start(stages)
     is_first = jax.process_index() == 0
+    new = _described(new_parameters(stages[-1][2].model, teacher.model))
     for name, workdir, experiment in stages:
         if is_first:
-            print(f"{name}: {workdir}", flush=True)
+            print(f"{name}: {workdir}; {new}", flush=True)
         changes = {"restart": options.restart, "allow_change": options.allow_change}
         result = run_experiment(experiment, workdir, **changes)
         if result.signal is not None:
@@ -236,6 +238,12 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
                 write_atomically(run.files / RESULTS_FILE, text.encode())
             Console().print(_table(results))
     return 0
+
+
+def _described(new: Iterable[str]) -> str:
+    """Names of new parameters in a layer, such as attention.query_features."""
+    names = {name.removesuffix(".value").split(".", 2)[2] for name in new}
+    return f"not from the teacher: {', '.join(sorted(names)) or 'nothing'}"
 
 
 def _check_start(stages: Sequence[Stage]) -> None:

@@ -135,9 +135,9 @@ draw(study.title, study.plots, results)
 # %% [markdown]
 # ## Hybrids
 #
-# Softmax attention in some of eight layers, log-attention in the others: is one layer in eight, four
-# or two enough, and where? On this recall task the first of every four layers is enough, and the
-# last of every two is not; copying needs no softmax attention in the first layer.
+# Softmax attention in one of eight, four or two layers, the first or the last of them, and
+# log-attention in the others. All were trained with 800 updates and two learning rates; what a
+# model does not learn in them may still be within its capacity.
 
 # %%
 study, results = load("hybrids")
@@ -151,5 +151,5 @@ draw(study.title, study.plots, results)
 # | text, long streams | log-attention with decay, Mamba-2, or Gated DeltaNet |
 # | recall of some facts in constant memory | log-attention with slots, or the delta rule |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
-# | recall or copying of everything | softmax attention, or a hybrid: for recall, in the first of every four layers |
+# | recall or copying of everything | softmax attention, at least in the first of four layers |
 # | less memory for a trained model | [notebook 7](7_linearize.ipynb) |

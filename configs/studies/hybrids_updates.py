@@ -6,7 +6,6 @@ Needs an estimated hour on two CPU cores, if the runs of the study hybrids are c
 results.
 """
 
-
 from heinsen_jax.study import Ranking, Study, load_study, sweeps
 
 ABOUT = """

@@ -1,5 +1,6 @@
 """Softmax attention over the last tokens and log-attention over earlier ones, as a layer."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, Unpack
@@ -46,10 +47,12 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
         A_ts = LSE_f(phi(q_t)_f + psi(k_s)_f) + g_t     if t - s >= w,      g_t = q_t . u + b
 
     phi and psi are log features, Hedgehog's by default. The trained log weight g of earlier tokens,
-    from the query without its position, is initially 0: Hedgehog's features ignore the norm of the
-    query, which has no effect in log-attention alone, but here decides between both parts. LoLCATs
-    (Zhang et al., 2024) has one trained factor per head in place of exp(g), and adds sums; here
-    averages are merged with their exact normalizers. The state has the keys, values and log
+    from the query without its position, is needed since Hedgehog's features ignore the norm of the
+    query, which has no effect in log-attention alone, but here decides between both parts.
+    Initially u = 0, and b is such that A = 0 for queries and keys of zeros, on both sides of the
+    window: log(K / 2) for Hedgehog's 2 K features of -log K, and -log K for K features of 0.
+    LoLCATs (Zhang et al., 2024) has one trained factor per head in place of exp(g), and adds sums;
+    here averages are merged with their exact normalizers. The state has the keys, values and log
     features of w tokens, and averages of all earlier ones.
 
     Raises:
@@ -74,7 +77,9 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
             self.key_features = parameter(identity, self.num_kv_heads, *shape, **options)
         zeros = nnx.initializers.zeros
         self.log_weight = parameter(zeros, self.num_heads, self.key_depth, **options)
-        self.log_weight_bias = parameter(zeros, self.num_heads, **options)
+        depth, is_hedgehog = self.key_depth, self.config.features == "hedgehog"
+        neutral = nnx.initializers.constant(math.log(depth / 2 if is_hedgehog else 1 / depth))
+        self.log_weight_bias = parameter(neutral, self.num_heads, **options)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

@@ -69,16 +69,19 @@ def linear_layers(
 
 
 def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
-    """The same architecture with low-rank additions to the projections of all attention layers that
-    have the option `lora_rank`."""
-    pairs = zip(model.layers, model.mechanisms(), strict=True)
+    """The same architecture with low-rank additions to the projections of all attention layers.
+
+    Raises:
+      UserError: a mechanism has no option `lora_rank`.
+    """
+    for layer, config in zip(model.layers, model.mechanisms(), strict=True):
+        if not isinstance(config, HeadsConfig):
+            raise UserError(f"lora_rank={rank}: {layer.mechanism} has no LoRA; leave it out")
     return replace(
         model,
         attention=tuple(
             Layers(layer.mechanism, options={**layer.options, "lora_rank": rank})
-            if isinstance(config, HeadsConfig)
-            else layer
-            for layer, config in pairs
+            for layer in model.layers
         ),
     )
 

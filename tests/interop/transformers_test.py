@@ -161,6 +161,11 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("llama3", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
         (
             "llama3",
+            {"rope_parameters": {"rope_type": "llama3", "type": "linear"}},
+            "type and rope_type differ",
+        ),
+        (
+            "llama3",
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "partial_rotary_factor must be 1 in llama",
         ),
@@ -187,6 +192,20 @@ def test_unsupported_fields_are_named_before_weights_are_read(name, changes, mes
         path.write_bytes(b"")
     with pytest.raises(UserError, match=message):
         from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gpt2", {"n_special": 0, "predict_special_tokens": True, "_num_labels": 1}),
+        ("gpt2", {"gradient_checkpointing": False, "output_past": True}),
+        ("llama3", {"quantization_config": None, "temperature": 0.6, "top_p": 0.9}),
+    ],
+)
+@pytest.mark.usefixtures("unchecked")
+def test_fields_without_effect_on_logits_are_accepted(name, changes, tmp_path):
+    ours, theirs = from_pretrained(changed(name, tmp_path / "a", **changes))[0], FOLDER / name
+    assert ours.config == from_pretrained(theirs)[0].config
 
 
 def without(folder: Path, name: str) -> None:

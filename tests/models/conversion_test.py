@@ -10,7 +10,7 @@ from flax import nnx
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import linear_layers, new_parameters, shared_weights
+from heinsen_jax.models.conversion import linear_layers, new_parameters, shared_weights, with_lora
 from heinsen_jax.pytrees import flatten_with_names
 
 HEDGEHOG = Layers("log", options={"values": "linear", "features": "hedgehog"})
@@ -101,6 +101,12 @@ def test_weights_are_matched_by_layer():
             "blocks.2.attention.key_features.value",
         }
     )
+
+
+def test_mechanisms_without_lora_are_refused():
+    assert with_lora(config(("linear", "softmax")), 2).layers[1].options == {"lora_rank": 2}
+    with pytest.raises(UserError, match="lora_rank=2: deltanet has no LoRA; leave it out"):
+        with_lora(config(("deltanet", "softmax")), 2)
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 1])

@@ -35,7 +35,7 @@ from heinsen_jax.typing import JSON
 __all__ = ["from_pretrained", "to_pretrained"]
 
 CONFIG_FILE = "config.json"
-FETCHED = (CONFIG_FILE, "*.safetensors", "*.safetensors.index.json", "tokenizer*")
+FETCHED = (CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
 FETCHED += ("chat_template.jinja",)
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]

@@ -16,7 +16,7 @@ import tyro
 from flax import nnx
 
 from heinsen_jax.buckets import local_path
-from heinsen_jax.config import ExperimentConfig, as_json
+from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
 from heinsen_jax.data import DataConfig, save_tokenizer
 from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.errors import UserError, command_line
@@ -31,6 +31,9 @@ def import_model(name: str, workdir: str | Path, *, revision: str | None = None)
     """Write the configuration, the weights and the tokenizer of a model of transformers to a new
     folder, which the commands of this package accept as `--workdir`.
 
+    The optimizer of its configuration is one for further training: AdamW with learning rates up to
+    5e-5.
+
     Raises:
       UserError: as `from_pretrained`; or the model has no `tokenizer.json`, or the folder is not
         empty.
@@ -44,8 +47,9 @@ def import_model(name: str, workdir: str | Path, *, revision: str | None = None)
             "tokenizer in transformers"
         )
     length = min(DataConfig().sequence_length, model.config.max_length or 10**9)
-    data = DataConfig(corpus=name, tokenizer=str(workdir), sequence_length=length)
-    config = as_json(ExperimentConfig(model=model.config, data=data))
+    data = DataConfig(corpus=name, tokenizer=str(place.absolute()), sequence_length=length)
+    optimizer = OptimizerConfig(learning_rate=5e-5, end_learning_rate=5e-6)
+    config = as_json(ExperimentConfig(model=model.config, data=data, optimizer=optimizer))
     with filling(place) as partial:
         arrays = flatten_with_names(nnx.state(model, nnx.Param))
         save_weights(partial, jax.device_get(arrays), step=0)

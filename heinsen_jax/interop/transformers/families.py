@@ -28,9 +28,13 @@ IRRELEVANT = {
     *("task_specific_params", "id2label", "label2id", "is_llama_config", "transformers.js_config"),
     *("_attn_implementation", "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
     *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
+    *("n_special", "predict_special_tokens", "_num_labels", "output_past", "use_return_dict"),
+    *("gradient_checkpointing", "torchscript", "tokenizer_class"),
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "num_beams"),
+    *("repetition_penalty", "no_repeat_ngram_size", "length_penalty", "num_return_sequences"),
 }
-"""Fields that do not change the logits: names, ids of tokens, initialization, and dropout, which is
-off outside of training."""
+"""Fields that do not change the logits: names, ids of tokens, initialization, dropout, which is off
+outside of training, and defaults of generation."""
 
 ACTIVATIONS: dict[str, MLPKind] = {
     "gelu": "gelu",
@@ -122,6 +126,9 @@ class Family(_Fields):
         current, earlier = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
         if any(not isinstance(x, dict | None) for x in (current, earlier)):
             raise ValueError("rope_parameters must be an object")
+        for fields in (current or {}, earlier or {}):
+            if len({fields[name] for name in ("type", "rope_type") if name in fields}) > 1:
+                raise ValueError("rope_parameters: type and rope_type differ")
         given: dict[str, JSON] = {}
         for fields in (current or {}, earlier or {}):  # "type" is an earlier name of "rope_type"
             given |= {"rope_type" if k == "type" else k: v for k, v in fields.items()}
@@ -373,14 +380,20 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
         raise UserError(
             f"{path}: model_type={kind!r} is unsupported; choose a model of {', '.join(FAMILIES)}"
         )
-    known = {k: v for k, v in fields.items() if k not in IRRELEVANT | {"model_type"}}
+    family = FAMILIES[str(kind)]
+    known = {
+        k: v
+        for k, v in fields.items()
+        if k not in IRRELEVANT | {"model_type"} and (v is not None or k in family.model_fields)
+    }
     try:
-        return FAMILIES[str(kind)].model_validate(known)
+        return family.model_validate(known)
     except pydantic.ValidationError as error:
         raise UserError(f"{path}: {'; '.join(map(explain, error.errors()))}") from None
 
 
 def explain(problem: Mapping[str, Any]) -> str:
+    """A message for an error of pydantic."""
     name = ".".join(map(str, problem["loc"])).replace("rope.", "rope_parameters.", 1)
     if problem["type"] == "extra_forbidden":
         return (

@@ -26,7 +26,7 @@ from heinsen_jax.study import Comparison, load_study, results_of
 
 STUDY = "long_context_updates"
 UPDATES = 300
-DOCUMENT_LENGTH = 2000  # about the mean tokens of a file of Python's library
+DOCUMENT_LENGTH = 5400  # about the mean tokens of a file of Python's library
 METRICS = "loss", "loss_2048"
 
 

@@ -40,4 +40,5 @@ def get_study() -> Study:
             Points(metric, x="flops", lines="model", unit="nats per token", highlighted=colors)
             for metric in ("loss", "loss_2048")
         ),
+        extra_metrics=("loss_2048",),
     )

@@ -2,8 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from scipy import stats
 
@@ -11,6 +12,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.report import Comparison, is_larger_better, markdown_table
 
+T = TypeVar("T")
 METHOD = (
     "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
     'number of comparisons; "no difference" if they include 0. They need two seeds on both sides, '
@@ -29,12 +31,14 @@ class Difference:
       mean: mean of the result minus that of the baseline, over their seeds; NaN without values.
       interval: 95% confidence interval of the mean, by Welch's t-test; None if one of them has only
         one seed, or if the seeds of each are equal.
+      p_value: of that test; None without an interval.
     """
 
     compared: dict[str, str]
     metric: str
     mean: float
     interval: tuple[float, float] | None
+    p_value: float | None = None
 
     @property
     def verdict(self) -> str:
@@ -78,7 +82,7 @@ def differences_of(study: Study, results: Sequence[Comparison]) -> list[Differen
             result.compared,
             metric,
             result.mean(metric) - baseline.mean(metric),
-            _interval(result.values(metric), baseline.values(metric)),
+            *_welch(result.values(metric), baseline.values(metric)),
         )
         for result, baseline in pairs
         if result is not baseline
@@ -96,12 +100,50 @@ def difference_table(differences: Sequence[Difference]) -> str:
     return markdown_table([*differences[0].compared, *metrics], [*lines.values()])
 
 
-def _interval(values: Sequence[float], baseline: Sequence[float]) -> tuple[float, float] | None:
+def holm(p_values: Mapping[T, float]) -> dict[T, float]:
+    """P values corrected for their number.
+
+        p'_(i) = max_{j <= i} min(1, (n - j + 1) p_(j)),    p_(1) <= ... <= p_(n)
+
+    References:
+      Holm, 1979, A Simple Sequentially Rejective Multiple Test Procedure.
+
+    Examples:
+      >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
+      {'a': 0.03, 'c': 0.06, 'b': 0.06}
+    """
+    found: dict[T, float] = {}
+    largest = 0.0
+    for index, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
+        largest = max(largest, min(1.0, (len(p_values) - index) * p_values[name]))
+        found[name] = largest
+    return found
+
+
+def remaining_differences(differences: Sequence[Difference]) -> str:
+    """Paragraph about the differences that remain after Holm's correction for the number of
+    comparisons of each metric."""
+    words = []
+    for metric in dict.fromkeys(x.metric for x in differences):
+        p_values = {
+            " ".join(x.compared.values()): x.p_value
+            for x in differences
+            if x.metric == metric and x.p_value is not None
+        }
+        names = [name for name, p in holm(p_values).items() if p < 0.05]
+        if p_values:
+            words.append(f"{metric.replace('_', ' ')}: {'; '.join(names) or 'none'}")
+    return f"Differences that remain at 5% after Holm's correction: {'. '.join(words)}."
+
+
+def _welch(
+    values: Sequence[float], baseline: Sequence[float]
+) -> tuple[tuple[float, float] | None, float | None]:
     if min(len(values), len(baseline)) < 2:
-        return None
+        return None, None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of equal values
         test = stats.ttest_ind(values, baseline, equal_var=False)
         found = test.confidence_interval(0.95)
     low, high = float(found.low), float(found.high)
-    return (low, high) if low < high else None
+    return ((low, high), float(test.pvalue)) if low < high else (None, None)

@@ -3,7 +3,12 @@
 from collections.abc import Sequence
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.study.differences import METHOD, difference_table, differences_of
+from heinsen_jax.study.differences import (
+    METHOD,
+    difference_table,
+    differences_of,
+    remaining_differences,
+)
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.plots import PowerLawPlot, cost_name
 from heinsen_jax.study.report import Comparison, Row, markdown_table, table
@@ -37,7 +42,7 @@ def paragraphs(
     parts += _tuning(study, results)
     if study.baseline is not None and (found := differences_of(study, results)):
         parts.append(f"Differences to {study.baseline}, which is subtracted:")
-        parts += [difference_table(found), METHOD]
+        parts += [difference_table(found), METHOD, remaining_differences(found)]
     parts += _power_laws(study, results)
     finished = [row for row in rows if row is not None]
     parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")

@@ -285,19 +285,22 @@ class PowerLawPlot(LinePlot):
 
 @dataclass(frozen=True)
 class LengthPlot(LinePlot):
-    """Plot of accuracy against the test length, with one line per label of an axis.
+    """Plot of accuracy, or another metric, against the test length, with one line per label of an
+    axis.
 
     Attributes:
-      lengths: test lengths, with metrics `accuracy_<length>`.
+      lengths: test lengths, with metrics `<metric>_<length>`.
       length_unit: unit of the lengths.
+      metric: the metric.
     """
 
     lengths: tuple[int, ...]
     length_unit: str = "tokens"
+    metric: str = "accuracy"
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        metrics = {length: f"accuracy_{length}" for length in self.lengths}
-        return self.curves(axes, results, "accuracy", f"length ({self.length_unit})", metrics)
+        metrics = {length: f"{self.metric}_{length}" for length in self.lengths}
+        return self.curves(axes, results, self.metric, f"length ({self.length_unit})", metrics)
 
 
 @dataclass(frozen=True)

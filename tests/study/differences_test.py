@@ -9,7 +9,7 @@ from scipy import integrate
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.study import Comparison, differences_of
-from heinsen_jax.study.differences import METHOD
+from heinsen_jax.study.differences import METHOD, Difference, holm, remaining_differences
 from heinsen_jax.study.paragraphs import paragraphs
 from tests.study.runner_test import PLAIN
 
@@ -97,3 +97,14 @@ def test_the_baseline_is_a_label_of_one_compared_axis():
         replace(STUDY, baseline="0.01")
     with pytest.raises(UserError, match="baseline of 'A small study' is not set"):
         differences_of(replace(STUDY, baseline=None), RESULTS)
+
+
+def test_p_values_are_corrected_by_holm():
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+        {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}
+    )
+    assert holm({"a": 0.7, "b": 0.6}) == {"b": 1.0, "a": 1.0}
+    p_values = {"far": 0.001, "near": 0.04, "nearer": 0.03}
+    found = [Difference({"x": name}, "loss", 0.1, (0.0, 0.2), p) for name, p in p_values.items()]
+    said = "Differences that remain at 5% after Holm's correction: loss: far."
+    assert remaining_differences([*found, Difference({"x": "one"}, "loss", 0.1, None)]) == said

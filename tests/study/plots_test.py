@@ -73,6 +73,14 @@ def test_lines_are_named_and_labels_have_units(plot, labels, title):
     assert segments[0][:, 1] == pytest.approx([0.5, 0.7])  # the seeds of log
 
 
+def test_losses_are_drawn_against_the_test_length():
+    rows = [{"metrics": {"loss_8": 0.5, "loss_32": 0.25}}]
+    plot = LengthPlot((8, 32), metric="loss", unit="nats per token")
+    (axes,) = draw("A study", [plot], [Comparison({"mechanism": "log"}, {}, rows)]).axes
+    assert [list(line.get_ydata()) for line in axes.lines] == [[0.5, 0.25]]
+    assert axes.get_ylabel() == "loss (nats per token)"
+
+
 def test_a_highlighted_line_is_above_others():
     axes, _ = drawn(Points("accuracy", highlighted=HIGHLIGHTED))
     order = {str(x.get_color()): x.get_zorder() for x in axes.lines if x.get_marker() == "o"}

@@ -180,6 +180,7 @@ class Run:
         studies must be repeated.
         """
         text = json.dumps(self.config, default=_chosen, sort_keys=True)
+        text = text.replace(f"{CONFIGS}/", "configs/")  # of any checkout, from any folder
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -379,3 +379,12 @@ def test_models_of_committed_studies_can_be_built(path):
     names = [model.attention for model in models]
     for run in dict(zip(names, first, strict=True)).values():
         assert costs(run.config)["state_bytes"] > 0
+
+
+def test_fingerprints_do_not_depend_on_the_folder(tmp_path, monkeypatch):
+    """The tokenizer of configs/python_code.py is relative to a checkout, or absolute elsewhere."""
+    here = [run.fingerprint for run in load_study("long_context").first_seed_runs()]
+    monkeypatch.chdir(tmp_path)
+    elsewhere = load_study("long_context").first_seed_runs()
+    assert elsewhere[0].config.data.tokenizer.startswith("/")
+    assert here == [run.fingerprint for run in elsewhere]

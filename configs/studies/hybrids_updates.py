@@ -29,7 +29,7 @@ def get_study() -> Study:
         about=ABOUT,
         base=hybrids.base,
         axes={
-            "layers": {name: layers[name] | recall for name in CHOSEN},
+            "layers": {name: {**layers[name], **recall} for name in CHOSEN},
             "updates": {str(updates): {"training.steps": updates} for updates in UPDATES},
             "learning_rate": sweeps.learning_rates(5e-3, 1e-2, 2e-2, 4e-2),
             "seed": sweeps.seeds(0, 1),

@@ -599,6 +599,9 @@ def test_hybrids_are_those_of_the_study():
         "log",
         "1 of 8 softmax, first",
     }
+    longer = {tuple(x.compared.values()): x for x in results_of_study("hybrids_updates")}
+    (alone,) = longer["log", "2400"].values("accuracy")
+    assert f"log-attention alone reaches {alone:.2f} with one seed" in STUDY_TEXT
     of_text = {x.compared["model"]: x.mean("loss") for x in results_of_study("language_model")}
     said = (f"{of_text[name]:.3f}" for name in ("softmax, then 3 log", "3 log, then softmax"))
     assert "the losses are {} and {}".format(*said) in STUDY_TEXT

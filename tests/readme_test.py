@@ -323,7 +323,7 @@ def test_recall_figures_are_those_of_the_study():
     log, linear, rmt = (f"{100 * accuracy[x, '64']:.0f}%" for x in ("log", "linear", "rmt"))
     assert f"log-attention answers {log} of the queries" in README_TEXT
     assert f"log-attention of width 64 answers {log} of the queries" in STUDY_TEXT
-    others = f"with a state of the same size {linear}, the recurrent memory (`rmt`)"
+    others = f"with a state of the same size {linear}, and the recurrent memory (`rmt`)"
     assert f"{others} with a smaller state {rmt}" in STUDY_TEXT
     of_bytes = {tuple(x.compared.values()): x.mean("state_bytes") for x in results}
     assert of_bytes["log", "64"] == of_bytes["linear", "64"] > of_bytes["rmt", "64"]
@@ -344,11 +344,11 @@ def test_recall_figures_are_those_of_the_study():
     assert "answers {:.0f}% with one seed and {:.0f}% with the other".format(*said) in STUDY_TEXT
     assert f"of width 32 answers {100 * accuracy['mamba2', '32']:.0f}%, in twice" in STUDY_TEXT
     assert 2 < of_bytes["mamba2", "32"] / of_bytes["softmax", "32"] < 2.3
-    window = f"{100 * accuracy['log_window', '64']:.0f}%"
-    assert f"(`log_window`) {window}" in STUDY_TEXT
+    assert accuracy["log_window", "64"] > 0.99
+    assert 1 < of_bytes["log_window", "64"] / cache < 1.05
     study = replace(load_study(ROOT / "configs/studies/recall.py"), baseline="log")
     verdicts = {tuple(x.compared.values()): x.verdict for x in differences_of(study, results)}
-    for name in ("linear", "rmt", "log_window"):
+    for name in ("linear", "rmt"):
         assert verdicts[name, "64"] == "no difference"
     log, linear = (
         next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])

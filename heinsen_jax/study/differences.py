@@ -146,4 +146,5 @@ def _welch(
         test = stats.ttest_ind(values, baseline, equal_var=False)
         found = test.confidence_interval(0.95)
     low, high = float(found.low), float(found.high)
-    return ((low, high), float(test.pvalue)) if low < high else (None, None)
+    _, p_value = test
+    return ((low, high), float(p_value)) if low < high else (None, None)

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scipy import stats
 
@@ -143,8 +143,7 @@ def _welch(
         return None, None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # of equal values
-        test = stats.ttest_ind(values, baseline, equal_var=False)
+        test: Any = stats.ttest_ind(values, baseline, equal_var=False)  # its types lack pvalue
         found = test.confidence_interval(0.95)
     low, high = float(found.low), float(found.high)
-    _, p_value = test
-    return ((low, high), float(p_value)) if low < high else (None, None)
+    return ((low, high), float(test.pvalue)) if low < high else (None, None)

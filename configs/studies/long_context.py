@@ -15,11 +15,9 @@ ABOUT = """
 600 updates of 8 x 512 tokens of the library of Python 3.11, with separate files and tokens of 3
 bytes on average, by Muon. Loss in nats per token on the same tokens of the files for validation, in
 sequences of 32 to 2048 tokens: shorter ones show how much a model benefits from context, the
-longest whether it extrapolates. Positions are those since the start of a sequence, or of a file in
-it; they have different tokens, so that only differences between models at one position have a
-meaning. All models have four layers of width 128 with a convolution of 4 tokens before each branch,
-and MLPs whose width is chosen so that they have 1.05M to 1.07M parameters. Hybrids have softmax
-attention without positions in one or two of their layers.
+longest whether it extrapolates. All models have four layers of width 128 with a convolution of 4
+tokens before each branch, and MLPs whose width is chosen so that they have 1.05M to 1.07M
+parameters. Hybrids have softmax attention without positions in one or two of their layers.
 """
 LENGTHS = 32, 128, 512, 2048
 BASELINE = "log, decay by head"

@@ -128,7 +128,7 @@ class Family(_Fields):
             raise ValueError("rope_parameters must be an object")
         for fields in (current or {}, earlier or {}):
             if len({fields[name] for name in ("type", "rope_type") if name in fields}) > 1:
-                raise ValueError("rope_parameters: type and rope_type differ")
+                raise ValueError("rope_parameters: type and rope_type differ; remove one")
         given: dict[str, JSON] = {}
         for fields in (current or {}, earlier or {}):  # "type" is an earlier name of "rope_type"
             given |= {"rope_type" if k == "type" else k: v for k, v in fields.items()}

@@ -4,10 +4,10 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from heinsen_jax.models import LanguageModelConfig, Layers
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS, DEPTH = 8, 32  # sizes of attention measured alone
+Name = TypeVar("Name", bound=Hashable)
 SETTING = {"batch": 1, "heads": HEADS, "depth": DEPTH, "dtype": "float32"}
 
 
@@ -32,15 +33,15 @@ def with_implementation(config: LanguageModelConfig, name: str) -> LanguageModel
 
 
 def interleaved_medians(
-    functions: dict[str, Callable[[], Any]], repeats: int, seconds: float = 0.4, min_calls: int = 3
-) -> dict[str, float]:
+    functions: dict[Name, Callable[[], Any]], repeats: int, seconds: float = 0.4, min_calls: int = 3
+) -> dict[Name, float]:
     """Return the median seconds of each function, interleaved so that disturbances affect all.
 
     Each function runs for about the same time per repeat: one call that is not counted, since the
     other functions occupied the caches and memory, then at least `min_calls`, until `seconds` have
     passed.
     """
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[Name, list[float]] = {name: [] for name in functions}
     for _ in range(repeats):
         for name, function in functions.items():
             jax.block_until_ready(function())

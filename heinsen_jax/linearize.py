@@ -29,7 +29,7 @@ from rich.table import Table
 from heinsen_jax import data, distributed
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.config import DATA_FILE, ExperimentConfig, load_config, override
-from heinsen_jax.data import DataConfig, Dataset
+from heinsen_jax.data import DataConfig, Dataset, start_ids
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line, explain
@@ -117,18 +117,23 @@ class _Command(Options):
 
 def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig) -> float:
     """Accuracy of predicting the second copy of a random string of the text's tokens, from its
-    second token on; the string has half the length of a training sequence, at most 512 tokens."""
+    second token on; the string has half the length of a training sequence, at most 512 tokens.
+    The tokens that texts start with precede the first copy."""
     length = min(experiment.data.sequence_length // 2, 512)
     rows = dataset.validation_rows(experiment.data)[""]
     pool = np.concatenate([np.asarray(row.tokens)[1:][row.loss_mask] for row in rows[:256]])
     strings = np.random.default_rng(0).choice(pool, (32, length))
+    assert dataset.tokenizer is not None
+    start = np.array(start_ids(dataset.tokenizer), strings.dtype)
+    tokens = np.hstack([np.tile(start, (32, 1)), strings, strings])
+    second = len(start) + length
 
     @jax.jit
     def correct(model: LanguageModel, tokens: Array) -> Array:
         features, _ = model.features(tokens[:, :-1])
-        return token_losses(model.readout, features[:, length:], tokens[:, length + 1 :])[1]
+        return token_losses(model.readout, features[:, second:], tokens[:, second + 1 :])[1]
 
-    return float(np.mean(correct(model, np.tile(strings, 2))))
+    return float(np.mean(correct(model, tokens)))
 
 
 @dataclass(frozen=True)

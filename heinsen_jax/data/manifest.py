@@ -55,6 +55,8 @@ class Recipe(Record):
     format_version: Literal[1] = 1
     tokenizer: str
     tokenizer_fingerprint: str
+    start_ids: tuple[int, ...] = ()
+    """Tokens before each document."""
     split: SplitKind
     validation_fraction: float | None
     text_column: str = DEFAULT_COLUMN
@@ -90,7 +92,7 @@ class Split(Record):
 
 
 class Manifest(Recipe):
-    """A complete data set. Bytes are of the UTF-8 text, without end-of-text tokens."""
+    """A complete data set. Bytes are of the UTF-8 text, without start and end-of-text tokens."""
 
     dtype: DtypeName
     vocab_size: int

@@ -53,6 +53,7 @@ from heinsen_jax.data.tokenizers import (
 from heinsen_jax.data.units import (
     SplitRule,
     Unit,
+    document_start,
     joint_hash,
     plan_units,
     process_unit,
@@ -229,6 +230,7 @@ def _recipe(
     return Recipe(
         tokenizer=tokenizer.name,
         tokenizer_fingerprint=tokenizer.fingerprint,
+        start_ids=document_start(tokenizer),
         split=rule.kind,
         validation_fraction=rule.validation_fraction,
         text_column=text_column,
@@ -269,8 +271,10 @@ def _is_finished(recipe: Recipe, output: Path) -> bool:
 
 def _brief(value: object) -> str:
     if isinstance(value, tuple):
-        return " + ".join(
-            f"{i.name}: {i.files} files, {i.bytes} bytes, hash {i.fingerprint[:8]}" for i in value
+        return " + ".join(map(_brief, value)) or "none"
+    if isinstance(value, InputRecord):
+        return (
+            f"{value.name}: {value.files} files, {value.bytes} bytes, hash {value.fingerprint[:8]}"
         )
     return str(value)[:12]
 

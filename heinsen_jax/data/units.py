@@ -16,7 +16,7 @@ from heinsen_jax.data.documents import Document, read_documents
 from heinsen_jax.data.files import replacing
 from heinsen_jax.data.manifest import Recipe, Record, Shard, SplitKind, numpy_dtype, token_dtype
 from heinsen_jax.data.sources import SPLITS, Source, SplitName
-from heinsen_jax.data.tokenizers import load_tokenizer
+from heinsen_jax.data.tokenizers import Tokenizer, load_tokenizer, start_ids
 
 UNIT_BYTES = 64 << 20
 
@@ -31,7 +31,8 @@ class SplitRule:
     - `published`: as published.
     - `validation`: everything is for validation.
 
-    An end-of-text token follows each document, except with `tail`.
+    The tokens of `document_start` precede each document. An end-of-text token follows it, except
+    with `tail`.
     """
 
     kind: SplitKind
@@ -89,6 +90,7 @@ class UnitRecord(Record):
 
 def plan_units(recipe: Recipe, rule: SplitRule, sources: Sequence[Source]) -> list[Unit]:
     """Divide the sources, in order, into units of at most `UNIT_BYTES`, or of one source."""
+    of_all = recipe.tokenizer_fingerprint, *map(str, recipe.start_ids), repr(rule)
     groups: list[list[Source]] = []
     size = math.inf
     for source in sources:
@@ -102,7 +104,7 @@ def plan_units(recipe: Recipe, rule: SplitRule, sources: Sequence[Source]) -> li
             index,
             tuple(group),
             rule,
-            joint_hash(recipe.tokenizer_fingerprint, repr(rule), *(str(s.identity) for s in group)),
+            joint_hash(*of_all, *(str(source.identity) for source in group)),
         )
         for index, group in enumerate(groups)
     ]
@@ -120,6 +122,7 @@ def process_unit(
     """
     tokenizer = load_tokenizer(output)
     dtype = numpy_dtype(token_dtype(tokenizer.vocab_size))
+    start = np.array(document_start(tokenizer), dtype)
     end = np.array([tokenizer.end_of_text_id] if unit.rule.kind != "tail" else [], dtype)
     with ExitStack() as files:
         writers: dict[SplitName, _ShardWriter] = {
@@ -130,13 +133,20 @@ def process_unit(
                 for name, text in unit.rule.divide(document):
                     if text:
                         tokens = tokenizer.encode_to_numpy(text).astype(dtype)
-                        writers[name].append((tokens, end), text)
+                        writers[name].append((start, tokens, end), text)
         shards: dict[SplitName, Shard] = {
             name: writer.shard() for name, writer in writers.items() if writer.documents
         }
     record = UnitRecord(fingerprint=unit.fingerprint, shards=shards)
     record.write(output / unit.record_file)
     return record
+
+
+def document_start(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens before each document: `start_ids`, unless the end-of-text token is one of them,
+    which the document before ends with."""
+    start = start_ids(tokenizer)
+    return () if tokenizer.end_of_text_id in start else start
 
 
 class _ShardWriter:

@@ -3,6 +3,7 @@ import gzip
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,9 +22,11 @@ from heinsen_jax.data.documents import Document
 from heinsen_jax.data.manifest import Manifest, numpy_dtype
 from heinsen_jax.data.prepare import prepare
 from heinsen_jax.data.sources import SplitName
-from heinsen_jax.data.tokenizers import get_tokenizer, load_tokenizer
+from heinsen_jax.data.tokenizer_pretrained import pretrained_tokenizer
+from heinsen_jax.data.tokenizers import get_tokenizer, load_tokenizer, save_tokenizer, start_ids
 from heinsen_jax.data.units import SplitRule
 from heinsen_jax.errors import UserError
+from tests.conftest import GOLDEN_FOLDER
 from tests.data.tokenizer_json_test import byte_level, write
 
 
@@ -465,3 +468,35 @@ def test_command_line(tmp_path: Path) -> None:
 def test_preparation_does_not_import_jax() -> None:
     code = "import sys, heinsen_jax.data.prepare; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_start_tokens_of_pretrained_models_precede_each_document(tmp_path: Path) -> None:
+    published, model = GOLDEN_FOLDER / "transformers" / "qwen2", tmp_path / "model"
+    config = json.loads((published / "tokenizer_config.json").read_text())
+    folder = make_folder(tmp_path / "in", count=3)
+    (tmp_path / "published").mkdir()
+
+    def prepared(out: str, **changes: object) -> Manifest:
+        shutil.rmtree(model, ignore_errors=True)
+        model.mkdir()
+        path = tmp_path / "published" / "tokenizer_config.json"
+        path.write_text(json.dumps(config | changes))
+        shutil.copy(published / "tokenizer.json", path.parent)
+        tokenizer = pretrained_tokenizer(path.parent, "tiny")
+        assert tokenizer is not None
+        save_tokenizer(tokenizer, model)
+        return prepare([str(folder)], str(model), tmp_path / out, split="validation")
+
+    manifest, tokenizer = prepared("out"), load_tokenizer(model)
+    expected = []
+    for path in sorted(folder.iterdir()):
+        expected += [*start_ids(tokenizer), *tokenizer.encode(path.read_text())]
+        expected.append(tokenizer.end_of_text_id)
+    assert start_ids(tokenizer) == manifest.start_ids == (3,)
+    assert tokens(tmp_path / "out", "validation") == expected
+
+    with pytest.raises(UserError, match=r"differs in .*start_ids \(3, not none\)"):
+        prepared("out", add_bos_token=False)
+    # An end of text that texts also start with is between documents already.
+    manifest = prepared("again", eos_token=config["bos_token"])
+    assert (manifest.start_ids, tokens(tmp_path / "again", "validation").count(3)) == ((), 3)

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from lm_eval.api.instance import Instance
 
-from heinsen_jax import evaluate, linearize
+from heinsen_jax import data, evaluate, linearize
 from heinsen_jax.chat import Chat
+from heinsen_jax.config import load_config
 from heinsen_jax.generate import complete, generate
 from heinsen_jax.generate.__main__ import main as generate_main
 from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
 from heinsen_jax.interop.transformers.__main__ import import_model
+from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply
@@ -82,6 +84,21 @@ def test_evaluation_repeats_the_loss_of_the_table(linearized, monkeypatch, capsy
     monkeypatch.setattr(sys, "argv", arguments)
     assert evaluate.main() == 0
     assert f"loss: {rows[-1]['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_recall_starts_with_the_token_that_texts_start_with(linearized, monkeypatch):
+    """The model predicts the copies after <|begin|>, and nothing without it."""
+    model, tokenizer, _ = load_run(linearized)
+    experiment = load_config(linearized / "config.json")
+    length, size = experiment.data.sequence_length // 2, model.config.vocab_size
+
+    def copies(self, tokens):
+        is_started = tokens[:, :1, None] == tokenizer.start_ids[0]
+        return is_started * jax.nn.one_hot(jnp.roll(tokens, length - 1, -1), size), None
+
+    monkeypatch.setattr(LanguageModel, "features", copies)
+    monkeypatch.setattr(LanguageModel, "readout", jax.tree_util.Partial(lambda x: x))
+    assert linearize.recall(model, data.load(experiment.data), experiment) == 1
 
 
 def test_the_hub_has_the_same_model(linearized, tmp_path):

@@ -1,6 +1,7 @@
 """`log_window_attention` against its dense definition in float64."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -174,6 +175,11 @@ def test_arguments_that_do_not_fit_are_refused():
         ours(*arrays, window_size=0)
     with pytest.raises(ValueError, match=r"initial_state.key must have shape \(2, 2, 8, 3\)"):
         ours(*arrays, window_size=8, initial_state=state)
+    earlier = replace(state.earlier, log_z=state.earlier.log_z[..., :1])
+    with pytest.raises(ValueError, match=r"earlier.log_z must have shape \(2, 2, 5\)"):
+        ours(*arrays, initial_state=replace(state, earlier=earlier))
+    with pytest.raises(ValueError, match=r"num_tokens must have shape \(2, 2\)"):
+        ours(*arrays, initial_state=replace(state, num_tokens=state.num_tokens[0]))
     with pytest.raises(ValueError, match=r"query_features must have shape \(2, 5, 4, 5\)"):
         log_window_attention(*arrays[:3], arrays[3][..., 1:], arrays[4], window_size=2)
     with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):

@@ -188,8 +188,11 @@ def _check(
     for name, x in (("key", key), ("value", value), ("key_features", key_features)):
         shape = *heads, window_size, x.shape[-1]
         check_array(f"initial_state.{name}", getattr(state, name), (shape,), jnp.floating)
-    mean = *heads, *num_features, value.shape[-1]
+    features = *heads, *num_features
+    mean = *features, value.shape[-1]
     check_array("initial_state.earlier.mean", state.earlier.mean, (mean,), jnp.floating)
+    check_array("initial_state.earlier.log_z", state.earlier.log_z, (features,), jnp.floating)
+    check_array("initial_state.num_tokens", state.num_tokens, (heads,), jnp.integer)
 
 
 def _passes(

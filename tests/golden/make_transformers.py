@@ -7,11 +7,15 @@ Each folder is a tiny random model as `save_pretrained` writes it, with `expecte
 in float32 of `tokens`, and a greedy continuation of `prompts`. Weights are larger than at a usual
 initialization, so that an error in any part shows in the logits. `qwen2` has a tokenizer, too, with
 `chats.json`: conversations as its template renders and encodes them.
+
+With a folder that `write_exports.py` has written, it makes `exports.json`: the configurations in
+that folder, after checking that these models have the same logits, and `qwen2` the same texts.
 """
 
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -201,5 +205,23 @@ def main() -> None:
         os.chmod(path, 0o755 if path.is_dir() else 0o644)
 
 
+def check_exports(exports: Path) -> None:
+    checked = {}
+    for name in CASES:
+        folder = exports / name
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+        with np.load(FOLDER / name / "expected.npz") as want, torch.no_grad():
+            logits = model(torch.tensor(want["tokens"], dtype=torch.int64)).logits.numpy()
+            np.testing.assert_allclose(logits, want["logits"], rtol=0, atol=1e-4)
+        checked[name] = json.loads((folder / "config.json").read_text())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exports / "qwen2")
+    want = json.loads((FOLDER / "qwen2" / "chats.json").read_text())
+    assert all(tokenizer(one["text"])["input_ids"] == one["ids"] for one in want["texts"])
+    chat = want["chats"][0]
+    assert tokenizer.apply_chat_template(chat["messages"], tokenize=False) == chat["text"]
+    (FOLDER / "exports.json").write_text(json.dumps(checked, indent=1) + "\n")
+
+
 if __name__ == "__main__":
-    main()
+    check_exports(Path(sys.argv[1])) if sys.argv[1:] else main()

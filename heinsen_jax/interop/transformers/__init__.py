@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.buckets import local_path
-from heinsen_jax.data import Tokenizer
+from heinsen_jax.data import Tokenizer, start_ids
 from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.data.tokenizer_json import read_json
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
@@ -130,8 +130,10 @@ def to_pretrained(
     arrays = _tensors(model, family.model_type, str(stored))
     fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
     fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
-    if tokenizer is not None and like is None:
-        fields["eos_token_id"] = tokenizer.end_of_text_id
+    if like is None:  # null, since absent ids would be those of the original model
+        start = () if tokenizer is None else start_ids(tokenizer)
+        fields["bos_token_id"] = start[0] if start else None
+        fields["eos_token_id"] = None if tokenizer is None else tokenizer.end_of_text_id
     fields |= family.to_json() | {"torch_dtype": stored}
     fields.pop("dtype", None)
     with filling(place) as partial:

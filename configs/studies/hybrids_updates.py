@@ -1,9 +1,8 @@
 """Hybrids of log-attention and softmax attention on recall, with more learning rates and updates.
 
-python -m heinsen_jax.study configs/studies/hybrids_updates.py --jobs 2
+python -m heinsen_jax.study configs/studies/hybrids_updates.py --jobs 2 --reuse DIR
 
-Needs an estimated hour on two CPU cores, if the runs of the study hybrids are copied into its
-results.
+Needs an estimated hour on two CPU cores, if DIR has the results of the study hybrids.
 """
 
 from heinsen_jax.study import Ranking, Study, load_study, sweeps

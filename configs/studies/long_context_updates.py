@@ -1,9 +1,9 @@
 """Language models of Python code with fewer updates: loss against FLOPs.
 
-python -m heinsen_jax.study configs/studies/long_context_updates.py --jobs 2
+python -m heinsen_jax.study configs/studies/long_context_updates.py --jobs 2 --reuse DIR
 
-Needs an estimated hour and a half on two CPU cores, if the runs of the study long_context are
-copied into its results.
+Needs an estimated hour and a half on two CPU cores, if DIR has the results of the study
+long_context.
 """
 
 from dataclasses import replace

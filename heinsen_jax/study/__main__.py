@@ -39,6 +39,10 @@ def main() -> int:
         report_only: Annotated[
             bool, tyro.conf.arg(help="only write the report of the finished runs")
         ] = False,
+        reuse: Annotated[
+            tuple[Path, ...],
+            tyro.conf.arg(help="folders of other studies, from which equal runs are copied"),
+        ] = (),
     ) -> int:
         """Run the unfinished runs of a study, and write its report.
 
@@ -52,7 +56,7 @@ def main() -> int:
         run_one = local if executor == "local" else cluster
         try:
             with unwind_on_signals():
-                run_study(load_study(study), folder, run_one, report_only)
+                run_study(load_study(study), folder, run_one, report_only, reuse)
         except Stopped:  # a process of a run received the signal to all processes first
             return _stopped(128 + signal.SIGINT)
         except SystemExit as stopped:

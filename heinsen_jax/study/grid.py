@@ -129,6 +129,11 @@ class Study:
         grid = itertools.product(*choices.values())
         return [self.run(dict(zip(choices, labels, strict=True))) for labels in grid]
 
+    def all_runs(self) -> list["Run"]:
+        """The runs with all tuned values and all seeds; errors as of `first_seed_runs`."""
+        first = self.first_seed_runs()
+        return [run for best in first for run in (best, *self.other_seed_runs(best.labels))]
+
     def comparisons(self) -> list[list["Run"]]:
         """All runs with the first seed, in groups that differ only in tuned values."""
         groups: dict[tuple[str, ...], list[Run]] = {}

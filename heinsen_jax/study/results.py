@@ -39,6 +39,12 @@ class Recorded:
     def unfinished(self, runs: Sequence[Run]) -> list[Run]:
         return [run for run in runs if self.of(run) is None]
 
+    def reuse(self, other: "Recorded", runs: Sequence[Run]) -> None:
+        """Add the rows of unfinished runs that another file has."""
+        for run in self.unfinished(runs):
+            if (row := other.of(run)) is not None:
+                self.add(run, {**row, "labels": run.labels})
+
     def add(self, run: Run, row: Row) -> None:
         row = {"labels": run.labels, "fingerprint": run.fingerprint, **row}
         self._rows[run.fingerprint] = row

@@ -28,7 +28,13 @@ REPORT_FILE = "report.md"
 Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, Row]]]
 
 
-def run_study(study: Study, output: Path, executor: Executor, report_only: bool = False) -> None:
+def run_study(
+    study: Study,
+    output: Path,
+    executor: Executor,
+    report_only: bool = False,
+    reuse: Sequence[Path] = (),
+) -> None:
     """Run the unfinished runs of a study, and write its report.
 
     Tuned values are run with the first seed, as `search` says, and the best of each comparison with
@@ -39,22 +45,37 @@ def run_study(study: Study, output: Path, executor: Executor, report_only: bool 
       output: folder of the results, the report and the runs.
       executor: function of the runs and their folders that yields rows as runs finish.
       report_only: whether to report on the finished runs only.
+      reuse: folders of results of other studies; runs with the same settings are copied.
 
     Raises:
       UserError: the settings of a run are invalid, before any run starts; another process runs this
-        study; or no run is finished.
+        study; no run is finished; a folder to reuse has no results, or runs are reused by a report
+        only.
     """
+    if reuse and report_only:
+        raise UserError("--reuse adds runs: leave out --report-only")
     if not report_only:
         _check(study)
     local_path(output, "output")
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if report_only else locked(output):
-        _run_study(study, output, executor, report_only)
+        recorded = Recorded(output / RESULTS_FILE, read_only=report_only)
+        for folder in reuse:
+            recorded.reuse(_of_other_study(folder), study.all_runs())
+        _run_study(study, output, executor, report_only, recorded)
 
 
-def _run_study(study: Study, output: Path, executor: Executor, report_only: bool) -> None:
-    recorded, console = Recorded(output / RESULTS_FILE, read_only=report_only), Console()
+def _of_other_study(folder: Path) -> Recorded:
+    if not (folder / RESULTS_FILE).exists():
+        raise UserError(f"--reuse {folder}: {RESULTS_FILE} is missing; give the folder of a study")
+    return Recorded(folder / RESULTS_FILE, read_only=True)
+
+
+def _run_study(
+    study: Study, output: Path, executor: Executor, report_only: bool, recorded: Recorded
+) -> None:
+    console = Console()
     with _progress(console) as progress:
         task = progress.add_task("")
         while True:
@@ -92,8 +113,7 @@ def _check(study: Study) -> None:
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
     runs_by_fingerprint: dict[str, Run] = {}
-    first = study.first_seed_runs()
-    for run in (run for chosen in first for run in (chosen, *study.other_seed_runs(chosen.labels))):
+    for run in study.all_runs():
         config = run.config
         if twin := runs_by_fingerprint.get(run.fingerprint):
             raise UserError(f"{describe(run.labels)} is the same as {describe(twin.labels)}")

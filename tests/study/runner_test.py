@@ -132,6 +132,21 @@ def test_results_of_other_settings_are_not_used(tmp_path):
     assert len(executor.done) == 20
 
 
+def test_equal_runs_of_another_study_are_copied(tmp_path):
+    """With the labels of this study; runs that it does not have stay away."""
+    run_study(PLAIN, tmp_path / "other", Fake())
+    renamed = {"first": {"seed": 0}, "second": {"seed": 1}}
+    study = replace(PLAIN, axes={**PLAIN.axes, "seed": renamed})
+    executor = Fake(fail_after=0)
+    run_study(study, tmp_path / "new", executor, reuse=[tmp_path / "other"])
+    assert {row["labels"]["seed"] for row in lines(tmp_path / "new")} == {"first", "second"}
+    assert len(lines(tmp_path / "new")) == 12 + 4
+    with pytest.raises(UserError, match="--reuse adds runs: leave out --report-only"):
+        run_study(study, tmp_path / "new", executor, report_only=True, reuse=[tmp_path / "other"])
+    with pytest.raises(UserError, match=r"--reuse .*none: results.jsonl is missing"):
+        run_study(study, tmp_path / "third", executor, reuse=[tmp_path / "none"])
+
+
 def test_a_fingerprint_is_of_what_is_not_a_default():
     def fingerprint(**changes):
         return Run({}, replace(BASE, **changes)).fingerprint

@@ -601,8 +601,12 @@ def test_hybrids_are_those_of_the_study():
         "1 of 8 softmax, first",
     }
     longer = {tuple(x.compared.values()): x for x in results_of_study("hybrids_updates")}
-    (alone,) = longer["log", "2400"].values("accuracy")
-    assert f"log-attention alone reaches {alone:.2f} with one seed" in STUDY_TEXT
+    names = "1 of 2 softmax, last", "1 of 4 softmax, last", "log"
+    two, four, alone = (longer[name, "2400"].mean("accuracy") for name in names)
+    assert f"answer {two:.0%} and {four:.0%}, and log-attention alone {alone:.0%}" in STUDY_TEXT
+    assert all(longer[name, "2400"].tuned["learning_rate"] == "0.005" for name in names[:2])
+    first = longer["1 of 8 softmax, first", "800"]
+    assert first.tuned["learning_rate"] == "0.005" and min(first.values("accuracy")) > 0.999
     of_text = {x.compared["model"]: x.mean("loss") for x in results_of_study("language_model")}
     said = (f"{of_text[name]:.3f}" for name in ("softmax, then 3 log", "3 log, then softmax"))
     assert "the losses are {} and {}".format(*said) in STUDY_TEXT

@@ -605,8 +605,6 @@ def test_hybrids_are_those_of_the_study():
     two, four, alone = (longer[name, "2400"].mean("accuracy") for name in names)
     assert f"answer {two:.0%} and {four:.0%}, and log-attention alone {alone:.0%}" in STUDY_TEXT
     assert all(longer[name, "2400"].tuned["learning_rate"] == "0.005" for name in names[:2])
-    first = longer["1 of 8 softmax, first", "800"]
-    assert first.tuned["learning_rate"] == "0.005" and min(first.values("accuracy")) > 0.999
     of_text = {x.compared["model"]: x.mean("loss") for x in results_of_study("language_model")}
     said = (f"{of_text[name]:.3f}" for name in ("softmax, then 3 log", "3 log, then softmax"))
     assert "the losses are {} and {}".format(*said) in STUDY_TEXT

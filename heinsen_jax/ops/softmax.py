@@ -83,7 +83,7 @@ def dot_product_attention(
         log_decay, ids must not recur: each segment is one run of equal ids.
       key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
         the first valid key and the one past the last.
-      query_offset: position of the first query among the keys. May be traced.
+      query_offset: position of the first query among the keys. May be traced, as with a cache.
       log_decay: `[*B, S, num_heads]`, finite and <= 0, of causal attention: a forget gate (FoX), or
         constant, as in ALiBi. D is accurate to rounding for sums up to 65,000 nats in float32.
       scale: factor of the scores; 1 / sqrt(key_depth) when None.
@@ -139,7 +139,6 @@ def dot_product_attention(
     rule = rule & masks.Causal() if is_causal else rule
     rule = rule & masks.Window(*window) if window is not None else rule
     given = {"bias": bias is not None, "mask as an array": mask is not None}
-    given["a traced query_offset"] = not isinstance(query_offset, int)
     if implementation == "tiled":
         _refuse("tiled", given)
     if implementation is None and any(given.values()):
@@ -177,20 +176,21 @@ def folded_attention(
     """Return the output, and log Z: the logarithm of the sum of the exponentials of a query's
     scores. `query` is scaled, heads are folded, ids are `[X, T]` and `[X, S]`, decays
     `[X, R, T, 2]` and `[X, R, S, 2]`; bias and mask are of any shape with `X R T S` elements."""
+    is_static = isinstance(offset, int)
     if implementation is None:
-        small = query.shape[2] * key.shape[1] <= SMALL
-        implementation = "xla" if small or not isinstance(offset, int) else "tiled"
+        length, sources = query.shape[2], key.shape[1]
+        is_small = length * sources <= SMALL or (not is_static and length < tiled.SIZE)
+        implementation = "xla" if is_small else "tiled"
     if implementation == "xla":
         return _dense(query, key, value, rule, ids, decays, bias, mask, offset)
     if implementation != "tiled":
         raise ValueError(
             f"implementation must be None or one of {[*NAMES]}, not {implementation!r}"
         )
-    assert isinstance(offset, int)
-    problem = tiled.Problem(rule, query.shape[2], key.shape[1], offset)
-    return tiled.attention(
-        problem, query, key, value, *(ids or (None, None)), *(decays or (None, None))
-    )
+    sizes = query.shape[2], key.shape[1]
+    problem = tiled.Problem(rule, *sizes, offset if is_static else None)
+    pairs = *(ids or (None, None)), *(decays or (None, None))
+    return tiled.attention(problem, query, key, value, *pairs, None if is_static else offset)
 
 
 def _check_decay(query: Array, key: Array, is_causal: bool, offset: int | Array) -> None:

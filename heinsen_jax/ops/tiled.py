@@ -8,7 +8,8 @@ running maximum m and the sum Z of exp(S - m). The backward pass recomputes the 
     P = exp(S - m) / Z,    dS = P (dY V^T - sum_v dY Y + d log Z)
     dQ = dS K,             dK = dS^T Q,                    dV = P^T dY
 
-The visible tiles are derived from a `Mask` at trace time.
+The visible tiles are derived from a `Mask` at trace time. If the position of the queries among the
+keys is traced, as with a cache, blocks are of all tiles, and those without visible keys skipped.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from heinsen_jax.typing import Array
 SIZE = 128  # rows of a tile
 OVERHEAD = 1.0  # fixed cost of a block on a CPU, in key tiles computed in the same time
 OVERHEAD_ELSEWHERE = 8.0
+WIDTH = 2  # key tiles of a block that may be skipped
 
 
 @dataclass(frozen=True)
@@ -38,21 +40,22 @@ class Problem:
       mask: visible keys of each query.
       queries: number of queries.
       keys: number of keys.
-      offset: position of the first query.
+      offset: position of the first query; None if it is traced.
     """
 
     mask: Mask
     queries: int
     keys: int
-    offset: int
+    offset: int | None
 
 
 class _SoftmaxTiles(NamedTuple):
     """Operands in tiles of C tokens, for X batch entries and key/value heads of R query heads each.
 
     query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`; segment ids
-    `[I, X, C]` and `[J + 1, X, C]`, or None; and sums of decays in two parts, `[I, X, R C, 2]` and
-    `[J + 1, X, C, 2 R]`, or None. The last tile of keys is padding.
+    `[I, X, C]` and `[J + 1, X, C]`, or None; sums of decays in two parts, `[I, X, R C, 2]` and
+    `[J + 1, X, C, 2 R]`, or None; and the position of the first query, if it is traced. The last
+    tile of keys is padding.
     """
 
     query: Array
@@ -62,6 +65,7 @@ class _SoftmaxTiles(NamedTuple):
     key_ids: Array | None = None
     query_decay: Array | None = None
     key_decay: Array | None = None
+    offset: Array | None = None
 
 
 @partial(jax.jit, static_argnums=0, inline=True)  # compiled once outside another `jit`
@@ -74,12 +78,14 @@ def attention(
     key_ids: Array | None,
     query_decay: Array | None = None,
     key_decay: Array | None = None,
+    offset: Array | None = None,
 ) -> tuple[Array, Array]:
     """Return Y `[X, R, T, V]` and the log of the sum of exp(S), log Z `[X, R, T]`, for query
     `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query with id `[X, T]` attends to the keys
     with the same id `[X, S]` that the mask allows; Y = 0 and log Z = -inf if none. The difference
     of the sums of decays `[X, R, T, 2]` and `[X, R, S, 2]`, each in two parts, is added to the
-    scores; the first part is not differentiated."""
+    scores; the first part is not differentiated. `offset` is that of the queries if the problem
+    has none."""
     length = query.shape[2]
     if query_decay is not None and key_decay is not None:
         query_decay = _tiles(query_decay, 0)
@@ -94,6 +100,7 @@ def attention(
         None if key_ids is None else _tiles(key_ids[:, None, :, None], 1)[..., 0],
         query_decay,
         key_decay,
+        offset,
     )
     outputs: tuple[Array, Array] = _attention(problem, tiles)
     y, log_z = (_untiled(x)[:, :, :length] for x in outputs)
@@ -130,11 +137,15 @@ def _visible_tiles(problem: Problem, overhead: float) -> _VisibleTiles:
     keys = np.arange(problem.keys)[None]
     visible = []
     for start in range(0, problem.queries, SIZE):
+        if problem.offset is None:
+            visible.append(np.arange(tiles))
+            continue
         queries = np.arange(start, min(start + SIZE, problem.queries))[:, None]
         is_visible = np.any(problem.mask(problem.offset + queries, keys), 0)
         is_visible = np.pad(is_visible, (0, tiles * SIZE - problem.keys))
         visible.append(np.flatnonzero(is_visible.reshape(tiles, SIZE).any(1)))
-    widths = np.arange(1, 1 + max(1, *map(len, visible)))
+    most = max(1, *map(len, visible))
+    widths = np.arange(1, 1 + (most if problem.offset is not None else min(most, WIDTH)))
     counts = -(-np.array([*map(len, visible)])[None] // widths[:, None])  # blocks per row
     best = np.argmin(counts.sum(1) * (widths + overhead))
     width = widths[best]
@@ -144,12 +155,19 @@ def _visible_tiles(problem: Problem, overhead: float) -> _VisibleTiles:
     return _VisibleTiles(row.astype(np.int32), columns.astype(np.int32))
 
 
-def _over_blocks(problem: Problem, step, sums, example: _SoftmaxTiles):
+def _over_blocks(problem: Problem, step, sums, tiles: _SoftmaxTiles):
     """Scan `step(sums, row, columns)` over all blocks and return the sums."""
-    sums = varying_like(sums, example)
+    sums = varying_like(sums, tiles)
+
+    def add(sums, block: _VisibleTiles):
+        if problem.offset is None:
+            is_any = jnp.any(_visible(problem, tiles, *block))
+            return lax.cond(is_any, step, lambda sums, *_: sums, sums, *block), None
+        return step(sums, *block), None
+
     overhead = OVERHEAD if jax.default_backend() == "cpu" else OVERHEAD_ELSEWHERE
     blocks = jax.tree.map(jnp.asarray, _visible_tiles(problem, overhead))
-    return lax.scan(lambda sums, block: (step(sums, *block), None), sums, blocks)[0]
+    return lax.scan(add, sums, blocks)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,7 +228,8 @@ def _backward(problem: Problem, residuals, cotangents: tuple[Array, Array]):
             key_decay=d_key_decay,
         )
 
-    zeros = jax.tree.map(jnp.zeros_like, tiles._replace(query_ids=None, key_ids=None))
+    floats = tiles._replace(query_ids=None, key_ids=None, offset=None)
+    zeros = jax.tree.map(jnp.zeros_like, floats)
     return (_over_blocks(problem, step, zeros, tiles),)
 
 
@@ -234,16 +253,21 @@ def _columns(x: Array, columns: Array) -> Array:
     return x.reshape(len(x), len(columns) * SIZE, x.shape[-1])
 
 
+def _visible(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array) -> Array:
+    """Which keys of a block the mask allows, `[C, L C]`."""
+    within = jnp.arange(SIZE)
+    offset = tiles.offset if problem.offset is None else problem.offset
+    queries = offset + row * SIZE + within
+    keys = (columns[:, None] * SIZE + within[None]).reshape(-1)
+    return problem.mask(queries[:, None], keys[None]) & (keys < problem.keys)[None]
+
+
 def _scores(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array):
     """Return a block of scores `[X, R C, L C]`, -inf for masked keys, with its keys and values
     `[X, L C, F]`."""
     query = _row(tiles.query, row)
     key, value = _columns(tiles.key, columns), _columns(tiles.value, columns)
-    within = jnp.arange(SIZE)
-    queries = problem.offset + row * SIZE + within
-    keys = (columns[:, None] * SIZE + within[None]).reshape(-1)
-    visible = problem.mask(queries[:, None], keys[None]) & (keys < problem.keys)[None]
-    visible = visible[None, None]
+    visible = _visible(problem, tiles, row, columns)[None, None]
     if tiles.query_ids is not None and tiles.key_ids is not None:
         key_ids = _columns(tiles.key_ids[..., None], columns)
         same = _row(tiles.query_ids, row)[..., None] == jnp.swapaxes(key_ids, -1, -2)

@@ -180,14 +180,12 @@ def test_large_scores_are_exact(implementation):
 
 @each_implementation
 def test_queries_at_an_offset_among_the_keys(implementation):
-    """With "xla" the offset may be a traced number, as in decoding."""
     query, key, value = draw(150)
     visible = np.broadcast_to(np.tri(150) > 0, (2, 4, 150, 150))
     expected = by_definition(query, key, value, visible)
     attention = partial(dot_product_attention, is_causal=True, implementation=implementation)
-    static = None if implementation == "xla" else "offset"
 
-    @partial(jax.jit, static_argnames=static)
+    @jax.jit
     def at(query, offset):
         return attention(query, key, value, query_offset=offset)
 
@@ -348,6 +346,53 @@ def test_unsupported_calls_raise(function, keywords, error, message):
         function(*[jnp.zeros((2, 4, 1, 3))] * 3, **keywords)
 
 
+def with_decays(query, key, value, log_decay, offset=0):
+    """The definition of causal attention with decays, for queries from an offset on."""
+    heads = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, heads, 2) for x in (key, value))
+    total = jnp.cumsum(log_decay, 1)
+    scores = jnp.einsum("btnk,bsnk->btsn", query, key) / np.sqrt(query.shape[-1])
+    scores = scores + total[:, offset : offset + query.shape[1], None] - total[:, None]
+    visible = np.tri(query.shape[1], key.shape[1], offset, bool)[None, :, :, None]
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), 2)
+    return jnp.einsum("btsn,bsnv->btnv", weights, value)
+
+
+def differentiate(function, arrays, cotangent):
+    y, pullback = jax.vjp(function, *arrays)
+    return y, *pullback(cotangent)
+
+
+@each_implementation
+def test_chunks_at_a_traced_offset(implementation):
+    """Values and gradients, with a cache whose end is not filled yet."""
+    _, key, value = draw(700)
+    query, _, _ = draw(200, seed=1)
+    log_decay = -np.random.default_rng(0).random((2, 700, 4), np.float32)
+    cotangent = np.cos(np.arange(2 * 200 * 4 * 3, dtype=np.float32)).reshape(2, 200, 4, 3)
+
+    @jax.jit
+    def ours(offset, *arrays):
+        def attend(query, key, value, log_decay):
+            options = {"is_causal": True, "implementation": implementation}
+            options |= {
+                "query_offset": offset,
+                "key_value_seq_lengths": offset + np.int32([200] * 2),
+            }
+            return dot_product_attention(query, key, value, log_decay=log_decay, **options)
+
+        return differentiate(attend, arrays, cotangent)
+
+    arrays = query, key, value, log_decay
+    for offset in (0, 130, 500):
+        have = ours(offset, *arrays)
+        with jax.enable_x64(True):
+            wide = jax.tree.map(np.float64, arrays)
+            want = differentiate(partial(with_decays, offset=offset), wide, np.float64(cotangent))
+        for a, b in zip(have, want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+
+
 @each_implementation
 @pytest.mark.parametrize("decay", [1e-3, 1.0, 12.0])
 @pytest.mark.usefixtures("as_users_compile")
@@ -361,27 +406,14 @@ def test_decays_are_accurate_in_float32(implementation, decay):
     cotangent = rng.standard_normal(query.shape).astype(np.float32)
     arrays = query, key, value, log_decay
 
-    def definition(query, key, value, log_decay):
-        key, value = (jnp.repeat(x, heads // groups, 2) for x in (key, value))
-        total = jnp.cumsum(log_decay, 1)
-        scores = jnp.einsum("btnk,bsnk->btsn", query, key) / np.sqrt(8)
-        scores = scores + total[:, :, None] - total[:, None]
-        visible = np.tri(600, dtype=bool)[None, :, :, None]
-        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), 2)
-        return jnp.einsum("btsn,bsnv->btnv", weights, value)
-
     def ours(query, key, value, log_decay):
         options = {"is_causal": True, "implementation": implementation}
         return dot_product_attention(query, key, value, log_decay=log_decay, **options)
 
-    def differentiate(function, arrays, cotangent):
-        y, pullback = jax.vjp(function, *arrays)
-        return y, *pullback(cotangent)
-
     have = jax.jit(partial(differentiate, ours))(arrays, cotangent)
     with jax.enable_x64(True):
         wide = jax.tree.map(np.float64, (arrays, cotangent))
-        want = jax.jit(partial(differentiate, definition))(*wide)
+        want = jax.jit(partial(differentiate, with_decays))(*wide)
     for a, b in zip(have, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max() + 4e-6)
 

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from heinsen_jax.typing import Array, DTypeLike, Float, Integer, pytree_dataclass
 
-AXIS = -3  # the axis of tokens
+AXIS = -3  # the axis of tokens of a window
 
 
 def bucket(length: int, smallest: int = 256) -> int:
@@ -57,11 +57,12 @@ class TokenCache:
     an error).
 
     Attributes:
-      arrays: `[*B, capacity, heads, depth]`.
+      arrays: `[*B, heads, capacity, depth]`: the tokens of a head are contiguous, as attention
+        reads them.
       length: number of tokens, a scalar.
     """
 
-    arrays: tuple[Float[Array, "*B capacity G _"], ...]
+    arrays: tuple[Float[Array, "*B G capacity _"], ...]
     length: Integer[Array, ""] | None = None
 
     @classmethod
@@ -73,12 +74,18 @@ class TokenCache:
         capacity: int | None,
     ) -> TokenCache:
         """An empty cache for arrays of `shapes` = (heads, depth) per token."""
-        arrays = tuple(jnp.zeros((*batch_shape, capacity or 0, *shape), dtype) for shape in shapes)
+        sizes = ((heads, capacity or 0, depth) for heads, depth in shapes)
+        arrays = tuple(jnp.zeros((*batch_shape, *of_array), dtype) for of_array in sizes)
         return cls(arrays, None if capacity is None else jnp.zeros((), jnp.int32))
 
     @property
     def capacity(self) -> int:
-        return self.arrays[0].shape[AXIS]
+        return self.arrays[0].shape[-2]
+
+    @property
+    def tokens(self) -> tuple[Float[Array, "*B capacity G _"], ...]:
+        """The arrays with the axis of tokens before that of heads."""
+        return tuple(jnp.swapaxes(x, -3, -2) for x in self.arrays)
 
     @property
     def num_tokens(self) -> int | Array:
@@ -86,15 +93,16 @@ class TokenCache:
         return self.capacity if self.length is None else self.length
 
     def append(self, *new: Array) -> tuple[TokenCache, int | Array]:
-        """Append tokens `[*B, T, ...]`; return the cache and the position of the first one."""
-        new = tuple(x.astype(old.dtype) for x, old in zip(new, self.arrays, strict=True))
+        """Append tokens `[*B, T, heads, depth]`; return the cache and the position of the first."""
+        pairs = zip(new, self.arrays, strict=True)
+        new = tuple(jnp.swapaxes(x, -3, -2).astype(old.dtype) for x, old in pairs)
         if self.length is None:
             pairs = zip(self.arrays, new, strict=True)
-            return TokenCache(tuple(jnp.concatenate(p, AXIS) for p in pairs)), self.capacity
-        start, count = self.length, new[0].shape[AXIS]
+            return TokenCache(tuple(jnp.concatenate(p, -2) for p in pairs)), self.capacity
+        start, count = self.length, new[0].shape[-2]
         check_capacity(self.capacity, start, count)
         arrays = tuple(
-            lax.dynamic_update_slice_in_dim(old, x, start, old.ndim + AXIS)
+            lax.dynamic_update_slice_in_dim(old, x, start, old.ndim - 2)
             for old, x in zip(self.arrays, new, strict=True)
         )
         return TokenCache(arrays, start + count), start
@@ -106,7 +114,7 @@ class TokenCache:
     def with_capacity(self, capacity: int) -> TokenCache:
         """A copy with a larger capacity."""
         padding = [(0, 0)] * self.arrays[0].ndim
-        padding[AXIS] = (0, capacity - self.capacity)
+        padding[-2] = (0, capacity - self.capacity)
         length = jnp.asarray(self.capacity, jnp.int32) if self.length is None else self.length
         return TokenCache(tuple(jnp.pad(x, padding) for x in self.arrays), length)
 

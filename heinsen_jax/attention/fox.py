@@ -64,7 +64,7 @@ class ForgettingAttention(MaskedAttention[ForgettingConfig]):
             self.check_segments(call)
             assert isinstance(state, TokenCache)
             state, offset = state.append(key, value, log_forget[..., None])
-            key, value, cached = state.arrays
+            key, value, cached = state.tokens
             y = dot_product_attention(
                 query, key, value, is_causal=True, query_offset=offset, log_decay=cached[..., 0]
             )

@@ -73,7 +73,7 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         self.check_segments(call)
         if isinstance(state, TokenCache):
             state, offset = state.append(key, value)
-            y = self.between(query, *state.arrays, is_causal=True, query_offset=offset)
+            y = self.between(query, *state.tokens, is_causal=True, query_offset=offset)
             return state.or_nan(y), state
         arrays, after = state.append(key, value)
         valid = state.bounds(query.shape[-3], query.shape[:-3])

@@ -88,7 +88,7 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
                     "state; pass whole segments without a state"
                 )
             state, start = state.append(latent[..., None, :], key_pe)
-            latent, key_pe = (x[..., 0, :] for x in state.arrays)
+            latent, key_pe = (x[..., 0, :, :] for x in state.arrays)
         else:
             key_pe = key_pe[..., 0, :]
         few = x.shape[-2] < self.rank

@@ -17,7 +17,8 @@ from heinsen_jax.generate.prompts import Padding, PromptLengths, padded, read, r
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import has_independent_rows, make_advance, to_rows
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
+from heinsen_jax.models.language_model import unstacking
+from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, PyTree, Shaped
 
 Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
 
@@ -252,15 +253,18 @@ def further_tokens(
     """Generate `count` further tokens, at most `size`, from a position on; also return the last
     token and the state before it."""
     advance = make_advance(graph, parameters, independent_rows)
+    token, state = carry
+    split, join = unstacking(len(jax.tree.leaves(state.blocks)[0]))
 
-    def step(
-        index: Integer[Array, ""], carry: tuple[Carry, Integer[Array, "*B size"]]
-    ) -> tuple[Carry, Integer[Array, "*B size"]]:
-        (token, state), new = carry
+    def step(index: Integer[Array, ""], carry: PyTree) -> PyTree:
+        token, of_position, layers, new = carry
+        state = LanguageModelState(of_position, join(layers))
         features, state = advance(token[..., None], state)
         keys = sampler.keys(position + index)
         token = draw(graph, parameters, features, sampler, keys, token.dtype)
-        return (token, state), new.at[..., index].set(token)
+        return token, state.position, split(state.blocks), new.at[..., index].set(token)
 
-    new = jnp.zeros((*carry[0].shape, size), carry[0].dtype)
-    return lax.fori_loop(0, count, step, (carry, new))
+    new = jnp.zeros((*token.shape, size), token.dtype)
+    first = token, state.position, split(state.blocks), new
+    token, of_position, layers, new = lax.fori_loop(0, count, step, first)
+    return (token, LanguageModelState(of_position, join(layers))), new

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Literal, TypeAlias, Unpack, overload
 
 import jax
@@ -330,17 +331,31 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
     stacked again by the function, which XLA cancels: a loop that carried the stack would copy every
     weight at every token. During the loop, the weights are in memory twice.
     """
-    stacks, tree = jax.tree.flatten(parameters["blocks"])
-    repeats = len(stacks[0])
-    layers = [[*stack] for stack in stacks] if _is_unrolled(repeats, 1) else []
+    repeats = len(jax.tree.leaves(parameters["blocks"])[0])
+    split, join = unstacking(repeats)
+    layers = split(parameters["blocks"])
 
     def weights(length: int) -> nnx.State:
         if not _is_unrolled(repeats, length):
             return parameters
-        blocks = jax.tree.unflatten(tree, map(jnp.stack, layers))
-        return nnx.State({**parameters, "blocks": blocks})
+        return nnx.State({**parameters, "blocks": join(layers)})
 
     return weights
+
+
+def unstacking(repeats: int) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
+    """The functions that split a stack of layers for a loop over tokens, and join it in the loop,
+    as for `unstacked`; both return their argument if there are too many layers to unroll."""
+    if not _is_unrolled(repeats, 1):
+        return lambda blocks: blocks, lambda blocks: blocks
+
+    def split(blocks: PyTree) -> list[PyTree]:
+        return [jax.tree.map(itemgetter(layer), blocks) for layer in range(repeats)]
+
+    def join(layers: list[PyTree]) -> PyTree:
+        return jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
+
+    return split, join
 
 
 def _is_unrolled(repeats: int, length: int) -> bool:

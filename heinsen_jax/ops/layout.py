@@ -40,11 +40,8 @@ def unchunk(
 def fold_heads(x: Array, groups: int) -> Array:
     """`[*B, T, N, F]` -> `[X, R, T, F]` in at least float32, X = B G, R = N / G."""
     *batch, length, heads, features = x.shape
-    shared = heads // groups
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    x = x.reshape(math.prod(batch), length, groups, shared, features)
-    x = jnp.transpose(x, (0, 2, 3, 1, 4))
-    return x.reshape(math.prod(batch) * groups, shared, length, features)
+    x = jnp.swapaxes(x, -3, -2).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.reshape(math.prod(batch) * groups, heads // groups, length, features)
 
 
 def unfold_heads(y: Array, query: Array, value: Array) -> Array:

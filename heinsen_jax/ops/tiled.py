@@ -159,7 +159,7 @@ def _over_blocks(problem: Problem, step, sums, tiles: _SoftmaxTiles):
     """Scan `step(sums, row, columns)` over all blocks and return the sums."""
     sums = varying_like(sums, tiles)
 
-    def add(sums, block: _VisibleTiles):
+    def add(sums, block: tuple[Array, Array]):
         if problem.offset is None:
             is_any = jnp.any(_visible(problem, tiles, *block))
             return lax.cond(is_any, step, lambda sums, *_: sums, sums, *block), None
@@ -257,6 +257,7 @@ def _visible(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array)
     """Which keys of a block the mask allows, `[C, L C]`."""
     within = jnp.arange(SIZE)
     offset = tiles.offset if problem.offset is None else problem.offset
+    assert offset is not None
     queries = offset + row * SIZE + within
     keys = (columns[:, None] * SIZE + within[None]).reshape(-1)
     return problem.mask(queries[:, None], keys[None]) & (keys < problem.keys)[None]

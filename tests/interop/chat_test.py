@@ -90,7 +90,7 @@ def test_lines_are_messages_of_a_chat_template(pretrained):
     state = apply(pretrained.model, jnp.asarray(pretrained.read), return_state=True)[1]
     length = len(pretrained.read)
     have, want = (x.blocks[0].attention.arrays[0] for x in (pretrained.state, state))
-    np.testing.assert_allclose(have[:, :length], want[:, :length], atol=1e-4)
+    np.testing.assert_allclose(have[..., :length, :], want[..., :length, :], atol=1e-4)
     with pytest.raises(UserError, match="/save: a conversation in a chat template cannot be saved"):
         pretrained.command("/save file")
 

@@ -3,12 +3,11 @@
     python benchmarks/linearized_serving.py
 
 The model of Python code (configs/python_code.py) with softmax attention, and its linearizations,
-with random weights, which never need exact products in log space: a prompt of each length, as
-generation reads it, in chunks of 1024 tokens and with a state; the same tokens in one pass without
-a state, which is the faster one for softmax attention; and generation after the prompt, the time of
-65 tokens less that of one, so that copies of the state do not count. Medians of interleaved runs.
-Memory is what the prompt adds to the process at its peak, state included. Needs an estimated half
-hour on 2 cores of an AMD EPYC. Linux only. Writes a JSON record.
+with random weights: a prompt of each length, as generation reads it, in chunks of 1024 tokens and
+with a state; the same tokens in one pass without a state; and generation after the prompt, the
+time of 65 tokens less that of one, so that copies of the state do not count. Medians of interleaved
+runs. Memory is what the prompt adds to the process at its peak, state included. Needs an estimated
+half hour on 2 cores of an AMD EPYC. Linux only. Writes a JSON record.
 """
 
 import json

@@ -122,9 +122,9 @@ def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig)
     length = min(experiment.data.sequence_length // 2, 512)
     rows = dataset.validation_rows(experiment.data)[""]
     pool = np.concatenate([np.asarray(row.tokens)[1:][row.loss_mask] for row in rows[:256]])
-    strings = np.random.default_rng(0).choice(pool, (32, length))
     assert dataset.tokenizer is not None
-    start = np.array(start_ids(dataset.tokenizer), strings.dtype)
+    start = np.array(start_ids(dataset.tokenizer), pool.dtype)
+    strings = np.random.default_rng(0).choice(pool[~np.isin(pool, start)], (32, length))
     tokens = np.hstack([np.tile(start, (32, 1)), strings, strings])
     second = len(start) + length
 

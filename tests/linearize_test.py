@@ -74,8 +74,10 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     losses = [row["loss"] for row in found]
     assert losses[0] == pytest.approx(wanted.metrics["loss"])
     first = load_config(f"{workdir}{linearize.TRANSFER_SUFFIX}/config.json")
-    excess = np.array([loss_before(first, teacher, dataset), *losses[1:]]) - losses[0]
-    assert 0 < excess[2] < 0.6 * excess[1] < 0.5 * excess[0]
+    initial = loss_before(first, teacher, dataset)
+    untrained, transferred, tuned = np.array([initial, *losses[1:]]) - losses[0]
+    assert 0 < transferred < 0.85 * untrained
+    assert 0 < tuned < 0.6 * transferred
     assert [row["tokens"] for row in found] == [0, 40 * 256, 60 * 256]
     half = found[0]["state_bytes"]["32768"] / 2  # of the layer that stays
     assert half < found[2]["state_bytes"]["32768"] < 1.1 * half

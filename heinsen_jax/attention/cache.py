@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 
+from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.typing import Array, DTypeLike, Float, Integer, pytree_dataclass
 
 AXIS = -3  # the axis of tokens of a window
@@ -101,10 +103,17 @@ class TokenCache:
             return TokenCache(tuple(jnp.concatenate(p, -2) for p in pairs)), self.capacity
         start, count = self.length, new[0].shape[-2]
         check_capacity(self.capacity, start, count)
-        arrays = tuple(
-            lax.dynamic_update_slice_in_dim(old, x, start, old.ndim - 2)
-            for old, x in zip(self.arrays, new, strict=True)
-        )
+
+        def write(arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+            pairs = zip(arrays, new, strict=True)
+            return tuple(lax.dynamic_update_slice_in_dim(x, y, start, x.ndim - 2) for x, y in pairs)
+
+        arrays = varying_like(self.arrays, new)
+        if jax.default_backend() == "cpu":
+            # A branch writes in place; a plain write is fused with each reader, and copies for it.
+            arrays = lax.cond(start + count <= self.capacity, write, lambda x: x, arrays)
+        else:
+            arrays = write(arrays)
         return TokenCache(arrays, start + count), start
 
     def or_nan(self, y: Array) -> Array:

@@ -56,7 +56,7 @@ class Recipe(Record):
     tokenizer: str
     tokenizer_fingerprint: str
     start_ids: tuple[int, ...] = ()
-    """Tokens before each document."""
+    """Tokens before each part of a document in a split."""
     split: SplitKind
     validation_fraction: float | None
     text_column: str = DEFAULT_COLUMN

@@ -20,7 +20,7 @@ from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import HUB, SplitChoice, prepare, sources_of
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, SplitName
 from heinsen_jax.data.tokenizers import load_tokenizer, tokenizer_name, tokenizer_version
-from heinsen_jax.data.units import joint_hash
+from heinsen_jax.data.units import document_start, joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
 
@@ -153,6 +153,11 @@ class TokenDataset:
             raise UserError(
                 f"{folder}: its tokenizer differs from that of its tokens; delete the folder and "
                 "prepare it again"
+            )
+        if document_start(self.tokenizer) != self.manifest.start_ids:
+            raise UserError(
+                f"{folder}: its documents do not begin with the tokens that its tokenizer starts "
+                "texts with; delete the folder and prepare it again"
             )
         self._plans: dict[int, Plan] = {}
 

@@ -140,13 +140,14 @@ def tokenizer_name(name: str) -> str:
 
 
 def tokenizer_version(name: str) -> str:
-    """Return a hash that changes with the files of a local tokenizer; "" for others."""
+    """Return a string that changes with the tokens of a local tokenizer; "" for others."""
     path = Path(name)
     if name == "bytes" or name in tiktoken.list_encoding_names():
         return ""
     if path.suffix == SUFFIX:
         return sha256_of(path) if path.is_file() else ""
-    return get_tokenizer(name).fingerprint
+    tokenizer = get_tokenizer(name)
+    return " ".join([tokenizer.fingerprint, *map(str, start_ids(tokenizer))])
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:

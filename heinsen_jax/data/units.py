@@ -31,8 +31,8 @@ class SplitRule:
     - `published`: as published.
     - `validation`: everything is for validation.
 
-    The tokens of `document_start` precede each document. An end-of-text token follows it, except
-    with `tail`.
+    The tokens of `document_start` precede each part of a document in a split. An end-of-text token
+    follows it, except with `tail`.
     """
 
     kind: SplitKind
@@ -143,8 +143,8 @@ def process_unit(
 
 
 def document_start(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens before each document: `start_ids`, unless the end-of-text token is one of them,
-    which the document before ends with."""
+    """The tokens before each part of a document: `start_ids`, or none if the end-of-text token is
+    one of them, since it precedes each document already."""
     start = start_ids(tokenizer)
     return () if tokenizer.end_of_text_id in start else start
 

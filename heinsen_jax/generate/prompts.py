@@ -11,7 +11,7 @@ from jax import lax
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.states import Read, where_rows
+from heinsen_jax.generate.states import Read, loop_over_tokens, where_rows
 from heinsen_jax.models import LanguageModelState
 from heinsen_jax.typing import Array, ArrayLike, Float, Integer
 
@@ -88,13 +88,18 @@ def read(
     if tokens.shape[-1] == 1 and not lengths.ndim:
         return advance(tokens, state)
     features, _ = jax.eval_shape(advance, tokens[..., :1], state)
-    carry = jnp.zeros(features.shape, features.dtype), state
+    last = jnp.zeros(features.shape, features.dtype)
     done = jnp.zeros_like(lengths)
     for size in (size for size in CHUNKS if size <= tokens.shape[-1]):
         step = partial(_read_chunk, advance, tokens, lengths, done, size)
-        carry = lax.fori_loop(0, jnp.max((lengths - done) // size), step, carry)
+        count = jnp.max((lengths - done) // size)
+        if size == 1:
+            state, last = loop_over_tokens(count, step, state, last)
+        else:
+            loop = partial(lax.fori_loop, 0, count, lambda i, carry, step=step: step(i, *carry))
+            state, last = loop((state, last))
         done = lengths // size * size
-    return carry
+    return last, state
 
 
 def _read_chunk(
@@ -104,15 +109,16 @@ def _read_chunk(
     done: Integer[Array, "*#B"],
     size: int,
     index: Integer[Array, ""],
-    carry: Carry,
-) -> Carry:
+    state: LanguageModelState,
+    last: Float[Array, "*B 1 D"],
+) -> tuple[LanguageModelState, Float[Array, "*B 1 D"]]:
     """Process the chunk `index` of `size` tokens after those that are done."""
     first = done + index * size
     if not lengths.ndim:
-        new, state = advance(lax.dynamic_slice_in_dim(tokens, first, size, -1), carry[1])
-        return new[..., -1:, :], state
+        new, state = advance(lax.dynamic_slice_in_dim(tokens, first, size, -1), state)
+        return state, new[..., -1:, :]
     places = first[:, None] + jnp.arange(size)[None]
-    new, state = advance(jnp.take_along_axis(tokens, places, 1, mode="clip"), carry[1])
+    new, after = advance(jnp.take_along_axis(tokens, places, 1, mode="clip"), state)
     is_read = first + size <= lengths
-    features = jnp.where(is_read[:, None, None], new[:, -1:], carry[0])
-    return features, where_rows(is_read, state, carry[1])
+    features = jnp.where(is_read[:, None, None], new[:, -1:], last)
+    return where_rows(is_read, after, state), features

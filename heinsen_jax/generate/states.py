@@ -7,28 +7,30 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 from flax import nnx
+from jax import lax
 
 from heinsen_jax.attention.base import AttentionConfig
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
-from heinsen_jax.models.language_model import unstacked
+from heinsen_jax.models.language_model import unstacked, unstacking
 from heinsen_jax.models.position import PositionState
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.weights import load_hashed, save_hashed
-from heinsen_jax.typing import Array, Bool, Features, Float, Integer
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree
 
 POSITION_AXIS, BLOCKS_AXIS = 0, 1
 """First batch axis of the parts of a state: states of blocks have a leading axis of layers."""
 
+Tree = TypeVar("Tree")
 Rows: TypeAlias = Integer[Array, "B"]
 Shapes: TypeAlias = dict[str, tuple[list[pydantic.NonNegativeInt], str]]
 Read: TypeAlias = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
@@ -138,6 +140,26 @@ def make_advance(
     return read if independent_rows else read_rows
 
 
+def loop_over_tokens(
+    count: int | Integer[Array, ""],
+    step: Callable[[Integer[Array, ""], LanguageModelState, Tree], tuple[LanguageModelState, Tree]],
+    state: LanguageModelState,
+    rest: Tree,
+) -> tuple[LanguageModelState, Tree]:
+    """`lax.fori_loop` of step(index, state, rest), of one token per step. The states of the layers
+    are carried one by one, since those in a stack would be copied at every token."""
+    split, join = unstacking(len(jax.tree.leaves(state.blocks)[0]))
+
+    def body(index: Integer[Array, ""], carry: PyTree) -> PyTree:
+        position, layers, rest = carry
+        state, rest = step(index, LanguageModelState(position, join(layers)), rest)
+        return state.position, split(state.blocks), rest
+
+    carry = state.position, split(state.blocks), rest
+    position, layers, rest = lax.fori_loop(0, count, body, carry)
+    return LanguageModelState(position, join(layers)), rest
+
+
 def _with_axis(x: Array, axis: int, size: int) -> Array:
     """Repeat x `size` times along a new axis."""
     return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
@@ -189,6 +211,7 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
     arrays = {name: x for name, x in arrays.items() if x.size}  # empty arrays cannot be saved
     held = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
     metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
+    metadata["format"] = FORMAT
     try:
         save_hashed(path, held, metadata)
     except OSError as error:
@@ -208,6 +231,11 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
         raise UserError(
             f"{path}: saved by another model or with other weights; only the same model can use a "
             "state, so process the text again"
+        )
+    if (found := metadata.get("format", "1")) != FORMAT:
+        raise UserError(
+            f"{path}: has format {found} of states, not {FORMAT}: another version of heinsen_jax "
+            "wrote it, so process the text again"
         )
     try:
         shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
@@ -266,6 +294,8 @@ def _described(state: LanguageModelState) -> Shapes:
     return {name: ([*x.shape], str(x.dtype)) for name, x in flatten_with_names(state).items()}
 
 
+FORMAT = "2"
+"""Version of the layout of states in files."""
 ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias", "lora_rank"}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
 ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turns"}

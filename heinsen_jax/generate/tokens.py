@@ -9,18 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import Padding, PromptLengths, padded, read, right_padded
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import has_independent_rows, make_advance, to_rows
+from heinsen_jax.generate.states import (
+    has_independent_rows,
+    loop_over_tokens,
+    make_advance,
+    to_rows,
+)
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.models.language_model import unstacking
-from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, PyTree, Shaped
+from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
 
 Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
+Drawn: TypeAlias = tuple[Integer[Array, "*B"], Integer[Array, "*B size"]]
 
 MORE_TOKENS = 256  # minimum growth of a stream's capacity; at least as many as it has generated
 
@@ -254,17 +258,16 @@ def further_tokens(
     token and the state before it."""
     advance = make_advance(graph, parameters, independent_rows)
     token, state = carry
-    split, join = unstacking(len(jax.tree.leaves(state.blocks)[0]))
 
-    def step(index: Integer[Array, ""], carry: PyTree) -> PyTree:
-        token, of_position, layers, new = carry
-        state = LanguageModelState(of_position, join(layers))
+    def step(
+        index: Integer[Array, ""], state: LanguageModelState, drawn: Drawn
+    ) -> tuple[LanguageModelState, Drawn]:
+        token, new = drawn
         features, state = advance(token[..., None], state)
         keys = sampler.keys(position + index)
         token = draw(graph, parameters, features, sampler, keys, token.dtype)
-        return token, state.position, split(state.blocks), new.at[..., index].set(token)
+        return state, (token, new.at[..., index].set(token))
 
     new = jnp.zeros((*token.shape, size), token.dtype)
-    first = token, state.position, split(state.blocks), new
-    token, of_position, layers, new = lax.fori_loop(0, count, step, first)
-    return (token, LanguageModelState(of_position, join(layers))), new
+    state, (token, new) = loop_over_tokens(count, step, state, (token, new))
+    return (token, state), new

@@ -344,8 +344,8 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
 
 
 def unstacking(repeats: int) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
-    """The functions that split a stack of layers for a loop over tokens, and join it in the loop,
-    as for `unstacked`; both return their argument if there are too many layers to unroll."""
+    """The functions that split a stack of layers before a loop over tokens and join it inside, as
+    for `unstacked`; both return their argument for more layers than are unrolled."""
     if not _is_unrolled(repeats, 1):
         return lambda blocks: blocks, lambda blocks: blocks
 

@@ -2,7 +2,7 @@
 
 A rule is called with query and key positions, NumPy or JAX arrays that broadcast against each
 other, and returns booleans, True where the key is visible. Rules are hashable, so that functions
-can be compiled for them; `tiled` derives the tiles with visible keys from the rule at trace time.
+can be compiled for them; `tiled` derives the tiles with visible keys from the rule.
 """
 
 from dataclasses import dataclass

@@ -88,7 +88,8 @@ def dot_product_attention(
         constant, as in ALiBi. D is accurate to rounding for sums up to 65,000 nats in float32.
       scale: factor of the scores; 1 / sqrt(key_depth) when None.
       implementation: "xla" (stores all scores), "tiled" (memory linear in T and S, time
-        proportional to the visible pairs), "cudnn" (a fused kernel; half precision on GPUs), or
+        proportional to the visible pairs, but not under `vmap` over a traced offset; no
+        forward-mode differentiation), "cudnn" (a fused kernel; half precision on GPUs), or
         None to choose between the first two. A named implementation never falls back to another.
 
     Returns:
@@ -179,8 +180,10 @@ def folded_attention(
     is_static = isinstance(offset, int)
     if implementation is None:
         length, sources = query.shape[2], key.shape[1]
-        is_small = length * sources <= SMALL or (not is_static and length < tiled.SIZE)
-        implementation = "xla" if is_small else "tiled"
+        is_dense = length * sources <= SMALL
+        if not is_static:  # elsewhere, branches that skip tiles wait for the device
+            is_dense |= length < tiled.SIZE or jax.default_backend() != "cpu"
+        implementation = "xla" if is_dense else "tiled"
     if implementation == "xla":
         return _dense(query, key, value, rule, ids, decays, bias, mask, offset)
     if implementation != "tiled":

@@ -9,7 +9,8 @@ running maximum m and the sum Z of exp(S - m). The backward pass recomputes the 
     dQ = dS K,             dK = dS^T Q,                    dV = P^T dY
 
 The visible tiles are derived from a `Mask` at trace time. If the position of the queries among the
-keys is traced, as with a cache, blocks are of all tiles, and those without visible keys skipped.
+keys is traced, as with a cache, blocks cover all tiles, and those without visible keys are skipped,
+except under `vmap` over that position.
 """
 
 from dataclasses import dataclass
@@ -254,7 +255,7 @@ def _columns(x: Array, columns: Array) -> Array:
 
 
 def _visible(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array) -> Array:
-    """Which keys of a block the mask allows, `[C, L C]`."""
+    """Visibility of the keys of a block under the mask, `[C, L C]`."""
     within = jnp.arange(SIZE)
     offset = tiles.offset if problem.offset is None else problem.offset
     assert offset is not None

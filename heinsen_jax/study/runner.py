@@ -54,6 +54,7 @@ def run_study(
     """
     if reuse and report_only:
         raise UserError("--reuse adds runs: leave out --report-only")
+    others = [_of_other_study(folder) for folder in reuse]
     if not report_only:
         _check(study)
     local_path(output, "output")
@@ -61,8 +62,9 @@ def run_study(
         output.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if report_only else locked(output):
         recorded = Recorded(output / RESULTS_FILE, read_only=report_only)
-        for folder in reuse:
-            recorded.reuse(_of_other_study(folder), study.all_runs())
+        runs = study.all_runs() if others else ()
+        for other in others:
+            recorded.reuse(other, runs)
         _run_study(study, output, executor, report_only, recorded)
 
 

@@ -22,8 +22,15 @@ from heinsen_jax.data.documents import Document
 from heinsen_jax.data.manifest import Manifest, numpy_dtype
 from heinsen_jax.data.prepare import prepare
 from heinsen_jax.data.sources import SplitName
+from heinsen_jax.data.text import TokenDataset
 from heinsen_jax.data.tokenizer_pretrained import pretrained_tokenizer
-from heinsen_jax.data.tokenizers import get_tokenizer, load_tokenizer, save_tokenizer, start_ids
+from heinsen_jax.data.tokenizers import (
+    get_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    start_ids,
+    tokenizer_version,
+)
 from heinsen_jax.data.units import SplitRule
 from heinsen_jax.errors import UserError
 from tests.conftest import GOLDEN_FOLDER
@@ -493,10 +500,15 @@ def test_start_tokens_of_pretrained_models_precede_each_document(tmp_path: Path)
         expected += [*start_ids(tokenizer), *tokenizer.encode(path.read_text())]
         expected.append(tokenizer.end_of_text_id)
     assert start_ids(tokenizer) == manifest.start_ids == (3,)
+    assert tokenizer_version(str(model)) == f"{tokenizer.fingerprint} 3"  # of folders in the cache
     assert tokens(tmp_path / "out", "validation") == expected
+    manifest.model_copy(update={"start_ids": ()}).write(tmp_path / "out" / "manifest.json")
+    with pytest.raises(UserError, match=r"out: its documents do not begin with .*prepare it again"):
+        TokenDataset(tmp_path / "out")
 
     with pytest.raises(UserError, match=r"differs in .*start_ids \(3, not none\)"):
         prepared("out", add_bos_token=False)
+    assert " " not in tokenizer_version(str(model))
     # An end of text that texts also start with is between documents already.
     manifest = prepared("again", eos_token=config["bos_token"])
     assert (manifest.start_ids, tokens(tmp_path / "again", "validation").count(3)) == ((), 3)

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate import generate, load_state, repeat_state, save_state
+from heinsen_jax.generate import generate, load_state, repeat_state, save_state, states
 from heinsen_jax.generate.states import fingerprint
 from heinsen_jax.models import LanguageModelConfig
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
@@ -111,6 +111,15 @@ def test_another_models_state_is_refused(tmp_path):
     other.embed.embedding[...] = np.flip(other.embed.embedding[...])
     with pytest.raises(UserError, match="saved by another model or with other weights"):
         load_state(tmp_path / "state", other)
+
+
+def test_a_state_of_another_format_is_refused(tmp_path, monkeypatch):
+    model = build("log", **SIZES)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(states, "FORMAT", "1")
+        save_state(tmp_path / "state", model, model.init_state(()))
+    with pytest.raises(UserError, match="state: has format 1 of states, not 2"):
+        load_state(tmp_path / "state", model)
 
 
 @pytest.mark.parametrize("content", [None, b"", b"nonsense" * 9])

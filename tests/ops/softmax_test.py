@@ -346,6 +346,20 @@ def test_unsupported_calls_raise(function, keywords, error, message):
         function(*[jnp.zeros((2, 4, 1, 3))] * 3, **keywords)
 
 
+def test_tiles_that_a_traced_offset_masks_are_skipped():
+    """Keys and values after the last query are not read; under `vmap` they may be, as zeros."""
+    query, key, value = draw(1024)
+    query = query[:, :200]
+    attend = partial(dot_product_attention, is_causal=True, implementation="tiled")
+    expected = {offset: attend(query, key, value, query_offset=offset) for offset in (0, 130, 500)}
+    late = np.where(np.arange(1024) < 768, 0, np.nan).astype(np.float32)[None, :, None, None]
+    traced = jax.jit(lambda offset, *arrays: attend(*arrays, query_offset=offset))
+    for offset, y in expected.items():
+        np.testing.assert_allclose(traced(offset, query, key + late, value + late), y, atol=2e-6)
+    rows = jax.vmap(lambda offset: attend(query, key, value, query_offset=offset))
+    np.testing.assert_allclose(rows(jnp.array([*expected])), [*expected.values()], atol=2e-6)
+
+
 def with_decays(query, key, value, log_decay, offset=0):
     """The definition of causal attention with decays, for queries from an offset on."""
     heads = query.shape[2] // key.shape[2]

@@ -133,7 +133,7 @@ def test_results_of_other_settings_are_not_used(tmp_path):
 
 
 def test_equal_runs_of_another_study_are_copied(tmp_path):
-    """With the labels of this study; runs that it does not have stay away."""
+    """With the labels of this study; runs that it does not have are not copied."""
     run_study(PLAIN, tmp_path / "other", Fake())
     renamed = {"first": {"seed": 0}, "second": {"seed": 1}}
     study = replace(PLAIN, axes={**PLAIN.axes, "seed": renamed})

@@ -6,8 +6,8 @@ One layer of each name with its defaults, width 128, 4 heads, one sequence, floa
 
 - forward and backward passes: seconds, and memory besides the inputs, gradients included, as
 allocated by the compiler;
-- decoding: seconds per token after a context, in a compiled loop, the time of 65 tokens less that
-of one, so that copies of the state do not count; and bytes of state or cache.
+- decoding: seconds per token after a context, in a compiled loop that updates a donated copy of the
+state; and bytes of state or cache.
 
 Runs of all mechanisms are interleaved at each length. Entries are missing from the record if a
 mechanism does not support them, or if a call would need more than `longest` seconds at quadratic
@@ -39,7 +39,7 @@ from heinsen_jax.study import sweeps
 from heinsen_jax.study.labels import GRAY, Line, label_at_right
 
 MODEL_DIM, NUM_HEADS = 128, 4
-DECODED = 64  # tokens that are measured
+DECODED = 64  # tokens per loop
 CALLS = 3
 PANELS = {
     "forward_backward_seconds": ("forward and backward", "seconds", "tokens"),
@@ -51,6 +51,8 @@ COLORS = {name: sweeps.COLORS[name] for name in ("log", "softmax", "linear")}
 COLORS |= {"gla": "C6", "gated_deltanet": "C8", "mamba2": "C9"}
 """Colors of highlighted mechanisms; the others are gray."""
 Measured = dict[str, dict[int, float]]
+Preparation = Callable[[], Callable[[], Any]]
+"""Function that prepares a call and returns it."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ def build(name: str, length: int) -> attention.Attention:
     return attention.build(name, model_dim=MODEL_DIM, num_heads=NUM_HEADS, rngs=rngs, **options)
 
 
-def forward_backward(name: str, length: int) -> tuple[Callable[[], Any], int]:
-    """Return a call, and the bytes that it needs."""
+def forward_backward(name: str, length: int) -> tuple[Preparation, int]:
+    """Return the preparation of a call, and the bytes that it needs."""
     graph, parameters = nnx.split(build(name, length))
     x, cotangent = jax.random.normal(jax.random.key(0), (2, 1, length, MODEL_DIM))
 
@@ -91,41 +93,46 @@ def forward_backward(name: str, length: int) -> tuple[Callable[[], Any], int]:
     compiled = step.lower(parameters, x, cotangent).compile()
     memory: Any = compiled.memory_analysis()
     size = memory.temp_size_in_bytes + memory.output_size_in_bytes
-    return partial(compiled, parameters, x, cotangent), size
+    return lambda: partial(compiled, parameters, x, cotangent), size
 
 
-def decode(name: str, length: int) -> Callable[[int], Any]:
-    """Return a function that decodes a number of tokens after a context of `length`, which is
-    processed here."""
+def decode(name: str, length: int) -> Preparation:
+    """Return the preparation of a call that decodes several tokens after a context of `length`,
+    which is processed here."""
     layer = build(name, length)
     graph, parameters = nnx.split(layer)
-    x = jax.random.normal(jax.random.key(0), (1, length + 1 + DECODED, MODEL_DIM))
+    x = jax.random.normal(jax.random.key(0), (1, length + DECODED, MODEL_DIM))
 
     @jax.jit
     def read(parameters: Any, x: jax.Array, state: Any) -> Any:
         return nnx.merge(graph, parameters)(x, state=state, return_state=True)[1]
 
-    @jax.jit
-    def write(parameters: Any, tokens: jax.Array, state: Any) -> jax.Array:
+    @partial(jax.jit, donate_argnums=2)
+    def write(parameters: Any, tokens: jax.Array, state: Any) -> tuple[Any, jax.Array]:
         def step(state: Any, token: jax.Array) -> tuple[Any, jax.Array]:
             y, state = nnx.merge(graph, parameters)(token, state=state, return_state=True)
             return state, y
 
-        return lax.scan(step, state, tokens)[1]
+        return lax.scan(step, state, tokens)
 
     state = read(parameters, x[:, :length], layer.init_state((1,), capacity=x.shape[1]))
     tokens = jnp.moveaxis(x[:, length:, None], 1, 0)
-    jax.block_until_ready(state)
-    return lambda count: write(parameters, tokens[:count], state)
+
+    def prepare() -> Callable[[], Any]:
+        copy = jax.block_until_ready(jax.tree.map(jnp.copy, state))
+        return partial(write, parameters, tokens, copy)
+
+    return prepare
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
+def seconds_of(prepare: Preparation) -> float:
+    call = prepare()
     start = time.perf_counter()
     jax.block_until_ready(call())
     return time.perf_counter() - start
 
 
-def interleaved(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+def interleaved(calls: dict[str, Preparation]) -> dict[str, float]:
     """Return median seconds; slow functions are called only once."""
     times = {name: [seconds_of(call)] for name, call in calls.items()}
     for _ in range(CALLS - 1):
@@ -157,17 +164,14 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
             record[name]["forward_backward_seconds"][length] = seconds
         jax.clear_caches()
 
-        one, all_of_them = {}, {}
+        calls = {}
         for name in feasible("decode_seconds", length):
             if build(name, length).capabilities.streaming:
-                call = decode(name, length)
-                one[name], all_of_them[name] = partial(call, 1), partial(call, 1 + DECODED)
-                for function in (one[name], all_of_them[name]):
-                    seconds_of(function)  # compiled
+                calls[name] = decode(name, length)
+                seconds_of(calls[name])  # compiled
                 record[name]["state_bytes"][length] = build(name, length).state_size(length)
-        first = interleaved(one)
-        for name, seconds in interleaved(all_of_them).items():
-            record[name]["decode_seconds"][length] = (seconds - first[name]) / DECODED
+        for name, seconds in interleaved(calls).items():
+            record[name]["decode_seconds"][length] = seconds / DECODED
         jax.clear_caches()
         print(f"{length} tokens: done", flush=True)
         yield record

@@ -16,9 +16,9 @@ T = TypeVar("T")
 METHOD = (
     "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
     'number of comparisons; "no difference" if they include 0. They need two seeds on both sides, '
-    "and seeds that differ. The first seed also selected the tuned values, for which they do not "
-    "account; seeds that diverged are left out."
+    "and seeds that differ; seeds that diverged are left out."
 )
+SELECTION = "The first seed also selected the tuned values, for which the intervals do not account."
 
 
 @dataclass(frozen=True)

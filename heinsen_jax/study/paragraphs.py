@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.differences import (
     METHOD,
+    SELECTION,
     difference_table,
     differences_of,
     remaining_differences,
@@ -42,7 +43,8 @@ def paragraphs(
     parts += _tuning(study, results)
     if study.baseline is not None and (found := differences_of(study, results)):
         parts.append(f"Differences to {study.baseline}, which is subtracted:")
-        parts += [difference_table(found), METHOD, remaining_differences(found)]
+        method = f"{METHOD} {SELECTION}" if {*study.tuned} & {*study.axes} else METHOD
+        parts += [difference_table(found), method, remaining_differences(found)]
     parts += _power_laws(study, results)
     finished = [row for row in rows if row is not None]
     parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")

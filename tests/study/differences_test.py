@@ -9,7 +9,7 @@ from scipy import integrate
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.study import Comparison, differences_of
-from heinsen_jax.study.differences import METHOD, Difference, holm, remaining_differences
+from heinsen_jax.study.differences import METHOD, SELECTION, Difference, holm, remaining_differences
 from heinsen_jax.study.paragraphs import paragraphs
 from tests.study.runner_test import PLAIN
 
@@ -89,7 +89,7 @@ def test_the_report_has_the_differences_and_their_method():
     assert table[0] == "| mechanism | width | loss | accuracy |"
     assert table[2].startswith("| softmax | 8 | +0.9542 [+0.6")
     assert " worse | -0.9542 [-1.2" in table[2]
-    assert parts[place + 2] == METHOD
+    assert parts[place + 2] == f"{METHOD} {SELECTION}"
 
 
 def test_the_baseline_is_a_label_of_one_compared_axis():

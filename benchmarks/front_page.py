@@ -2,7 +2,7 @@
 
     python benchmarks/front_page.py
 
-Needs mechanisms.json and the study language_model in benchmarks/results.
+Needs mechanisms.json and the study language_model_seeds in benchmarks/results.
 """
 
 import json
@@ -54,9 +54,9 @@ LAYERS = {
 }
 MODELS = {
     "log, decay by head": Label("log-attention\nwith decay", DECAY, 0, (-4, -62), "left"),
-    "softmax, rotary": Label("softmax attention,\nrotary positions", SOFTMAX, 1, (-5, 4)),
+    "softmax, rotary": Label("softmax attention,\nrotary positions", SOFTMAX, 1, (8, -26), "left"),
     "softmax, ALiBi": Label("softmax attention,\nALiBi", SOFTMAX, -1, (2, 10)),
-    "Mamba-2": Label("Mamba-2", "0.5", -1, (2, -16)),
+    "Mamba-2": Label("Mamba-2", "0.5", -1, (2, 5)),
 }
 MAX_LOSS = 1.6
 """Upper end of the panel; rotary positions exceed it at 1024 characters."""
@@ -87,14 +87,14 @@ def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
 
 def draw_losses(axes: Axes) -> None:
     """Plot the mean over seeds against the length of the evaluated sequences."""
-    study = load_study(ROOT / "configs/studies/language_model.py")
-    for result in results_of(study, RESULTS / "studies/language_model"):
+    study = load_study(ROOT / "configs/studies/language_model_seeds.py")
+    for result in results_of(study, RESULTS / "studies/language_model_seeds"):
         if label := MODELS.get(result.compared["model"]):
             draw(axes, label, {length: result.mean(loss) for length, loss in LOSSES.items()})
     axes.set(
         title="Validation loss, trained on 64 characters",
         xlabel="characters per sequence",
-        ylabel="nats per character, 3 seeds",
+        ylabel="nats per character, 5 seeds",
         xscale="log",
     )
     axes.set_ylim(top=MAX_LOSS)

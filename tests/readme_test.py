@@ -167,6 +167,16 @@ def test_mechanisms_are_compared_with_the_results():
     assert f"attention needs {seconds['softmax']:.1f} s" in PAGES
     assert f"{states['log'] / 1e3:.0f} kB of state" in README_TEXT
     assert f"needs {states['softmax'] / 1e6:.1f} MB" in PAGES
+    decoding = {
+        name: {n: round(1e6 * x) for n, x in of[name]["decode_seconds"].items()}
+        for name in ("log", "softmax")
+    }
+    log, softmax = decoding["log"], decoding["softmax"]
+    assert {round(x, -1) for x in log.values()} == {20}
+    assert f"log-attention takes {log['16384']} µs after any number of tokens" in PAGES
+    assert softmax["512"] < log["512"]
+    assert softmax["1024"] > log["1024"]
+    assert f"{softmax['1024']} µs after 1024, and {softmax['16384']} µs after 16,384" in PAGES
 
 
 def test_speeds_are_those_of_the_results():

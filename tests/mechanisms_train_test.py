@@ -1,5 +1,6 @@
 """A smaller quickstart with every mechanism: from text to a trained model."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,9 @@ MARGIN = 1.5
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    path.write_text("".join(file.read_text() for file in sorted(ROOT.glob("heinsen_jax/**/*.py"))))
-    return path
+def corpus(published_data: Path, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    return Path(shutil.copy(published_data / "tinyshakespeare.txt", folder / "text.txt"))
 
 
 @pytest.mark.parametrize(

@@ -76,8 +76,8 @@ class TokenCache:
         capacity: int | None,
     ) -> TokenCache:
         """An empty cache for arrays of `shapes` = (heads, depth) per token."""
-        sizes = ((heads, capacity or 0, depth) for heads, depth in shapes)
-        arrays = tuple(jnp.zeros((*batch_shape, *of_array), dtype) for of_array in sizes)
+        stored = ((*batch_shape, heads, capacity or 0, depth) for heads, depth in shapes)
+        arrays = tuple(jnp.zeros(shape, dtype) for shape in stored)
         return cls(arrays, None if capacity is None else jnp.zeros((), jnp.int32))
 
     @property

@@ -90,7 +90,7 @@ class UnitRecord(Record):
 
 def plan_units(recipe: Recipe, rule: SplitRule, sources: Sequence[Source]) -> list[Unit]:
     """Divide the sources, in order, into units of at most `UNIT_BYTES`, or of one source."""
-    of_all = recipe.tokenizer_fingerprint, *map(str, recipe.start_ids), repr(rule)
+    shared = recipe.tokenizer_fingerprint, *map(str, recipe.start_ids), repr(rule)
     groups: list[list[Source]] = []
     size = math.inf
     for source in sources:
@@ -104,7 +104,7 @@ def plan_units(recipe: Recipe, rule: SplitRule, sources: Sequence[Source]) -> li
             index,
             tuple(group),
             rule,
-            joint_hash(*of_all, *(str(source.identity) for source in group)),
+            joint_hash(*shared, *(str(source.identity) for source in group)),
         )
         for index, group in enumerate(groups)
     ]

@@ -11,7 +11,7 @@ from jax import lax
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.states import Read, loop_over_tokens, where_rows
+from heinsen_jax.generate.states import Read, loop_with_state, where_rows
 from heinsen_jax.models import LanguageModelState
 from heinsen_jax.typing import Array, ArrayLike, Float, Integer
 
@@ -93,11 +93,7 @@ def read(
     for size in (size for size in CHUNKS if size <= tokens.shape[-1]):
         step = partial(_read_chunk, advance, tokens, lengths, done, size)
         count = jnp.max((lengths - done) // size)
-        if size == 1:
-            state, last = loop_over_tokens(count, step, state, last)
-        else:
-            loop = partial(lax.fori_loop, 0, count, lambda i, carry, step=step: step(i, *carry))
-            state, last = loop((state, last))
+        state, last = loop_with_state(count, step, state, last, length=size)
         done = lengths // size * size
     return last, state
 

@@ -21,7 +21,7 @@ from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 from heinsen_jax.models.blocks import BlockState
-from heinsen_jax.models.language_model import unstacked, unstacking
+from heinsen_jax.models.language_model import split_and_join, unstacked
 from heinsen_jax.models.position import PositionState
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.weights import load_hashed, save_hashed
@@ -140,15 +140,17 @@ def make_advance(
     return read if independent_rows else read_rows
 
 
-def loop_over_tokens(
+def loop_with_state(
     count: int | Integer[Array, ""],
     step: Callable[[Integer[Array, ""], LanguageModelState, Tree], tuple[LanguageModelState, Tree]],
     state: LanguageModelState,
     rest: Tree,
+    *,
+    length: int = 1,
 ) -> tuple[LanguageModelState, Tree]:
-    """`lax.fori_loop` of step(index, state, rest), of one token per step. The states of the layers
-    are carried one by one, since those in a stack would be copied at every token."""
-    split, join = unstacking(len(jax.tree.leaves(state.blocks)[0]))
+    """`lax.fori_loop` of step(index, state, rest), of `length` tokens per step. In steps of one
+    token, the states of the layers are carried one by one: a stack would be copied in each."""
+    split, join = split_and_join(len(jax.tree.leaves(state.blocks)[0]), length)
 
     def body(index: Integer[Array, ""], carry: PyTree) -> PyTree:
         position, layers, rest = carry

@@ -16,7 +16,7 @@ from heinsen_jax.generate.prompts import Padding, PromptLengths, padded, read, r
 from heinsen_jax.generate.sampling import Sampler, check_prompts
 from heinsen_jax.generate.states import (
     has_independent_rows,
-    loop_over_tokens,
+    loop_with_state,
     make_advance,
     to_rows,
 )
@@ -269,5 +269,5 @@ def further_tokens(
         return state, (token, new.at[..., index].set(token))
 
     new = jnp.zeros((*token.shape, size), token.dtype)
-    state, (token, new) = loop_over_tokens(count, step, state, (token, new))
+    state, (token, new) = loop_with_state(count, step, state, (token, new))
     return (token, state), new

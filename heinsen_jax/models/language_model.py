@@ -332,7 +332,7 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
     weight at every token. During the loop, the weights are in memory twice.
     """
     repeats = len(jax.tree.leaves(parameters["blocks"])[0])
-    split, join = unstacking(repeats)
+    split, join = split_and_join(repeats, 1)
     layers = split(parameters["blocks"])
 
     def weights(length: int) -> nnx.State:
@@ -343,10 +343,12 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
     return weights
 
 
-def unstacking(repeats: int) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
-    """The functions that split a stack of layers before a loop over tokens and join it inside, as
-    for `unstacked`; both return their argument for more layers than are unrolled."""
-    if not _is_unrolled(repeats, 1):
+def split_and_join(
+    repeats: int, length: int
+) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
+    """The functions that split a stack of layers before a loop over steps of `length` tokens, and
+    join it inside, as for `unstacked`; both return their argument if layers are not unrolled."""
+    if not _is_unrolled(repeats, length):
         return lambda blocks: blocks, lambda blocks: blocks
 
     def split(blocks: PyTree) -> list[PyTree]:

@@ -110,7 +110,8 @@ def to_pretrained(
     Args:
       model: the model.
       folder: a new or empty folder.
-      tokenizer: its tokenizer.
+      tokenizer: its tokenizer, which gives the ids of special tokens if `like` does not; null
+        without both.
       like: folder of the original checkpoint. The model type, the dtype, and fields that do not
         change results, such as ids of special tokens, are copied from its `config.json`.
       dtype: dtype of the tensors; that of `like`, or float32, when None.

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall_capacity.py --jobs 2
 
-Needs an estimated five hours on two CPU cores.
+Needs an estimated three hours on two CPU cores.
 """
 
 from dataclasses import replace
@@ -15,8 +15,8 @@ from heinsen_jax.study.grid import FieldValue
 
 ABOUT = """
 Sequences of 256 tokens contain 4, 8, 16, 32 or 64 keys with their values, and then query each key
-once. One model is trained on all numbers of pairs, and tested on each. Two layers of width 32 or
-64, a convolution of 4 tokens before each branch, no position encoding, 1200 updates of 32
+once. One model is trained on all numbers of pairs, and tested on each. Two layers of width 64 with
+two heads, a convolution of 4 tokens before each branch, no position encoding, 1200 updates of 32
 sequences. State size is that after 256 tokens, in float32, convolutions included. `64 slots` and so
 on have one head, product features, decay that is coupled to keys, and values of 16 numbers; `16 x
 16` are the sizes of keys and values of both heads. The hybrid has softmax attention in its first
@@ -68,11 +68,10 @@ def get_study() -> Study:
                 **{name: known[name] for name in MECHANISMS},
                 **{
                     f"{name}, 16 x 16": sweeps.mechanism(name, key_depth=16, value_depth=16)
-                    for name in ("deltanet", "gated_deltanet")
+                    for name in ("deltanet", "gated_deltanet", "kda")
                 },
                 "hybrid: softmax, log": {"model.attention": hybrid},
             },
-            "width": sweeps.widths(32, 64),
             "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 1e-2, 3e-2),
             "seed": sweeps.seeds(0, 1),
         },

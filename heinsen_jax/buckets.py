@@ -44,6 +44,11 @@ def is_remote(path: str | Path) -> bool:
     return "://" in str(path)
 
 
+def absolute_path(path: str) -> str:
+    """The absolute form of a path on a disk; a path with a scheme is returned as it is."""
+    return path if is_remote(path) else str(Path(path).absolute())
+
+
 def local_path(path: str | Path, field: str) -> Path:
     """The path of a file or folder on a disk.
 

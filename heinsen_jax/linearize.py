@@ -16,7 +16,6 @@ docs/pods.md.
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import jax
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from heinsen_jax import data, distributed
 from heinsen_jax.allocator import keep_freed_memory
+from heinsen_jax.buckets import absolute_path
 from heinsen_jax.config import DATA_FILE, ExperimentConfig, load_config, override
 from heinsen_jax.data import DataConfig, Dataset, start_ids
 from heinsen_jax.data.files import write_atomically
@@ -208,7 +208,8 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
       UserError: an option is invalid, or the teacher has no training text and no `data` is given;
         before any training.
     """
-    options = replace(options, model=_absolute(options.model), workdir=_absolute(options.workdir))
+    model, workdir = absolute_path(options.model), absolute_path(options.workdir)
+    options = replace(options, model=model, workdir=workdir)
     with distributed.together():
         for option in overrides:
             name = option.partition("=")[0].replace("-", "_")
@@ -286,10 +287,6 @@ def _teacher(options: Options) -> ExperimentConfig:
         changed = {"corpus": options.data, "mixture": None, "mixture_stages": ()}
         teacher = replace(teacher, data=replace(teacher.data, **changed))
     return teacher
-
-
-def _absolute(folder: str) -> str:
-    return folder if "://" in folder else str(Path(folder).absolute())
 
 
 def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str]) -> list[Stage]:

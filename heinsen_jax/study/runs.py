@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -21,6 +21,7 @@ from flax import nnx
 
 from heinsen_jax import data, on_ray
 from heinsen_jax.allocator import keep_freed_memory
+from heinsen_jax.buckets import absolute_path
 from heinsen_jax.config import ExperimentConfig, as_json, record
 from heinsen_jax.data import DataConfig
 from heinsen_jax.data.files import write_atomically
@@ -168,18 +169,30 @@ def on_cluster(
 def _anywhere(config: ExperimentConfig) -> ExperimentConfig:
     """A copy with absolute paths."""
 
-    def resolved(path: str) -> str:
-        return str(Path(path).resolve())
+    def of_file(name: str) -> str:
+        return absolute_path(name) if Path(name).exists() else name
 
-    if isinstance(config.data, DataConfig):
-        changed = replace(config.data, cache=resolved(config.data.cache))
-        if Path(config.data.corpus).exists():
-            changed = replace(changed, corpus=resolved(config.data.corpus))
-        config = replace(config, data=changed)
-    if (cache := config.training.compilation_cache) is not None:
-        training = replace(config.training, compilation_cache=resolved(cache))
-        config = replace(config, training=training)
-    return config
+    def of_files(mixture: Mapping[str, float]) -> dict[str, float]:
+        return {of_file(name): weight for name, weight in mixture.items()}
+
+    settings, teaching = config.data, config.distillation
+    if isinstance(settings, DataConfig):
+        settings = replace(
+            settings,
+            corpus=of_file(settings.corpus),
+            mixture=None if settings.mixture is None else of_files(settings.mixture),
+            mixture_stages=tuple((step, of_files(x)) for step, x in settings.mixture_stages),
+            tokenizer=of_file(settings.tokenizer),
+            cache=absolute_path(settings.cache),
+        )
+    paths = {"teacher": teaching.teacher, "start": teaching.start}
+    given = {field: absolute_path(path) for field, path in paths.items() if path is not None}
+    training = config.training
+    if (cache := training.compilation_cache) is not None:
+        training = replace(training, compilation_cache=absolute_path(cache))
+    return replace(
+        config, data=settings, training=training, distillation=replace(teaching, **given)
+    )
 
 
 @contextlib.contextmanager

@@ -264,12 +264,29 @@ def test_errors_name_their_run():
 
 def test_paths_are_the_same_for_all_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").touch()
-    text = replace(BASE, data=DataConfig(corpus="a.txt"))
-    assert runs._anywhere(text).data.corpus == str(tmp_path / "a.txt")
-    assert runs._anywhere(text).data.cache == str(tmp_path / "data")
-    named = replace(BASE, data=DataConfig(corpus="tinyshakespeare"))
-    assert runs._anywhere(named).data.corpus == "tinyshakespeare"
+    for name in ("a.txt", "b.txt", "tokenizer.json"):
+        (tmp_path / name).touch()
+    settings = DataConfig(
+        corpus="a.txt",
+        mixture={"b.txt": 1.0, "tinyshakespeare": 2.0},
+        mixture_stages=((10, {"b.txt": 1.0}),),
+        tokenizer="tokenizer.json",
+    )
+    training = replace(BASE.training, compilation_cache="gs://bucket/cache")
+    distillation = replace(BASE.distillation, teacher="runs/teacher")
+    relative = replace(BASE, data=settings, training=training, distillation=distillation)
+    absolute = runs._anywhere(relative)
+    assert absolute.data == DataConfig(
+        corpus=f"{tmp_path}/a.txt",
+        mixture={f"{tmp_path}/b.txt": 1.0, "tinyshakespeare": 2.0},
+        mixture_stages=((10, {f"{tmp_path}/b.txt": 1.0}),),
+        tokenizer=f"{tmp_path}/tokenizer.json",
+        cache=f"{tmp_path}/data",
+    )
+    assert absolute.training == training
+    assert absolute.distillation.teacher == f"{tmp_path}/runs/teacher"
+    named = runs._anywhere(replace(BASE, data=DataConfig(corpus="tinyshakespeare"))).data
+    assert (named.corpus, named.tokenizer) == ("tinyshakespeare", "bytes")
     assert runs._anywhere(BASE) == BASE
 
 

@@ -86,6 +86,9 @@ class Options:
         float, tyro.conf.arg(help="peak learning rate of stage 1")
     ] = 1e-2
     steps: Annotated[int, tyro.conf.arg(help="updates of stage 2")] = 500
+    divergence_weight: Annotated[
+        float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
+    ] = 0.5
     lora_rank: Annotated[
         int | None,
         tyro.conf.arg(
@@ -99,14 +102,11 @@ class Options:
     allow_change: Annotated[
         bool, tyro.conf.arg(help="resume runs although their data or settings have changed")
     ] = False
-    divergence_weight: Annotated[
-        float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
-    ] = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Command(Options):
-    """Replace softmax attention of a trained model by a mechanism with a state of constant size."""
+    __doc__ = Options.__doc__
 
     coordinator: Annotated[
         str | None, tyro.conf.arg(help="host:port of process 0, if no cluster is detected")

@@ -73,7 +73,7 @@ def get_study() -> Study:
                 "Gated DeltaNet": sweeps.mechanism("gated_deltanet") | {"model.mlp_ratio": 3},
             },
             "scale": by_width | by_updates,
-            "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+            "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
             "seed": sweeps.seeds(1, 2),
         },
         search="neighbors",

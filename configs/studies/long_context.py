@@ -52,7 +52,7 @@ def get_study() -> Study:
                 ),
                 "GLA": sweeps.mechanism("gla") | {"model.mlp_dim": 496},
             },
-            "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2),
+            "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
             "seed": sweeps.seeds(1, 2, 3),
         },
         search="neighbors",

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -11,7 +12,7 @@ import numpy as np
 import pydantic
 import tyro
 
-from heinsen_jax.buckets import bucket_path, is_remote, local_path
+from heinsen_jax.buckets import absolute_path, bucket_path, is_remote, local_path
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.data.fetch import fetch_prepared
@@ -19,7 +20,12 @@ from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import HUB, SplitChoice, prepare, sources_of
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, SplitName
-from heinsen_jax.data.tokenizers import load_tokenizer, tokenizer_name, tokenizer_version
+from heinsen_jax.data.tokenizers import (
+    has_name,
+    load_tokenizer,
+    tokenizer_name,
+    tokenizer_version,
+)
 from heinsen_jax.data.units import document_start, joint_hash
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import config_dataclass
@@ -102,6 +108,26 @@ class DataConfig:
     def longest(self) -> int:
         """Maximum sequence length."""
         return max((self.sequence_length, *self.test_lengths))
+
+    def absolute(self) -> "DataConfig":
+        """A copy with absolute paths, for processes in other folders."""
+
+        def of_all(mixture: dict[str, float]) -> dict[str, float]:
+            return {_absolute_corpus(name): weight for name, weight in mixture.items()}
+
+        return replace(
+            self,
+            corpus=_absolute_corpus(self.corpus),
+            mixture=None if self.mixture is None else of_all(self.mixture),
+            mixture_stages=tuple((step, of_all(x)) for step, x in self.mixture_stages),
+            tokenizer=self.tokenizer if has_name(self.tokenizer) else absolute_path(self.tokenizer),
+            cache=absolute_path(self.cache),
+        )
+
+
+def _absolute_corpus(name: str) -> str:
+    is_named = name in CORPORA and not (Path(name) / MANIFEST_FILE).exists()
+    return name if is_named else absolute_path(name)
 
 
 class TokenSource:

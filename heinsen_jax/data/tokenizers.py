@@ -128,10 +128,15 @@ def get_tokenizer(name: str) -> Tokenizer:
     )
 
 
+def has_name(name: str) -> bool:
+    """Whether a tokenizer is known by this name, which is then no path."""
+    return name == "bytes" or name in tiktoken.list_encoding_names()
+
+
 def tokenizer_name(name: str) -> str:
     """Return the name that `get_tokenizer(name)` gives its result; a `tokenizer.json` has that of
     its folder."""
-    if name == "bytes" or name in tiktoken.list_encoding_names():
+    if has_name(name):
         return name
     path = Path(name).resolve()
     if path.name == TOKENIZER_FILE:
@@ -142,7 +147,7 @@ def tokenizer_name(name: str) -> str:
 def tokenizer_version(name: str) -> str:
     """Return a string that changes with the tokens of a local tokenizer; "" for others."""
     path = Path(name)
-    if name == "bytes" or name in tiktoken.list_encoding_names():
+    if has_name(name):
         return ""
     if path.suffix == SUFFIX:
         return sha256_of(path) if path.is_file() else ""

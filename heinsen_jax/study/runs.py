@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -168,31 +168,15 @@ def on_cluster(
 
 def _anywhere(config: ExperimentConfig) -> ExperimentConfig:
     """A copy with absolute paths."""
-
-    def of_file(name: str) -> str:
-        return absolute_path(name) if Path(name).exists() else name
-
-    def of_files(mixture: Mapping[str, float]) -> dict[str, float]:
-        return {of_file(name): weight for name, weight in mixture.items()}
-
-    settings, teaching = config.data, config.distillation
+    settings, training, teaching = config.data, config.training, config.distillation
     if isinstance(settings, DataConfig):
-        settings = replace(
-            settings,
-            corpus=of_file(settings.corpus),
-            mixture=None if settings.mixture is None else of_files(settings.mixture),
-            mixture_stages=tuple((step, of_files(x)) for step, x in settings.mixture_stages),
-            tokenizer=of_file(settings.tokenizer),
-            cache=absolute_path(settings.cache),
-        )
-    paths = {"teacher": teaching.teacher, "start": teaching.start}
-    given = {field: absolute_path(path) for field, path in paths.items() if path is not None}
-    training = config.training
+        settings = settings.absolute()
     if (cache := training.compilation_cache) is not None:
         training = replace(training, compilation_cache=absolute_path(cache))
-    return replace(
-        config, data=settings, training=training, distillation=replace(teaching, **given)
-    )
+    paths = {"teacher": teaching.teacher, "start": teaching.start}
+    given = {field: absolute_path(path) for field, path in paths.items() if path is not None}
+    teaching = replace(teaching, **given)
+    return replace(config, data=settings, training=training, distillation=teaching)
 
 
 @contextlib.contextmanager

@@ -264,7 +264,7 @@ def test_errors_name_their_run():
 
 def test_paths_are_the_same_for_all_nodes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.txt", "b.txt", "tokenizer.json"):
+    for name in ("a.txt", "b.txt", "tokenizer.json", "tinyshakespeare", "bytes"):
         (tmp_path / name).touch()
     settings = DataConfig(
         corpus="a.txt",

@@ -44,7 +44,9 @@ def paragraphs(
     if study.baseline is not None and (found := differences_of(study, results)):
         parts.append(f"Differences to {study.baseline}, which is subtracted:")
         method = f"{METHOD} {SELECTION}" if {*study.tuned} & {*study.axes} else METHOD
-        parts += [difference_table(found), method, remaining_differences(found)]
+        parts += [difference_table(found), method]
+        if any(x.p_value is not None for x in found):
+            parts.append(remaining_differences(found))
     parts += _power_laws(study, results)
     finished = [row for row in rows if row is not None]
     parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")

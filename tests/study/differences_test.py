@@ -83,13 +83,21 @@ def test_one_side_may_be_constant():
 
 def test_the_report_has_the_differences_and_their_method():
     rows = [replace(x, tuned={"learning_rate": "0.01"}) for x in RESULTS]
+    found = differences_of(STUDY, rows)
     parts = paragraphs(replace(STUDY, seeds="none"), rows, [])
     place = parts.index("Differences to linear, which is subtracted:")
     table = parts[place + 1].splitlines()
     assert table[0] == "| mechanism | width | loss | accuracy |"
     assert table[2].startswith("| softmax | 8 | +0.9542 [+0.6")
     assert " worse | -0.9542 [-1.2" in table[2]
-    assert parts[place + 2] == f"{METHOD} {SELECTION}"
+    assert parts[place + 2 : place + 4] == [f"{METHOD} {SELECTION}", remaining_differences(found)]
+
+
+def test_the_report_of_single_seeds_corrects_nothing():
+    rows = [comparison((name, "8"), (loss,)) for name, loss in (("linear", 1.0), ("softmax", 2.0))]
+    parts = paragraphs(replace(STUDY, seeds="none", tuned=()), rows, [])
+    assert any(METHOD in part for part in parts)
+    assert not any("Holm" in part for part in parts)
 
 
 def test_the_baseline_is_a_label_of_one_compared_axis():

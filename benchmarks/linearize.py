@@ -133,7 +133,7 @@ def teacher(name: str) -> ExperimentConfig:
 
 def mechanisms(length: int) -> list[str]:
     """The mechanisms but for windows that span a sequence of the teacher's length."""
-    return [x for x, options in MECHANISMS.items() if f"window_size={length}" not in options]
+    return [x for x, y in MECHANISMS.items() if not y.endswith(f":window_size={length}")]
 
 
 def cases(teachers: Sequence[str]) -> list[Case]:

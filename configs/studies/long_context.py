@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
+from heinsen_jax.models import Layers
 from heinsen_jax.study import LengthPlot, Ranking, Study, sweeps
 
 ABOUT = """
@@ -17,9 +18,11 @@ bytes on average, by Muon. Loss in nats per token on the same tokens of the file
 sequences of 32 to 2048 tokens: shorter ones show how much a model benefits from context, the
 longest whether it extrapolates. All models have four layers of width 128 with a convolution of 4
 tokens before each branch, and MLPs whose width is chosen so that they have 1.05M to 1.07M
-parameters. Hybrids have softmax attention without positions in one or two of their layers.
+parameters. Softmax attention in hybrids has no positions, and windows have rotary positions; one of
+them is merged with log-attention over all earlier tokens (`log_window`).
 """
 LENGTHS = 32, 128, 512, 2048
+WINDOW = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
 BASELINE = "log, decay by head"
 COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
@@ -47,10 +50,11 @@ def get_study() -> Study:
             "model": sweeps.language_models()
             | {
                 "softmax, ALiBi": sweeps.mechanism("softmax", positions="alibi"),
-                "window of 64, rotary": sweeps.mechanism(
-                    "sliding_window", window_size=64, positions="rotary"
-                ),
+                "window of 64, rotary": {"model.attention": WINDOW},
                 "GLA": sweeps.mechanism("gla") | {"model.mlp_dim": 496},
+                "window of 64 merged with log": sweeps.mechanism("log_window", positions="rotary")
+                | {"model.mlp_dim": 480},
+                "alternating log and window of 64": {"model.attention": ("log", WINDOW)},
             },
             "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
             "seed": sweeps.seeds(1, 2, 3),

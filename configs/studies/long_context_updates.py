@@ -16,7 +16,10 @@ Models of the study long_context with 150, 300 and 600 updates, each with its ow
 learning rate, and its own best peak. `benchmarks/equal_budgets.py` compares them at equal FLOPs and
 at equal time.
 """
-MODELS = "log, decay by head", "softmax, rotary", "FoX", "Gated DeltaNet", "Mamba-2"
+MODELS = (
+    *("log, decay by head", "softmax, rotary", "FoX", "Gated DeltaNet", "Mamba-2", "GLA"),
+    *("3 log, then softmax", "alternating log and softmax", "alternating log and window of 64"),
+)
 UPDATES = 150, 300, 600
 
 
@@ -33,7 +36,7 @@ def get_study() -> Study:
                 str(updates): {"training.steps": updates, "optimizer.warmup_steps": updates // 10}
                 for updates in UPDATES
             },
-            "learning_rate": same.axes["learning_rate"],
+            "learning_rate": sweeps.learning_rates(4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
             "seed": sweeps.seeds(1, 2),
         },
         plots=tuple(

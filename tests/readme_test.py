@@ -289,10 +289,6 @@ def test_language_models_are_those_of_the_study():
     assert {verdicts[name, "loss"] for name in (*others, *hybrids)} == {"no difference"}
     added = [differences[name, "loss"].mean for name in worse]
     assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_TEXT
-    added = differences["log, slots", "loss"].mean
-    state = {name: result.mean("state_bytes") for name, result in results.items()}
-    more = state["log, slots"] / state["log, decay by head"] - 1
-    assert f"with a state {more:.0%} larger, its loss is {added:.3f} larger" in README_TEXT
     p_values = {
         name: x.p_value
         for (name, metric), x in differences.items()
@@ -316,6 +312,75 @@ def test_language_models_are_those_of_the_study():
     window = "window of 64, rotary"
     gained = [results[name].mean("loss") - at_1024[name] for name in (second, window)]
     assert {f"{x:.2f}" for x in gained} == {"0.04"}
+
+
+def test_longer_contexts_are_those_of_the_study():
+    study = load_study(ROOT / "configs/studies/long_context.py")
+    results = {x.compared["model"]: x for x in results_of_study("long_context")}
+    found = differences_of(study, [*results.values()])
+    verdicts = {(x.compared["model"], x.metric): x.verdict for x in found}
+    table = STUDY_PAGE.partition("<!-- long context -->")[2].partition("\n\n")[0]
+    for line, (name, x) in zip(table.strip().splitlines()[2:], results.items(), strict=True):
+        assert 1_050_000 < x.mean("parameters") < 1_070_000
+        cells = [name, f"{x.mean('state_bytes') / 1000:,.0f}"]
+        cells += [f"{x.mean(metric):.2f}" for metric in ("loss_32", "loss_128")]
+        cells += [f"{x.mean(y):.3f} ± {x.spread(y):.3f}" for y in ("loss", "loss_2048")]
+        cells += [verdicts.get((name, metric), "") for metric in ("loss", "loss_2048")]
+        assert line == f"| {' | '.join(cells)} |"
+    for metric in ("loss", "loss_2048"):
+        p_values = {
+            x.compared["model"]: x.p_value
+            for x in found
+            if x.metric == metric and x.p_value is not None
+        }
+        assert {name for name, p in holm(p_values).items() if p > 0.05} == {"log, slots"}
+    assert all(x.tuned["learning_rate"] in ("0.016", "0.032") for x in results.values())
+
+    loss = {name: x.mean("loss") for name, x in results.items()}
+    longest = {name: x.mean("loss_2048") for name, x in results.items()}
+    gain = {name: x.mean("loss_32") - longest[name] for name, x in results.items()}
+    late = {name: loss[name] - longest[name] for name in results}
+    log, slots, rotary, fox, *recurrent, three, two, alibi, window, gla, merged, turns = results
+    recurrent = *recurrent, gla
+    low, high = (f([gain[x] for x in (fox, alibi, three, two)]) for f in (min, max))
+    said = f"hybrids with softmax attention gain {low:.2f} to {high:.2f} nats, log-attention with"
+    low, high = (f([gain[x] for x in recurrent]) for f in (min, max))
+    said += f" decay {gain[log]:.2f}, and Gated DeltaNet, Mamba-2 and GLA {low:.2f} to {high:.2f}."
+    assert said in STUDY_TEXT
+    constant = log, slots, turns, *recurrent
+    assert f"a window of 64 gains {late[window]:.2f}, since" in STUDY_TEXT
+    said = f"constant states gain no more than {max(late[x] for x in constant):.2f}."
+    assert said in STUDY_TEXT
+    assert min(late[x] for x in (fox, alibi, three, two)) > 0.08
+    assert max(late[rotary], late[merged]) < 0
+    assert min(loss[x] for x in (*constant, window, merged)) == loss[turns]
+    less = {x: f"{loss[x] - loss[turns]:.2f} less than" for x in (log, window, rotary)}
+    said = f"have the smallest loss, {loss[turns]:.3f} at 512 tokens: {less[log]} log-attention"
+    assert f"alternating with windows of 64 {said}" in STUDY_TEXT
+    assert f"{less[window]} windows alone, which need more bytes, and {less[rotary]}" in STUDY_TEXT
+    size = {name: x.mean("state_bytes") for name, x in results.items()}
+    assert size[turns] < size[window]
+    low, high = (f([loss[x] for x in recurrent]) - loss[log] for f in (min, max))
+    said = f"by {low:.2f} to {high:.2f}, but a window of 64 is better than log-attention, by "
+    assert f"{said}{loss[log] - loss[window]:.2f}." in STUDY_TEXT
+    assert abs(loss[window] - loss[merged]) < results[window].spread("loss")
+    assert f"with a state {size[slots] / size[log] - 1:.0%} larger" in STUDY_TEXT
+    said = f"reach {loss[three]:.3f}, and FoX in all layers {loss[fox]:.3f}. Softmax attention in "
+    assert f"{said}every second layer has the smallest loss, {loss[two]:.3f}." in STUDY_TEXT
+    assert min(loss.values()) == loss[two]
+
+    said = (
+        "windows of 64 tokens reach {} nats per token, windows alone {}, rotary softmax attention "
+    )
+    said += "{}, log-attention alone {}, Mamba-2 and Gated DeltaNet {}. "
+    assert len({f"{longest[x]:.3f}" for x in recurrent[:2]}) == 1
+    names = turns, window, rotary, log, recurrent[0]
+    assert said.format(*(f"{longest[x]:.3f}" for x in names)) in README_TEXT
+    said = f"the loss is {longest[three]:.3f}, in a quarter of the bytes of FoX ({longest[fox]:.3f})"
+    assert said in README_TEXT
+    models = {x.labels["model"]: x.config.model for x in study.first_seed_runs()}
+    of_cache = [LanguageModel.abstract(models[x]).state_size(2048) for x in (three, fox)]
+    assert 0.24 < of_cache[0] / of_cache[1] < 0.27
 
 
 def test_the_headline_is_of_seeds_that_selected_nothing():

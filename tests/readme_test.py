@@ -376,8 +376,8 @@ def test_longer_contexts_are_those_of_the_study():
     assert len({f"{longest[x]:.3f}" for x in recurrent[:2]}) == 1
     names = turns, window, rotary, log, recurrent[0]
     assert said.format(*(f"{longest[x]:.3f}" for x in names)) in README_TEXT
-    said = f"the loss is {longest[three]:.3f}, in a quarter of the bytes of FoX ({longest[fox]:.3f})"
-    assert said in README_TEXT
+    said = f"{longest[three]:.3f}, in a quarter of the bytes of FoX ({longest[fox]:.3f})"
+    assert f"the loss is {said}" in README_TEXT
     models = {x.labels["model"]: x.config.model for x in study.first_seed_runs()}
     of_cache = [LanguageModel.abstract(models[x]).state_size(2048) for x in (three, fox)]
     assert 0.24 < of_cache[0] / of_cache[1] < 0.27

@@ -2,7 +2,7 @@
 
     python benchmarks/front_page.py
 
-Needs mechanisms.json and the study language_model_seeds in benchmarks/results.
+Needs mechanisms.json and the study long_context in benchmarks/results.
 """
 
 import json
@@ -23,7 +23,7 @@ COSTS = {
     "forward_backward_seconds": ("Forward and backward pass of one layer", "seconds"),
     "state_bytes": ("State or cache of one sequence", "bytes"),
 }
-LOSSES = {64: "loss", 256: "loss_256", 1024: "loss_1024"}
+LOSSES = {32: "loss_32", 128: "loss_128", 512: "loss", 2048: "loss_2048"}
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ LAYERS = {
     "log": Label("log-attention", LOG, -3, (-6, -18), "left"),
     "softmax": Label("softmax attention", SOFTMAX, -1, (-12, -3)),
 }
+BESIDE = -1, (14, -4), "left"
 MODELS = {
-    "log, decay by head": Label("log-attention\nwith decay", DECAY, 0, (-4, -62), "left"),
-    "softmax, rotary": Label("softmax attention,\nrotary positions", SOFTMAX, 1, (8, -26), "left"),
-    "softmax, ALiBi": Label("softmax attention,\nALiBi", SOFTMAX, -1, (2, 10)),
-    "Mamba-2": Label("Mamba-2", "0.5", -1, (2, 5)),
+    "Mamba-2": Label("Mamba-2", "0.5", *BESIDE),
+    "log, decay by head": Label("log-attention with decay", DECAY, *BESIDE),
+    "softmax, rotary": Label("softmax, rotary", SOFTMAX, *BESIDE),
+    "alternating log and window of 64": Label("log and windows of 64", DECAY, *BESIDE),
+    "3 log, then softmax": Label("3 log, then softmax", DECAY, *BESIDE),
 }
-MAX_LOSS = 1.6
-"""Upper end of the panel; rotary positions exceed it at 1024 characters."""
 
 
 def main() -> None:
-    figure = matplotlib.figure.Figure(figsize=(11.5, 3.4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(12, 3.4), layout="constrained")
     panels = figure.subplots(1, 3)
     measured = json.loads((RESULTS / "mechanisms.json").read_text())["mechanisms"]
     for axes, (cost, (title, unit)) in zip(panels, COSTS.items(), strict=False):
@@ -87,17 +87,16 @@ def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
 
 def draw_losses(axes: Axes) -> None:
     """Plot the mean over seeds against the length of the evaluated sequences."""
-    study = load_study(ROOT / "configs/studies/language_model_seeds.py")
-    for result in results_of(study, RESULTS / "studies/language_model_seeds"):
+    study = load_study(ROOT / "configs/studies/long_context.py")
+    for result in results_of(study, RESULTS / "studies/long_context"):
         if label := MODELS.get(result.compared["model"]):
             draw(axes, label, {length: result.mean(loss) for length, loss in LOSSES.items()})
     axes.set(
-        title="Validation loss, trained on 64 characters",
-        xlabel="characters per sequence",
-        ylabel="nats per character, 5 seeds",
+        title="Validation loss of Python code",
+        xlabel="tokens per sequence",
+        ylabel="nats per token, 3 seeds",
         xscale="log",
     )
-    axes.set_ylim(top=MAX_LOSS)
     axes.set_xticks(list(LOSSES), list(map(str, LOSSES)))
     axes.minorticks_off()
 

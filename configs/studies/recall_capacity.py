@@ -16,7 +16,7 @@ from heinsen_jax.study.grid import FieldValue
 ABOUT = """
 Sequences of 256 tokens contain 4, 8, 16, 32 or 64 keys with their values, and then query each key
 once. One model is trained on all numbers of pairs, and tested on each. Two layers of width 64 with
-two heads, a convolution of 4 tokens before each branch, no position encoding, 1200 updates of 32
+two heads, a convolution of 4 tokens before each branch, no position encoding, 1200 updates of 16
 sequences. State size is that after 256 tokens, in float32, convolutions included. `64 slots` and so
 on have one head, product features, decay that is coupled to keys, and values of 16 numbers; `16 x
 16` are the sizes of keys and values of both heads. The hybrid has softmax attention in its first
@@ -50,7 +50,8 @@ def get_study() -> Study:
         min_pairs=PAIRS[0],
         num_pairs=PAIRS[-1],
         test_pairs=PAIRS,
-        validation_examples=256,
+        batch_size=16,
+        validation_examples=128,
     )
     hybrid = Layers("softmax"), Layers("log", options={"values": "linear"})
     return Study(

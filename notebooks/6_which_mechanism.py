@@ -88,17 +88,18 @@ for metric in ("loss", "loss_1024"):
 
 # %% [markdown]
 # Most differences are small here: characters of plays depend little on distant ones. Code repeats
-# names that a file defined earlier. The same models, trained on sequences of 512 tokens of Python's
-# library, and tested on 32 to 2048: who benefits from context?
+# names that a file defined earlier. Similar models, trained on sequences of 512 tokens of Python's
+# standard library and tested on 32 to 2048 tokens: which ones benefit from context?
 
 # %%
 study, results = load("long_context")
 draw(study.title, study.plots, results)
 
 # %% [markdown]
-# Caches of all keys and values benefit most, and one softmax layer in four nearly as much. Among
-# states of constant size, log-attention with decay is better than Gated DeltaNet, Mamba-2 and GLA,
-# a window of 64 tokens is better than log-attention, and alternating layers of both are better yet.
+# Models with softmax attention benefit most, also if it is in only one of four layers; with rotary
+# positions, only up to the trained length. Among states of constant size, log-attention with decay
+# is better than Gated DeltaNet, Mamba-2 and GLA, a window of 64 tokens is better than
+# log-attention, and alternating layers of both are better still.
 #
 # ## Recall
 #
@@ -160,9 +161,9 @@ draw(study.title, study.plots, results)
 #
 # | task | choice |
 # |---|---|
-# | text with little context, long streams | log-attention with decay, Mamba-2, or Gated DeltaNet |
-# | text with more context, constant memory | log-attention alternating with short windows |
-# | text with more context | softmax attention in one of four layers, log-attention in the others |
+# | little use of distant tokens, long streams | log-attention with decay, Mamba-2, Gated DeltaNet |
+# | use of distant tokens, constant memory | log-attention alternating with short windows |
+# | use of distant tokens, with a cache | softmax in one or two of four layers, log in the others |
 # | recall of some facts in constant memory | log-attention with slots, or the delta rule |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
 # | recall or copying of everything | softmax attention, at least in the first of four layers |

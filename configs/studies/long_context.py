@@ -18,8 +18,8 @@ bytes on average, by Muon. Loss in nats per token on the same tokens of the file
 sequences of 32 to 2048 tokens: shorter ones show how much a model benefits from context, the
 longest whether it extrapolates. All models have four layers of width 128 with a convolution of 4
 tokens before each branch, and MLPs whose width is chosen so that they have 1.05M to 1.07M
-parameters. Softmax attention in hybrids has no positions, and windows have rotary positions; one of
-them is merged with log-attention over all earlier tokens (`log_window`).
+parameters. In hybrids, softmax attention has no positions. Windows have rotary positions;
+`log_window` merges one with log-attention over all earlier tokens.
 """
 LENGTHS = 32, 128, 512, 2048
 WINDOW = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
@@ -30,6 +30,7 @@ COLORS = {
     "softmax, rotary": sweeps.COLORS["softmax"],
     "FoX": sweeps.COLORS["fox"],
     "Gated DeltaNet": sweeps.COLORS["gated_deltanet"],
+    "alternating log and window of 64": "black",
 }
 
 

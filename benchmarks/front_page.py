@@ -2,7 +2,7 @@
 
     python benchmarks/front_page.py
 
-Needs mechanisms.json and the study long_context in benchmarks/results.
+Needs mechanisms.json and the results of the study long_context in benchmarks/results.
 """
 
 import json
@@ -48,18 +48,24 @@ class Label:
         )
 
 
+def beside(text: str, color: str, height: float = -4) -> Label:
+    """A name to the right of the last point."""
+    return Label(text, color, -1, (14, height), "left")
+
+
 LAYERS = {
     "log": Label("log-attention", LOG, -3, (-6, -18), "left"),
     "softmax": Label("softmax attention", SOFTMAX, -1, (-12, -3)),
 }
-BESIDE = -1, (14, -4), "left"
 MODELS = {
-    "Mamba-2": Label("Mamba-2", "0.5", *BESIDE),
-    "log, decay by head": Label("log-attention with decay", DECAY, *BESIDE),
-    "softmax, rotary": Label("softmax, rotary", SOFTMAX, *BESIDE),
-    "alternating log and window of 64": Label("log and windows of 64", DECAY, *BESIDE),
-    "3 log, then softmax": Label("3 log, then softmax", DECAY, *BESIDE),
+    "Mamba-2": beside("Mamba-2", "0.5"),
+    "log, decay by head": beside("log-attention with decay", DECAY),
+    "softmax, rotary": beside("softmax attention, rotary", SOFTMAX),
+    "alternating log and window of 64": beside("log and windows of 64", "black"),
+    "softmax, ALiBi": beside("softmax attention, ALiBi", SOFTMAX, 2),
+    "3 log, then softmax": beside("3 log layers, 1 softmax", LOG, -10),
 }
+"""Labels of models of the study."""
 
 
 def main() -> None:
@@ -88,13 +94,15 @@ def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
 def draw_losses(axes: Axes) -> None:
     """Plot the mean over seeds against the length of the evaluated sequences."""
     study = load_study(ROOT / "configs/studies/long_context.py")
-    for result in results_of(study, RESULTS / "studies/long_context"):
-        if label := MODELS.get(result.compared["model"]):
-            draw(axes, label, {length: result.mean(loss) for length, loss in LOSSES.items()})
+    found = results_of(study, RESULTS / "studies/long_context")
+    results = {result.compared["model"]: result for result in found}
+    for model, label in MODELS.items():
+        of_length = {length: results[model].mean(loss) for length, loss in LOSSES.items()}
+        draw(axes, label, of_length)
     axes.set(
-        title="Validation loss of Python code",
+        title="Validation loss of Python code, trained on 512 tokens",
         xlabel="tokens per sequence",
-        ylabel="nats per token, 3 seeds",
+        ylabel="nats per token, mean of 3 seeds",
         xscale="log",
     )
     axes.set_xticks(list(LOSSES), list(map(str, LOSSES)))

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from heinsen_jax.config import as_json, load_config
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.models.layers import with_layers
-from heinsen_jax.study import differences_of, load_study, results_of
+from heinsen_jax.study import Comparison, Difference, differences_of, load_study, results_of
 from heinsen_jax.study.differences import holm
 from heinsen_jax.study.report import table
 from heinsen_jax.study.runner import run_study
@@ -42,9 +43,19 @@ def result(name: str) -> dict:
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 
-def results_of_study(name: str) -> list:
+def results_of_study(name: str) -> list[Comparison]:
     study = load_study(ROOT / f"configs/studies/{name}.py")
     return results_of(study, ROOT / "benchmarks/results/studies" / name)
+
+
+def results_by_model(name: str) -> dict[str, Comparison]:
+    return {x.compared["model"]: x for x in results_of_study(name)}
+
+
+def adjusted_p_values(differences: Sequence[Difference], metric: str) -> dict[str, float]:
+    """Holm's adjusted p-values of the differences of models in a metric, by model."""
+    found = {x.compared["model"]: x.p_value for x in differences if x.metric == metric}
+    return holm({model: p for model, p in found.items() if p is not None})
 
 
 SHORT = "layer", "tiny"
@@ -265,7 +276,7 @@ def test_reports_of_studies_are_of_their_results(folder):
 
 def test_language_models_are_those_of_the_study():
     study = load_study(ROOT / "configs/studies/language_model.py")
-    results = {x.compared["model"]: x for x in results_of_study("language_model")}
+    results = results_by_model("language_model")
     differences = {
         (x.compared["model"], x.metric): x for x in differences_of(study, [*results.values()])
     }
@@ -289,12 +300,8 @@ def test_language_models_are_those_of_the_study():
     assert {verdicts[name, "loss"] for name in (*others, *hybrids)} == {"no difference"}
     added = [differences[name, "loss"].mean for name in worse]
     assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_TEXT
-    p_values = {
-        name: x.p_value
-        for (name, metric), x in differences.items()
-        if metric == "loss" and x.p_value is not None
-    }
-    differ = {name for name, p in holm(p_values).items() if p < 0.05}
+    p_values = adjusted_p_values([*differences.values()], "loss")
+    differ = {name for name, p in p_values.items() if p < 0.05}
     assert f"Holm's correction for the {len(p_values)} comparisons" in STUDY_TEXT
     assert {name for name in differ if "the paper's model" not in name} == {
         "AdamW: log, decay by head",
@@ -316,7 +323,7 @@ def test_language_models_are_those_of_the_study():
 
 def test_longer_contexts_are_those_of_the_study():
     study = load_study(ROOT / "configs/studies/long_context.py")
-    results = {x.compared["model"]: x for x in results_of_study("long_context")}
+    results = results_by_model("long_context")
     found = differences_of(study, [*results.values()])
     verdicts = {(x.compared["model"], x.metric): x.verdict for x in found}
     table = STUDY_PAGE.partition("<!-- long context -->")[2].partition("\n\n")[0]
@@ -328,12 +335,9 @@ def test_longer_contexts_are_those_of_the_study():
         cells += [verdicts.get((name, metric), "") for metric in ("loss", "loss_2048")]
         assert line == f"| {' | '.join(cells)} |"
     for metric in ("loss", "loss_2048"):
-        p_values = {
-            x.compared["model"]: x.p_value
-            for x in found
-            if x.metric == metric and x.p_value is not None
-        }
-        assert {name for name, p in holm(p_values).items() if p > 0.05} == {"log, slots"}
+        p_values = adjusted_p_values(found, metric)
+        assert len(p_values) == len(results) - 1
+        assert {name for name, p in p_values.items() if p > 0.05} == {"log, slots"}
     rates = [*study.axes["learning_rate"]]
     folder = ROOT / "benchmarks/results/studies/long_context"
     tried = {
@@ -347,7 +351,7 @@ def test_longer_contexts_are_those_of_the_study():
 
 
 def test_what_is_said_of_longer_contexts_is_of_the_study():
-    results = {x.compared["model"]: x for x in results_of_study("long_context")}
+    results = results_by_model("long_context")
     loss = {name: x.mean("loss") for name, x in results.items()}
     longest = {name: x.mean("loss_2048") for name, x in results.items()}
     gain = {name: x.mean("loss_32") - longest[name] for name, x in results.items()}
@@ -399,12 +403,12 @@ def test_what_is_said_of_longer_contexts_is_of_the_study():
 
 
 def test_the_advice_on_longer_contexts_is_of_the_study():
-    results = {x.compared["model"]: x for x in results_of_study("long_context")}
+    results = results_by_model("long_context")
     loss = {name: f"{x.mean('loss_2048'):.3f}" for name, x in results.items()}
     assert loss["Mamba-2"] == loss["Gated DeltaNet"]
     said = f"windows of 64 tokens reach {loss['alternating log and window of 64']} nats per token,"
     said += f" windows alone {loss['window of 64, rotary']}, log-attention alone "
-    said += f"{loss['log, decay by head']}, Mamba-2 and Gated DeltaNet (not tried with windows) "
+    said += f"{loss['log, decay by head']}, Mamba-2 and Gated DeltaNet (without windows) "
     assert f"{said}{loss['Mamba-2']}. A cache still helps: softmax attention " in README_TEXT
     said = f"reaches {loss['softmax, ALiBi']} with ALiBi, {loss['FoX']} with forget gates (FoX), "
     said += f"{loss['softmax, rotary']} with rotary positions, which do not extrapolate, and "
@@ -421,7 +425,7 @@ def test_the_advice_on_longer_contexts_is_of_the_study():
 
 def test_the_headline_is_of_seeds_that_selected_nothing():
     study = load_study(ROOT / "configs/studies/language_model_seeds.py")
-    results = {x.compared["model"]: x for x in results_of_study("language_model_seeds")}
+    results = results_by_model("language_model_seeds")
     ours, *others = results
     assert {len(x.values("loss")) for x in results.values()} == {5}
     assert f"reaches {results[ours].mean('loss'):.3f} nats per character" in README_TEXT
@@ -438,8 +442,8 @@ def test_the_headline_is_of_seeds_that_selected_nothing():
     worse["loss_1024"] = "Gated DeltaNet", "softmax, ALiBi", "softmax, rotary"
     for metric, names in worse.items():
         of_metric = {x.compared["model"]: x for x in found if x.metric == metric}
-        adjusted = holm({name: x.p_value for name, x in of_metric.items() if x.p_value is not None})
-        assert {name for name, p in adjusted.items() if p < 0.05} == {*names}
+        p_values = adjusted_p_values(found, metric)
+        assert {name for name, p in p_values.items() if p < 0.05} == {*names}
         assert all(f"by {of_metric[name].mean:.3f}" in STUDY_TEXT for name in names)
 
 
@@ -546,7 +550,7 @@ def test_ablation_figures_are_those_of_the_study():
     assert f"alone reach {alone.mean('loss'):.3f}, and {alone.mean('loss_1024'):.3f}" in text
     assert f"unchanged, the model reaches {whole.mean('loss'):.3f}" in text
     added = {name: x.mean("loss") - whole.mean("loss") for name, x in of.items()}
-    models = {x.compared["model"]: x for x in results_of_study("language_model")}
+    models = results_by_model("language_model")
     deviation = statistics.stdev(models["AdamW: log, decay by head"].values("loss"))
     least = f"{1.96 * 2**0.5 * deviation:.3f}"
     said = f"its seeds is {deviation:.3f}, so that differences below {least} are inconclusive"

@@ -73,7 +73,7 @@ study, results = load("language_model")
 draw(study.title, study.plots, results)
 
 # %% [markdown]
-# Is log-attention with decay better or worse? Differences to it, with their 95% confidence
+# Is log-attention with decay better or worse? Differences from it, with their 95% confidence
 # intervals by Welch's t-test over five other seeds, which did not select learning rates; "no
 # difference" if the interval includes 0. All models with decay, a window or a gate improve with
 # longer contexts; rotary positions do not extrapolate to them.

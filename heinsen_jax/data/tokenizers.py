@@ -129,7 +129,7 @@ def get_tokenizer(name: str) -> Tokenizer:
 
 
 def has_name(name: str) -> bool:
-    """Whether a tokenizer is known by this name, which is then no path."""
+    """Whether this is the name of a known tokenizer, and not a path."""
     return name == "bytes" or name in tiktoken.list_encoding_names()
 
 

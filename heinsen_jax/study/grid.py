@@ -59,7 +59,7 @@ class Study:
       extra_metrics: further metrics in the report's table.
       reached: a metric and a value, for a column with the number of updates until an evaluation was
         at least as good, such as ("accuracy", 0.9).
-      baseline: label of a compared axis, for a table of the differences to its results.
+      baseline: label of a compared axis, for a table of the differences from its results.
       plots: plots of the report.
     """
 

@@ -42,7 +42,7 @@ def paragraphs(
         )
     parts += _tuning(study, results)
     if study.baseline is not None and (found := differences_of(study, results)):
-        parts.append(f"Differences to {study.baseline}, which is subtracted:")
+        parts.append(f"Differences from {study.baseline}, which is subtracted:")
         method = f"{METHOD} {SELECTION}" if {*study.tuned} & {*study.axes} else METHOD
         parts += [difference_table(found), method]
         if any(x.p_value is not None for x in found):

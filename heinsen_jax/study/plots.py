@@ -245,7 +245,7 @@ class PowerLawPlot(LinePlot):
         Args:
           results: results of the study.
           baseline: label of a line: fits are to the means relative to this line's, so that the
-            exponents are differences to its exponent.
+            exponents are differences from its exponent.
         """
         selected = self.selected(results)
         measured = [x for x in selected if _is_measured(x, self.x) and _is_measured(x, self.y)]

@@ -1,4 +1,4 @@
-"""Differences to a baseline: intervals, verdicts, and their table."""
+"""Differences from a baseline: intervals, verdicts, and their table."""
 
 import math
 from dataclasses import replace
@@ -85,7 +85,7 @@ def test_the_report_has_the_differences_and_their_method():
     rows = [replace(x, tuned={"learning_rate": "0.01"}) for x in RESULTS]
     found = differences_of(STUDY, rows)
     parts = paragraphs(replace(STUDY, seeds="none"), rows, [])
-    place = parts.index("Differences to linear, which is subtracted:")
+    place = parts.index("Differences from linear, which is subtracted:")
     table = parts[place + 1].splitlines()
     assert table[0] == "| mechanism | width | loss | accuracy |"
     assert table[2].startswith("| softmax | 8 | +0.9542 [+0.6")

@@ -190,7 +190,7 @@ class LlamaLike(Family):
         return self
 
     def variant(self) -> Variant:
-        """The differences to other models like Llama."""
+        """The differences from other models like Llama."""
         raise NotImplementedError
 
     def to_model(self) -> LanguageModelConfig:

@@ -56,6 +56,16 @@ def get_study() -> Study:
                 "window of 64 merged with log": sweeps.mechanism("log_window", positions="rotary")
                 | {"model.mlp_dim": 480},
                 "alternating log and window of 64": {"model.attention": ("log", WINDOW)},
+                "alternating Gated DeltaNet and window of 64": {
+                    "model.attention": ("gated_deltanet", WINDOW),
+                    "model.mlp_dim": 448,
+                },
+                "3 windows of 64, then softmax": {
+                    "model.attention": (
+                        replace(WINDOW, repeats=3),
+                        Layers("softmax", options={"positions": "none"}),
+                    )
+                },
             },
             "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
             "seed": sweeps.seeds(1, 2, 3),

@@ -19,7 +19,8 @@ class Guard:
     Attributes:
       skipped: total number of skipped updates.
       consecutive_skips: number of consecutive skipped updates.
-      mean_grad_norm: running mean of gradient norms; 0 before the first update.
+      mean_grad_norm: running mean of gradient norms, each at most the largest allowed then; 0
+        before the first update.
     """
 
     skipped: Integer[Array, ""]
@@ -41,17 +42,20 @@ class Guard:
         """Decide whether to apply an update; return the decision and the guard after it.
 
         An update is applied if the loss, the gradients and the updates are finite, and the norm of
-        the gradients is at most `skip_grad_norm_ratio` times its running mean.
+        the gradients is at most `skip_grad_norm_ratio` times its running mean. Finite updates that
+        are skipped raise the mean too, by as much as the largest allowed norm would: if gradients
+        stay large, it is not for a bad batch, and training continues after a few skipped updates.
         """
-        norm = optax.tree.norm(gradients).astype(jnp.float32)
-        limit = math.inf if skip_grad_norm_ratio is None else skip_grad_norm_ratio
-        is_usual = (self.mean_grad_norm == 0) | (norm <= limit * self.mean_grad_norm)
-        is_good = jnp.isfinite(loss) & jnp.isfinite(norm) & is_usual
-        is_good = is_good & jnp.isfinite(optax.tree.norm(updates))
-        share = jnp.where(self.mean_grad_norm == 0, 1.0, 1 / MEMORY)
-        moved = self.mean_grad_norm + share * (norm - self.mean_grad_norm)
+        norm, mean = optax.tree.norm(gradients).astype(jnp.float32), self.mean_grad_norm
+        ratio = math.inf if skip_grad_norm_ratio is None else skip_grad_norm_ratio
+        limit = jnp.where(mean == 0, jnp.inf, ratio * mean)
+        is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        is_finite = is_finite & jnp.isfinite(optax.tree.norm(updates))
+        is_good = is_finite & (norm <= limit)
+        share = jnp.where(mean == 0, 1.0, 1 / MEMORY)
+        moved = mean + share * (jnp.minimum(norm, limit) - mean)
         return is_good, Guard(
             self.skipped + ~is_good,
             jnp.where(is_good, 0, self.consecutive_skips + 1),
-            jnp.where(is_good, moved, self.mean_grad_norm),
+            jnp.where(is_finite, moved, mean),
         )

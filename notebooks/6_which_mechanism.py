@@ -99,7 +99,8 @@ draw(study.title, study.plots, results)
 # Models with softmax attention benefit most, also if it is in only one of four layers; with rotary
 # positions, only up to the trained length. Among states of constant size, log-attention with decay
 # is better than Gated DeltaNet, Mamba-2 and GLA, a window of 64 tokens is better than
-# log-attention, and alternating layers of both are better still.
+# log-attention, and alternating layers of both are better still, and better than windows that
+# alternate with Gated DeltaNet.
 #
 # ## Recall
 #

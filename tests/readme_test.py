@@ -402,18 +402,42 @@ def test_what_is_said_of_longer_contexts_is_of_the_study():
     assert min(loss.values()) == loss[two]
 
 
+def test_log_attention_is_the_better_partner_in_both_hybrids():
+    study = load_study(ROOT / "configs/studies/long_context.py")
+    results = results_by_model("long_context")
+
+    def difference(of: str, baseline: str) -> Difference:
+        found = differences_of(replace(study, baseline=baseline), [results[baseline], results[of]])
+        (same,) = (x for x in found if (x.compared["model"], x.metric) == (of, "loss"))
+        return same
+
+    gated, windows = "alternating Gated DeltaNet and window of 64", "3 windows of 64, then softmax"
+    for name, baseline, said in (
+        (gated, "alternating log and window of 64", "with log-attention (95% confidence interval "),
+        (windows, "3 log, then softmax", "after three layers of log-attention ("),
+    ):
+        found = difference(name, baseline)
+        said = f"{results[name].mean('loss'):.3f}, {found.mean:.2f} more than {said}"
+        assert found.interval
+        assert f"{said}{found.interval[0]:.2f} to {found.interval[1]:.2f})" in STUDY_TEXT
+        assert difference(name, "window of 64, rotary").verdict == "no difference"
+
+
 def test_the_advice_on_longer_contexts_is_of_the_study():
     results = results_by_model("long_context")
     loss = {name: f"{x.mean('loss_2048'):.3f}" for name, x in results.items()}
     assert loss["Mamba-2"] == loss["Gated DeltaNet"]
-    said = f"windows of 64 tokens reach {loss['alternating log and window of 64']} nats per token,"
-    said += f" windows alone {loss['window of 64, rotary']}, log-attention alone "
-    said += f"{loss['log, decay by head']}, Mamba-2 and Gated DeltaNet (without windows) "
-    assert f"{said}{loss['Mamba-2']}. A cache still helps: softmax attention " in README_TEXT
+    said = f"windows of 64 tokens reach {loss['alternating log and window of 64']} nats per token;"
+    said += " Gated DeltaNet and windows "
+    said += f"{loss['alternating Gated DeltaNet and window of 64']}, windows alone "
+    said += f"{loss['window of 64, rotary']}, log-attention alone {loss['log, decay by head']}, "
+    said += f"Mamba-2 or Gated DeltaNet alone {loss['Mamba-2']}. A cache still helps: softmax "
+    assert said in README_TEXT
     said = f"reaches {loss['softmax, ALiBi']} with ALiBi, {loss['FoX']} with forget gates (FoX), "
-    said += f"{loss['softmax, rotary']} with rotary positions, which do not extrapolate, and "
+    said += f"{loss['softmax, rotary']} with rotary positions, and "
     said += f"{loss['3 log, then softmax']} in the last of four layers, after log-attention, in a"
-    assert f"{said} quarter of the bytes." in README_TEXT
+    said += f" quarter of the bytes (after windows, {loss['3 windows of 64, then softmax']})."
+    assert said in README_TEXT
     study = load_study(ROOT / "configs/studies/long_context.py")
     models = {x.labels["model"]: x.config.model for x in study.first_seed_runs()}
     hybrid, full = (

@@ -85,9 +85,14 @@ class Recall(Task):
     """Smallest number of pairs: that of each example is drawn from min_pairs, 2 min_pairs,
     4 min_pairs, ..., num_pairs; num_pairs when None."""
     test_pairs: tuple[pydantic.PositiveInt, ...] = ()
-    """Further evaluations, at sequence_length: the number of pairs of all their examples."""
+    """Further evaluations, at sequence_length and with one query of each key: the number of pairs
+    of all their examples."""
     sequence_length: pydantic.PositiveInt = 128
     """Sequence length in tokens, an even number."""
+    max_queries: pydantic.PositiveInt = 1
+    """Largest number of queries of each key. If above 1, half of the examples, chosen at random,
+    query each key as often as fits for all keys, and the others once: models learn from fewer
+    examples."""
     power: pydantic.PositiveFloat = 0.01
     """Exponent of the power law of query positions; distant queries are rarer if small."""
 
@@ -119,18 +124,23 @@ class Recall(Task):
         values = half + rng.choice(self.vocab_size - half, pairs, replace=False)
         places = self.sequence_length // 2 - pairs
         law = np.arange(1, places + 1) ** (self.power - 1.0)
-        asked = 2 * pairs + 2 * rng.choice(places, pairs, replace=False, p=law / law.sum())
+        queries = 1
+        if self.max_queries > 1 and rng.integers(2):
+            queries = min(self.max_queries, places // pairs)
+        drawn = rng.choice(places, queries * pairs, replace=False, p=law / law.sum())
+        asked = 2 * pairs + 2 * drawn
         tokens = np.zeros(self.sequence_length + 1, np.int32)
         tokens[0 : 2 * pairs : 2], tokens[1 : 2 * pairs : 2] = keys, values
-        tokens[asked], tokens[asked + 1] = keys, values
+        tokens[asked], tokens[asked + 1] = np.tile(keys, queries), np.tile(values, queries)
         return tokens, np.isin(np.arange(len(tokens)), asked + 1)
 
     def at_length(self, length: int) -> "Recall":
         return replace(self, test_lengths=(), test_pairs=(), sequence_length=length)
 
     def with_pairs(self, count: int) -> "Recall":
-        """Return the same task with this number of pairs in all examples."""
-        return replace(self, test_lengths=(), test_pairs=(), min_pairs=None, num_pairs=count)
+        """Return the same task with this number of pairs in all examples, each queried once."""
+        single = replace(self, test_lengths=(), test_pairs=(), min_pairs=None, max_queries=1)
+        return replace(single, num_pairs=count)
 
     def tests(self) -> dict[str, "AnyTask"]:
         by_pairs = {f"{count}_pairs": self.with_pairs(count) for count in self.test_pairs}

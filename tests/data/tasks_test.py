@@ -237,6 +237,25 @@ def test_examples_have_different_numbers_of_pairs():
         assert len(rows[f"{count}_pairs"][0].loss_mask) == 80
 
 
+@pytest.mark.parametrize(("limit", "queries"), [(3, 3), (64, 9)])
+def test_half_of_the_examples_repeat_queries(limit, queries):
+    """Up to a limit, and as often as fits for all keys: 4 pairs leave space for 36 queries."""
+    task = Recall(
+        vocab_size=64, num_pairs=4, max_queries=limit, sequence_length=80, test_pairs=(4,)
+    )
+    rows = list(map(TaskDataset(task).train_row(task, 0), range(400)))
+    counts = Counter(map(pairs_of, rows))
+    assert sorted(counts) == [4, 4 * queries]
+    assert abs(counts[4] - 200) < 6 * 10
+    for row in rows[:20]:
+        tokens = row.tokens.tolist()
+        answers = np.flatnonzero(row.loss_mask) + 1
+        assert set(Counter(tokens[i] for i in answers).values()) == {pairs_of(row) // 4}
+        assert all(tokens[i] == solve_recall(task, tokens[:i]) for i in answers)
+    tests = TaskDataset(task).validation_rows(task)["4_pairs"]
+    assert {pairs_of(tests[i]) for i in range(50)} == {4}
+
+
 def test_recorded_examples_stay_the_same():
     """Results of studies are on these examples."""
     task = Recall(vocab_size=12, num_pairs=2, sequence_length=10)

@@ -51,7 +51,7 @@ def get_study() -> Study:
         sequence_length=256,
         min_pairs=PAIRS[0],
         num_pairs=PAIRS[-1],
-        max_queries=64,
+        repeated_fraction=0.5,
         test_pairs=PAIRS,
         batch_size=16,
         validation_examples=128,

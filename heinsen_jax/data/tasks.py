@@ -89,10 +89,9 @@ class Recall(Task):
     of all their examples."""
     sequence_length: pydantic.PositiveInt = 128
     """Sequence length in tokens, an even number."""
-    max_queries: pydantic.PositiveInt = 1
-    """Largest number of queries of each key. If above 1, half of the examples, chosen at random,
-    query each key as often as fits for all keys, and the others once: models learn from fewer
-    examples."""
+    repeated_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.0
+    """Fraction of the examples that query each key as often as fits for all keys, instead of once,
+    so that models learn the task in fewer updates."""
     power: pydantic.PositiveFloat = 0.01
     """Exponent of the power law of query positions; distant queries are rarer if small."""
 
@@ -125,8 +124,8 @@ class Recall(Task):
         places = self.sequence_length // 2 - pairs
         law = np.arange(1, places + 1) ** (self.power - 1.0)
         queries = 1
-        if self.max_queries > 1 and rng.integers(2):
-            queries = min(self.max_queries, places // pairs)
+        if self.repeated_fraction and rng.random() < self.repeated_fraction:
+            queries = places // pairs
         drawn = rng.choice(places, queries * pairs, replace=False, p=law / law.sum())
         asked = 2 * pairs + 2 * drawn
         tokens = np.zeros(self.sequence_length + 1, np.int32)
@@ -139,8 +138,8 @@ class Recall(Task):
 
     def with_pairs(self, count: int) -> "Recall":
         """Return the same task with this number of pairs in all examples, each queried once."""
-        single = replace(self, test_lengths=(), test_pairs=(), min_pairs=None, max_queries=1)
-        return replace(single, num_pairs=count)
+        single = replace(self, test_lengths=(), test_pairs=(), min_pairs=None, num_pairs=count)
+        return replace(single, repeated_fraction=0.0)
 
     def tests(self) -> dict[str, "AnyTask"]:
         by_pairs = {f"{count}_pairs": self.with_pairs(count) for count in self.test_pairs}

@@ -238,7 +238,7 @@ def test_examples_have_different_numbers_of_pairs():
 
 
 def test_a_fraction_of_the_examples_repeats_queries():
-    """As often as fits for all keys: 4 pairs leave space for 37 queries, 9 of each. Tests do not."""
+    """As often as fits for all keys: 4 pairs leave space for 37 queries, 9 per key."""
     task = Recall(
         vocab_size=64, num_pairs=4, repeated_fraction=0.25, sequence_length=82, test_pairs=(4,)
     )

@@ -3,15 +3,17 @@
     python benchmarks/equal_budgets.py
 
 Measures an update of each model of the study configs/studies/long_context_updates.py, on random
-tokens in interleaved runs, without compilation, evaluation and data. The budget is that of 300
-updates of the first model. The loss of a model with this budget is interpolated for each seed, by
-the parabola through the logarithms of its losses and numbers of updates; null if the budget is
-outside of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
+tokens in interleaved runs, without compilation, evaluation and data. The budgets are those of 300
+and of 600 updates of the first model. The loss of a model with such a budget is interpolated for
+each seed, by the parabola through the logarithms of its losses and numbers of updates; null if the
+budget is outside of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON
+record.
 """
 
 import json
 import sys
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,8 @@ from heinsen_jax.environment import environment
 from heinsen_jax.study import Comparison, load_study, results_of
 
 STUDY = "long_context_updates"
-UPDATES = 300
+UPDATES = 300, 600
+BUDGETS = "flops", "time"
 DOCUMENT_LENGTH = 5400  # about the mean tokens of a file of Python's library
 METRICS = "loss", "loss_2048"
 
@@ -62,7 +65,7 @@ def main(options: Options) -> int:
     configs = {
         run.labels["model"]: run.config
         for run in study.first_seed_runs()
-        if run.labels["updates"] == str(UPDATES)
+        if run.labels["updates"] == str(UPDATES[0])
     }
     steps = {
         name: TrainingStep(config, config.model.vocab_size, DOCUMENT_LENGTH)
@@ -74,23 +77,25 @@ def main(options: Options) -> int:
     numbers = sorted({updates for _, updates in found})
     first = next(iter(configs))
     rows = {}
-    table = Table("model", "s/update", "updates: FLOPs", "losses", "updates: time", "losses")
+    columns = [f"{budget} of {updates}" for updates, budget in product(UPDATES, BUDGETS)]
+    table = Table("model", "s/update", *columns, title=f"losses with the budget of {first}")
     for name in configs:
-        flops = found[first, UPDATES].mean("flops") / found[name, UPDATES].mean("flops")
-        budgets = {"flops": UPDATES * flops, "time": UPDATES * seconds[first] / seconds[name]}
         by_updates = {n: found[name, n] for n in numbers}
+        flops = found[first, numbers[0]].mean("flops") / found[name, numbers[0]].mean("flops")
+        of_first = {"flops": flops, "time": seconds[first] / seconds[name]}
         losses = {
-            metric: {x: by_seed(by_updates, metric, updates) for x, updates in budgets.items()}
+            metric: {
+                str(n): {x: by_seed(by_updates, metric, n * of_first[x]) for x in BUDGETS}
+                for n in UPDATES
+            }
             for metric in METRICS
         }
-        rows[name] = {"seconds_per_update": seconds[name], "updates": budgets, **losses}
-        cells = [f"{seconds[name]:.3f}"]
-        for budget, updates in budgets.items():
-            values = losses["loss"][budget]
-            cells += [f"{updates:.0f}", ", ".join("" if x is None else f"{x:.3f}" for x in values)]
-        table.add_row(name, *cells)
+        rows[name] = {"seconds_per_update": seconds[name], "updates_per_budget": of_first, **losses}
+        cells = [x for by_budget in losses["loss"].values() for x in by_budget.values()]
+        texts = [", ".join("" if x is None else f"{x:.3f}" for x in values) for values in cells]
+        table.add_row(name, f"{seconds[name]:.3f}", *texts)
     Console().print(table)
-    record = {"environment": environment(), "updates": UPDATES, "models": rows}
+    record = {"environment": environment(), "budgets": UPDATES, "models": rows}
     options.output.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written to {options.output}")
     return 0

@@ -423,6 +423,41 @@ def test_log_attention_is_the_better_partner_in_both_hybrids():
         assert difference(name, "window of 64, rotary").verdict == "no difference"
 
 
+def test_losses_at_equal_budgets_are_those_of_the_results():
+    results = results_of_study("long_context_updates")
+    mean = {(x.compared["model"], int(x.compared["updates"])): x.mean("loss") for x in results}
+    record = result("equal_budgets")
+    numbers, models = record["budgets"], record["models"]
+
+    def at(model: str, updates: int, budget: str) -> float:
+        return statistics.mean(models[model]["loss"][str(updates)][budget])
+
+    table = STUDY_PAGE.partition("<!-- equal budgets -->")[2].partition("\n\n")[0]
+    for line, (name, row) in zip(table.strip().splitlines()[2:], models.items(), strict=True):
+        cells = [name, *(f"{mean[name, x]:.2f}" for x in (150, 300, 600))]
+        cells.append(f"{row['seconds_per_update']:.2f}")
+        for losses in (row["loss"][str(x)] for x in numbers):
+            cells += [
+                "" if None in x else f"{statistics.mean(x):.2f}"
+                for x in (losses["flops"], losses["time"])
+            ]
+        assert line == f"| {' | '.join(cells)} |"
+    rotary, fox, log, gated = "softmax, rotary", "FoX", "log, decay by head", "Gated DeltaNet"
+    gain = {x: f"{mean[x, 150] - mean[x, 600]:.2f}" for x in (rotary, fox, log, gated)}
+    said = f"positions gains {gain[rotary]} nats, FoX {gain[fox]}, log-attention {gain[log]} and "
+    assert f"{said}Gated DeltaNet {gain[gated]}." in STUDY_TEXT
+    ahead = [at(x, 300, "time") - at(log, 300, "time") for x in (rotary, fox)]
+    behind = [at(log, 600, "time") - at(x, 600, "time") for x in (rotary, fox)]
+    said = "softmax attention, by {:.2f} and {:.2f}; with that of 600, it is ".format(*ahead)
+    assert {f"{x:.2f}" for x in behind} == {"0.07"}
+    assert f"{said}0.07 behind both." in STUDY_TEXT
+    for updates, best in ((300, "window of 64"), (600, "softmax")):
+        for budget in ("flops", "time"):
+            trained = [x for x in models if None not in models[x]["loss"][str(updates)][budget]]
+            smallest = min(trained, key=lambda x: at(x, updates, budget))
+            assert smallest == f"alternating log and {best}"
+
+
 def test_the_advice_on_longer_contexts_is_of_the_study():
     results = results_by_model("long_context")
     loss = {name: f"{x.mean('loss_2048'):.3f}" for name, x in results.items()}

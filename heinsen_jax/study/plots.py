@@ -218,6 +218,9 @@ class Points(LinePlot):
         return Line("", x, y, "black")
 
     def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
+        if all(len(line.x) > 1 for line in lines) and not self.frontier:
+            super().write_names(axes, lines)
+            return
         avoided = [line for line in lines if not line.name]
         if self.chance is not None:
             avoided.append(Line("chance", axes.get_xlim(), [self.chance] * 2, "black"))

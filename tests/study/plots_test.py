@@ -148,6 +148,12 @@ def test_without_a_frontier_all_points_are_named():
     assert {text.get_text() for text in axes.texts} == set(POINTS)
 
 
+def test_names_of_lines_that_all_have_several_points_are_at_the_right():
+    lines = [x for x in points("accuracy", 1) if len(POINTS[x.compared["mechanism"]]) > 1]
+    axes = draw("A study", [Points("accuracy")], lines).axes[0]
+    assert [(x.get_text(), x.get_position()[0]) for x in axes.texts] == [("d", 1.08), ("a", 1.08)]
+
+
 def test_losses_by_position_are_at_the_ends_of_their_buckets():
     metrics = {"loss_40_at_16": 3.0, "loss_40_at_32": 2.0, "loss_40_at_40": 1.5}
     results = [Comparison({"mechanism": name}, {}, [{"metrics": metrics}]) for name in "ab"]

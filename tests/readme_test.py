@@ -24,7 +24,7 @@ from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.study import Comparison, Difference, differences_of, load_study, results_of
 from heinsen_jax.study.differences import holm
-from heinsen_jax.study.report import table
+from heinsen_jax.study.paragraphs import paragraphs
 from heinsen_jax.study.runner import run_study
 from heinsen_jax.study.runs import costs
 from heinsen_jax.training.metrics import PEAK_FLOPS
@@ -267,10 +267,13 @@ def test_costs_of_exactness_are_those_of_the_results():
 def test_reports_of_studies_are_of_their_results(folder):
     study = load_study(ROOT / f"configs/studies/{folder.name}.py")
     results = results_of_study(folder.name)
-    report = (folder / "report.md").read_text()
-    assert table(results, study.metric, study.extra_metrics, study.reached) in report
-    recorded = (folder / "results.jsonl").read_text().splitlines()
-    assert f"\n{len(recorded)} of " in report
+    report = (folder / "report.md").read_text().split("\n\n")
+    recorded = [*map(json.loads, (folder / "results.jsonl").read_text().splitlines())]
+    for part in paragraphs(study, results, recorded):
+        if part.startswith(f"{len(recorded)} of "):  # and then the number of runs of the grid
+            assert any(x.startswith(f"{len(recorded)} of ") for x in report)
+        else:
+            assert set(part.split("\n\n")) <= {x.rstrip("\n") for x in report}
     assert (folder / "report.png").exists() == bool(study.plots)
 
 

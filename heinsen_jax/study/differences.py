@@ -15,8 +15,9 @@ from heinsen_jax.study.report import Comparison, is_larger_better, markdown_tabl
 T = TypeVar("T")
 METHOD = (
     "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
-    'number of comparisons; "no difference" if they include 0. They need two seeds on both sides, '
-    "and seeds that differ; seeds that diverged are left out."
+    'number of comparisons; "no difference" if they include 0, which does not show that models are '
+    "equal. They need two seeds on both sides, and seeds that differ; seeds that diverged are left "
+    "out."
 )
 SELECTION = "The first seed also selected the tuned values, for which the intervals do not account."
 
@@ -122,7 +123,7 @@ def holm(p_values: Mapping[T, float]) -> dict[T, float]:
 
 def remaining_differences(differences: Sequence[Difference]) -> str:
     """Paragraph about the differences that remain after Holm's correction for the number of
-    comparisons of each metric."""
+    intervals of each metric."""
     words = []
     for metric in dict.fromkeys(x.metric for x in differences):
         p_values = {
@@ -133,7 +134,10 @@ def remaining_differences(differences: Sequence[Difference]) -> str:
         names = [name for name, p in holm(p_values).items() if p < 0.05]
         if p_values:
             words.append(f"{metric.replace('_', ' ')}: {'; '.join(names) or 'none'}")
-    return f"Differences that remain at 5% after Holm's correction: {'. '.join(words)}."
+    return (
+        "Differences that remain at 5% after Holm's correction for the intervals of each metric: "
+        f"{'. '.join(words)}."
+    )
 
 
 def _welch(

@@ -15,8 +15,8 @@ from heinsen_jax.study import Ranking, Study, sweeps
 
 ABOUT = """
 The log-attention model of the study of language models, at one learning rate and with one seed.
-Losses of different seeds differ by about 0.005: smaller differences are not significant. Where a
-change adds parameters, the MLP is narrower, for at most 0.85M parameters.
+The standard deviation of seeds is about 0.005. Where a change adds parameters, the MLP is narrower,
+for at most 0.85M parameters.
 """
 BASELINE = "baseline: log, decay by head"
 WINDOW = Layers("sliding_window", options={"window_size": 16})

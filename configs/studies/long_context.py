@@ -10,16 +10,19 @@ from pathlib import Path
 
 from heinsen_jax.config import load_config
 from heinsen_jax.models import Layers
-from heinsen_jax.study import LengthPlot, Ranking, Study, sweeps
+from heinsen_jax.study import LengthPlot, PositionPlot, Ranking, Study, sweeps
 
 ABOUT = """
 600 updates of 8 x 512 tokens of the library of Python 3.11, with separate files and tokens of 3
 bytes on average, by Muon. Loss in nats per token on the same tokens of the files for validation, in
 sequences of 32 to 2048 tokens: shorter ones show how much a model benefits from context, the
-longest whether it extrapolates. All models have four layers of width 128 with a convolution of 4
-tokens before each branch, and MLPs whose width is chosen so that they have 1.05M to 1.07M
-parameters. In hybrids, softmax attention has no positions. Windows have rotary positions;
-`log_window` merges one with log-attention over all earlier tokens.
+longest whether it extrapolates. In the plot by position, a point is the mean from half of its
+position to it, in sequences of 2048 tokens; it compares models, not positions, as tokens differ.
+All models have four layers of width 128 with a convolution of 4 tokens before each branch, and MLPs
+whose width is chosen so that they have 1.05M to 1.07M parameters. In hybrids, softmax attention has
+no positions. Windows have rotary positions; `log_window` merges one with log-attention over all
+earlier tokens. Keys of Mamba-2, its state size per channel, have 32 numbers as those of the other
+mechanisms, if the name has no other number; 128 were published.
 """
 LENGTHS = 32, 128, 512, 2048
 WINDOW = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
@@ -66,6 +69,14 @@ def get_study() -> Study:
                         Layers("softmax", options={"positions": "none"}),
                     )
                 },
+                "softmax, then 3 log": {
+                    "model.attention": (
+                        Layers("softmax", options={"positions": "none"}),
+                        Layers("log", repeats=3),
+                    )
+                },
+                "log, time constants up to 64": sweeps.mechanism("log", max_timescale=64),
+                "Mamba-2, state of 128": sweeps.mechanism("mamba2") | {"model.mlp_dim": 256},
             },
             "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
             "seed": sweeps.seeds(1, 2, 3),
@@ -84,5 +95,6 @@ def get_study() -> Study:
             LengthPlot(
                 LENGTHS, metric="loss", lines="model", unit="nats per token", highlighted=COLORS
             ),
+            PositionPlot(LENGTHS[-1], lines="model", unit="nats per token", highlighted=COLORS),
         ),
     )

@@ -19,6 +19,7 @@ at equal time.
 MODELS = (
     *("log, decay by head", "softmax, rotary", "FoX", "Gated DeltaNet", "Mamba-2", "GLA"),
     *("3 log, then softmax", "alternating log and softmax", "alternating log and window of 64"),
+    *("softmax, ALiBi", "window of 64, rotary"),
 )
 UPDATES = 150, 300, 600
 
@@ -37,7 +38,7 @@ def get_study() -> Study:
                 for updates in UPDATES
             },
             "learning_rate": sweeps.learning_rates(4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
-            "seed": sweeps.seeds(1, 2),
+            "seed": sweeps.seeds(1, 2, 3),
         },
         plots=tuple(
             Points(metric, x="flops", lines="model", unit="nats per token", highlighted=colors)

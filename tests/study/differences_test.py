@@ -114,6 +114,8 @@ def test_p_values_are_corrected_by_holm():
     assert holm({"a": 0.7, "b": 0.6}) == {"b": 1.0, "a": 1.0}
     p_values = {"far": 0.001, "near": 0.04, "nearer": 0.03}
     found = [Difference({"x": name}, "loss", 0.1, (0.0, 0.2), p) for name, p in p_values.items()]
-    said = "Differences that remain at 5% after Holm's correction for the intervals of each metric: "
+    said = (
+        "Differences that remain at 5% after Holm's correction for the intervals of each metric: "
+    )
     said += "loss: far."
     assert remaining_differences([*found, Difference({"x": "one"}, "loss", 0.1, None)]) == said

@@ -14,6 +14,7 @@ from typing import Annotated, cast
 import jax
 import tyro
 from flax import nnx
+from jax.sharding import Mesh
 
 from heinsen_jax import data as text
 from heinsen_jax.allocator import keep_freed_memory
@@ -157,13 +158,15 @@ def evaluate_model(
     dataset: Dataset,
     experiment: ExperimentConfig,
     max_batches: int | None = None,
+    mesh: Mesh | None = None,
 ) -> dict[str, float]:
-    """Metrics of a model on one device of this process, with the data and the metrics of an
-    experiment, as of `training.evaluate.evaluate`."""
+    """Metrics of a model with the data and the metrics of an experiment, as of
+    `training.evaluate.evaluate`, on the devices of a mesh that hold it; on one device of this
+    process when None."""
     graph, parameters = nnx.split(model)
     masked_fraction = experiment.training.masked_fraction
     objective = objective_of(model.config, masked_fraction, dataset.vocab_size)
-    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
+    mesh = mesh or make_mesh(MeshConfig(), jax.local_devices()[:1])
     make_step = partial(make_evaluation_step, graph, objective)
     by_position = experiment.training.loss_by_position
     with jax.set_mesh(mesh):

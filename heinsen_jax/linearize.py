@@ -19,9 +19,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Annotated, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pydantic
 import tyro
+from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +39,7 @@ from heinsen_jax.evaluate import evaluate_model
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
 from heinsen_jax.run_folder import opened
+from heinsen_jax.sharding import make_mesh, put
 from heinsen_jax.train import run_experiment
 from heinsen_jax.training.checkpoint import (
     CONFIG_FILE,
@@ -131,9 +134,10 @@ def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig)
     @jax.jit
     def correct(model: LanguageModel, tokens: Array) -> Array:
         features, _ = model.features(tokens[:, :-1])
-        return token_losses(model.readout, features[:, second:], tokens[:, second + 1 :])[1]
+        _, found = token_losses(model.readout, features[:, second:], tokens[:, second + 1 :])
+        return jnp.mean(found)
 
-    return float(np.mean(correct(model, tokens)))
+    return float(correct(model, tokens))
 
 
 @dataclass(frozen=True)
@@ -163,11 +167,16 @@ def _result(
     tokens: int = 0,
     best: bool = True,
 ) -> Result:
-    model, _, _ = load_run(folder, best=best)
+    with distributed.together():
+        model, _, _ = load_run(folder, best=best, on_host=True)
     settings, _ = with_documents(experiment.data, dataset, model.config)
     experiment = replace(experiment, model=model.config, data=settings)
-    metrics = evaluate_model(model, dataset, experiment, experiment.training.evaluation_batches)
-    recalled = recall(model, dataset, experiment) if isinstance(settings, DataConfig) else None
+    mesh, (graph, weights) = make_mesh(experiment.mesh), nnx.split(model)
+    model = nnx.merge(graph, put(weights, mesh))
+    batches = experiment.training.evaluation_batches
+    metrics = evaluate_model(model, dataset, experiment, batches, mesh)
+    with jax.set_mesh(mesh):
+        recalled = recall(model, dataset, experiment) if isinstance(settings, DataConfig) else None
     sizes = {str(context): model.state_size(context) for context in CONTEXTS}
     return Result(name, metrics["loss"], recalled, sizes, tokens)
 
@@ -234,8 +243,8 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
             return 128 + result.signal
     with distributed.process_0_first():
         dataset = data.load(stages[-1][2].data)
-    with distributed.together():  # all measure, since a checkpoint is read by all
-        results = _results(options, stages, dataset)
+    results = _results(options, stages, dataset)
+    with distributed.together():
         record = {"attention": options.attention, "keep": [*options.keep]}
         record |= {"results": [*map(asdict, results)], "environment": environment()}
         if is_first:

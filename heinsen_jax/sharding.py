@@ -135,6 +135,11 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree[NamedSharding]:
     return jax.tree.map(shard, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+def put(tree: Tree, mesh: Mesh) -> Tree:
+    """The arrays of a pytree on the devices of a mesh, laid out by `shardings`."""
+    return jax.device_put(tree, shardings(tree, mesh))
+
+
 def share_of_process(mesh: Mesh) -> tuple[int, int]:
     """Return the index of this process's part of every batch, and the number of equal parts.
 

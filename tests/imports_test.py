@@ -39,7 +39,7 @@ ALLOWED = {
     | {"field_help"},
     "linearize": LOWEST
     | {"allocator", "environment", "attention", "models", "data", "training", "config", "evaluate"}
-    | {"train", "distributed", "run_folder", "buckets"},
+    | {"train", "distributed", "run_folder", "buckets", "sharding"},
     "study": LOWEST
     | {
         "allocator",

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import pydantic
 import tyro
 from flax import nnx
@@ -67,10 +66,10 @@ def _save_pretrained(
     run: RunFolder, place: Path, best: bool, shard_bytes: int, repo_id: str | None
 ) -> Path:
     check_new_folder(place)
-    model, tokenizer, step = load_run(str(run), best=best)
+    model, tokenizer, step = load_run(str(run), best=best, on_host=True)
     arrays = flatten_with_names(nnx.state(model, nnx.Param))
     with filling(place) as partial:
-        save_weights(partial, jax.device_get(arrays), step=step, shard_bytes=shard_bytes)
+        save_weights(partial, arrays, step=step, shard_bytes=shard_bytes)
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
         for name in (CONFIG_FILE, METRICS_FILE):

@@ -283,6 +283,7 @@ class Checkpoints:
 
     def restore(self, step: int, abstract: Tree) -> Tree:
         """Restore a pytree like `abstract` (shapes, dtypes, shardings), or a part of the saved one.
+        Arrays without a sharding are NumPy arrays.
 
         Raises:
           UserError: the step is damaged, has other arrays, or cannot be read; the message names it.
@@ -342,10 +343,16 @@ class Checkpoints:
 
 
 def load_run(
-    workdir: str | Path, *, best: bool = True
+    workdir: str | Path, *, best: bool = True, on_host: bool = False
 ) -> tuple[LanguageModel, Tokenizer | None, int]:
     """Load the model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a
     model folder of `interop.hub`. The tokenizer is None if the run trained on a task.
+
+    Args:
+      workdir: the folder.
+      best: whether to load the best checkpoint, not the latest.
+      on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
+        on its first device.
 
     Raises:
       UserError: the folder has no run, a damaged one, or one without checkpoints.
@@ -354,7 +361,7 @@ def load_run(
       UserWarning: a checkpoint is damaged or missing, and another one is used.
     """
     with opened(workdir) as run:
-        return _loaded(run, best)
+        return _loaded(run, best, on_host)
 
 
 def load_architecture(workdir: str | Path) -> LanguageModelConfig:
@@ -380,11 +387,13 @@ def _architecture(run: RunFolder) -> tuple[LanguageModelConfig, SavedConfig]:
         raise UserError(f"{run.files / CONFIG_FILE}: model.{explain(error)}") from None
 
 
-def _loaded(run: RunFolder, best: bool) -> tuple[LanguageModel, Tokenizer | None, int]:
+def _loaded(
+    run: RunFolder, best: bool, on_host: bool
+) -> tuple[LanguageModel, Tokenizer | None, int]:
     workdir = run.files
     model, config = _architecture(run)
     graph, abstract = nnx.split(LanguageModel.abstract(model))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    device = None if on_host else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
     )

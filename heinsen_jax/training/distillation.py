@@ -21,7 +21,7 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.blocks import Block
 from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.sharding import shardings
+from heinsen_jax.sharding import put
 from heinsen_jax.training.checkpoint import load_architecture, load_run
 from heinsen_jax.training.cross_entropy import distilled_losses
 from heinsen_jax.training.objective import RandomKey
@@ -129,8 +129,7 @@ class Distillation:
         """
         if config.teacher is None:
             return None
-        graph, weights = nnx.split(load_run(config.teacher)[0])
-        teacher = nnx.merge(graph, jax.tree.map(np.asarray, weights))
+        teacher, _, _ = load_run(config.teacher, on_host=True)
         return cls(config, model, teacher, new_parameters(model, teacher.config))
 
     def start(self) -> Mapping[str, np.ndarray]:
@@ -138,12 +137,12 @@ class Distillation:
         checkpoint of `config.start`, or of the teacher."""
         if self.config.start is None:
             return shared_weights(self.model, self.teacher)
-        return shared_weights(self.model, load_run(self.config.start, best=False)[0])
+        model, _, _ = load_run(self.config.start, best=False, on_host=True)
+        return shared_weights(self.model, model)
 
     def parameters(self, mesh: Mesh) -> nnx.State:
         """The teacher's parameters on the devices of a mesh."""
-        parameters = nnx.state(self.teacher, nnx.Param)
-        return jax.device_put(parameters, shardings(parameters, mesh))
+        return put(nnx.state(self.teacher, nnx.Param), mesh)
 
     def trained(self, parameters: PyTree) -> PyTree[bool] | None:
         """Whether each parameter is trained; None if all are. With the target "attention", only

@@ -63,8 +63,9 @@ def save_weights(
 
 def load_weights(
     folder: Path, abstract: Mapping[str, jax.ShapeDtypeStruct]
-) -> tuple[dict[str, Array], int]:
+) -> tuple[dict[str, Array | np.ndarray], int]:
     """Read arrays with the names, shapes, dtypes and shardings of `abstract`, and their step.
+    Arrays without a sharding are NumPy arrays.
 
     Raises:
       UserError: a file is missing or damaged, or has other arrays; the message names it.
@@ -87,7 +88,7 @@ def load_weights(
             if x.shape != want.shape or x.dtype != want.dtype:
                 what = f"{x.dtype}{[*x.shape]}, not {want.dtype}{[*want.shape]}"
                 raise UserError(_mismatch(path, name, what))
-            arrays[name] = jax.device_put(x, want.sharding)
+            arrays[name] = x if want.sharding is None else jax.device_put(x, want.sharding)
     return arrays, step
 
 

@@ -71,6 +71,14 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(name):
         np.testing.assert_array_equal(made, want["new"])
 
 
+def test_parameters_may_stay_in_the_memory_of_the_host():
+    on_host, on_device = (from_pretrained(FOLDER / "gpt2", on_host=x)[0] for x in (True, False))
+    ours, theirs = (flatten_with_names(nnx.state(x, nnx.Param)) for x in (on_host, on_device))
+    assert {type(x) for x in ours.values()} == {np.ndarray}
+    assert all(isinstance(x, jax.Array) for x in theirs.values())
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_is_written_exactly(name, tmp_path):
     model, tokenizer = from_pretrained(FOLDER / name)

@@ -12,6 +12,7 @@ from heinsen_jax import data
 from heinsen_jax.config import record
 from heinsen_jax.data import Batch
 from heinsen_jax.errors import UserError
+from heinsen_jax.interop.hub import save_pretrained
 from heinsen_jax.models import Layers
 from heinsen_jax.models.conversion import shared_weights
 from heinsen_jax.pytrees import flatten_with_names
@@ -128,6 +129,18 @@ def test_distillation_starts_from_weights_and_lowers_the_loss(teacher, tmp_path)
     assert start.keys() == ours.keys()
     for name, value in start.items():
         np.testing.assert_array_equal(value, ours[name])
+
+
+def test_the_teacher_is_loaded_into_the_memory_of_the_host(teacher, tmp_path, monkeypatch):
+    """No device needs to hold all of it; from a checkpoint, and from a file of weights."""
+    workdir, _, chosen = teacher
+    saved = save_pretrained(workdir, tmp_path / "saved")
+    monkeypatch.setattr(jax, "local_devices", lambda: pytest.fail("a device was used"))
+    for folder in (workdir, saved):
+        settings = DistillationConfig(teacher=str(folder), start=str(folder))
+        distillation = Distillation.of(settings, chosen.model)
+        arrays = jax.tree.leaves(nnx.state(distillation.teacher, nnx.Param))
+        assert {type(x) for x in [*arrays, *distillation.start().values()]} == {np.ndarray}
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ StoredDtype = Literal["float32", "bfloat16", "float16"]
 
 
 def from_pretrained(
-    name: str | Path, *, revision: str | None = None
+    name: str | Path, *, revision: str | None = None, on_host: bool = False
 ) -> tuple[LanguageModel, PretrainedTokenizer | None]:
     """Load a model of transformers and its tokenizer.
 
@@ -50,6 +50,8 @@ def from_pretrained(
       name: a folder with `config.json` and `.safetensors`, or `owner/name` of a repository of the
         hub.
       revision: branch, tag or commit of the repository.
+      on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
+        on its first device.
 
     Returns:
       The model, with parameters in float32; and its tokenizer, or None without `tokenizer.json`.
@@ -77,10 +79,12 @@ def from_pretrained(
             f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
             f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
         )
-    return _loaded(folder, family.model_type, config), tokenizer
+    return _loaded(folder, family.model_type, config, on_host), tokenizer
 
 
-def _loaded(folder: Path, model_type: str, config: LanguageModelConfig) -> LanguageModel:
+def _loaded(
+    folder: Path, model_type: str, config: LanguageModelConfig, on_host: bool
+) -> LanguageModel:
     graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
     checkpoint = Checkpoint(folder, NAMES[model_type])
@@ -88,7 +92,8 @@ def _loaded(folder: Path, model_type: str, config: LanguageModelConfig) -> Langu
         checkpoint.check_tied()
     found = entries(model_type, config, leaves)
     checkpoint.check({k: v for x in found for k, v in x.shapes(leaves[x.path].shape)})
-    values = {x.path: jnp.asarray(x.load(leaves[x.path].shape, checkpoint.read)) for x in found}
+    place = np.asarray if on_host else jnp.asarray
+    values = {x.path: place(x.load(leaves[x.path].shape, checkpoint.read)) for x in found}
     tree = jax.tree.unflatten(jax.tree.structure(state), [values[path] for path in leaves])
     return nnx.merge(graph, tree)
 

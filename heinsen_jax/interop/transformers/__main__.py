@@ -11,7 +11,6 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import tyro
 from flax import nnx
 
@@ -40,7 +39,7 @@ def import_model(name: str, workdir: str | Path, *, revision: str | None = None)
     """
     place = local_path(workdir, "--workdir")
     check_new_folder(place)
-    model, tokenizer = from_pretrained(name, revision=revision)
+    model, tokenizer = from_pretrained(name, revision=revision, on_host=True)
     if tokenizer is None:
         raise UserError(
             f"{name} has no tokenizer.json: add the file, for example with save_pretrained of its "
@@ -52,7 +51,7 @@ def import_model(name: str, workdir: str | Path, *, revision: str | None = None)
     config = as_json(ExperimentConfig(model=model.config, data=data, optimizer=optimizer))
     with filling(place) as partial:
         arrays = flatten_with_names(nnx.state(model, nnx.Param))
-        save_weights(partial, jax.device_get(arrays), step=0)
+        save_weights(partial, arrays, step=0)
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_tokenizer(tokenizer, partial)
     return place
@@ -87,7 +86,7 @@ def main() -> None:
         latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
     ) -> None:
         """Write a run's model for transformers."""
-        model, tokenizer, _ = load_run(workdir, best=not latest)
+        model, tokenizer, _ = load_run(workdir, best=not latest, on_host=True)
         place = to_pretrained(model, output, tokenizer=tokenizer, like=like, dtype=dtype)
         print(f"exported to {place}")
 

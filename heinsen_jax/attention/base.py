@@ -241,11 +241,12 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         """Bytes of state that one sequence needs after context_length tokens."""
         return bytes_of_state(self, context_length)
 
-    def flops(self, length: int, is_causal: bool = True) -> float:
+    def flops(self, length: int, is_causal: bool = True) -> float | None:
         """FLOPs of the mechanism's own matrix products, per token of a forward pass over `length`
-        tokens; 0 if they are not counted. Products with parameters are not included."""
+        tokens, in the recurrent form if it has one; None if they are not counted. Products with
+        parameters are not included."""
         del length, is_causal
-        return 0.0
+        return None
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

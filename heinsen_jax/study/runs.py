@@ -13,7 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import jax
 import pydantic
@@ -103,22 +103,23 @@ class Costs(TypedDict):
     parameters: int
     state_bytes: int
     tokens: int
-    flops: float
+    flops: NotRequired[float]
 
 
 def costs(config: ExperimentConfig) -> Costs:
     """Number of parameters, bytes of state after a sequence of the training length, and tokens and
-    model FLOPs of all updates."""
+    model FLOPs of all updates, the latter if those of all mechanisms are counted."""
     model = LanguageModel.abstract(config.model)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     length = config.data.sequence_length
     tokens = config.training.steps * tokens_per_update(config.data)
-    return {
+    found: Costs = {
         "parameters": parameters,
         "state_bytes": model.state_size(length),
         "tokens": tokens,
-        "flops": flops_per_token(config.model, parameters, length) * tokens,
     }
+    flops = flops_per_token(config.model, parameters, length)
+    return found if flops is None else {**found, "flops": flops * tokens}
 
 
 def in_processes(

@@ -66,10 +66,14 @@ PEAK_FLOPS = {
 vendors' datasheets."""
 
 
-def model_flops_utilization(tokens_per_second: float, flops_per_token: float) -> float | None:
-    """Model FLOPs utilization (MFU): model FLOP/s divided by the peak; None if that is unknown."""
+def model_flops_utilization(
+    tokens_per_second: float, flops_per_token: float | None
+) -> float | None:
+    """Model FLOPs utilization (MFU): model FLOP/s divided by the peak; None if one is unknown."""
     peak = PEAK_FLOPS.get(jax.devices()[0].device_kind)
-    return peak and tokens_per_second * flops_per_token / (peak * jax.device_count())
+    if peak is None or flops_per_token is None:
+        return None
+    return tokens_per_second * flops_per_token / (peak * jax.device_count())
 
 
 def without_peak() -> list[str]:

@@ -48,6 +48,13 @@ def test_flops_count_matrix_products_states_and_half_the_pairs():
     assert flops_per_token(config, 1000, 512) == expected
 
 
+def test_flops_are_unknown_if_a_mechanism_does_not_count_them():
+    config = LanguageModelConfig(
+        model_dim=64, num_layers=4, num_heads=4, attention=("log", "longformer")
+    )
+    assert flops_per_token(config, 1000, 512) is None
+
+
 def test_default_has_the_published_number_of_parameters():
     assert sum(parameter_count(LanguageModelConfig()).values()) == 124_879_872
 

@@ -76,7 +76,7 @@ draw(study.title, study.plots, results)
 # Is log-attention with decay better or worse? Differences from it, with their 95% confidence
 # intervals by Welch's t-test over five other seeds, which did not select learning rates; "no
 # difference" if the interval includes 0. All models with decay, a window or a gate improve with
-# longer contexts; rotary positions do not extrapolate to them.
+# longer contexts; softmax attention with rotary positions does not extrapolate to them.
 
 # %%
 study, results = load("language_model_seeds")
@@ -97,10 +97,11 @@ draw(study.title, study.plots, results)
 
 # %% [markdown]
 # Models with softmax attention benefit most, also if it is in only one of four layers; with rotary
-# positions, only up to the trained length. Among states of constant size, log-attention with decay
-# is better than Gated DeltaNet, Mamba-2 and GLA, a window of 64 tokens is better than
-# log-attention, and alternating layers of both are better still, and better than windows that
-# alternate with Gated DeltaNet.
+# positions on all tokens, only up to the trained length. By position, constant states and windows
+# stop gaining near 128 tokens, softmax attention near 1024. Among states of constant size, log-
+# attention with decay is better than Gated DeltaNet, Mamba-2 and GLA, a window of 64 tokens is
+# better than log-attention, and alternating layers of both are better still, and better than
+# windows that alternate with Gated DeltaNet.
 #
 # ## Recall
 #
@@ -140,7 +141,7 @@ draw(study.title, study.plots, results)
 #
 # Some sequences ask for more than an average of what was stored: after each element of a group, the
 # product of all elements so far. The delta rule with negative eigenvalues learns the parity of
-# bits, also of more bits than in training; no other mechanism does.
+# bits, also of more bits than in training; none of the other mechanisms tested does.
 
 # %%
 study, results = load("state_tracking")
@@ -162,10 +163,11 @@ draw(study.title, study.plots, results)
 #
 # | task | choice |
 # |---|---|
-# | little use of distant tokens, long streams | log-attention with decay, Mamba-2, Gated DeltaNet |
+# | little use of distant tokens, long streams | a window, log-attention with decay, Mamba-2 |
 # | use of distant tokens, constant memory | log-attention alternating with short windows |
 # | use of distant tokens, with a cache | softmax in one or two of four layers, log in the others |
 # | recall of some facts in constant memory | log-attention with slots, or the delta rule |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
-# | recall or copying of everything | softmax attention, at least in the first of four layers |
+# | recall of everything | softmax attention, at least in the first of four layers |
+# | copying of long strings | softmax attention |
 # | less memory for a trained model | [notebook 7](7_linearize.ipynb) |

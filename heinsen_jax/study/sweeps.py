@@ -37,7 +37,7 @@ def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:
 def causal_mechanisms(length: int) -> Sweep:
     """All causal mechanisms, and some variants of log-attention.
 
-    Windows, segments and blocks are fractions of `length`: their defaults would span short
+    Windows, segments and blocks are fractions of `length`: their defaults would cover short
     sequences completely.
 
     Args:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from lm_eval.api.instance import Instance
 from safetensors.numpy import load_file, save_file
 
+from heinsen_jax import evaluate, linearize
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
 from heinsen_jax.generate.__main__ import main as generate_main
@@ -365,6 +367,37 @@ def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
     logits = apply(model, np.array(prompt[:-1]))
     want = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(prompt[1:])[:, None], -1)
     assert value == pytest.approx(float(want.sum()), abs=1e-4)
+
+
+def test_an_import_has_its_own_tokenizer_wherever_it_is(monkeypatch, capsys, tmp_path):
+    import_model(str(FOLDER / "qwen2"), tmp_path / "import")
+    moved = (tmp_path / "import").rename(tmp_path / "moved")
+    assert str(tmp_path) not in (moved / "config.json").read_text()
+    (tmp_path / "a.txt").write_text("attention of constant cost\n" * 100)
+
+    def evaluated(workdir: Path, *options: str) -> str:
+        arguments = ["evaluate", "--workdir", str(workdir), "--max-batches", "1", *options]
+        monkeypatch.setattr("sys.argv", arguments)
+        code, said = evaluate.main(), capsys.readouterr()
+        assert code == (2 if said.err else 0), said.err
+        return said.err or said.out
+
+    monkeypatch.chdir(tmp_path)  # with the folder of prepared data
+    data = ["--data", str(tmp_path / "a.txt")]
+    assert "loss: " in evaluated(moved, *data)
+    said = "data.corpus=model://qwen2: the training text of an imported model is unknown"
+    assert said in evaluated(moved)
+    options = linearize.Options(model=str(moved), workdir=str(tmp_path / "linear"), data=data[1])
+    options = replace(options, transfer_steps=1, steps=1, attention="log:features=hedgehog")
+    few = "--data.sequence-length 16 --data.batch-size 2 --training.evaluation-batches 1"
+    assert linearize.linearize(options, few.split()) == 0
+    capsys.readouterr()
+    saved = hub.save_pretrained(options.workdir, tmp_path / "saved")
+    assert str(tmp_path) not in (saved / "config.json").read_text()
+    shutil.rmtree(moved)
+    for folder in (saved, Path(options.workdir)):
+        assert "loss: " in evaluated(folder, *data)
+    assert "loss: " in evaluated(Path(options.workdir))
 
 
 def test_commands_import_and_export(monkeypatch, capsys, tmp_path):

@@ -25,6 +25,8 @@ from heinsen_jax.data import (
     save_tokenizer,
 )
 from heinsen_jax.data.files import free_name, sha256_of, write_atomically, writing
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
+from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModelConfig, Layers
@@ -94,7 +96,8 @@ class ExperimentConfig:
 
 
 def load_config(path: str | Path) -> ExperimentConfig:
-    """Load an experiment from a Python file with `get_config()`, or from a run's config.json.
+    """Load an experiment from a Python file with `get_config()`, or from a run's config.json; with
+    the tokenizer in the run's folder, unless it is one that is known by name.
 
     Args:
       path: path of the file, or name of a shipped configuration.
@@ -113,9 +116,20 @@ def load_config(path: str | Path) -> ExperimentConfig:
         values = json.loads(path.read_text())
         if isinstance(values, dict) and isinstance(values.get("model"), dict):
             values["model"] = with_layers(values["model"])
-        return pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
+        config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
+    return _with_own_tokenizer(config, path)
+
+
+def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfig:
+    """The configuration in a file, with the tokenizer of the file's folder, if that is of a run, in
+    place of the path from which the run had it, which may not exist any more."""
+    data, folder = config.data, path.absolute().parent
+    is_of_run = path.name == CONFIG_FILE and (folder / TOKENIZER_FILE).exists()
+    if not is_of_run or not isinstance(data, DataConfig) or has_name(data.tokenizer):
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=str(folder)))
 
 
 def find_file(path: str | Path, shipped: Path) -> Path:

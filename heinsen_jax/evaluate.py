@@ -120,20 +120,19 @@ def _run_text(
         if number is not None and number < 1:
             raise UserError(f"--{option} {number} must be at least 1")
     model, tokenizer, step = load_run(workdir, best=not latest)
-    with opened(workdir) as run:
-        experiment = load_config(run.files / CONFIG_FILE)
-    settings = experiment.data
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
             f"{workdir} has a run that trained on a task, with its own lengths; leave out "
             "--data and --sequence-length"
         )
-    is_other = False
-    if isinstance(settings, DataConfig) and data is not None:
-        settings, is_other = _of_data(settings, data, text_column or DEFAULT_COLUMN)
-    if sequence_length is not None:
-        settings = replace(settings, sequence_length=sequence_length)
-    dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
+    with opened(workdir) as run:  # whose tokenizer prepares the data
+        experiment = load_config(run.files / CONFIG_FILE)
+        settings, is_other = experiment.data, False
+        if isinstance(settings, DataConfig) and data is not None:
+            settings, is_other = _of_data(settings, data, text_column or DEFAULT_COLUMN)
+        if sequence_length is not None:
+            settings = replace(settings, sequence_length=sequence_length)
+        dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
     settings, documents = with_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)

@@ -38,7 +38,7 @@ from heinsen_jax.errors import UserError, command_line, explain
 from heinsen_jax.evaluate import evaluate_model
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
-from heinsen_jax.run_folder import opened
+from heinsen_jax.run_folder import RunFolder, opened
 from heinsen_jax.sharding import make_mesh, put
 from heinsen_jax.train import run_experiment
 from heinsen_jax.training.checkpoint import (
@@ -219,6 +219,11 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
     """
     model, workdir = absolute_path(options.model), absolute_path(options.workdir)
     options = replace(options, model=model, workdir=workdir)
+    with opened(model) as run:  # whose tokenizer prepares the data
+        return _linearize(options, overrides, run)
+
+
+def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> int:
     with distributed.together():
         for option in overrides:
             name = option.partition("=")[0].replace("-", "_")
@@ -226,7 +231,7 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
             if is_own and name not in COMPUTATION:
                 raise UserError(f"{option}: leave it out; --help lists the options of both stages")
         try:
-            teacher = _teacher(options)
+            teacher = _teacher(options, run)
             stages = _stages(teacher, options, overrides)
         except pydantic.ValidationError as error:
             raise UserError(explain(error)) from None
@@ -248,9 +253,9 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
         record = {"attention": options.attention, "keep": [*options.keep]}
         record |= {"results": [*map(asdict, results)], "environment": environment()}
         if is_first:
-            with opened(options.workdir) as run, run.published():
+            with opened(options.workdir) as own, own.published():
                 text = json.dumps(record, indent=2) + "\n"
-                write_atomically(run.files / RESULTS_FILE, text.encode())
+                write_atomically(own.files / RESULTS_FILE, text.encode())
             Console().print(_table(results))
     return 0
 
@@ -277,12 +282,11 @@ def _check_start(stages: Sequence[Stage]) -> None:
             )
 
 
-def _teacher(options: Options) -> ExperimentConfig:
+def _teacher(options: Options, run: RunFolder) -> ExperimentConfig:
     """The teacher's experiment, with the data to train on."""
     load_architecture(options.model)  # its errors say what the folder is
-    with opened(options.model) as run:
-        teacher = load_config(run.files / CONFIG_FILE)
-        has_text = (run.files / DATA_FILE).exists()
+    teacher = load_config(run.files / CONFIG_FILE)
+    has_text = (run.files / DATA_FILE).exists()
     if options.data is None and isinstance(teacher.data, DataConfig) and not has_text:
         raise UserError(
             f"--data is missing: {options.model} has no record of its training text; give a file, "

@@ -33,6 +33,9 @@ from heinsen_jax.typing import config_dataclass
 Documents: TypeAlias = Literal["separate", "continuous"]
 RowFn: TypeAlias = Callable[[np.ndarray, int], Batch]
 """Function from at most T + 1 tokens, and T, to a row."""
+MODEL = "model://"
+"""Start of `corpus` in the configuration of an imported model, whose training text is unknown; the
+name of the model follows."""
 _BLOCK = 1 << 24  # tokens that are searched together
 
 
@@ -287,7 +290,16 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
     Args:
       config: configuration of the data set.
       split: as for `prepare`; ignored for prepared folders and published splits.
+
+    Raises:
+      UserError: the corpus is that of an imported model, or cannot be prepared.
     """
+    if config.corpus.startswith(MODEL):
+        raise UserError(
+            f"data.corpus={config.corpus}: the training text of an imported model is unknown; give "
+            "a file, a folder or the name of a corpus: --data.corpus of heinsen_jax.train, --data "
+            "of heinsen_jax.evaluate and heinsen_jax.linearize"
+        )
     cache = local_path(config.cache, "data.cache")
     if is_remote(config.corpus) and not config.corpus.startswith(HUB):
         corpus = fetch_prepared(bucket_path(config.corpus, "data.corpus"), cache)

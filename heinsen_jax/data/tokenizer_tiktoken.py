@@ -92,15 +92,14 @@ class TiktokenTokenizer:
         write_atomically(folder / _DEFINITION_FILE, text.encode())
 
     @classmethod
-    def load(cls, folder: Path, name: str | None = None) -> "TiktokenTokenizer":
-        """Read the files of `save`, and check that they are unchanged; `name` replaces the saved
-        name."""
+    def load(cls, folder: Path) -> "TiktokenTokenizer":
+        """Read the files of `save`, and check that they are unchanged."""
         path = folder / _DEFINITION_FILE
         ranks, _ = _read_ranks(folder / _RANKS_FILE)
         try:
             definition = json.loads(path.read_bytes())
             tokenizer = cls(
-                name or definition["name"],
+                definition["name"],
                 definition["pattern"],
                 ranks,
                 definition["special_tokens"],

@@ -17,8 +17,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import tiktoken
 
-from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.tokenizer_json import (
+    CONFIG_FILE,
     TOKENIZER_FILE,
     JsonTokenizer,
     read_json,
@@ -44,6 +44,7 @@ __all__ = [
     "save_tokenizer",
     "saved_name",
     "start_ids",
+    "stop_ids",
     "tokenizer_name",
     "tokenizer_version",
 ]
@@ -103,7 +104,10 @@ def get_tokenizer(name: str) -> Tokenizer:
         the path of a `.tiktoken` file: a line for each token, its bytes in base64 and its rank; or
         the path of a `tokenizer.json` or of a folder that has one. A `.tiktoken` file named after a
         published encoding, such as `gpt2.tiktoken`, must be that encoding; any other is split by
-        GPT-2's pattern and gets `<|endoftext|>` as its last id.
+        GPT-2's pattern and gets `<|endoftext|>` as its last id. A folder that `save_tokenizer`
+        wrote, such as that of a run, gives the saved tokenizer under its name. The folder of a
+        model of Hugging Face gives its tokens only: the tokens that documents start with and chat
+        templates are those of `interop.transformers.from_pretrained`.
     """
     path = Path(name)
     if name == "bytes":
@@ -112,12 +116,10 @@ def get_tokenizer(name: str) -> Tokenizer:
         return published_tokenizer(name)
     if name.endswith(SUFFIX):
         return tokenizer_of_ranks(path)
-    if path.is_dir() and is_saved_pretrained(path):
-        return PretrainedTokenizer.load(path)
+    if _is_saved(path):
+        return load_tokenizer(path)
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if file.suffix == ".json":
-        if path.is_dir() and "model" not in read_json(file):  # saved by this package
-            return TiktokenTokenizer.load(path, tokenizer_name(name))
         return tokenizer_of_json(file, tokenizer_name(name))
     names = tiktoken.list_encoding_names()
     close = difflib.get_close_matches(name, ["bytes", *names], n=1)
@@ -138,6 +140,8 @@ def tokenizer_name(name: str) -> str:
     its folder."""
     if has_name(name):
         return name
+    if _is_saved(Path(name)):
+        return load_tokenizer(name).name
     path = Path(name).resolve()
     if path.name == TOKENIZER_FILE:
         return path.parent.name
@@ -146,13 +150,19 @@ def tokenizer_name(name: str) -> str:
 
 def tokenizer_version(name: str) -> str:
     """Return a string that changes with the tokens of a local tokenizer; "" for others."""
-    path = Path(name)
     if has_name(name):
         return ""
-    if path.suffix == SUFFIX:
-        return sha256_of(path) if path.is_file() else ""
     tokenizer = get_tokenizer(name)
     return " ".join([tokenizer.fingerprint, *map(str, start_ids(tokenizer))])
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether `save_tokenizer` wrote the tokenizer of a folder."""
+    path, config_path = folder / TOKENIZER_FILE, folder / CONFIG_FILE
+    if not path.exists():
+        return False
+    has_config = config_path.exists() and "heinsen_jax" in read_json(config_path)
+    return has_config or "model" not in read_json(path)
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
@@ -173,6 +183,13 @@ def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens before each text, such as <s>, that a pretrained model expects; none for other
     models."""
     return tokenizer.start_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
+
+
+def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end generation: the end of text, and others that a pretrained model has, such
+    as the end of a message."""
+    is_pretrained = isinstance(tokenizer, PretrainedTokenizer)
+    return tokenizer.stop_ids if is_pretrained else (tokenizer.end_of_text_id,)
 
 
 def saved_name(folder: str | Path) -> str | None:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pydantic
 import tyro
@@ -23,6 +23,8 @@ from flax import nnx
 from heinsen_jax.buckets import local_path
 from heinsen_jax.data import Tokenizer, save_tokenizer
 from heinsen_jax.data.files import check_new_folder, filling
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
+from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
@@ -72,12 +74,35 @@ def _save_pretrained(
         save_weights(partial, arrays, step=step, shard_bytes=shard_bytes)
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
-        for name in (CONFIG_FILE, METRICS_FILE):
-            if (run.files / name).exists():
-                shutil.copyfile(run.files / name, partial / name)
+        config = _without_paths(json.loads((run.files / CONFIG_FILE).read_text(encoding="utf-8")))
+        content = json.dumps(config, indent=2) + "\n"
+        (partial / CONFIG_FILE).write_text(content, encoding="utf-8")
+        if (run.files / METRICS_FILE).exists():
+            shutil.copyfile(run.files / METRICS_FILE, partial / METRICS_FILE)
         text = card(run.files, step, arrays, repo_id or str(place))
         (partial / "README.md").write_text(text, encoding="utf-8")
     return place
+
+
+def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration that names files and folders without the folders of this machine that they
+    are in; the tokenizer is the file beside it."""
+
+    def plain(value: Any) -> Any:
+        match value:
+            case str(path) if Path(path).is_absolute():
+                return Path(path).name
+            case dict(fields):
+                return {plain(name): plain(x) for name, x in fields.items()}
+            case [*several]:
+                return [plain(x) for x in several]
+        return value
+
+    config |= {name: plain(config[name]) for name in ("data", "distillation") if name in config}
+    config["training"] |= {"compilation_cache": None}
+    if "tokenizer" in config["data"] and not has_name(config["data"]["tokenizer"]):
+        config["data"]["tokenizer"] = TOKENIZER_FILE
+    return config
 
 
 def from_pretrained(

@@ -18,6 +18,8 @@ from heinsen_jax.buckets import local_path
 from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
 from heinsen_jax.data import DataConfig, save_tokenizer
 from heinsen_jax.data.files import check_new_folder, filling
+from heinsen_jax.data.text import MODEL
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.interop.transformers import StoredDtype, from_pretrained, to_pretrained
@@ -46,7 +48,8 @@ def import_model(name: str, workdir: str | Path, *, revision: str | None = None)
             "tokenizer in transformers"
         )
     length = min(DataConfig().sequence_length, model.config.max_length or 10**9)
-    data = DataConfig(corpus=name, tokenizer=str(place.absolute()), sequence_length=length)
+    corpus = MODEL + (Path(name).resolve().name if Path(name).is_dir() else name)
+    data = DataConfig(corpus=corpus, tokenizer=TOKENIZER_FILE, sequence_length=length)
     optimizer = OptimizerConfig(learning_rate=5e-5, end_learning_rate=5e-6)
     config = as_json(ExperimentConfig(model=model.config, data=data, optimizer=optimizer))
     with filling(place) as partial:

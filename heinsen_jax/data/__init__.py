@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         load_tokenizer,
         save_tokenizer,
         start_ids,
+        stop_ids,
     )
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "load_tokenizer",
     "save_tokenizer",
     "start_ids",
+    "stop_ids",
     "train_batches",
     "validation_batches",
 ]

@@ -18,6 +18,8 @@ from heinsen_jax.data.tokenizer_json import (
 from heinsen_jax.errors import UserError, extra_module
 
 TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
+MODEL_FILE = "config.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 _NO_VARIABLES: Mapping[str, Any] = {}
 
@@ -38,6 +40,7 @@ class PretrainedTokenizer(JsonTokenizer):
       special_tokens: special tokens by name, such as `bos_token`.
       templates: chat templates by name.
       start_ids: tokens before each text, such as <s>.
+      stop_ids: tokens that end generation, the end of text first.
 
     Raises:
       UserError: a file is damaged or unsupported.
@@ -51,6 +54,8 @@ class PretrainedTokenizer(JsonTokenizer):
         self._path = path
         self.templates = _templates(config.get("chat_template"), path.with_name(CONFIG_FILE))
         self.start_ids = self._start_ids(config.get("add_bos_token"))
+        others = config.get("heinsen_jax", {}).get("stop_ids", ())
+        self.stop_ids = tuple(dict.fromkeys([self.end_of_text_id, *others]))
 
     @classmethod
     def of(
@@ -60,7 +65,7 @@ class PretrainedTokenizer(JsonTokenizer):
 
     def config(self) -> dict[str, Any]:
         found = super().config()
-        found["heinsen_jax"] |= {"is_pretrained": True}
+        found["heinsen_jax"] |= {"is_pretrained": True, "stop_ids": [*self.stop_ids]}
         found |= self.special_tokens | {"add_bos_token": bool(self.start_ids)}
         if self.templates:
             pairs = [{"name": k, "template": v} for k, v in self.templates.items()]
@@ -141,7 +146,8 @@ def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
     """The tokenizer in the folder of a pretrained model; None without `tokenizer.json`.
 
     Its end of text is the `eos_token` in `tokenizer_config.json`, or else that of
-    `tokenizer_of_json`.
+    `tokenizer_of_json`. Its other stop tokens are the `eos_token_id` in `generation_config.json`,
+    or else in the model's `config.json`.
     """
     path, config_path = folder / TOKENIZER_FILE, folder / CONFIG_FILE
     if not path.exists():
@@ -152,6 +158,7 @@ def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
     template = folder / TEMPLATE_FILE
     if template.exists():
         config = config | {"chat_template": template.read_text(encoding="utf-8")}
+    config = config | {"heinsen_jax": {"stop_ids": _stop_ids(folder)}}
     return PretrainedTokenizer(name, path, read_json(path), config)
 
 
@@ -162,6 +169,23 @@ def is_saved_pretrained(folder: Path) -> bool:
         case {"heinsen_jax": {"is_pretrained": True}}:
             return True
     return False
+
+
+def _stop_ids(folder: Path) -> list[int]:
+    """The tokens that end generation by the files of a model, if any."""
+    for path in (folder / GENERATION_FILE, folder / MODEL_FILE):
+        match read_json(path).get("eos_token_id") if path.exists() else None:
+            case None:
+                continue
+            case int(token):
+                return [token]
+            case [*tokens] if all(isinstance(token, int) for token in tokens):
+                return tokens
+            case other:
+                raise UserError(
+                    f"{path}: eos_token_id={other!r} must be an id or a list of ids; correct it"
+                )
+    return []
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

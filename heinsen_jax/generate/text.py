@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from heinsen_jax.data import Tokenizer, start_ids
+from heinsen_jax.data import Tokenizer, start_ids, stop_ids
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.prompts import padded, read
 from heinsen_jax.generate.sampling import Sampler, check_prompts
@@ -133,7 +133,7 @@ class _Writer:
 
     def ended(self, row: np.ndarray) -> tuple[str, bool]:
         """The text of new tokens, and whether it has ended."""
-        ends = np.flatnonzero(row == self.tokenizer.end_of_text_id)
+        ends = np.flatnonzero(np.isin(row, stop_ids(self.tokenizer)))
         row = row[: ends[0]] if len(ends) else row
         text = b"".join(self.tokenizer.token_bytes(int(token)) for token in row)
         text = text.decode("utf-8", "replace")
@@ -189,9 +189,7 @@ def sample(
         key=jax.random.key(seed),
         num_tokens=tokenizer.vocab_size,
     ).tolist()
-    end = tokenizer.end_of_text_id
-    new = new[: new.index(end)] if end in new else new
-    return tokenizer.decode(tokens + new)
+    return tokenizer.decode([*tokens, *until_end(iter(new), tokenizer, max_new_tokens)])
 
 
 def decode_stream(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
@@ -204,8 +202,9 @@ def decode_stream(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
 
 
 def until_end(tokens: Iterator[int], tokenizer: Tokenizer, max_new_tokens: int) -> Iterator[int]:
-    end = tokenizer.end_of_text_id
+    """The tokens before the first one that ends generation."""
+    ends = stop_ids(tokenizer)
     for _, token in zip(range(max_new_tokens), tokens, strict=False):
-        if token == end:
+        if token in ends:
             return
         yield token

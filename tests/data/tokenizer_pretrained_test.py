@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax.data import get_tokenizer, load_tokenizer, save_tokenizer, start_ids
+from heinsen_jax.data import (
+    get_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+    start_ids,
+    stop_ids,
+)
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError
 from tests.conftest import GOLDEN_FOLDER
@@ -99,6 +105,24 @@ def test_the_end_of_text_follows_the_configuration(folder):
     assert load(folder).end_of_text_id == 0
     (folder / "tokenizer.json").unlink()
     assert pretrained_tokenizer(folder, "tiny") is None
+
+
+def test_tokens_that_end_generation_follow_the_files_of_the_model(folder, tmp_path):
+    assert stop_ids(load(folder)) == (2,)
+    (folder / "config.json").write_text('{"eos_token_id": 1}')
+    assert stop_ids(load(folder)) == (2, 1)
+    path = folder / "generation_config.json"
+    path.write_text('{"eos_token_id": null}')
+    assert stop_ids(load(folder)) == (2, 1)
+    path.write_text('{"eos_token_id": [0, 2]}')
+    assert stop_ids(load(folder)) == (2, 0)
+    (tmp_path / "saved").mkdir()
+    save_tokenizer(load(folder), tmp_path / "saved")
+    assert stop_ids(load_tokenizer(tmp_path / "saved")) == (2, 0)
+    assert stop_ids(get_tokenizer("bytes")) == (256,)
+    path.write_text('{"eos_token_id": "<eos>"}')
+    with pytest.raises(UserError, match=r"generation_config\.json: eos_token_id='<eos>' must be"):
+        load(folder)
 
 
 @pytest.mark.parametrize(

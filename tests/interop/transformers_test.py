@@ -369,6 +369,27 @@ def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
     assert value == pytest.approx(float(want.sum()), abs=1e-4)
 
 
+def test_generation_ends_with_any_of_the_tokens_of_the_model(tmp_path):
+    model, tokenizer = from_pretrained(FOLDER / "qwen2")
+    assert tokenizer is not None
+    prompt = jnp.array([*tokenizer.start_ids, *tokenizer.encode("exact")])
+    new = generate(model, prompt, 6, top_k=1, num_tokens=268).tolist()
+    last = next(i for i, token in enumerate(new) if i and token not in new[:i])
+    folder = changed("qwen2", tmp_path / "a")
+    values = {"eos_token_id": [new[last], 2], "temperature": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    _, tokenizer, _ = load_run(import_model(str(folder), tmp_path / "run"))
+    expected = tokenizer.decode(new[:last])
+    assert complete(model, tokenizer, ["exact"], 6, top_k=1) == [[expected]]
+    assert sample(model, tokenizer, "exact", 6, temperature=1e-6) == f"exact{expected}"
+    ends = {"eos_token_id": [2, new[last]]}
+    place = to_pretrained(model, tmp_path / "b", tokenizer=tokenizer)
+    assert json.loads((place / "generation_config.json").read_text()) == ends
+    assert fields(place)["eos_token_id"] == ends["eos_token_id"]
+    place = to_pretrained(model, tmp_path / "c", tokenizer=tokenizer, like=folder)
+    assert json.loads((place / "generation_config.json").read_text()) == values | ends
+
+
 def test_an_import_has_its_own_tokenizer_wherever_it_is(monkeypatch, capsys, tmp_path):
     import_model(str(FOLDER / "qwen2"), tmp_path / "import")
     moved = (tmp_path / "import").rename(tmp_path / "moved")

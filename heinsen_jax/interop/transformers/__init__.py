@@ -18,10 +18,14 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.buckets import local_path
-from heinsen_jax.data import Tokenizer, start_ids
+from heinsen_jax.data import Tokenizer, start_ids, stop_ids
 from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.data.tokenizer_json import read_json
-from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
+from heinsen_jax.data.tokenizer_pretrained import (
+    GENERATION_FILE,
+    PretrainedTokenizer,
+    pretrained_tokenizer,
+)
 from heinsen_jax.errors import UserError, explain, extra_module
 from heinsen_jax.interop.transformers.checkpoint import Checkpoint
 from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of
@@ -36,7 +40,7 @@ __all__ = ["from_pretrained", "to_pretrained"]
 
 CONFIG_FILE = "config.json"
 FETCHED = (CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
-FETCHED += ("chat_template.jinja",)
+FETCHED += (GENERATION_FILE, "chat_template.jinja")
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -55,8 +59,9 @@ def from_pretrained(
 
     Returns:
       The model, with parameters in float32; and its tokenizer, or None without `tokenizer.json`.
-      The tokenizer ends texts with the `eos_token` of `tokenizer_config.json`, and has the methods
-      `apply_chat_template` and `encode_with_special_tokens`.
+      The tokenizer ends documents with the `eos_token` of `tokenizer_config.json`, and has the
+      methods `apply_chat_template` and `encode_with_special_tokens`. Generation ends with any of
+      `eos_token_id` of `generation_config.json`, or else of `config.json`.
 
     Raises:
       UserError: the model is unsupported; or a file is missing, damaged, or does not fit to the
@@ -118,7 +123,8 @@ def to_pretrained(
       tokenizer: its tokenizer, which gives the ids of special tokens if `like` does not; null
         without both.
       like: folder of the original checkpoint. The model type, the dtype, and fields that do not
-        change results, such as ids of special tokens, are copied from its `config.json`.
+        change results, such as ids of special tokens, are copied from its `config.json`, and all
+        fields from its `generation_config.json`, but for the tokenizer's ids that end generation.
       dtype: dtype of the tensors; that of `like`, or float32, when None.
       shard_bytes: maximum size of a file.
 
@@ -139,15 +145,35 @@ def to_pretrained(
     if like is None:  # null, since absent ids would be those of the original model
         start = () if tokenizer is None else start_ids(tokenizer)
         fields["bos_token_id"] = start[0] if start else None
-        fields["eos_token_id"] = None if tokenizer is None else tokenizer.end_of_text_id
+        fields["eos_token_id"] = None if tokenizer is None else _ends(tokenizer)
     fields |= family.to_json() | {"torch_dtype": stored}
     fields.pop("dtype", None)
     with filling(place) as partial:
         save_weights(partial, arrays, step=0, shard_bytes=shard_bytes, framework="pt")
-        (partial / CONFIG_FILE).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        contents = {CONFIG_FILE: fields, GENERATION_FILE: _generation(like, tokenizer)}
+        for file, content in contents.items():
+            if content:
+                text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+                (partial / file).write_text(text)
         if tokenizer is not None:
             tokenizer.save(partial)
     return place
+
+
+def _generation(like: str | Path | None, tokenizer: Tokenizer | None) -> dict[str, JSON]:
+    """The content of `generation_config.json`: that of the original, if any, with the tokenizer's
+    ids."""
+    path = None if like is None else Path(like) / GENERATION_FILE
+    fields: dict[str, JSON] = read_json(path) if path is not None and path.exists() else {}
+    if tokenizer is not None:
+        fields["eos_token_id"] = _ends(tokenizer)
+    return fields
+
+
+def _ends(tokenizer: Tokenizer) -> int | list[JSON]:
+    """The tokens that end generation, as transformers reads them."""
+    first, *others = stop_ids(tokenizer)
+    return [first, *others] if others else first
 
 
 def _tensors(model: LanguageModel, model_type: str, dtype: str) -> dict[str, np.ndarray]:

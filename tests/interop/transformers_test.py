@@ -202,6 +202,13 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
             {"rope_parameters": {"partial_rotary_factor": 0.1}},
             r"rotary_fraction=0\.1: it selects 0 of 8 features",
         ),
+        (
+            "gpt_neox",
+            {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+            r"rotary_pct=0\.5 and partial_rotary_factor=0\.25 differ; remove one",
+        ),
+        ("llama3", {"is_encoder_decoder": True}, "is_encoder_decoder=True is unsupported"),
+        ("mistral", {"add_cross_attention": True}, "add_cross_attention=True is unsupported"),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -219,6 +226,9 @@ def test_unsupported_fields_are_named_before_weights_are_read(name, changes, mes
         ("gpt2", {"n_special": 0, "predict_special_tokens": True, "_num_labels": 1}),
         ("gpt2", {"gradient_checkpointing": False, "output_past": True}),
         ("llama3", {"quantization_config": None, "temperature": 0.6, "top_p": 0.9}),
+        ("llama3", {"is_encoder_decoder": False, "tie_encoder_decoder": False}),
+        ("gpt_neox", {"add_cross_attention": False, "use_bfloat16": False}),
+        ("qwen2", {"output_scores": False, "early_stopping": False, "num_beam_groups": 1}),
     ],
 )
 @pytest.mark.usefixtures("unchecked")
@@ -313,6 +323,12 @@ def test_files_of_earlier_versions_are_read(tmp_path):
         ("llama2", {"rope_theta": 10000, "rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("qwen2", {"rope_theta": 1e6, "torch_dtype": "bfloat16", "layer_types": ...}),
         ("gpt_neox", {"rotary_emb_base": 10000, "rotary_pct": 0.5}),
+        ("gpt_neox", {"rope_theta": 10000, "partial_rotary_factor": 0.5}),
+        (
+            "gpt_neox",
+            {"rotary_emb_base": 10000, "rope_theta": 10000.0}
+            | {"rotary_pct": 0.5, "partial_rotary_factor": 0.5},
+        ),
     ],
 )
 def test_fields_of_earlier_versions_are_read(name, earlier, tmp_path):

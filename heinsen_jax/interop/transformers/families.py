@@ -18,23 +18,33 @@ from heinsen_jax.models.config import MLPKind
 from heinsen_jax.typing import JSON
 
 IRRELEVANT = {
+    # names, versions and the representation of weights
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype"),
-    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "n_ctx"),
-    *("attention_dropout", "hidden_dropout", "classifier_dropout", "initializer_range"),
-    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
-    *("resid_pdrop", "embd_pdrop", "attn_pdrop", "summary_type", "summary_use_proj"),
-    *("summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-    *("use_cache", "pretraining_tp", "reorder_and_upcast_attn", "is_decoder"),
-    *("task_specific_params", "id2label", "label2id", "is_llama_config", "transformers.js_config"),
     *("_attn_implementation", "_attn_implementation_autoset", "unsloth_fixed", "unsloth_version"),
-    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward"),
-    *("n_special", "predict_special_tokens", "_num_labels", "output_past", "use_return_dict"),
-    *("gradient_checkpointing", "torchscript", "tokenizer_class"),
-    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "num_beams"),
-    *("repetition_penalty", "no_repeat_ngram_size", "length_penalty", "num_return_sequences"),
+    *("is_llama_config", "transformers.js_config", "torchscript", "tf_legacy_loss"),
+    # tokens, and lengths that no parameter depends on
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
+    *("tokenizer_class", "prefix", "max_position_embeddings", "n_ctx"),
+    # training
+    *("initializer_range", "gradient_checkpointing", "pretraining_tp"),
+    *("attention_dropout", "hidden_dropout", "classifier_dropout"),
+    *("attention_probs_dropout_prob", "hidden_dropout_prob"),
+    *("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    # other heads and tasks than the readout
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout"),
+    *("summary_proj_to_labels", "n_special", "predict_special_tokens", "finetuning_task"),
+    *("task_specific_params", "problem_type", "id2label", "label2id", "_num_labels"),
+    # outputs of a call, and the order of its computation
+    *("output_attentions", "output_hidden_states", "output_scores", "output_past", "return_dict"),
+    *("use_return_dict", "return_dict_in_generate", "use_cache", "is_decoder"),
+    *("chunk_size_feed_forward", "reorder_and_upcast_attn"),
+    # defaults of generation
+    *("max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p"),
+    *("num_beams", "num_beam_groups", "diversity_penalty", "early_stopping", "length_penalty"),
+    *("repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("num_return_sequences", "remove_invalid_values"),
 }
-"""Fields that do not change the logits: names, ids of tokens, initialization, dropout, which is off
-outside of training, and defaults of generation."""
+"""Fields that do not change the logits. Dropout is off outside of training."""
 
 ACTIVATIONS: dict[str, MLPKind] = {
     "gelu": "gelu",
@@ -110,11 +120,16 @@ class Family(_Fields):
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     rope_names: ClassVar[dict[str, str]] = {}
-    """Names of fields for rotary positions outside of `rope_parameters` and `rope_scaling`."""
+    """Further names of fields for rotary positions outside of `rope_parameters` and
+    `rope_scaling`."""
     default_fraction: ClassVar[float] = 1.0
 
     vocab_size: PositiveInt
     tie_word_embeddings: bool = False
+    is_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
+    tie_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
+    add_cross_attention: Literal[False] = pydantic.Field(False, exclude=True)
+    use_bfloat16: Literal[False] = pydantic.Field(False, exclude=True)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -133,7 +148,12 @@ class Family(_Fields):
         for fields in (current or {}, earlier or {}):  # "type" is an earlier name of "rope_type"
             given |= {"rope_type" if k == "type" else k: v for k, v in fields.items()}
         found: dict[str, JSON] = {"partial_rotary_factor": cls.default_fraction}
-        found |= {new: values.pop(old) for new, old in cls.rope_names.items() if old in values}
+        for new, old in cls.rope_names.items():
+            several = [values.pop(name) for name in dict.fromkeys((old, new)) if name in values]
+            if several[1:] and several[0] != several[1]:
+                raise ValueError(f"{old}={several[0]} and {new}={several[1]} differ; remove one")
+            if several:
+                found[new] = several[0]
         return values | {"rope": found | given}
 
     def to_model(self) -> LanguageModelConfig:

@@ -35,7 +35,8 @@ def linear_layers(
     """The teacher's architecture with another mechanism in all layers but those to keep.
 
     Options that both mechanisms have, such as the number of key/value heads, are the teacher's,
-    unless they are given. The values of `log` are linear, unless given.
+    unless they are given. The values of `log` are linear, unless given. `qk_norm` becomes an option
+    of the layers, since new ones may not have it.
 
     Args:
       teacher: the teacher's architecture.
@@ -53,6 +54,12 @@ def linear_layers(
     chosen, *others = single_layers(parse_pattern([attention]))
     if others:
         raise UserError(f"attention={attention!r}: leave out repeats; keep selects layers")
+    if teacher.qk_norm:
+        normed = (
+            Layers(x.mechanism, options={"query_key_norm": True, **x.options})
+            for x in teacher.layers
+        )
+        teacher = replace(teacher, qk_norm=False, attention=tuple(normed))
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
     pattern, modules = teacher.layers, teacher.abstract_layers()
     layers = []
@@ -186,6 +193,23 @@ def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> 
       UserError: as `shared_weights`.
     """
     return frozenset(name for name, (_, places) in _matched(config, source).items() if not places)
+
+
+def unused_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> frozenset[str]:
+    """Names of the parameters of a model of the architecture `source` that one of the architecture
+    `config` does not have, in some layers at least.
+
+    Raises:
+      UserError: as `shared_weights`.
+    """
+    pairs = _matched(config, source).values()
+    used = {(place.name, place.layer) for _, places in pairs for place in places}
+    found = set()
+    for name, leaf in _parameters(source).items():
+        layers = range(leaf.shape[0]) if _IN_BLOCK.fullmatch(name) else [None]
+        if any((name, layer) not in used for layer in layers):
+            found.add(name)
+    return frozenset(found)
 
 
 def _matched(

@@ -10,7 +10,13 @@ from flax import nnx
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import linear_layers, new_parameters, shared_weights, with_lora
+from heinsen_jax.models.conversion import (
+    linear_layers,
+    new_parameters,
+    shared_weights,
+    unused_parameters,
+    with_lora,
+)
 from heinsen_jax.pytrees import flatten_with_names
 
 HEDGEHOG = Layers("log", options={"values": "linear", "features": "hedgehog"})
@@ -125,6 +131,30 @@ def test_projections_of_queries_keys_and_values_are_those_of_heads(num_kv_heads)
         found = (x @ kernel).reshape(5, 2, 8)
         repeated = jnp.repeat(array, 2 // array.shape[-2], -2)
         np.testing.assert_allclose(found, repeated, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mechanism", ["gla", "deltanet", "gated_deltanet", "log_window"])
+def test_a_teacher_with_normalized_queries_and_keys_gets_any_mechanism(mechanism):
+    teacher = config("softmax", qk_norm=True)
+    chosen = linear_layers(teacher, mechanism, ["1::2"])
+    assert chosen.layer_pattern == (mechanism, "softmax")
+    kept, (theirs,) = chosen.mechanisms()[1], teacher.mechanisms()
+    assert kept == theirs
+    is_inherited = mechanism == "log_window"
+    assert getattr(chosen.mechanisms()[0], "query_key_norm", False) == is_inherited
+    shared = shared_weights(chosen, LanguageModel(teacher, rngs=nnx.Rngs(0)))
+    assert "blocks.1.attention.query_norm.scale.value" in shared
+
+
+def test_parameters_without_a_place_are_named():
+    options = {"use_bias": True, "output_bias": False}
+    source = config(Layers("softmax", options=options), qk_norm=True)
+    parts = {"project.bias", "query_norm.scale", "key_norm.scale"}
+    unused = {f"blocks.0.attention.{part}.value" for part in parts}
+    for keep in ([], ["0"]):  # of some layers, or of all
+        assert unused_parameters(linear_layers(source, "gla", keep), source) == unused
+    assert not unused_parameters(linear_layers(source, "log_window"), source)
+    assert not unused_parameters(source, source)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ docs/pods.md.
 """
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, TypeAlias
@@ -37,7 +38,12 @@ from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line, explain
 from heinsen_jax.evaluate import evaluate_model
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
+from heinsen_jax.models.conversion import (
+    linear_layers,
+    new_parameters,
+    unused_parameters,
+    with_lora,
+)
 from heinsen_jax.run_folder import RunFolder, opened
 from heinsen_jax.sharding import make_mesh, put
 from heinsen_jax.train import run_experiment
@@ -238,10 +244,13 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
         if not options.restart:
             _check_start(stages)
     is_first = jax.process_index() == 0
-    new = _described(new_parameters(stages[-1][2].model, teacher.model))
     for name, workdir, experiment in stages:
         if is_first:
-            print(f"{name}: {workdir}; {new}", flush=True)
+            pair = experiment.model, teacher.model
+            print(f"{name}: {workdir}; not from the teacher: {_listed(new_parameters(*pair))}")
+            if unused := unused_parameters(*pair):
+                print(f"not used, since the new layers have no place for them: {_listed(unused)}")
+            sys.stdout.flush()
         changes = {"restart": options.restart, "allow_change": options.allow_change}
         result = run_experiment(experiment, workdir, **changes)
         if result.signal is not None:
@@ -260,10 +269,10 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
     return 0
 
 
-def _described(new: Iterable[str]) -> str:
-    """Names of new parameters in a layer, such as attention.query_features."""
-    names = {name.removesuffix(".value").split(".", 2)[2] for name in new}
-    return f"not from the teacher: {', '.join(sorted(names)) or 'nothing'}"
+def _listed(parameters: Iterable[str]) -> str:
+    """Names of parameters within their layer, such as attention.query_features."""
+    names = {name.removesuffix(".value").split(".", 2)[2] for name in parameters}
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def _check_start(stages: Sequence[Stage]) -> None:

@@ -120,7 +120,12 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     assert (student.dtype, student.remat) == ("bfloat16", True)
 
 
-def test_low_rank_additions_leave_the_matrices_of_the_teacher(small, tmp_path, monkeypatch):  # noqa: F811
+def test_low_rank_additions_leave_the_matrices_of_the_teacher(
+    small,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     chosen = replace(
         small,
         model=replace(small.model, attention="softmax"),
@@ -141,6 +146,14 @@ def test_low_rank_additions_leave_the_matrices_of_the_teacher(small, tmp_path, m
     added = {name: value for name, value in ours.items() if name not in theirs}
     assert len(added) == 4
     assert all(np.any(value) for value in added.values())  # B, initially 0, is trained
+    capsys.readouterr()
+    arguments[3] = str(tmp_path / "hedgehog")
+    few = "--attention log:features=hedgehog --transfer-steps 1 --steps 1"
+    assert command(monkeypatch, *arguments, *few.split()) == 0
+    of_stage = re.findall(r"^stage \d.*from the teacher: (.*)$", capsys.readouterr().out, re.M)
+    features = {"attention.key_features", "attention.query_features"}
+    assert {*of_stage[0].split(", ")} == features
+    assert features < {*of_stage[1].split(", ")}  # and low-rank additions
 
 
 def test_a_teacher_without_text_needs_data(small, tmp_path, monkeypatch, capsys):  # noqa: F811

@@ -24,8 +24,8 @@ from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
 from heinsen_jax.interop.transformers.__main__ import import_model, main
 from heinsen_jax.interop.transformers.families import family_of
-from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.models.conversion import linear_layers, shared_weights
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
+from heinsen_jax.models.conversion import linear_layers, shared_weights, with_lora
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.checkpoint import load_run
 from tests.conftest import GOLDEN_FOLDER
@@ -336,15 +336,24 @@ def test_fields_of_earlier_versions_are_read(name, earlier, tmp_path):
     assert meaning(folder) == meaning(FOLDER / name)
 
 
-def test_layers_of_constant_cost_have_the_rotary_positions_of_the_model():
-    """A window over the whole sequence makes them exact softmax attention."""
-    teacher, _ = from_pretrained(FOLDER / "llama3")
+@pytest.mark.parametrize("is_low_rank", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("llama3", "gqa"), ("qwen3", "gqa"), ("gpt2", "softmax"), ("gpt_neox", "softmax")],
+)
+def test_layers_of_constant_cost_have_the_positions_of_the_model(name, kept, is_low_rank):
+    """A window over the whole sequence makes them exact softmax attention; grouped keys, learned
+    and partially rotary positions, normalized keys and parallel branches stay. Low-rank additions
+    are 0 at first."""
+    teacher, _ = from_pretrained(FOLDER / name)
     config = linear_layers(teacher.config, "log_window:window_size=32", keep=["0"])
-    assert config.layer_pattern == ("gqa", "log_window")
-    graph, state = nnx.split(random_model(config))
+    assert config.layer_pattern == (kept, "log_window")
+    config = with_lora(config, 2) if is_low_rank else config
+    start = LanguageModel(config, rngs=nnx.Rngs(0)) if is_low_rank else random_model(config)
+    graph, state = nnx.split(start)
     arrays = flatten_with_names(state) | shared_weights(config, teacher)
     model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), [*arrays.values()]))
-    with np.load(FOLDER / "llama3" / "expected.npz") as want:
+    with np.load(FOLDER / name / "expected.npz") as want:
         np.testing.assert_allclose(apply(model, want["tokens"]), want["logits"], rtol=0, atol=1e-4)
 
 

@@ -14,6 +14,7 @@ from heinsen_jax.data.dataset import DataSettings
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.sharding import MeshConfig, make_mesh, share_of_process
+from heinsen_jax.training.checkpoint import load_architecture
 from heinsen_jax.training.distillation import DistillationConfig, check_teacher
 from heinsen_jax.training.optimizer import OptimizerConfig, learning_rates
 from heinsen_jax.training.tracker_services import services
@@ -149,6 +150,9 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
             "device(s) of mesh.data and mesh.fsdp"
         )
     _check_split(model, data, mesh)
+    _check_mergeable(model, mesh)
+    if (teacher := experiment.distillation.teacher) is not None:
+        _check_mergeable(load_architecture(teacher), mesh, " of distillation.teacher")
     return mesh
 
 
@@ -197,19 +201,24 @@ def _check_split(model: LanguageModelConfig, data: DataSettings, mesh: Mesh) -> 
         raise UserError(
             f"mesh.context={context} does not divide data.sequence_length={data.sequence_length}"
         )
-    if context == 1:
-        return
-    if not model.is_causal and isinstance(data, DataConfig) and data.documents == "separate":
+    is_separate = isinstance(data, DataConfig) and data.documents == "separate"
+    if context > 1 and is_separate and not model.is_causal:
         raise UserError(
             f"mesh.context={context}: documents of a bidirectional model cannot be separated in "
             "split sequences; use mesh.context=1, or set data.documents=continuous"
         )
+
+
+def _check_mergeable(model: LanguageModelConfig, mesh: Mesh, owner: str = "") -> None:
+    """Check that the mechanisms of a model run on split sequences."""
+    if (context := mesh.shape["context"]) == 1:
+        return
     for name, layer in zip(model.layer_pattern, model.abstract_layers(), strict=True):
         if not layer.capabilities.mergeable:
             able = [name for name in names() if mechanism(name).capabilities.mergeable]
             raise UserError(
-                f"mesh.context={context}: model.attention={name!r}, as configured, has no states "
-                f"that merge, so sequences cannot be split; use mesh.context=1, or one of "
+                f"mesh.context={context}: model.attention={name!r}{owner}, as configured, has no "
+                f"states that merge, so sequences cannot be split; use mesh.context=1, or one of "
                 f"{', '.join(able)} without a window"
             )
 

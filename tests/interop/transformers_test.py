@@ -342,9 +342,9 @@ def test_fields_of_earlier_versions_are_read(name, earlier, tmp_path):
     [("llama3", "gqa"), ("qwen3", "gqa"), ("gpt2", "softmax"), ("gpt_neox", "softmax")],
 )
 def test_layers_of_constant_cost_have_the_positions_of_the_model(name, kept, is_low_rank):
-    """A window over the whole sequence makes them exact softmax attention; grouped keys, learned
-    and partially rotary positions, normalized keys and parallel branches stay. Low-rank additions
-    are 0 at first."""
+    """A window over the whole sequence makes them exact softmax attention; grouped or normalized
+    keys, learned positions, rotary ones of a part of each head and parallel branches stay. Low-rank
+    additions are 0 at first."""
     teacher, _ = from_pretrained(FOLDER / name)
     config = linear_layers(teacher.config, "log_window:window_size=32", keep=["0"])
     assert config.layer_pattern == (kept, "log_window")

@@ -1,6 +1,7 @@
 """Imitation of a teacher: the losses, and runs that resume."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from heinsen_jax.training.cross_entropy import distilled_losses
 from heinsen_jax.training.distillation import Distillation, DistillationConfig
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.training.settings import check_settings
 from tests.models.conversion_test import HEDGEHOG, model, of_layer
 
 
@@ -141,6 +143,22 @@ def test_the_teacher_is_loaded_into_the_memory_of_the_host(teacher, tmp_path, mo
         distillation = Distillation.of(settings, chosen.model)
         arrays = jax.tree.leaves(nnx.state(distillation.teacher, nnx.Param))
         assert {type(x) for x in [*arrays, *distillation.start().values()]} == {np.ndarray}
+
+
+@pytest.mark.usefixtures("unchecked")  # a mesh of devices that do not exist
+def test_a_teacher_that_cannot_split_sequences_is_refused(teacher, monkeypatch):
+    workdir, _, chosen = teacher
+    linear = Layers("log", options={"values": "linear"})
+    distillation = DistillationConfig(teacher=str(workdir))
+    chosen = replace(chosen, model=replace(chosen.model, attention=linear))
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
+    module = "heinsen_jax.training.settings"
+    monkeypatch.setattr(f"{module}.make_mesh", lambda _: SimpleNamespace(shape=sizes))
+    monkeypatch.setattr(f"{module}.share_of_process", lambda _: None)
+    dataset = data.load(chosen.data)
+    check_settings(dataset, chosen)
+    with pytest.raises(UserError, match=r"mesh\.context=2: .*'softmax' of distillation\.teacher"):
+        check_settings(dataset, replace(chosen, distillation=distillation))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Options:
       teachers: names of teachers, of `teacher`.
       workdir: folder of all runs.
       output: path of the record, JSON lines; the plot is beside it.
-      jobs: number of concurrent linearizations, which share the cores.
+      jobs: number of concurrent linearizations, which share the cores; at most one per core.
       report_only: whether to draw the plot of the record only.
     """
 
@@ -205,13 +205,15 @@ def in_subprocess(case: Case, cores: Sequence[int], workdir: Path) -> list[dict[
 
 def run(options: Options) -> None:
     """Run the cases that are not recorded yet."""
+    cores, shares = sorted(os.sched_getaffinity(0)), SimpleQueue()
+    if not 1 <= options.jobs <= len(cores):
+        raise SystemExit(f"--jobs {options.jobs}: give 1 to {len(cores)}, the number of cores")
+    for job in range(options.jobs):
+        shares.put(cores[job :: options.jobs])
     for name in options.teachers:
         run_experiment(teacher(name), options.workdir / name)
     recorded = [row["case"] for row in read(options.output)]
     waiting = [case for case in cases(options.teachers) if asdict(case) not in recorded]
-    cores, shares = sorted(os.sched_getaffinity(0)), SimpleQueue()
-    for job in range(options.jobs):
-        shares.put(cores[job :: options.jobs] or cores)
 
     def one(case: Case) -> None:
         share = shares.get()

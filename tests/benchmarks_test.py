@@ -1,8 +1,10 @@
-"""The benchmarks of the GPU suite, on a small model without a GPU."""
+"""The benchmarks of the GPU suite, on a small model without a GPU; the cases of others."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -44,3 +46,40 @@ def test_unknown_parts_are_named():
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert "attention, training, decoding" in result.stdout
+
+
+@pytest.fixture
+def linearize(monkeypatch):
+    """The module of benchmarks/linearize.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    path = ROOT / "benchmarks/linearize.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_linearize", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_cases_of_linearization(linearize):
+    found = linearize.cases(["shakespeare", "python"])
+    assert len({*found}) == len(found)
+    assert {case.teacher for case in found} == {"shakespeare", "python"}
+    assert {case.mechanism for case in found} == linearize.MECHANISMS.keys()
+    assert {case.kept for case in found} == {*linearize.KEPT, linearize.SCRATCH}
+    steps = {name: linearize.teacher(name).training.steps for name in ("shakespeare", "python")}
+    assert min(case.budget * steps[case.teacher] for case in found) >= linearize.SMALLEST
+
+
+def test_the_better_learning_rate_is_chosen(linearize):
+    cases = [linearize.Case("python", "taylor", "none", 0.1, rate) for rate in (0.25, 1.0)]
+    rows = [
+        {"case": asdict(case), "results": [{"loss": 0.0}, {"loss": loss}]}
+        for case, loss in zip(cases, (2.0, 3.0), strict=True)
+    ]
+    assert linearize.best(rows) == {cases[1]: {"loss": 2.0}}
+
+
+def test_more_linearizations_than_cores_are_refused(linearize, tmp_path):
+    options = linearize.Options(workdir=tmp_path, output=tmp_path / "record.jsonl", jobs=10_000)
+    with pytest.raises(SystemExit, match=r"--jobs 10000: give 1 to \d+, the number of cores"):
+        linearize.run(options)

@@ -142,7 +142,7 @@ def log_window_attention(
       2024, LoLCATs, arXiv:2410.10254, which merges a window with linear attention.
     """
     arrays = query, key, value, query_features, key_features
-    _check(*arrays, log_weight, segment_ids, window_size, initial_state)
+    _check(arrays, log_weight, segment_ids, window_size, initial_state)
     attention = _passes(implementation, *arrays)
     *batch, length, groups, key_depth = key.shape
     state = initial_state
@@ -160,16 +160,13 @@ def log_window_attention(
 
 
 def _check(
-    query: Array,
-    key: Array,
-    value: Array,
-    query_features: Array,
-    key_features: Array,
+    arrays: tuple[Array, Array, Array, Array, Array],
     log_weight: Array | None,
     segment_ids: Array | None,
     window_size: int,
     state: LogWindowState | None,
 ) -> None:
+    query, key, value, query_features, key_features = arrays
     check_heads(query, key, value)
     check_same_length(query, key, "log_window_attention", "it is causal only")
     num_features = key_features.shape[-1:]

@@ -67,24 +67,25 @@ class Chat:
         self.messages: list[dict[str, JSON]] = []
 
     def answer(self, line: str) -> Iterator[str]:
-        """Yield the answer of the model to a line."""
-        new = self._tokens(self._after(line))
+        """Yield the answer of the model to a line. Of an interrupted one, the part that was
+        generated is in the conversation."""
+        messages = [*self.messages, {"role": "user", "content": line}]
+        new = self._tokens(self._after(messages))
         answer = ""
         for text in decode_stream(
             self.tokenizer, until_end(new, self.tokenizer, self.max_new_tokens)
         ):
             answer += text
+            self.messages = [*messages, {"role": "assistant", "content": answer}]
             yield text
-        self.messages.append({"role": "assistant", "content": answer})
 
-    def _after(self, line: str) -> list[int]:
-        """The tokens to be processed before the answer to a line."""
+    def _after(self, messages: list[dict[str, JSON]]) -> list[int]:
+        """The tokens to be processed before the answer to the last message."""
         if self.template is None:
             start = start_ids(self.tokenizer) if self.state is None else ()
-            return [*start, *self.unread, *self.tokenizer.encode(line + "\n")]
-        messages = [*self.messages, {"role": "user", "content": line}]
+            line = f"{messages[-1]['content']}\n"
+            return [*start, *self.unread, *self.tokenizer.encode(line)]
         tokens = self.template.apply_chat_template(messages, add_generation_prompt=True)
-        self.messages = messages
         if tokens[: len(self.read)] != self.read:  # the template has changed earlier messages
             self.state, self.read = None, []
         return tokens[len(self.read) :]

@@ -11,6 +11,7 @@ from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate.tokens import next_token
 from heinsen_jax.interop.transformers import from_pretrained
+from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.mechanisms_test import build
@@ -93,6 +94,22 @@ def test_lines_are_messages_of_a_chat_template(pretrained):
     np.testing.assert_allclose(have[..., :length, :], want[..., :length, :], atol=1e-4)
     with pytest.raises(UserError, match="/save: a conversation in a chat template cannot be saved"):
         pretrained.command("/save file")
+
+
+def test_an_interrupted_answer_stays_in_the_conversation(pretrained):
+    answer = pretrained.answer("exact")
+    said = next(answer) + next(answer)
+    answer.close()
+    "".join(pretrained.answer("cost"))
+    assert [x["role"] for x in pretrained.messages] == ["user", "assistant"] * 2
+    assert pretrained.messages[1]["content"] == said
+
+
+def test_a_line_without_an_answer_is_not_in_the_conversation(pretrained, monkeypatch):
+    monkeypatch.setattr(LanguageModel, "remaining", lambda *_: 0)
+    with pytest.raises(UserError, match="the conversation has reached"):
+        "".join(pretrained.answer("exact"))
+    assert pretrained.messages == []
 
 
 def test_a_template_may_change_earlier_messages(pretrained):

@@ -18,9 +18,12 @@ from heinsen_jax.data.tokenizer_json import (
 from heinsen_jax.errors import UserError, extra_module
 
 TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
 GENERATION_FILE = "generation_config.json"
 MODEL_FILE = "config.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
+FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
+"""Flags of an added token."""
 _NO_VARIABLES: Mapping[str, Any] = {}
 
 
@@ -39,7 +42,7 @@ class PretrainedTokenizer(JsonTokenizer):
     Attributes:
       special_tokens: special tokens by name, such as `bos_token`.
       templates: chat templates by name.
-      start_ids: tokens before each text, such as <s>.
+      start_ids: tokens before each document, such as <s>.
       stop_ids: tokens that end generation, the end of text first.
 
     Raises:
@@ -74,7 +77,7 @@ class PretrainedTokenizer(JsonTokenizer):
         return found
 
     def _start_ids(self, add_bos_token: bool | None) -> tuple[int, ...]:
-        """Tokens before a text, by the configuration or else as the file adds them."""
+        """Tokens before a document, by the configuration or else as the file adds them."""
         if add_bos_token is False:
             return ()
         text = "a"
@@ -153,13 +156,14 @@ def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
     if not path.exists():
         return None
     config = read_json(config_path) if config_path.exists() else {}
+    document = _with_added_tokens(read_json(path), config, path)
     if "eos_token" not in _special_tokens(config):
         config = config | {"eos_token": tokenizer_of_json(path, name).end_of_text}
-    template = folder / TEMPLATE_FILE
-    if template.exists():
-        config = config | {"chat_template": template.read_text(encoding="utf-8")}
+    templates = _templates(config.get("chat_template"), config_path) | _template_files(folder)
+    pairs = [{"name": name, "template": template} for name, template in templates.items()]
+    config = config | {"chat_template": pairs or None}
     config = config | {"heinsen_jax": {"stop_ids": _stop_ids(folder)}}
-    return PretrainedTokenizer(name, path, read_json(path), config)
+    return PretrainedTokenizer(name, path, document, config)
 
 
 def is_saved_pretrained(folder: Path) -> bool:
@@ -196,6 +200,47 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
             case str(token) | {"content": str(token)} if name.endswith("_token"):
                 found[name] = token
     return found
+
+
+def _with_added_tokens(
+    document: Mapping[str, Any], config: Mapping[str, Any], path: Path
+) -> Mapping[str, Any]:
+    """The content of `tokenizer.json`, with the tokens that only `added_tokens_decoder` of
+    `tokenizer_config.json` has.
+
+    Raises:
+      UserError: the two files have different tokens for an id.
+    """
+    added = [*(document.get("added_tokens") or [])]
+    known = {token["id"]: token["content"] for token in added}
+    missing = []
+    for number, token in (config.get("added_tokens_decoder") or {}).items():
+        if int(number) not in known:
+            flags = {name: bool(token.get(name)) for name in FLAGS}
+            missing.append({"id": int(number), "content": token["content"], **flags})
+        elif known[int(number)] != token["content"]:
+            raise UserError(
+                f"{path}: token {number} is {known[int(number)]}, but {token['content']} in "
+                f"{path.with_name(CONFIG_FILE)}; correct one of the two files"
+            )
+    if not missing:
+        return document
+    merged = {**document, "added_tokens": sorted([*added, *missing], key=lambda x: x["id"])}
+    tokenizer = parsed(path, merged)
+    for token in missing:
+        if tokenizer.token_to_id(token["content"]) != token["id"]:
+            raise UserError(
+                f"{path.with_name(CONFIG_FILE)}: token {token['content']} cannot have the id "
+                f"{token['id']} after the tokens of {path}; correct one of the two files"
+            )
+    return merged
+
+
+def _template_files(folder: Path) -> dict[str, str]:
+    """Chat templates by name in files of their own."""
+    files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
+    files |= {DEFAULT: folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).exists() else {}
+    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
 
 
 def _templates(given: Any, path: Path) -> dict[str, str]:

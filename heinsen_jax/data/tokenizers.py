@@ -180,7 +180,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens before each text, such as <s>, that a pretrained model expects; none for other
+    """The tokens before each document, such as <s>, that a pretrained model expects; none for other
     models."""
     return tokenizer.start_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
 

@@ -88,6 +88,39 @@ def test_templates_may_be_several(folder):
         load(folder)
 
 
+def test_templates_may_be_files(folder):
+    several = {"default": "replaced", "tool_use": "tools", "rag": "replaced, too"}
+    pairs = [{"name": name, "template": template} for name, template in several.items()]
+    configure(folder, chat_template=pairs)
+    (folder / "chat_template.jinja").write_text("of a file")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/rag.jinja").write_text("another")
+    expected = several | {"default": "of a file", "rag": "another"}
+    assert load(folder).templates == expected
+
+
+def test_added_tokens_may_be_in_the_configuration_only(folder):
+    before = load(folder)
+    number = before.vocab_size
+    tokens = {str(number): {"content": "<|tool|>", "special": True, "lstrip": False}}
+    configure(folder, added_tokens_decoder=tokens)
+    tokenizer = load(folder)
+    assert tokenizer.encode_with_special_tokens("a<|tool|>")[-1] == number
+    assert number not in tokenizer.encode("a<|tool|>")
+    assert tokenizer.vocab_size == number + 1
+    (folder / "saved").mkdir()
+    save_tokenizer(tokenizer, folder / "saved")
+    assert load_tokenizer(folder / "saved").encode_with_special_tokens("<|tool|>") == [number]
+    configure(folder, added_tokens_decoder={"1": {"content": "<|im_start|>"}})
+    assert load(folder).fingerprint == before.fingerprint
+    configure(folder, added_tokens_decoder={"1": {"content": "<|tool|>"}})
+    with pytest.raises(UserError, match=r"token 1 is <\|im_start\|>, but <\|tool\|> in"):
+        load(folder)
+    configure(folder, added_tokens_decoder={str(number + 5): {"content": "<|tool|>"}})
+    with pytest.raises(UserError, match=rf"<\|tool\|> cannot have the id {number + 5}"):
+        load(folder)
+
+
 def test_the_start_follows_the_configuration(folder):
     configure(folder, add_bos_token=False)
     assert load(folder).start_ids == ()

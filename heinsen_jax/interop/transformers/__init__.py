@@ -23,6 +23,8 @@ from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.data.tokenizer_json import read_json
 from heinsen_jax.data.tokenizer_pretrained import (
     GENERATION_FILE,
+    TEMPLATE_FILE,
+    TEMPLATE_FOLDER,
     PretrainedTokenizer,
     pretrained_tokenizer,
 )
@@ -40,7 +42,7 @@ __all__ = ["from_pretrained", "to_pretrained"]
 
 CONFIG_FILE = "config.json"
 FETCHED = (CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
-FETCHED += (GENERATION_FILE, "chat_template.jinja")
+FETCHED += (GENERATION_FILE, TEMPLATE_FILE, f"{TEMPLATE_FOLDER}/*.jinja")
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 

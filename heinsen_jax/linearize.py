@@ -67,7 +67,7 @@ RESULTS_FILE = "linearized.json"
 Stage: TypeAlias = tuple[str, str, ExperimentConfig]
 """Name, folder and experiment of a stage."""
 CONTEXTS = 1024, 32_768
-"""Contexts, in tokens, at which states are compared."""
+"""Contexts, in tokens, at which states are compared, unless learned positions are too few."""
 COMPUTATION = {f"__model.{name}" for name in ("dtype", "remat", "no_remat", "remat_policy")}
 """Fields of the model that do not change its architecture."""
 
@@ -127,7 +127,7 @@ class _Command(Options):
 def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig) -> float:
     """Accuracy of predicting the second copy of a random string of the text's tokens, from its
     second token on; the string has half the length of a training sequence, at most 512 tokens.
-    The tokens that texts start with precede the first copy."""
+    The tokens that documents start with precede the first copy."""
     length = min(experiment.data.sequence_length // 2, 512)
     rows = dataset.validation_rows(experiment.data)[""]
     pool = np.concatenate([np.asarray(row.tokens)[1:][row.loss_mask] for row in rows[:256]])
@@ -183,7 +183,8 @@ def _result(
     metrics = evaluate_model(model, dataset, experiment, batches, mesh)
     with jax.set_mesh(mesh):
         recalled = recall(model, dataset, experiment) if isinstance(settings, DataConfig) else None
-    sizes = {str(context): model.state_size(context) for context in CONTEXTS}
+    longest = model.config.max_length or max(CONTEXTS)
+    sizes = {str(x): model.state_size(x) for x in CONTEXTS if x <= longest}
     return Result(name, metrics["loss"], recalled, sizes, tokens)
 
 
@@ -315,12 +316,11 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
     model = linear_layers(teacher.model, options.attention, options.keep)
     if options.steps < 1 or options.transfer_steps < 0:
         raise UserError("--steps must be at least 1, and --transfer-steps at least 0")
-    warmup = min(teacher.optimizer.warmup_steps, options.steps // 10)
     base = replace(
         teacher,
         model=model,
         seed=teacher.seed + 1,  # other batches than those of the teacher
-        optimizer=replace(teacher.optimizer, warmup_steps=warmup),
+        optimizer=replace(teacher.optimizer, warmup_steps=_warmup(teacher, options)),
         training=replace(teacher.training, steps=options.steps, z_loss=0.0),
     )
     tuning = DistillationConfig(teacher=options.model, divergence_weight=options.divergence_weight)
@@ -336,6 +336,16 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
     tuned = override(replace(base, distillation=tuning), overrides)
     tuned = replace(tuned, seed=tuned.seed + 1)  # other batches than those of stage 1
     return [*stages, ("stage 2", options.workdir, tuned)]
+
+
+def _warmup(teacher: ExperimentConfig, options: Options) -> int:
+    """Updates of warmup of stage 2: the recorded ones when it resumes, so that it may get more
+    updates; else the teacher's, but at most a tenth of its own."""
+    with opened(options.workdir) as run:
+        path = run.files / CONFIG_FILE
+        if path.exists() and not options.restart:
+            return load_config(path).optimizer.warmup_steps
+    return min(teacher.optimizer.warmup_steps, options.steps // 10)
 
 
 def _transfer(base: ExperimentConfig, options: Options) -> ExperimentConfig:
@@ -357,7 +367,8 @@ def _adamw(options: Options) -> OptimizerConfig:
 
 
 def _table(results: Sequence[Result]) -> Table:
-    table = Table("", "loss", "recall", *(f"bytes at {x:,}" for x in CONTEXTS), "tokens")
+    contexts = map(int, results[0].state_bytes)
+    table = Table("", "loss", "recall", *(f"bytes at {x:,}" for x in contexts), "tokens")
     for row in results:
         recalled = "" if row.recall is None else f"{row.recall:.3f}"
         sizes = (f"{size:,}" for size in row.state_bytes.values())

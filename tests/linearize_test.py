@@ -106,7 +106,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
 def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monkeypatch):  # noqa: F811
     chosen = replace(
         small,
-        model=replace(small.model, attention="softmax"),
+        model=replace(small.model, attention="softmax", positions="learned", max_length=1024),
         training=replace(small.training, sample_tokens=0, steps=10),
     )
     dataset, teacher = data.load(chosen.data), tmp_path / "teacher"
@@ -116,8 +116,15 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     arguments += ["--model.dtype", "bfloat16", "--model.remat"]  # not of the architecture
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
     assert not (tmp_path / f"linear{linearize.TRANSFER_SUFFIX}").exists()
+    results = json.loads((tmp_path / "linear" / linearize.RESULTS_FILE).read_text())["results"]
+    assert [[*row["state_bytes"]] for row in results] == [["1024"]] * 2  # no longer contexts
     student = load_config(tmp_path / "linear/config.json").model
     assert (student.dtype, student.remat) == ("bfloat16", True)
+    # It resumes with more updates, with the same warmup as before.
+    assert chosen.optimizer.warmup_steps > 0
+    assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "20") == 0
+    assert load_run(tmp_path / "linear", best=False)[2] == 20
+    assert load_config(tmp_path / "linear/config.json").optimizer.warmup_steps == 0
 
 
 def test_low_rank_additions_leave_the_matrices_of_the_teacher(

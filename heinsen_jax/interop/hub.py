@@ -12,9 +12,9 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import pydantic
 import tyro
@@ -23,6 +23,7 @@ from flax import nnx
 from heinsen_jax.buckets import local_path
 from heinsen_jax.data import Tokenizer, save_tokenizer
 from heinsen_jax.data.files import check_new_folder, filling
+from heinsen_jax.data.text import MODEL
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, command_line, without_extra
@@ -43,6 +44,7 @@ except ImportError as missing:
 
 __all__ = ["card", "from_pretrained", "push", "save_pretrained"]
 
+CARD_FILE = "README.md"
 FETCHED = ["config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", METRICS_FILE]
 
 
@@ -79,8 +81,9 @@ def _save_pretrained(
         (partial / CONFIG_FILE).write_text(content, encoding="utf-8")
         if (run.files / METRICS_FILE).exists():
             shutil.copyfile(run.files / METRICS_FILE, partial / METRICS_FILE)
-        text = card(run.files, step, arrays, repo_id or str(place))
-        (partial / "README.md").write_text(text, encoding="utf-8")
+        name = place.name if place.is_absolute() else str(place)
+        text = card(run.files, step, arrays, repo_id or name)
+        (partial / CARD_FILE).write_text(text, encoding="utf-8")
     return place
 
 
@@ -158,7 +161,7 @@ def push(
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(workdir)
-        if not has_weights(folder):
+        if not (has_weights(folder) and (folder / CARD_FILE).exists()):
             folder = Path(temporary) / "model"
             save_pretrained(workdir, folder, best=best, shard_bytes=shard_bytes, repo_id=repo_id)
         hub = HfApi()
@@ -167,7 +170,7 @@ def push(
             hub.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
-                allow_patterns=[*FETCHED, "README.md"],
+                allow_patterns=[*FETCHED, CARD_FILE],
                 delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # earlier weights
                 commit_message="A model of heinsen_jax",
             )
@@ -186,8 +189,7 @@ CARD = """---
 
 # {title}
 
-A model trained with heinsen_jax. All of its settings are in
-[config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run.
+{origin}
 
 | | |
 |---|---|
@@ -217,6 +219,43 @@ Heinsen, 2024, Softmax Attention with Constant Cost per Token, arXiv:2404.05843.
 """
 
 
+TRAINED = """A model trained with heinsen_jax. All of its settings are in
+[config.json](config.json): `python -m heinsen_jax.train --config config.json` repeats the run."""
+DISTILLED = """A model trained with heinsen_jax to imitate {teacher}, from whose weights it starts.
+The settings of its training are in [config.json](config.json)."""
+IMPORTED = """The weights of {source}, converted by heinsen_jax and not trained further. The
+architecture is in [config.json](config.json)."""
+
+
+class _Origin(NamedTuple):
+    """The origin of a model's weights.
+
+    Attributes:
+      text: a sentence for the card.
+      is_trained: whether this package has trained them.
+      base: the model of the hub that they are derived from, if it is known.
+    """
+
+    text: str
+    is_trained: bool
+    base: str | None = None
+
+
+def _origin(config: SavedConfig) -> _Origin:
+    if teacher := config.get("distillation", {}).get("teacher"):
+        with opened(str(teacher)) as run:
+            found = read_config(run.files)
+        base = None if found is None else _origin(found).base
+        name = _markdown(base or Path(str(teacher)).name)
+        return _Origin(DISTILLED.format(teacher=name), True, base)
+    name = str(config["data"].get("corpus"))
+    if not name.startswith(MODEL):
+        return _Origin(TRAINED, True)
+    name = name.removeprefix(MODEL)
+    base = name if "/" in name else None
+    return _Origin(IMPORTED.format(source=_markdown(name)), False, base)
+
+
 def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     """Return the model card: architecture, training, results, and use by that name."""
     config = read_config(workdir)
@@ -225,26 +264,27 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     data = config["data"]
     is_text = "corpus" in data
     source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no folders of users
+    origin = _origin(config)
     source, title = " ".join(source.split()), " ".join(workdir.resolve().name.split())
     metrics = read_evaluations(workdir).get(step, {})
-    writes = is_text and model.is_causal
+    writes, parameters = is_text and model.is_causal, sum(x.size for x in arrays.values())
     commands = "`python -m heinsen_jax.evaluate --workdir FOLDER`"
     if writes:
         commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
     return CARD.format(
-        header=_metadata(title, ", ".join(model.layer_pattern), source, metrics, writes),
+        header=_metadata(title, ", ".join(model.layer_pattern), source, metrics, writes, origin),
         title=_markdown(title),
-        settings=_settings(config, model, step, sum(x.size for x in arrays.values()), source),
+        origin=origin.text,
+        settings=_settings(model, parameters)
+        + (_training(config, step, source) if origin.is_trained else ""),
         results=_results(metrics, config["training"]["evaluation_batches"]),
         name=json.dumps(name),
         commands=commands,
     )
 
 
-def _settings(
-    config: SavedConfig, model: LanguageModelConfig, step: int, parameters: int, source: str
-) -> str:
-    """Return the settings of a run as rows of a Markdown table."""
+def _settings(model: LanguageModelConfig, parameters: int) -> str:
+    """Return the sizes of a model as rows of a Markdown table."""
     rows = {
         "parameters": f"{parameters:,}",
         "attention": ", ".join(model.layer_pattern),
@@ -252,13 +292,24 @@ def _settings(
         "width": model.model_dim,
         "heads": model.num_heads,
         "vocabulary": f"{model.vocab_size:,}",
+    }
+    return _rows(rows)
+
+
+def _training(config: SavedConfig, step: int, source: str) -> str:
+    """Return the settings of training as further rows."""
+    rows = {
         "data": _markdown(source),
         "sequence length": config["data"].get("sequence_length"),
         "batch size": config["data"]["batch_size"],
         "steps": f"{step:,} of {config['training']['steps']:,}",
         "maximum learning rate": config["optimizer"]["learning_rate"],
     }
-    return "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return "\n" + _rows(rows)
+
+
+def _rows(values: Mapping[str, JSON]) -> str:
+    return "\n".join(f"| {name} | {value} |" for name, value in values.items())
 
 
 def _results(metrics: dict[str, float], batches: JSON) -> str:
@@ -276,7 +327,12 @@ def _markdown(text: str) -> str:
 
 
 def _metadata(
-    title: str, attention: str, source: str, found: dict[str, float], writes: bool
+    title: str,
+    attention: str,
+    source: str,
+    found: dict[str, float],
+    writes: bool,
+    origin: _Origin,
 ) -> str:
     """Metadata of the card for the hub: YAML, with results as a model-index."""
     results = [
@@ -293,6 +349,7 @@ def _metadata(
         library_name="heinsen_jax",
         pipeline_tag="text-generation" if writes else None,
         tags=["jax", "flax", "heinsen_jax", f"{attention}-attention"],
+        base_model=origin.base,
         model_name=title if results else None,
         eval_results=results or None,
     ).to_yaml()

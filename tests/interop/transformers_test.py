@@ -1,6 +1,7 @@
 """Pretrained models of transformers: its logits and continuations, and exact files."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalEntryNotFoundError
 from lm_eval.api.instance import Instance
 from safetensors.numpy import load_file, save_file
@@ -394,6 +396,31 @@ def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
     assert value == pytest.approx(float(want.sum()), abs=1e-4)
 
 
+def test_cards_say_where_weights_are_from(monkeypatch, tmp_path):
+    monkeypatch.setattr(hub, "snapshot_download", lambda *_, **__: str(FOLDER / "qwen2"))
+    monkeypatch.chdir(tmp_path)
+    teacher = import_model("them/tiny", tmp_path / "import")
+    said = (hub.save_pretrained(teacher, tmp_path / "a") / "README.md").read_text()
+    assert "The weights of them/tiny, converted by heinsen_jax and not trained further." in said
+    assert ModelCard(said).data.base_model == "them/tiny"
+    assert not re.search("A model trained|steps|learning rate|data |model://", said)
+    values = fields(teacher)
+    values["data"]["corpus"] = "shakespeare"
+    values["distillation"]["teacher"] = str(teacher)
+    (tmp_path / "linear").mkdir()
+    for path in teacher.iterdir():
+        shutil.copy(path, tmp_path / "linear" / path.name)
+    (tmp_path / "linear/config.json").write_text(json.dumps(values))
+    said = (hub.save_pretrained(tmp_path / "linear", tmp_path / "b") / "README.md").read_text()
+    assert "trained with heinsen_jax to imitate them/tiny, from whose weights it starts." in said
+    assert "| data | shakespeare |" in said
+    assert ModelCard(said).data.base_model == "them/tiny"
+    shutil.rmtree(teacher)
+    said = (hub.save_pretrained(tmp_path / "linear", tmp_path / "c") / "README.md").read_text()
+    assert "to imitate import, from" in said
+    assert str(tmp_path) not in said
+
+
 def test_generation_ends_with_any_of_the_tokens_of_the_model(tmp_path):
     model, tokenizer = from_pretrained(FOLDER / "qwen2")
     assert tokenizer is not None
@@ -439,7 +466,8 @@ def test_an_import_has_its_own_tokenizer_wherever_it_is(monkeypatch, capsys, tmp
     assert linearize.linearize(options, few.split()) == 0
     capsys.readouterr()
     saved = hub.save_pretrained(options.workdir, tmp_path / "saved")
-    assert str(tmp_path) not in (saved / "config.json").read_text()
+    for name in ("config.json", "README.md"):
+        assert str(tmp_path) not in (saved / name).read_text()
     shutil.rmtree(moved)
     for folder in (saved, Path(options.workdir)):
         assert "loss: " in evaluated(folder, *data)

@@ -46,7 +46,8 @@ def complete(
       model: the model.
       tokenizer: its tokenizer.
       prompts: texts of at least one token, or their tokens.
-      max_new_tokens: maximum number of tokens; the end-of-text token ends a text earlier.
+      max_new_tokens: maximum number of tokens; the end-of-text token, or another stop token of a
+        pretrained model, ends a text earlier.
       stop: strings that end a text and are not part of it.
       num_samples: samples per prompt.
       temperature, top_k, top_p, key: as for `generate`.
@@ -170,7 +171,7 @@ def sample(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> str:
-    """Return the prompt with one continuation, up to the end-of-text token.
+    """Return the prompt with one continuation, up to the end-of-text token or another stop token.
 
     Args:
       model: a causal model.

@@ -16,7 +16,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from lm_eval.api.instance import Instance
 from safetensors.numpy import load_file, save_file
 
-from heinsen_jax import evaluate, linearize
+from heinsen_jax import data, evaluate, linearize
+from heinsen_jax.config import load_config
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
 from heinsen_jax.generate.__main__ import main as generate_main
@@ -456,11 +457,13 @@ def test_an_import_has_its_own_tokenizer_wherever_it_is(monkeypatch, capsys, tmp
         return said.err or said.out
 
     monkeypatch.chdir(tmp_path)  # with the folder of prepared data
-    data = ["--data", str(tmp_path / "a.txt")]
-    assert "loss: " in evaluated(moved, *data)
+    text = ["--data", str(tmp_path / "a.txt")]
+    assert "loss: " in evaluated(moved, *text)
     said = "data.corpus=model://qwen2: the training text of an imported model is unknown"
     assert said in evaluated(moved)
-    options = linearize.Options(model=str(moved), workdir=str(tmp_path / "linear"), data=data[1])
+    with pytest.raises(UserError, match=r"model://qwen2: .* --data\.corpus of heinsen_jax\.train"):
+        data.load(load_config(moved / "config.json").data)
+    options = linearize.Options(model=str(moved), workdir=str(tmp_path / "linear"), data=text[1])
     options = replace(options, transfer_steps=1, steps=1, attention="log:features=hedgehog")
     few = "--data.sequence-length 16 --data.batch-size 2 --training.evaluation-batches 1"
     assert linearize.linearize(options, few.split()) == 0
@@ -470,7 +473,7 @@ def test_an_import_has_its_own_tokenizer_wherever_it_is(monkeypatch, capsys, tmp
         assert str(tmp_path) not in (saved / name).read_text()
     shutil.rmtree(moved)
     for folder in (saved, Path(options.workdir)):
-        assert "loss: " in evaluated(folder, *data)
+        assert "loss: " in evaluated(folder, *text)
     assert "loss: " in evaluated(Path(options.workdir))
 
 

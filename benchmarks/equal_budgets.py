@@ -30,7 +30,6 @@ STUDY = "long_context_updates"
 UPDATES = 300, 600
 BUDGETS = "flops", "time"
 DOCUMENT_LENGTH = 5400  # about the mean tokens of a file of Python's library
-METRICS = "loss", "loss_2048"
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ def interpolated(updates: float, losses: dict[int, float]) -> float | None:
     return float(np.exp(np.polyval(parabola, np.log(updates))))
 
 
-def by_seed(results: dict[int, Comparison], metric: str, updates: float) -> list[float | None]:
+def by_seed(results: dict[int, Comparison], updates: float) -> list[float | None]:
     """Return the loss of each seed after a number of updates, given the results of others."""
-    values = zip(*(result.values(metric) for result in results.values()), strict=True)
+    values = zip(*(result.values("loss") for result in results.values()), strict=True)
     return [interpolated(updates, dict(zip(results, of_seed, strict=True))) for of_seed in values]
 
 
@@ -84,14 +83,11 @@ def main(options: Options) -> int:
         flops = found[first, numbers[0]].mean("flops") / found[name, numbers[0]].mean("flops")
         of_first = {"flops": flops, "time": seconds[first] / seconds[name]}
         losses = {
-            metric: {
-                str(n): {x: by_seed(by_updates, metric, n * of_first[x]) for x in BUDGETS}
-                for n in UPDATES
-            }
-            for metric in METRICS
+            str(n): {x: by_seed(by_updates, n * of_first[x]) for x in BUDGETS} for n in UPDATES
         }
-        rows[name] = {"seconds_per_update": seconds[name], "updates_per_budget": of_first, **losses}
-        cells = [x for by_budget in losses["loss"].values() for x in by_budget.values()]
+        row = {"seconds_per_update": seconds[name], "updates_per_budget": of_first, "loss": losses}
+        rows[name] = row
+        cells = [x for by_budget in losses.values() for x in by_budget.values()]
         texts = [", ".join("" if x is None else f"{x:.3f}" for x in values) for values in cells]
         table.add_row(name, f"{seconds[name]:.3f}", *texts)
     Console().print(table)

@@ -100,9 +100,9 @@ def draw_losses(axes: Axes) -> None:
         of_length = {length: results[model].mean(loss) for length, loss in LOSSES.items()}
         draw(axes, label, of_length)
     axes.set(
-        title="Validation loss of Python code, trained on 512 tokens",
+        title="Python code, trained on sequences of 512 tokens",
         xlabel="tokens per sequence",
-        ylabel="nats per token, mean of 3 seeds",
+        ylabel="validation loss (nats per token)",
         xscale="log",
     )
     axes.set_xticks(list(LOSSES), list(map(str, LOSSES)))

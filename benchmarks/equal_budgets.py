@@ -2,12 +2,11 @@
 
     python benchmarks/equal_budgets.py
 
-Measures an update of each model of the study configs/studies/long_context_updates.py, on random
-tokens in interleaved runs, without compilation, evaluation and data. The budgets are those of 300
-and of 600 updates of the first model. The loss of a model with such a budget is interpolated for
-each seed, by the parabola through the logarithms of its losses and numbers of updates; null if the
-budget is outside of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON
-record.
+Measures an update of each model with results of the study long_context_updates, on random tokens in
+interleaved runs, without compilation, evaluation and data. The budgets are those of 300 and of 600
+updates of the first model. The loss of a model with such a budget is interpolated for each seed, by
+the parabola through the logarithms of its losses and numbers of updates; null if the budget is
+outside of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 """
 
 import json
@@ -61,19 +60,19 @@ def by_seed(results: dict[int, Comparison], updates: float) -> list[float | None
 
 def main(options: Options) -> int:
     study = load_study(STUDY)
+    results = results_of(study, ROOT / "benchmarks/results/studies" / STUDY)
+    found = {(x.compared["model"], int(x.compared["updates"])): x for x in results}
+    numbers = sorted({updates for _, updates in found})
     configs = {
         run.labels["model"]: run.config
         for run in study.first_seed_runs()
-        if run.labels["updates"] == str(UPDATES[0])
+        if all((run.labels["model"], updates) in found for updates in numbers)
     }
     steps = {
         name: TrainingStep(config, config.model.vocab_size, DOCUMENT_LENGTH)
         for name, config in configs.items()
     }
     seconds = interleaved_medians({**steps}, options.repeats)
-    results = results_of(study, ROOT / "benchmarks/results/studies" / STUDY)
-    found = {(x.compared["model"], int(x.compared["updates"])): x for x in results}
-    numbers = sorted({updates for _, updates in found})
     first = next(iter(configs))
     rows = {}
     columns = [f"{budget} of {updates}" for updates, budget in product(UPDATES, BUDGETS)]

@@ -915,8 +915,9 @@ def test_costs_of_the_full_size_are_those_of_the_configuration():
         hours = [x * tokens / rate / 3600 for x in flops]
         assert f"| {mfu}% | {hours[0]:.0f} | {hours[1]:.0f} |" in table
     at_40, of_gpt2 = (x * 5 / 4 for x in hours)
-    assert f"At 40%, both full runs need {at_40 + of_gpt2:.0f} GPU hours: {at_40 / 8:.0f} hours of "
-    assert f"the node for the paper's model, {of_gpt2 / 8:.0f} for GPT-2 small." in text
+    said = f"At 40%, both full runs need {at_40 + of_gpt2:.0f} GPU hours: {at_40 / 8:.0f} hours of "
+    said += f"the node for the paper's model, {of_gpt2 / 8:.0f} for GPT-2 small."
+    assert said in text
     assert f"At 10%, they need {4 * (at_40 + of_gpt2):,.0f}." in text
     assert f"{2 * tokens / 1e9:.0f} GB, 2 bytes per token" in text
     assert round(19_000 / config.training.steps, 2) == 0.03

@@ -26,6 +26,7 @@ mechanisms, if the name has no other number; 128 were published.
 """
 LENGTHS = 32, 128, 512, 2048
 WINDOW = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
+SOFTMAX = Layers("softmax", options={"positions": "none"})
 BASELINE = "log, decay by head"
 COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
@@ -66,12 +67,12 @@ def get_study() -> Study:
                 "3 windows of 64, then softmax": {
                     "model.attention": (
                         replace(WINDOW, repeats=3),
-                        Layers("softmax", options={"positions": "none"}),
+                        SOFTMAX,
                     )
                 },
                 "softmax, then 3 log": {
                     "model.attention": (
-                        Layers("softmax", options={"positions": "none"}),
+                        SOFTMAX,
                         Layers("log", repeats=3),
                     )
                 },

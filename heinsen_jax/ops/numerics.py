@@ -6,7 +6,8 @@ of a term in its sum, exp(term - total) <= 1, so they do not overflow.
 """
 
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from heinsen_jax.ops.choice import first_safe
-from heinsen_jax.typing import Array, Float, pytree_dataclass
+from heinsen_jax.typing import Array, DTypeLike, Float, pytree_dataclass
 
 # Maximum number of terms in memory in a backward pass: 2 MiB of float32, which fits a CPU's cache;
 # or 1 GiB.
@@ -147,15 +148,40 @@ class Scaled:
         return Scaled(factor, lax.stop_gradient(exponent))
 
 
+def smallest_sum(dtype: DTypeLike) -> float:
+    """Smallest exact sum of products of exponentials that are at most 1.
+
+    Terms below the smallest normal number are flushed to 0: each is then a relative error of less
+    than eps^1.5.
+    """
+    info = jnp.finfo(dtype)
+    return float(info.smallest_normal) / float(info.eps) ** 1.5
+
+
+def in_units(function: Callable[..., Array]) -> Callable[..., Array]:
+    """Divide the cotangent `[*batch, I, J]` of a function by its largest element, per batch, and
+    multiply those of the arguments by it: derivatives of a logarithm of a small sum then overflow
+    only if their product with the small terms does."""
+
+    @jax.custom_vjp
+    @wraps(function)
+    def of_units(*arguments: Array) -> Array:
+        return function(*arguments)
+
+    def backward(pullback: Callable[[Array], tuple[Array, ...]], d_result: Array):
+        largest = jnp.max(jnp.abs(d_result), (-2, -1), initial=0, keepdims=True)
+        unit = jnp.where(largest == 0, 1, largest)
+        return tuple(unit * d_argument for d_argument in pullback(d_result / unit))
+
+    of_units.defvjp(partial(jax.vjp, function), backward)
+    return of_units
+
+
+@in_units
 def log_scores(
     query: Float[Array, "*batch I K"], key: Float[Array, "*batch J K"]
 ) -> Float[Array, "*batch I J"]:
-    """log(exp(Q) exp(K)^T): LSE_k(Q_ik + K_jk). Exact as `scaled_scores` are."""
-    return scaled_scores(query, key).log()
-
-
-def scaled_scores(query: Float[Array, "*batch I K"], key: Float[Array, "*batch J K"]) -> Scaled:
-    """exp(Q) exp(K)^T, exact for any finite input and 0 where all terms of a sum are -inf.
+    """log(exp(Q) exp(K)^T): LSE_k(Q_ik + K_jk), exact for any finite input; -inf if all terms are.
 
     A matrix product of rows relative to their largest element; if one of its sums is too small to
     be exact, or if the product saves little, all sums are computed term by term. Supports
@@ -163,11 +189,11 @@ def scaled_scores(query: Float[Array, "*batch I K"], key: Float[Array, "*batch J
     """
     (size, sources), transposed = (query.shape[-2], key.shape[-2]), jnp.swapaxes(key, -1, -2)
     if size * sources <= 2 * (size + sources):
-        return Scaled.exp(_terms(query, transposed), -2).sum(-2)
+        return Scaled.exp(_terms(query, transposed), -2).sum(-2).log()
     rows = Scaled.exp(query, -1)
     columns = jax.tree.map(lambda x: jnp.swapaxes(x, -1, -2), Scaled.exp(key, -1))
     product = Scaled(matmul(rows.factor, columns.factor), rows.exponent + columns.exponent)
-    return product.or_by_terms(query, transposed)
+    return product.or_by_terms(query, transposed).log()
 
 
 @jax.custom_vjp
@@ -176,9 +202,7 @@ def _or_by_terms(sums: Array, exponent: Array, x: Array, y: Array, added: Array 
 
 
 def _or_by_terms_forward(sums, exponent, x, y, added):
-    # Terms below the smallest normal number are flushed to 0: a relative error below the square
-    # root of that.
-    excess = math.sqrt(jnp.finfo(sums.dtype).smallest_normal) - sums
+    excess = smallest_sum(sums.dtype) - sums
     way = first_safe(jnp.max(jnp.where(exponent == -jnp.inf, 0.0, excess), initial=0.0)[None])
 
     def by_terms():

@@ -1,4 +1,5 @@
-"""Exact tier: one `lax.scan` over chunks of 32 tokens, for any keys and decays.
+"""Exact tier: one `lax.scan` over chunks of 32 tokens, or 16 with decay by feature, for any keys and
+decays.
 
 With D_ts the sum of the decays of tokens s + 1 to t, query t of a chunk attends to the tokens s of
 its chunk and to the key features k of the state before the chunk, in one softmax over both:
@@ -33,15 +34,18 @@ from heinsen_jax.ops.numerics import (
     Softmax,
     einsum,
     finite,
+    in_units,
     log_scores,
     log_sum_exp,
     matmul,
     reciprocal,
+    smallest_sum,
     softmax,
 )
 from heinsen_jax.typing import Array, Bool, Float
 
 CHUNK = 32
+CHUNK_BY_FEATURE = 16  # where scores have K terms for each of C tokens
 MILD = 32.0  # nats of decay in a chunk up to which sums can be subtracted without loss
 
 
@@ -107,7 +111,8 @@ def no_states(inputs: Inputs, state: Averages) -> Averages:
 
 
 def _size(inputs: Inputs) -> int:
-    return math.gcd(CHUNK, inputs.length)
+    by_feature = inputs.log_decay is not None and inputs.log_decay.shape[-1] > 1
+    return math.gcd(CHUNK_BY_FEATURE if by_feature else CHUNK, inputs.length)
 
 
 def _chunks(inputs: Inputs) -> Chunk:
@@ -181,7 +186,7 @@ def _scores(
         if decay is not None:
             scores = scores + repeat_rows(_sums_between(decay)[..., 0], heads)
     else:
-        scores = _scores_by_feature(query, key, decay, from_start)
+        scores = in_units(_scores_by_feature)(query, key, decay, from_start)
     t, s = _indices(size, size)
     return jnp.where(repeat_rows(s <= t, heads)[None], scores, -jnp.inf)
 
@@ -206,7 +211,7 @@ def _scores_forward(query: Array, key: Array, decay: Array, from_start: Array):
     t, s = _indices(size, size)
     visible = repeat_rows(s <= t, heads)[None] & (exponent > -jnp.inf)
     # Sums are inexact if small, or rounded by the subtraction.
-    small = math.sqrt(jnp.finfo(key.dtype).smallest_normal) - jnp.where(visible, product, 1)
+    small = smallest_sum(key.dtype) - jnp.where(visible, product, 1)
     strong = -MILD - from_start[:, -1]
     way = first_safe(jnp.maximum(jnp.max(small), jnp.max(strong))[None])
     product = jnp.where(visible, product, 0)

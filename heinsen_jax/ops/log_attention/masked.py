@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from heinsen_jax.ops.numerics import matmul, reciprocal, scaled_scores, share
+from heinsen_jax.ops.numerics import log_scores, matmul, softmax
 from heinsen_jax.typing import Array, Bool, Float, typed
 
 SMALL = 2**22  # number of terms Q_tk + K_sk up to which storing them all is fastest
@@ -70,11 +70,9 @@ def _attend(
     attends = jnp.any(mask, -1, keepdims=True)
     query = jnp.where(attends | jnp.isfinite(query), query, 0)  # NaN times a cotangent of 0 is NaN
     *folds, heads, size, _ = query.shape
-    scores = scaled_scores(query.reshape(*folds, heads * size, -1), key)
-    full = *folds, heads, size, key.shape[-2]
-    exponent = jnp.where(mask, scores.exponent.reshape(full), -jnp.inf)
-    weights = scores.factor.reshape(full) * share(exponent, jnp.max(exponent, -1, keepdims=True))
-    weights = weights * reciprocal(jnp.sum(weights, -1, keepdims=True))
+    scores = log_scores(query.reshape(*folds, heads * size, -1), key)
+    scores = jnp.where(mask, scores.reshape(*folds, heads, size, -1), -jnp.inf)
+    weights = softmax(scores, -1).weights
     y = matmul(weights.reshape(*folds, heads * size, -1), value)
     return y.reshape(*folds, heads, size, -1)
 

@@ -1,9 +1,11 @@
 """All families of extreme inputs, with all implementations, against the definition in float64."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from heinsen_jax.ops import heinsen_attention
 from tests.ops.log_attention.cases import (
     FAST,
     Inputs,
@@ -12,10 +14,11 @@ from tests.ops.log_attention.cases import (
     assert_within,
     differentiate,
     differentiate_mean,
+    in_float64,
     mean_oracle,
     oracle,
 )
-from tests.ops.log_attention.families import FINITE, MASKED, VALUES, largest, size_of
+from tests.ops.log_attention.families import FINITE, MASKED, VALUES, apart, largest, size_of
 
 each_fast = pytest.mark.parametrize("implementation", FAST)
 
@@ -56,3 +59,28 @@ def test_values_of_any_sign_and_size(name, implementation):
         return gradients._replace(query=gradients.query / unit, key=gradients.key / unit)
 
     assert_gradients_within(in_units(gradients), in_units(expected_gradients), relative)
+
+
+@each_fast
+@pytest.mark.parametrize(("nats", "size"), [(0, 1), (10, 1e37), (35, 1e30), (55, 1e20), (75, 1)])
+def test_decay_by_feature_of_distant_features(nats, size, implementation):
+    inputs = VALUES["keys rise"]()
+    inputs = apart(inputs._replace(value=np.float32(size) * inputs.value, state=None), nats)
+    decay = -np.random.default_rng(0).exponential(size=inputs.key.shape).astype(np.float32)
+
+    def gradient(inputs, decay, implementation):
+        def call(query, key, value, decay):
+            y = heinsen_attention(query, key, value, log_decay=decay, implementation=implementation)
+            return jnp.sum(y), y
+
+        function = jax.jit(jax.grad(call, (0, 1, 2, 3), has_aux=True))
+        return jax.tree.map(np.asarray, function(*inputs[:3], decay))
+
+    gradients, y = gradient(inputs, decay, implementation)
+    with jax.enable_x64(True):
+        expected, expected_y = gradient(in_float64(inputs), in_float64(decay), "reference")
+    relative = 2e-6 * (1 + largest(inputs.query, inputs.key))
+    assert_within(y / size, expected_y / size, relative)
+    units = size, size, 1, size
+    for have, want, unit in zip(gradients, expected, units, strict=True):
+        assert_within(have / unit, want / unit, relative * (1 + np.abs(want / unit)))

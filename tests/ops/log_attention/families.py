@@ -85,6 +85,10 @@ FINITE: dict[str, Callable[[], Inputs]] = {
     "log-values 80 apart, keys rise 80": lambda: put("value", slice(None, None, 2), -80)._replace(
         key=ramp("key", 80 / 64).key
     ),
+    **{
+        f"keys rise, features {nats} apart": lambda nats=nats: apart(ramp("key", 10), nats)
+        for nats in (55, 75)
+    },
     "std 1000": lambda: scaled(1000),
     "std 1e30": lambda: scaled(1e30),
 }
@@ -109,6 +113,14 @@ MASKED: dict[str, Callable[[], Inputs]] = {
     "one query feature": lambda: put("query", (slice(None), slice(None), 1), -INF),
     "some queries": lambda: put("query", some(), -INF),
 }
+
+
+def apart(inputs: Inputs, nats: float) -> Inputs:
+    """Lower different features of queries and keys: no product of exponentials relative to the
+    largest of a row is then above exp(-nats)."""
+    lower = np.float32(nats) * (np.arange(CASE.key_depth) % 2).astype(np.float32)
+    upper = np.float32(nats) - lower
+    return inputs._replace(query=inputs.query - lower, key=inputs.key - upper)
 
 
 def values(sizes, signs=True, zeros=0.0) -> Inputs:
@@ -140,6 +152,12 @@ VALUES: dict[str, Callable[[], Inputs]] = {
     "keys rise, values 1e30": lambda: values(1e30)._replace(key=ramp("key", 10).key),
     "keys rise a little, values 1e20": lambda: values(1e20)._replace(key=ramp("key", 0.3).key),
     "keys rise by 50 in a chunk": lambda: values(1)._replace(key=ramp("key", 0.8).key),
+    **{
+        f"keys rise, features {nats} apart, values {size:.0e}": lambda nats=nats, size=size: apart(
+            values(size)._replace(key=ramp("key", 1).key), nats
+        )
+        for nats, size in ((10, 1e37), (35, 1e30), (42, 1e20), (55, 1e20))
+    },
     "keys fall": lambda: values(1)._replace(key=ramp("key", -10).key),
     "masked keys": lambda: values(1)._replace(key=MASKED["leading keys"]().key),
     "no keys": lambda: values(1)._replace(key=MASKED["all keys"]().key),

@@ -1,5 +1,4 @@
-"""Exact tier: one `lax.scan` over chunks of 32 tokens, or 16 with decay by feature, for any keys and
-decays.
+"""Exact tier: one `lax.scan` over chunks, for any keys and decays.
 
 With D_ts the sum of the decays of tokens s + 1 to t, query t of a chunk attends to the tokens s of
 its chunk and to the key features k of the state before the chunk, in one softmax over both:
@@ -45,7 +44,7 @@ from heinsen_jax.ops.numerics import (
 from heinsen_jax.typing import Array, Bool, Float
 
 CHUNK = 32
-CHUNK_BY_FEATURE = 16  # where scores have K terms for each of C tokens
+CHUNK_BY_FEATURE = 16  # with decay by feature, scores can have K terms per token of a chunk
 MILD = 32.0  # nats of decay in a chunk up to which sums can be subtracted without loss
 
 

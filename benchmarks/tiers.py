@@ -54,17 +54,17 @@ class Options:
 def inputs(length: int) -> dict[str, tuple[dict[str, jax.Array], jax.Array]]:
     """Return moderate arguments ("one") and three kinds that need the exact tier, with a cotangent:
     keys that rise by 2 nats per token ("two"), also with queries and keys whose largest features
-    differ by 40 nats, so that scores are summed term by term ("terms"), or log-values with a
+    differ by 80 nats, so that scores are summed term by term ("terms"), or log-values with a
     standard deviation of 100 ("three")."""
     query, key, log_value, cotangent = random_tokens(length)
     decay = -jnp.abs(random_tokens(length, seed=1)[0]) / 2
     rises = 2.0 * jnp.arange(length, dtype=jnp.float32)[None, :, None, None]
-    lower = 40.0 * (jnp.arange(DEPTH) % 2)
+    lower = 80.0 * (jnp.arange(DEPTH) % 2)
     arguments = {"query": query, "key": key, "log_value": log_value}
     tiers = {
         "one": arguments,
         "two": arguments | {"key": key + rises},
-        "terms": arguments | {"query": query - lower, "key": key + rises - (40 - lower)},
+        "terms": arguments | {"query": query - lower, "key": key + rises - (80 - lower)},
         "three": arguments | {"log_value": 100 * log_value},
     }
     with_decay = {"log_decay": decay}

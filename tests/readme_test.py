@@ -258,7 +258,7 @@ def test_costs_of_exactness_are_those_of_the_results():
     lengths = [measured["tiers"]["log_attention"][n]["times_tier_one"] for n in ("1024", "4096")]
     worst = max(max(of.values()) for of in lengths)
     assert f"cost up to {worst:.1f} times as much as ordinary ones" in README_TEXT
-    for tier in ("two", "two, decay", "three", "three, decay"):
+    for tier in ("two", "two, decay", "terms", "terms, decay", "three", "three, decay"):
         assert f"| {lengths[0][tier]:.1f} | {lengths[1][tier]:.1f} |" in table
     text = " ".join(PAGES.split())
     assert f"needs {max(0, 100 * measured['test']['cost']):.0f}% of that tier's time" in text

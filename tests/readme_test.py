@@ -689,6 +689,62 @@ COPYING = {
 """Rows of the table of copying, by names that differ from the labels of the study."""
 
 
+CAPACITY = {
+    "softmax attention": "softmax",
+    "softmax attention, one key/value head": "gqa",
+    "hybrid: softmax, then log": "hybrid: softmax, log",
+    "Kimi Delta Attention": "kda",
+    "log-attention": "log",
+}
+
+
+def test_capacity_of_recall_is_that_of_the_study():
+    results = {x.compared["mechanism"]: x for x in results_of_study("recall_capacity")}
+    table = STUDY_PAGE.partition("<!-- capacity -->")[2].partition("\n\n")[0]
+    shown, pairs = [], (8, 16, 32, 64)
+    for line in table.strip().splitlines()[2:]:
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if label not in CAPACITY:  # for example "Gated DeltaNet, 16 x 16"
+            first, comma, sizes = label.partition(", ")
+            first = CAPACITY.get(first, first.lower().replace(" ", "_").replace("-", ""))
+            label = first + comma + sizes
+        name = CAPACITY.get(label, label)
+        result = results[name]
+        means = [f"{result.mean(f'accuracy_{number}_pairs'):.2f}" for number in pairs]
+        means[-1] += f" ± {result.spread('accuracy_64_pairs'):.2f}"
+        assert cells == [f"{result.mean('state_bytes') / 1000:.1f}", *means], name
+        shown.append(name)
+    assert sorted(shown) == sorted(results)
+    size = {name: x.mean("state_bytes") for name, x in results.items()}
+    at = {
+        number: {name: x.mean(f"accuracy_{number}_pairs") for name, x in results.items()}
+        for number in pairs
+    }
+    assert all(at[64][x] > 0.999 for x in ("softmax", "gqa", "mla", "fox", "hybrid: softmax, log"))
+    slots = "log, 256 slots"
+    said = f"256 slots answers {at[64][slots]:.2f} of 64 pairs in {size[slots] / 1000:.0f} kB"
+    assert said in STUDY_TEXT
+    spread = max(results[x].spread("accuracy_64_pairs") for x in (slots, "mamba2"))
+    assert abs(at[64]["mamba2"] - at[64][slots]) < spread
+    assert f"in {100 * size[slots] / size['mamba2']:.0f}% of its bytes" in STUDY_TEXT
+    delta = f"answers {at[64]['deltanet']:.2f} in {size['deltanet'] / 1000:.0f} kB"
+    assert delta in STUDY_TEXT
+    slots = "log, 144 slots"
+    assert all(
+        of["deltanet"] > of[slots] and of["mlstm"] > of["log, 64 slots"] for of in at.values()
+    )
+    rivals = "gated_deltanet", "kda"
+    assert all(0.9 < size[slots] / size[name] < 1.1 for name in ("deltanet", *rivals))
+    gains = [f"{at[64][slots] - at[64][name]:.2f}" for name in rivals]
+    assert f"by {gains[0]} and {gains[1]}" in STUDY_TEXT
+    assert all(at[number][slots] < at[number][name] for number in (8, 16) for name in rivals)
+    plain = f"answers {at[64]['log']:.2f} of 64 pairs, and {at[64]['log, decay by head']:.2f} with"
+    assert plain in STUDY_TEXT
+    smallest = sum(x.tuned["learning_rate"] == "0.005" for x in results.values())
+    assert 2 * smallest == len(results)
+    assert "half of the mechanisms is the smallest" in STUDY_TEXT
+
+
 def test_copying_figures_are_those_of_the_study():
     results = {tuple(x.compared.values()): x for x in results_of_study("copying")}
     table = STUDY_PAGE.partition("<!-- copying -->")[2].partition("\n\n")[0]

@@ -127,8 +127,8 @@ for result in sorted(good, key=lambda result: result.mean("state_bytes")):
 
 # %% [markdown]
 # How many pairs can a state hold? A third study trains one model on 4 to 64 pairs. Log-attention
-# with 256 slots and DeltaNet answer most of 64 pairs in a sixth or less of the bytes of all keys and
-# values; where both have 24 kB, DeltaNet answers more.
+# with 256 slots and DeltaNet answer most of 64 pairs in a sixth or less of the bytes of all keys
+# and values; where both have 24 kB, DeltaNet answers more.
 
 # %%
 study, results = load("recall_capacity")

@@ -693,9 +693,12 @@ CAPACITY = {
     "softmax attention": "softmax",
     "softmax attention, one key/value head": "gqa",
     "hybrid: softmax, then log": "hybrid: softmax, log",
+    "Gated DeltaNet": "gated_deltanet",
     "Kimi Delta Attention": "kda",
+    "Mamba-2": "mamba2",
     "log-attention": "log",
 }
+"""Rows of the table of capacity, with or without sizes, whose names differ from the labels."""
 
 
 def test_capacity_of_recall_is_that_of_the_study():
@@ -704,11 +707,8 @@ def test_capacity_of_recall_is_that_of_the_study():
     shown, pairs = [], (8, 16, 32, 64)
     for line in table.strip().splitlines()[2:]:
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        if label not in CAPACITY:  # for example "Gated DeltaNet, 16 x 16"
-            first, comma, sizes = label.partition(", ")
-            first = CAPACITY.get(first, first.lower().replace(" ", "_").replace("-", ""))
-            label = first + comma + sizes
-        name = CAPACITY.get(label, label)
+        first, *sizes = label.split(", ")
+        name = CAPACITY.get(label) or ", ".join([CAPACITY.get(first, first.lower()), *sizes])
         result = results[name]
         means = [f"{result.mean(f'accuracy_{number}_pairs'):.2f}" for number in pairs]
         means[-1] += f" ± {result.spread('accuracy_64_pairs'):.2f}"

@@ -159,9 +159,11 @@ def smallest_sum(dtype: DTypeLike) -> float:
 
 
 def in_units(function: Callable[..., Array]) -> Callable[..., Array]:
-    """Divide the cotangent `[*batch, I, J]` of a function by its largest element, per batch, and
-    multiply those of the arguments by it: derivatives of a logarithm of a small sum then overflow
-    only if their product with the small terms does."""
+    """Scale cotangents in the backward pass, so that logarithms of small sums do not overflow it.
+
+    With the cotangent d `[*batch, I, J]` of the result, and its largest magnitude u per batch, the
+    cotangents of the arguments `[*batch, ...]` are u pullback(d / u), equal to pullback(d).
+    """
 
     @jax.custom_vjp
     @wraps(function)

@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from heinsen_jax.data.config import DataConfig
     from heinsen_jax.data.corpora import CORPORA
     from heinsen_jax.data.dataset import Batch, Dataset
     from heinsen_jax.data.manifest import Manifest
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         Task,
         TaskDataset,
     )
-    from heinsen_jax.data.text import DataConfig, TokenDataset, TokenSource
+    from heinsen_jax.data.text import TokenDataset, TokenSource
     from heinsen_jax.data.tokenizers import (
         END_OF_TEXT,
         PretrainedTokenizer,
@@ -72,7 +73,17 @@ __all__ = [
     "validation_batches",
 ]
 
-_MODULES = ("tokenizers", "corpora", "manifest", "dataset", "text", "mixture", "tasks", "pipeline")
+_MODULES = (
+    "tokenizers",
+    "corpora",
+    "manifest",
+    "dataset",
+    "config",
+    "text",
+    "mixture",
+    "tasks",
+    "pipeline",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,9 @@ from typing import TypeAlias
 import grain
 import numpy as np
 
+from heinsen_jax.data.config import DataConfig, Documents
 from heinsen_jax.data.dataset import Batch, RowSequence
-from heinsen_jax.data.text import DataConfig, Documents, TokenDataset, load_text
+from heinsen_jax.data.text import TokenDataset, load_text
 from heinsen_jax.errors import UserError
 
 ENDLESS = 1 << 40  # rows

@@ -9,10 +9,11 @@ import jax
 import numpy as np
 import pydantic
 
+from heinsen_jax.data.config import DataConfig
 from heinsen_jax.data.dataset import Batch, Dataset, DataSettings, Settings
 from heinsen_jax.data.mixture import TextDataset, load_mixture
 from heinsen_jax.data.tasks import AnyTask, Task, TaskDataset
-from heinsen_jax.data.text import DataConfig, load_text
+from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import JSON
 

@@ -3,16 +3,14 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TypeAlias
 
 import grain
 import numpy as np
-import pydantic
-import tyro
 
-from heinsen_jax.buckets import absolute_path, bucket_path, is_remote, local_path
+from heinsen_jax.buckets import bucket_path, is_remote, local_path
+from heinsen_jax.data.config import MODEL, DataConfig, Documents
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.data.fetch import fetch_prepared
@@ -21,116 +19,16 @@ from heinsen_jax.data.packing import Plan, Segment, packed_row
 from heinsen_jax.data.prepare import HUB, SplitChoice, prepare, sources_of
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, SplitName
 from heinsen_jax.data.tokenizers import (
-    has_name,
     load_tokenizer,
     tokenizer_name,
     tokenizer_version,
 )
 from heinsen_jax.data.units import document_start, joint_hash
 from heinsen_jax.errors import UserError
-from heinsen_jax.typing import config_dataclass
 
-Documents: TypeAlias = Literal["separate", "continuous"]
 RowFn: TypeAlias = Callable[[np.ndarray, int], Batch]
 """Function from at most T + 1 tokens, and T, to a row."""
-MODEL = "model://"
-"""Start of `corpus` in the configuration of an imported model, whose training text is unknown; the
-name of the model follows."""
 _BLOCK = 1 << 24  # tokens that are searched together
-
-
-@config_dataclass
-class DataConfig:
-    """Text corpus, tokenizer, and shape of the batches."""
-
-    corpus: str = "python-stdlib"
-    """Name of a corpus; a text, .jsonl or Parquet file, or a folder of them; a data set of the
-    Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder, on a
-    disk or in a bucket, gs://bucket/folder."""
-    mixture: dict[str, pydantic.NonNegativeFloat] | None = None
-    """Several corpora in place of `corpus`, each with a weight: rows of training in proportion to
-    the weights; evaluation of all, and of each by its name."""
-    mixture_stages: Annotated[
-        tuple[tuple[pydantic.PositiveInt, dict[str, pydantic.NonNegativeFloat]], ...],
-        tyro.conf.Fixed,
-    ] = ()
-    """Pairs (step, mixture): from that step on, counted from 0, other weights, also 0, and other
-    corpora. Only in configuration files."""
-    text_column: str = DEFAULT_COLUMN
-    """Column of the texts in .jsonl and Parquet files."""
-    tokenizer: str = "bytes"
-    """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
-    folder."""
-    cache: str = "data"
-    """Folder for downloads and prepared data sets."""
-    validation_fraction: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
-    """Fraction for validation. When None: 0.1 of a text file, or of each file of a folder with few,
-    else 0.01 of the documents."""
-    sequence_length: pydantic.PositiveInt = 1024
-    """Sequence length, in tokens."""
-    batch_size: pydantic.PositiveInt = 32
-    """Global batch size, in sequences."""
-    documents: Documents | None = None
-    """separate: tokens attend only to their own document, and no document's first token is
-    predicted from another one. continuous: tokens attend to all previous tokens of the sequence.
-    When None, separate if end-of-text tokens divide the corpus and all mechanisms of the model
-    support segments, else continuous; training reports the choice."""
-    packing: Literal["windows", "best_fit"] = "windows"
-    """Sequences of training. windows: consecutive tokens of the corpus. best_fit: whole separate
-    documents, longer ones in segments, and padding where none fits. Validation has windows."""
-    test_lengths: tuple[pydantic.PositiveInt, ...] = ()
-    """Further sequence lengths, in tokens, at which to evaluate."""
-    verify: bool = False
-    """Before training, compare the hashes of all prepared tokens with the manifest."""
-
-    def __post_init__(self) -> None:
-        if self.packing == "best_fit" and self.documents == "continuous":
-            raise ValueError(
-                "packing='best_fit' with documents='continuous': packed documents are separate; "
-                "set packing='windows' or documents='separate'"
-            )
-        self._check_mixture()
-
-    def _check_mixture(self) -> None:
-        steps = [step for step, _ in self.mixture_stages]
-        if self.mixture is None and steps:
-            raise ValueError("mixture_stages without mixture: give the weights of the first steps")
-        if steps != sorted({*steps}):
-            raise ValueError(f"mixture_stages begin at steps {steps}: give increasing ones")
-        for weights in self.mixtures:
-            if not sum(weights.values()) > 0:
-                raise ValueError(f"mixture {weights}: give at least one weight above 0")
-
-    @property
-    def mixtures(self) -> list[dict[str, float]]:
-        """The weights of all stages, in order; none without a mixture."""
-        first = [] if self.mixture is None else [self.mixture]
-        return [*first, *(weights for _, weights in self.mixture_stages)]
-
-    @property
-    def longest(self) -> int:
-        """Maximum sequence length."""
-        return max((self.sequence_length, *self.test_lengths))
-
-    def absolute(self) -> "DataConfig":
-        """A copy with absolute paths, for processes in other folders."""
-
-        def of_all(mixture: dict[str, float]) -> dict[str, float]:
-            return {_absolute_corpus(name): weight for name, weight in mixture.items()}
-
-        return replace(
-            self,
-            corpus=_absolute_corpus(self.corpus),
-            mixture=None if self.mixture is None else of_all(self.mixture),
-            mixture_stages=tuple((step, of_all(x)) for step, x in self.mixture_stages),
-            tokenizer=self.tokenizer if has_name(self.tokenizer) else absolute_path(self.tokenizer),
-            cache=absolute_path(self.cache),
-        )
-
-
-def _absolute_corpus(name: str) -> str:
-    is_named = name in CORPORA and not (Path(name) / MANIFEST_FILE).exists()
-    return name if is_named else absolute_path(name)
 
 
 class TokenSource:

@@ -22,8 +22,8 @@ from flax import nnx
 
 from heinsen_jax.buckets import local_path
 from heinsen_jax.data import Tokenizer, save_tokenizer
+from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.files import check_new_folder, filling
-from heinsen_jax.data.text import MODEL
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, command_line, without_extra

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from heinsen_jax import data
 from heinsen_jax.data import text
+from heinsen_jax.data.config import DataConfig
 from heinsen_jax.data.manifest import Manifest, Shard, Split
 from heinsen_jax.data.pipeline import train_batches, validation_batches
-from heinsen_jax.data.text import DataConfig, TokenDataset
+from heinsen_jax.data.text import TokenDataset
 from heinsen_jax.data.tokenizers import get_tokenizer, save_tokenizer
 from heinsen_jax.errors import UserError
 from tests.data.tokenizer_json_test import byte_level, write

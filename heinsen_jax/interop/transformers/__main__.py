@@ -17,8 +17,8 @@ from flax import nnx
 from heinsen_jax.buckets import local_path
 from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
 from heinsen_jax.data import DataConfig, save_tokenizer
+from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.files import check_new_folder, filling
-from heinsen_jax.data.text import MODEL
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP

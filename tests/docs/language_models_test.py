@@ -1,0 +1,293 @@
+"""Losses of language models in the README and docs are those of the committed studies."""
+
+import json
+import statistics
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from heinsen_jax.study import Difference, differences_of, load_study
+from heinsen_jax.study.paragraphs import paragraphs
+from tests.docs.pages import (
+    README,
+    README_TEXT,
+    ROOT,
+    STUDIES,
+    STUDY_TEXT,
+    adjusted_p_values,
+    read_record,
+    results_by_model,
+    results_of_study,
+    table,
+)
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_reports_of_studies_are_of_their_results(folder):
+    study = load_study(ROOT / f"configs/studies/{folder.name}.py")
+    results = results_of_study(folder.name)
+    report = (folder / "report.md").read_text()
+    recorded = [*map(json.loads, (folder / "results.jsonl").read_text().splitlines())]
+    for part in paragraphs(study, results, recorded):
+        count = f"{len(recorded)} of "  # and then the number of runs of the grid
+        assert (count if part.startswith(count) else part) in report
+    assert (folder / "report.png").exists() == bool(study.plots)
+
+
+def test_language_models_are_those_of_the_study():
+    study = load_study(ROOT / "configs/studies/language_model.py")
+    results = results_by_model("language_model")
+    differences = {
+        (x.compared["model"], x.metric): x for x in differences_of(study, [*results.values()])
+    }
+    verdicts = {key: x.verdict for key, x in differences.items()}
+    for line, (name, result) in zip(table("language model"), results.items(), strict=True):
+        assert result.mean("parameters") <= 850_000
+        cells = [name, f"{result.mean('parameters'):,.0f}"]
+        for metric in ("loss", "loss_256", "loss_1024"):
+            mean, spread = result.mean(metric), result.spread(metric)
+            cells.append(f"{mean:.3f} ± {spread:.3f}" if result.values(metric) else "")
+        cells += [verdicts.get((name, metric), "") for metric in ("loss", "loss_1024")]
+        assert line == f"| {' | '.join(cells)} |"
+    ours = results["log, decay by head"].mean("loss")
+    assert ours < 1.56
+    worse = "softmax, no positions", "softmax, learned positions", "softmax, ALiBi", "FoX"
+    others = "softmax, rotary", "Gated DeltaNet", "Mamba-2"
+    hybrids = [name for name in results if "3 log" in name or "alternating" in name]
+    assert {verdicts[name, "loss"] for name in worse} == {"worse"}
+    assert {verdicts[name, "loss"] for name in (*others, *hybrids)} == {"no difference"}
+    added = [differences[name, "loss"].mean for name in worse]
+    assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_TEXT
+    p_values = adjusted_p_values([*differences.values()], "loss")
+    differ = {name for name, p in p_values.items() if p < 0.05}
+    assert f"Holm's correction for the {len(p_values)} comparisons" in STUDY_TEXT
+    assert {name for name in differ if "the paper's model" not in name} == {
+        "AdamW: log, decay by head",
+        "AdamW: softmax, rotary",
+    }
+    with_both = [name for name in results if f"AdamW: {name}" in results]
+    saved = [results[f"AdamW: {x}"].mean("loss") - results[x].mean("loss") for x in with_both]
+    assert f"by {min(saved):.2f} to {max(saved):.2f} nats" in STUDY_TEXT
+    paper = (results[f"{x}log, the paper's model"].mean("loss_1024") for x in ("AdamW: ", ""))
+    assert "from {:.3f} to {:.3f}".format(*paper) in STUDY_TEXT
+    at_1024 = {name: x.mean("loss_1024") for name, x in results.items() if x.values("loss_1024")}
+    best, second = sorted(at_1024, key=lambda name: at_1024[name])[:2]
+    assert (best, second) == ("Mamba-2", "log, decay by head")
+    assert min(results["softmax, rotary"].values("loss_1024")) > at_1024[second] + 0.1
+    window = "window of 64, rotary"
+    gained = [results[name].mean("loss") - at_1024[name] for name in (second, window)]
+    assert {f"{x:.2f}" for x in gained} == {"0.04"}
+
+
+def test_longer_contexts_are_those_of_the_study():
+    study = load_study(ROOT / "configs/studies/long_context.py")
+    results = results_by_model("long_context")
+    found = differences_of(study, [*results.values()])
+    verdicts = {(x.compared["model"], x.metric): x.verdict for x in found}
+    for line, (name, x) in zip(table("long context"), results.items(), strict=True):
+        assert 1_050_000 < x.mean("parameters") < 1_070_000
+        cells = [name, f"{x.mean('state_bytes') / 1000:,.0f}"]
+        cells += [f"{x.mean(metric):.2f}" for metric in ("loss_32", "loss_128")]
+        cells += [f"{x.mean(y):.3f} ± {x.spread(y):.3f}" for y in ("loss", "loss_2048")]
+        cells += [verdicts.get((name, metric), "") for metric in ("loss", "loss_2048")]
+        assert line == f"| {' | '.join(cells)} |"
+    for metric in ("loss", "loss_2048"):
+        p_values = adjusted_p_values(found, metric)
+        assert len(p_values) == len(results) - 1
+        assert {name for name, p in p_values.items() if p > 0.05} == {"log, slots"}
+    rates = [*study.axes["learning_rate"]]
+    folder = ROOT / "benchmarks/results/studies/long_context"
+    tried = {
+        (labels["model"], labels["learning_rate"])
+        for line in (folder / "results.jsonl").read_text().splitlines()
+        if (labels := json.loads(line)["labels"])["seed"] == "1"
+    }
+    for name, x in results.items():
+        best = rates.index(x.tuned["learning_rate"])
+        assert {(name, rates[best - 1]), (name, rates[best + 1])} < tried
+
+
+def test_what_is_said_of_longer_contexts_is_of_the_study():
+    results = results_by_model("long_context")
+    loss = {name: x.mean("loss") for name, x in results.items()}
+    longest = {name: x.mean("loss_2048") for name, x in results.items()}
+    gain = {name: x.mean("loss_32") - longest[name] for name, x in results.items()}
+    late = {name: loss[name] - longest[name] for name in results}
+    size = {name: x.mean("state_bytes") for name, x in results.items()}
+    log, slots, rotary, fox = "log, decay by head", "log, slots", "softmax, rotary", "FoX"
+    three, two, alibi = "3 log, then softmax", "alternating log and softmax", "softmax, ALiBi"
+    window, merged = "window of 64, rotary", "window of 64 merged with log"
+    alternating, recurrent = (
+        "alternating log and window of 64",
+        ("Gated DeltaNet", "Mamba-2", "GLA"),
+    )
+    after_windows = "3 windows of 64, then softmax"
+    cached = fox, alibi, three, two
+    constant = log, slots, alternating, *recurrent
+
+    def span(values: dict[str, float], names: tuple[str, ...], less: float = 0) -> str:
+        of = [values[name] - less for name in names]
+        return f"{min(of):.2f} to {max(of):.2f}"
+
+    said = f"hybrids of log-attention and softmax attention gain {span(gain, cached)} nats, "
+    said += f"softmax attention after windows {gain[after_windows]:.2f}, log-attention with decay "
+    said += f"{gain[log]:.2f}, and Gated DeltaNet, Mamba-2 and GLA {span(gain, recurrent)}."
+    assert said in STUDY_TEXT
+    assert f"a window of 64 gains {late[window]:.2f}, since" in STUDY_TEXT
+    most = max(late[name] for name in constant)
+    assert f"constant states gain no more than {most:.2f}." in STUDY_TEXT
+    assert min(late[name] for name in cached) > 2 * most
+    assert max(late[rotary], late[merged]) < 0
+    assert min(loss[x] for x in (*constant, window, merged)) == loss[alternating]
+    less = {x: f"{loss[x] - loss[alternating]:.2f} less than" for x in (log, window, rotary)}
+    said = f"have the smallest loss, {loss[alternating]:.3f} at 512 tokens: {less[log]} "
+    said += f"log-attention alone, {less[window]} windows alone, which need more bytes, and "
+    assert f"{said}{less[rotary]} softmax attention with rotary positions" in STUDY_TEXT
+    assert size[alternating] < size[window]
+    said = f"Mamba-2 and GLA, by {span(loss, recurrent, loss[log])}; the states of the first two"
+    assert said in STUDY_TEXT
+    assert size["GLA"] < size[log] < min(size[name] for name in recurrent[:2])
+    assert f"better than log-attention, by {loss[log] - loss[window]:.2f}." in STUDY_TEXT
+    assert abs(loss[window] - loss[merged]) < results[window].spread("loss")
+    said = f"worse by {longest[merged] - longest[window]:.2f} at 2048, in "
+    assert f"{said}{size[merged] / size[window]:.1f} times the bytes" in STUDY_TEXT
+    more = size[slots] / size[log] - 1
+    assert f"Slots show no difference, with a state {more:.0%} larger" in STUDY_TEXT
+    said = f"reaches {loss[three]:.3f}, ALiBi in all layers {loss[alibi]:.3f}, and FoX "
+    low, middle, high = sorted(results[fox].values("loss"))
+    said += f"{loss[fox]:.3f}; two of FoX's three seeds reach {low:.2f} and {middle:.2f}, the third"
+    assert f"{said} {high:.2f}. Softmax attention in every second layer has the " in STUDY_TEXT
+    assert f"smallest loss, {loss[two]:.3f}." in STUDY_TEXT
+    assert min(loss.values()) == loss[two]
+
+
+def test_log_attention_is_the_better_partner_in_both_hybrids():
+    study = load_study(ROOT / "configs/studies/long_context.py")
+    results = results_by_model("long_context")
+
+    def difference(of: str, baseline: str) -> Difference:
+        found = differences_of(replace(study, baseline=baseline), [results[baseline], results[of]])
+        (same,) = (x for x in found if (x.compared["model"], x.metric) == (of, "loss"))
+        return same
+
+    gated, windows = "alternating Gated DeltaNet and window of 64", "3 windows of 64, then softmax"
+    for name, baseline, said in (
+        (gated, "alternating log and window of 64", "with log-attention (95% confidence interval "),
+        (windows, "3 log, then softmax", "after three layers of log-attention ("),
+    ):
+        found = difference(name, baseline)
+        said = f"{results[name].mean('loss'):.3f}, {found.mean:.2f} more than {said}"
+        assert found.interval
+        assert f"{said}{found.interval[0]:.2f} to {found.interval[1]:.2f})" in STUDY_TEXT
+        assert difference(name, "window of 64, rotary").verdict == "no difference"
+
+
+def test_losses_at_equal_budgets_are_those_of_the_results():
+    results = results_of_study("long_context_updates")
+    mean = {(x.compared["model"], int(x.compared["updates"])): x.mean("loss") for x in results}
+    record = read_record("equal_budgets")
+    numbers, models = record["budgets"], record["models"]
+
+    def at(model: str, updates: int, budget: str) -> float:
+        return statistics.mean(models[model]["loss"][str(updates)][budget])
+
+    for line, (name, row) in zip(table("equal budgets"), models.items(), strict=True):
+        cells = [name, *(f"{mean[name, x]:.2f}" for x in (150, 300, 600))]
+        cells.append(f"{row['seconds_per_update']:.2f}")
+        for losses in (row["loss"][str(x)] for x in numbers):
+            cells += [
+                "" if None in x else f"{statistics.mean(x):.2f}"
+                for x in (losses["flops"], losses["time"])
+            ]
+        assert line == f"| {' | '.join(cells)} |"
+    rotary, fox, log, gated = "softmax, rotary", "FoX", "log, decay by head", "Gated DeltaNet"
+    gain = {x: f"{mean[x, 150] - mean[x, 600]:.2f}" for x in (rotary, fox, log, gated)}
+    said = f"positions gains {gain[rotary]} nats, FoX {gain[fox]}, log-attention {gain[log]} and "
+    assert f"{said}Gated DeltaNet {gain[gated]}." in STUDY_TEXT
+    for updates, name in product((300, 600), (rotary, fox)):
+        losses = (models[x]["loss"][str(updates)]["time"] for x in (log, name))
+        assert stats.ttest_ind(*losses, equal_var=False).pvalue > 0.05
+    ahead = [at(x, 300, "time") - at(log, 300, "time") for x in (rotary, fox)]
+    behind = [at(log, 600, "time") - at(x, 600, "time") for x in (rotary, fox)]
+    said = "softmax attention, by {:.2f} and {:.2f}; with that of 600, it is {:.2f} and {:.2f} "
+    assert f"{said.format(*ahead, *behind)}behind; with two seeds, the 95%" in STUDY_TEXT
+    for updates, best in ((300, "window of 64"), (600, "softmax")):
+        for budget in ("flops", "time"):
+            trained = [x for x in models if None not in models[x]["loss"][str(updates)][budget]]
+            smallest = min(trained, key=lambda x: at(x, updates, budget))
+            assert smallest == f"alternating log and {best}"
+
+
+def test_losses_by_position_are_those_of_the_study():
+    results = results_by_model("long_context")
+    loss = {
+        name: [x.mean(f"loss_2048_at_{end}") for end in (32, 128, 256, 512, 1024, 2048)]
+        for name, x in results.items()
+    }
+    window = loss.pop("window of 64, rotary")
+    less = {name: np.subtract(values, window) for name, values in loss.items()}
+    first, *lines = table("positions")
+    assert first == f"| window of 64, rotary: loss | {' | '.join(f'{x:.2f}' for x in window)} |"
+    for line, (name, values) in zip(lines, less.items(), strict=True):
+        assert line == f"| {name} | {' | '.join(f'{x:+.2f}' for x in values.round(2) + 0)} |"
+    alternating = "alternating log and window of 64"
+    for name in ("log, decay by head", alternating):
+        assert np.ptp(less[name][2:]) < 0.05
+    for name in ("Gated DeltaNet", "Mamba-2", "GLA"):
+        assert np.ptp(less[name][2:]) < 0.06
+    for name in ("FoX", "softmax, ALiBi", "3 log, then softmax", "alternating log and softmax"):
+        assert (np.diff(less[name][:5]) < 0).all()
+        assert less[name][5] > less[name][4] - 0.01
+    for name in ("softmax, rotary", "window of 64 merged with log"):
+        assert (np.diff(less[name][3:]) > 0.03).all()
+
+
+def test_the_table_on_longer_contexts_is_of_the_study():
+    results = results_by_model("long_context")
+    rows = README.partition("| | state after 512 tokens |")[2].partition("\n\n")[0]
+    lines = rows.splitlines()[2:]
+    assert len(lines) == 7
+    for line in lines:
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        x = results[name]
+        losses = (f"{x.mean(metric):.3f}" for metric in ("loss", "loss_2048"))
+        assert cells == [f"{x.mean('state_bytes') / 1000:,.0f} kB", *losses]
+
+
+def test_the_headline_is_of_seeds_that_selected_nothing():
+    study = load_study(ROOT / "configs/studies/language_model_seeds.py")
+    results = results_by_model("language_model_seeds")
+    ours, *others = results
+    assert {len(x.values("loss")) for x in results.values()} == {5}
+    at_1024 = {name: x.mean("loss_1024") for name, x in results.items() if x.values("loss_1024")}
+    assert min(at_1024, key=lambda name: at_1024[name]) == ours
+    found = differences_of(study, [*results.values()])
+    worse = {"loss": ("Gated DeltaNet", "softmax, ALiBi", "softmax, learned positions")}
+    worse["loss_1024"] = "Gated DeltaNet", "softmax, ALiBi", "softmax, rotary"
+    for metric, names in worse.items():
+        of_metric = {x.compared["model"]: x for x in found if x.metric == metric}
+        p_values = adjusted_p_values(found, metric)
+        assert {name for name, p in p_values.items() if p < 0.05} == {*names}
+        assert all(f"by {of_metric[name].mean:.3f}" in STUDY_TEXT for name in names)
+
+    def named(*names: str) -> str:
+        with_losses = [
+            f"{name.removeprefix('softmax, ')} ({results[name].mean('loss'):.3f})".replace(
+                "rotary", "rotary positions"
+            )
+            for name in names
+        ]
+        return f"{', '.join(with_losses[:-1])} and {with_losses[-1]}"
+
+    equal = "softmax, rotary", "FoX", "Mamba-2"
+    better = "softmax, ALiBi", "softmax, learned positions", "Gated DeltaNet"
+    assert {*better} == {*worse["loss"]}
+    assert {*better, *equal} == {*others} - {"window of 64, rotary"}
+    paper = results_by_model("language_model")["log, the paper's model"].mean("loss")
+    said = f"reaches {results[ours].mean('loss'):.3f} nats per character over five new seeds (the "
+    said += f"paper's model {paper:.3f}): after Holm's correction at 5%, better than "
+    said += f"{named(*better)}, with no difference from {named(*equal)}."
+    assert said in README_TEXT

@@ -1,0 +1,40 @@
+"""Pages of the documentation, and the committed results that they report."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from heinsen_jax.study import Comparison, Difference, load_study, results_of
+from heinsen_jax.study.differences import holm
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+README_TEXT = " ".join(README.split())
+PAGES = "\n".join([README, *(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))])
+PAGES_TEXT = " ".join(PAGES.split())
+STUDY_TEXT = " ".join((ROOT / "docs/studies.md").read_text().split())
+STUDIES = sorted((ROOT / "benchmarks/results/studies").glob("*"))
+
+
+def table(name: str) -> list[str]:
+    """Rows of the table after the comment `<!-- name -->`, without its head."""
+    return PAGES.partition(f"<!-- {name} -->")[2].partition("\n\n")[0].strip().splitlines()[2:]
+
+
+def read_record(name: str) -> dict:
+    return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+
+
+def results_of_study(name: str) -> list[Comparison]:
+    study = load_study(ROOT / f"configs/studies/{name}.py")
+    return results_of(study, ROOT / "benchmarks/results/studies" / name)
+
+
+def results_by_model(name: str) -> dict[str, Comparison]:
+    return {x.compared["model"]: x for x in results_of_study(name)}
+
+
+def adjusted_p_values(differences: Sequence[Difference], metric: str) -> dict[str, float]:
+    """Holm's adjusted p-values of the differences of models in a metric, by model."""
+    found = {x.compared["model"]: x.p_value for x in differences if x.metric == metric}
+    return holm({model: p for model, p in found.items() if p is not None})

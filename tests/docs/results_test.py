@@ -1,0 +1,183 @@
+"""Measurements in the README and docs are those of the committed records."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from heinsen_jax.config import as_json, load_config
+from heinsen_jax.models.flops import flops_per_token
+from heinsen_jax.models.layers import with_layers
+from heinsen_jax.study.runs import costs
+from heinsen_jax.training.metrics import PEAK_FLOPS
+from tests.docs.pages import (
+    PAGES,
+    PAGES_TEXT,
+    README,
+    README_TEXT,
+    ROOT,
+    read_record,
+    table,
+)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
+def test_losses_are_those_of_the_results(name):
+    measured = read_record(name)
+    assert f"{measured['final']['loss']:.2f} | {measured['unigram_loss']:.2f}" in PAGES
+    now = as_json(load_config(ROOT / "configs" / f"{name}.py"))
+    for part in ("model", "data", "optimizer", "training"):  # newer fields have no effect
+        fields = with_layers(measured["config"][part])
+        assert fields == {field: now[part][field] for field in fields}
+
+
+def test_mechanisms_are_compared_with_the_results():
+    of = read_record("mechanisms")["mechanisms"]
+    seconds = {name: x["forward_backward_seconds"]["16384"] for name, x in of.items()}
+    states = {name: x["state_bytes"]["16384"] for name, x in of.items() if x["state_bytes"]}
+    assert f"needs {seconds['log']:.2f} s where softmax attention" in PAGES
+    assert f"attention needs {seconds['softmax']:.1f} s" in PAGES
+    assert f"{states['log'] / 1e3:.0f} kB of state" in README_TEXT
+    assert f"needs {states['softmax'] / 1e6:.1f} MB" in PAGES
+    decoding = {
+        name: {n: round(1e6 * x) for n, x in of[name]["decode_seconds"].items()}
+        for name in ("log", "softmax")
+    }
+    log, softmax = decoding["log"], decoding["softmax"]
+    assert {round(x, -1) for x in log.values()} == {20}
+    assert f"log-attention takes {log['16384']} µs after any number of tokens" in PAGES
+    assert softmax["512"] < log["512"]
+    assert softmax["1024"] > log["1024"]
+    assert f"{softmax['1024']} µs after 1024, and {softmax['16384']} µs after 16,384" in PAGES
+
+
+def test_speeds_are_those_of_the_results():
+    measured = read_record("log_attention_cpu")
+    seconds, ratios = measured["speed_seconds"], measured["ratios"]
+    assert f"{1e3 * seconds['scan']:.0f} ms | {1e3 * seconds['chunked']:.1f} ms" in PAGES
+    assert f"{ratios['speed']:.0f} times as fast" in PAGES
+    assert f"{100 * ratios['memory']:.1f}%" in PAGES
+    for page in (README, PAGES.removeprefix(README)):
+        assert f"{ratios['decoding']:.2f} times" in page
+    per_token = {n: 1e6 * s / int(n) for n, s in measured["seconds_per_length"].items()}
+    times = f"{per_token['1024']:.1f} µs at 1024 tokens, {per_token['4096']:.1f} at 4096"
+    decoding = 1e6 * measured["decoding_seconds"]["1000000"]
+    assert f"Decoding a token needs {decoding:.1f} µs after 1,000,000" in PAGES
+    assert f"{times} and {per_token['65536']:.1f} at 65,536" in PAGES
+
+
+def test_worst_errors_are_those_of_the_results():
+    shown = "\n".join(table("numerics"))
+    worst = [
+        (implementation, dtype, measured["worst"])
+        for implementation, by_type in read_record("numerics")["errors"].items()
+        for dtype, measured in by_type.items()
+    ]
+    assert len(worst) == 8
+    for implementation, dtype, errors in worst:
+        cells = f"{errors['value']:.0e} | {errors['gradient_norm']:.0e}"
+        assert f"| `{implementation}`, {dtype} | {cells} |" in shown
+
+
+@pytest.mark.parametrize(
+    ("peers", "name"), [("torch", "original"), ("torch", "softmax"), ("jla", "jla")]
+)
+def test_comparisons_are_those_of_the_results(peers, name):
+    lengths = read_record(f"comparison_{peers}")["lengths"]
+    ratios = [lengths[length]["times_as_fast"][name] for length in ("1024", "4096")]
+    assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in PAGES
+    if name == "original":
+        assert f"{min(ratios):.0f} times as fast as the original" in README
+
+
+def test_times_of_the_gated_delta_rule_are_those_of_the_results():
+    measured = read_record("gated")
+    assert all(measured["requirements"].values())
+    times = measured["times_linear"]
+    cells = [row.split("|")[2].strip() for row in table("gated")]
+    names = [name for name in times if "devices" not in name]
+    assert sorted(cells) == sorted(f"{times[name]:.2f}" for name in names)
+    for name in ("gla", "kda"):
+        assert f"{measured['exchanged_bytes'][name]:,}" in PAGES_TEXT
+        assert f"{times[f'{name}, two devices'] / times[name]:.2f} times" in PAGES_TEXT
+    mechanisms = read_record("comparison_jla")["gated_delta_rule"]
+    for name, of_short in mechanisms["1024"].items():
+        of_long = mechanisms["4096"][name]
+        assert of_short["met"]
+        assert of_long["met"]
+        ratios = of_short["times_as_fast"], of_long["times_as_fast"]
+        assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in PAGES
+
+
+def test_costs_of_exactness_are_those_of_the_results():
+    measured = read_record("tiers")
+    shown = "\n".join(table("tiers"))
+    lengths = [measured["tiers"]["log_attention"][n]["times_tier_one"] for n in ("1024", "4096")]
+    worst = max(max(of.values()) for of in lengths)
+    assert f"cost up to {worst:.1f} times as much as ordinary ones" in README_TEXT
+    for tier in ("two", "two, decay", "terms", "terms, decay", "three", "three, decay"):
+        assert f"| {lengths[0][tier]:.1f} | {lengths[1][tier]:.1f} |" in shown
+    assert f"needs {max(0, 100 * measured['test']['cost']):.0f}% of that tier's time" in PAGES_TEXT
+    assert (
+        f"reach {100 * measured['matmul']['fraction']:.0f}% of the floating-point rate"
+        in PAGES_TEXT
+    )
+
+
+def test_shared_contexts_are_those_of_the_results():
+    for row in read_record("harness")["rows"]:
+        assert f"\n| {row['length']} | {row['times_as_fast']:.1f} |" in PAGES
+
+
+def test_costs_of_separate_documents_are_those_of_the_results():
+    rows = read_record("documents")["rows"]
+    shown = "\n".join(table("documents"))
+    names = {"log-attention": "log", "softmax attention": "softmax"}
+    names["Gated DeltaNet"] = "gated_deltanet"
+    for label, name in names.items():
+        ratios = {row["length"]: f"{row['ratio']:.2f}" for row in rows if row["attention"] == name}
+        assert f"| {label} | {ratios[256]} | {ratios[1024]} |" in shown
+    worst, largest = (max(row[x] for row in rows) - 1 for x in ("ratio", "ratio_of_programs"))
+    said = f"needs at most {math.ceil(100 * worst)}% more time, and its program is up to "
+    assert f"{said}{math.ceil(100 * largest)}% larger" in PAGES_TEXT
+
+
+def test_a_million_tokens_are_those_of_the_results():
+    measured = read_record("million_tokens")
+    assert measured["rows"][-1]["tokens"] == 1_000_000
+    worst = max(row["largest_difference"] for row in measured["rows"])
+    assert f"is farther than {worst:.0e} from float64's" in PAGES
+
+
+def test_training_steps_are_those_of_the_results():
+    measured = read_record("training_step")
+    seconds, profile = measured["seconds"], measured["profile"]
+    assert f"needs {1e3 * seconds['ours']:.1f} ms" in PAGES
+    assert f"trains it in PyTorch, {1e3 * seconds['peer']:.1f} ms" in PAGES
+    shares = f"{100 * profile['log_attention']:.0f}% of the time in log-attention itself, and "
+    shares += f"{100 * profile['attention']:.0f}% in the rest of the attention layers"
+    assert shares in PAGES_TEXT
+
+
+def test_costs_of_the_full_size_are_those_of_the_configuration():
+    config = load_config("heinsen_125m_pile")
+    flops = []
+    for model in (config.model, load_config("gpt2_small_pile").model):
+        parameters = costs(replace(config, model=model))["parameters"]
+        flops.append(flops_per_token(model, parameters, config.data.sequence_length))
+    assert f"costs {flops[0] / 1e9:.3f} GFLOPs of training" in PAGES_TEXT
+    assert f"almost as many parameters, {flops[1] / 1e9:.3f}, because" in PAGES_TEXT
+    assert f"{config.training.steps:,} updates of {config.data.batch_size} sequences" in PAGES_TEXT
+    shown = "\n".join(table("full size"))
+    tokens = config.training.steps * config.data.sequence_length * config.data.batch_size
+    for mfu in (10, 20, 40, 50):
+        rate = PEAK_FLOPS["NVIDIA H100 80GB HBM3"] * mfu / 100
+        hours = [x * tokens / rate / 3600 for x in flops]
+        assert f"| {mfu}% | {hours[0]:.0f} | {hours[1]:.0f} |" in shown
+    at_40, of_gpt2 = (x * 5 / 4 for x in hours)
+    said = f"At 40%, both full runs need {at_40 + of_gpt2:.0f} GPU hours: {at_40 / 8:.0f} hours of "
+    said += f"the node for the paper's model, {of_gpt2 / 8:.0f} for GPT-2 small."
+    assert said in PAGES_TEXT
+    assert f"At 10%, they need {4 * (at_40 + of_gpt2):,.0f}." in PAGES_TEXT
+    assert f"{2 * tokens / 1e9:.0f} GB, 2 bytes per token" in PAGES_TEXT
+    assert round(19_000 / config.training.steps, 2) == 0.03

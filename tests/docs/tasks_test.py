@@ -1,0 +1,379 @@
+"""Accuracies of synthetic tasks in the README and docs are those of the committed studies."""
+
+import math
+import statistics
+from dataclasses import replace
+
+import numpy as np
+from scipy import stats
+
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.study import differences_of, load_study
+from tests.docs.pages import (
+    README_TEXT,
+    ROOT,
+    STUDY_TEXT,
+    results_by_model,
+    results_of_study,
+    table,
+)
+
+
+def test_recall_figures_are_those_of_the_study():
+    results = results_of_study("recall")
+    accuracy = {tuple(x.compared.values()): x.mean("accuracy") for x in results}
+    for width in ("32", "64"):
+        for name in ("softmax", "gqa", "mla", "l1"):
+            assert accuracy[name, width] > 0.99
+    log, linear, rmt = (f"{100 * accuracy[x, '64']:.0f}%" for x in ("log", "linear", "rmt"))
+    assert f"log-attention answers {log} of the queries" in README_TEXT
+    assert f"log-attention of width 64 answers {log} of the queries" in STUDY_TEXT
+    others = f"with a state of the same size {linear}, and the recurrent memory (`rmt`)"
+    assert f"{others} with a smaller state {rmt}" in STUDY_TEXT
+    of_bytes = {tuple(x.compared.values()): x.mean("state_bytes") for x in results}
+    assert of_bytes["log", "64"] == of_bytes["linear", "64"] > of_bytes["rmt", "64"]
+    cache = of_bytes["softmax", "64"]
+    for name in ("log, slots", "deltanet", "kda", "gated_deltanet"):
+        assert accuracy[name, "64"] > 0.99
+        assert 0.3 < of_bytes[name, "64"] / cache < 0.4
+    slots, delta = (f"{100 * accuracy[x, '32']:.0f}%" for x in ("log, slots", "deltanet"))
+    said = (f"{of_bytes[x, '32'] / 1000:.1f} kB" for x in ("log, slots", "deltanet", "mla"))
+    said = f"slots answer {slots} in {next(said)}, and DeltaNet {delta} in {next(said)}"
+    assert f"At width 32, {said}." in STUDY_TEXT
+    assert f"the smallest state of them, {of_bytes['mla', '32'] / 1000:.1f} kB" in STUDY_TEXT
+    assert all(accuracy[name, "64"] < 0.5 for name in ("mamba2", "retnet", "gla", "hgrn2", "fox"))
+    assert accuracy["fox", "32"] < 0.5
+    assert 0.15 < of_bytes["mlstm", "64"] / cache < 0.18
+    seeds = next(x for x in results if list(x.compared.values()) == ["mlstm", "64"])
+    said = (100 * x for x in seeds.values("accuracy"))
+    assert "answers {:.0f}% with one seed and {:.0f}% with the other".format(*said) in STUDY_TEXT
+    assert f"of width 32 answers {100 * accuracy['mamba2', '32']:.0f}%, in twice" in STUDY_TEXT
+    assert 2 < of_bytes["mamba2", "32"] / of_bytes["softmax", "32"] < 2.3
+    assert accuracy["log_window", "64"] > 0.99
+    assert 1 < of_bytes["log_window", "64"] / cache < 1.05
+    study = replace(load_study(ROOT / "configs/studies/recall.py"), baseline="log")
+    verdicts = {tuple(x.compared.values()): x.verdict for x in differences_of(study, results)}
+    for name in ("linear", "rmt"):
+        assert verdicts[name, "64"] == "no difference"
+    log, linear = (
+        next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])
+        for name in ("log", "linear")
+    )
+    assert min(log) < max(linear)  # differences between seeds are as large
+
+
+FEATURES = {
+    "log-attention": "log",
+    "normalized queries and keys": "normalized",
+    "features of Hedgehog, 64 x 16": "Hedgehog",
+    "one head, 64 x 32": "one head: 64 x 32",
+    "product features, 144 x 16": "product features: 144 x 16",
+    "product features, 2 heads, 64 x 16": "product features: 2 heads, 64 x 16",
+    "DeltaNet, 8 x 16": "deltanet, 8 x 16",
+    "DeltaNet, 16 x 16": "deltanet, 16 x 16",
+    "Gated DeltaNet, 16 x 16": "gated_deltanet, 16 x 16",
+    "Gated DeltaNet, 24 x 24": "gated_deltanet, 24 x 24",
+    "Gated DeltaNet, 24 x 48": "gated_deltanet",
+}
+"""Rows of the table of features, by names that differ from the labels of the study."""
+
+
+def test_features_and_slots_are_those_of_the_study():
+    results = {x.compared["mechanism"]: x for x in results_of_study("recall_features")}
+    accuracy = {name: x.mean("accuracy") for name, x in results.items()}
+    size = {name: x.mean("state_bytes") for name, x in results.items()}
+    for line in table("features"):
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        result = results[FEATURES.get(name, name)]
+        found = f"{result.mean('accuracy'):.2f} ± {result.spread('accuracy'):.2f}"
+        assert cells == [f"{result.mean('state_bytes'):,.0f}", found]
+    slots, one, delta = "2 heads, 64 slots x 16", "64 slots x 16", "deltanet, 16 x 16"
+    good = [x for x in accuracy if x.startswith("gated_deltanet") and accuracy[x] >= 0.9]
+    assert min(accuracy[slots], accuracy[one], accuracy[delta]) >= 0.9
+    assert size[slots] < min(size[name] for name in good) == max(size.values())
+    assert size[delta] < size[one] < size["log"]
+    assert f"in a state {100 * size[slots] / size['log'] - 100:.0f}% larger" in README_TEXT
+    said = {name: f"{100 * x:.0f}%" for name, x in accuracy.items()}
+    assert accuracy[slots] > 0.99
+    assert "64 slots of 16 values answer more than 99% of the queries" in STUDY_TEXT
+    assert f"log-attention answers {said['log']} with a state of nearly the same size" in STUDY_TEXT
+    assert f"one head, with a smaller state, answers {said[one]}." in STUDY_TEXT
+    assert f"16 x 16 answers {said[delta]}." in STUDY_TEXT
+    shown = table("features")
+    assert f"The table shows {len(shown)} of the {len(results)} rows of the report." in STUDY_TEXT
+    assert "more than 99% in a state" in README_TEXT
+    assert size[delta] < size[slots] / 2
+    assert f"DeltaNet {said[delta]} in less than half of it" in README_TEXT
+
+
+def test_ablation_figures_are_those_of_the_study():
+    results = results_of_study("language_model_parts")
+    of = {result.compared["change"]: result for result in results}
+    whole = of.pop("baseline: log, decay by head")
+
+    def loss_added(name: str, metric: str = "loss") -> str:
+        return f"{of[name].mean(metric) - whole.mean(metric):.3f}"
+
+    assert f"The loss is {loss_added('no convolution')} larger without convolutions" in STUDY_TEXT
+    added = loss_added("no decay"), loss_added("no decay", "loss_1024")
+    said = "Without decay it is {} larger, hardly more than this threshold, and {} on sequences"
+    assert said.format(*added) in STUDY_TEXT
+    alone = of["windows of 16 only"]
+    assert f"alone reach {alone.mean('loss'):.3f}, and {alone.mean('loss_1024'):.3f}" in STUDY_TEXT
+    assert f"unchanged, the model reaches {whole.mean('loss'):.3f}" in STUDY_TEXT
+    added = {name: x.mean("loss") - whole.mean("loss") for name, x in of.items()}
+    seeds = [x.values("loss") for x in results_by_model("language_model").values()]
+    freedom = sum(len(values) - 1 for values in seeds)
+    squares = sum((len(values) - 1) * statistics.variance(values) for values in seeds)
+    deviation = math.sqrt(squares / freedom)
+    least = stats.t.ppf(1 - 0.025 / len(added), freedom) * 2**0.5 * deviation
+    said = f"seeds is {deviation:.3f} in the study above, so that differences of {len(added)} "
+    assert f"{said}changes are inconclusive below {least:.3f}," in STUDY_TEXT
+    paper = "the paper's recurrence, MLP ratio 3"
+    large = {name for name, x in added.items() if x > least}
+    assert large == {"no convolution", "no decay", paper, "windows of 16 only"}
+    fewer = 1 - of[paper].mean("parameters") / whole.mean("parameters")
+    said = f"with {fewer:.0%} fewer parameters, is worse by {loss_added(paper)}."
+    assert said in STUDY_TEXT
+
+
+def test_shakespeare_figures_are_those_of_the_study():
+    results = results_of_study("shakespeare")
+    losses = {result.compared["mechanism"]: result.mean("loss") for result in results}
+    assert len(losses) == 19
+    assert "smallest loss of these nineteen" in STUDY_TEXT
+    best = sorted(losses, key=lambda name: losses[name])[:2]
+    assert sorted(best) == ["log, decay by feature", "log, decay by head"]
+    assert (
+        f"mechanisms, {losses[best[0]]:.3f}; softmax attention reaches {losses['softmax']:.3f}"
+        in STUDY_TEXT
+    )
+    spread = max(losses.values()) - min(losses.values())
+    assert f"within {np.ceil(1e3 * spread) / 1e3:.3f} nats" in STUDY_TEXT
+
+
+COPYING = {
+    "softmax attention": "softmax",
+    "FoX": "fox",
+    "Mamba-2": "mamba2",
+    "Performer": "performer",
+    "Gated DeltaNet": "gated_deltanet",
+    "linear attention": "linear",
+    "recurrent memory": "rmt",
+    "window of 16 tokens": "sliding_window",
+    "additive attention": "additive",
+}
+"""Rows of the table of copying, by names that differ from the labels of the study."""
+
+
+CAPACITY = {
+    "softmax attention": "softmax",
+    "softmax attention, one key/value head": "gqa",
+    "hybrid: softmax, then log": "hybrid: softmax, log",
+    "Gated DeltaNet": "gated_deltanet",
+    "Kimi Delta Attention": "kda",
+    "Mamba-2": "mamba2",
+    "log-attention": "log",
+}
+"""Rows of the table of capacity, with or without sizes, whose names differ from the labels."""
+
+
+def test_capacity_of_recall_is_that_of_the_study():
+    results = {x.compared["mechanism"]: x for x in results_of_study("recall_capacity")}
+    shown, pairs = [], (8, 16, 32, 64)
+    for line in table("capacity"):
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        first, *sizes = label.split(", ")
+        name = CAPACITY.get(label) or ", ".join([CAPACITY.get(first, first.lower()), *sizes])
+        result = results[name]
+        means = [f"{result.mean(f'accuracy_{number}_pairs'):.2f}" for number in pairs]
+        means[-1] += f" ± {result.spread('accuracy_64_pairs'):.2f}"
+        assert cells == [f"{result.mean('state_bytes') / 1000:.1f}", *means], name
+        shown.append(name)
+    assert sorted(shown) == sorted(results)
+    size = {name: x.mean("state_bytes") for name, x in results.items()}
+    at = {
+        number: {name: x.mean(f"accuracy_{number}_pairs") for name, x in results.items()}
+        for number in pairs
+    }
+    assert all(at[64][x] > 0.999 for x in ("softmax", "gqa", "mla", "fox", "hybrid: softmax, log"))
+    slots = "log, 256 slots"
+    said = f"256 slots answers {at[64][slots]:.2f} of 64 pairs in {size[slots] / 1000:.0f} kB"
+    assert said in STUDY_TEXT
+    spread = max(results[x].spread("accuracy_64_pairs") for x in (slots, "mamba2"))
+    assert abs(at[64]["mamba2"] - at[64][slots]) < spread
+    assert f"in {100 * size[slots] / size['mamba2']:.0f}% of its bytes" in STUDY_TEXT
+    delta = f"answers {at[64]['deltanet']:.2f} in {size['deltanet'] / 1000:.0f} kB"
+    assert delta in STUDY_TEXT
+    slots = "log, 144 slots"
+    assert all(
+        of["deltanet"] > of[slots] and of["mlstm"] > of["log, 64 slots"] for of in at.values()
+    )
+    rivals = "gated_deltanet", "kda"
+    assert all(0.9 < size[slots] / size[name] < 1.1 for name in ("deltanet", *rivals))
+    gains = [f"{at[64][slots] - at[64][name]:.2f}" for name in rivals]
+    assert f"by {gains[0]} and {gains[1]}" in STUDY_TEXT
+    assert all(at[number][slots] < at[number][name] for number in (8, 16) for name in rivals)
+    plain = f"answers {at[64]['log']:.2f} of 64 pairs, and {at[64]['log, decay by head']:.2f} with"
+    assert plain in STUDY_TEXT
+    smallest = sum(x.tuned["learning_rate"] == "0.005" for x in results.values())
+    assert 2 * smallest == len(results)
+    assert "half of the mechanisms is the smallest" in STUDY_TEXT
+
+
+def test_copying_figures_are_those_of_the_study():
+    results = {tuple(x.compared.values()): x for x in results_of_study("copying")}
+    lines = table("copying")
+    assert 3 * len(lines) == len(results)
+    lengths = {"copying": (20, 30, 60), "selective copying": (64, 256), "induction": (256, 1024)}
+    accuracy = {}
+    for line in lines:
+        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        name = COPYING.get(shown, shown.replace("log-attention", "log"))
+        of = {
+            (task, length): results[task, name].mean(f"accuracy_{length}")
+            for task in lengths
+            for length in lengths[task]
+        }
+        size = results["copying", name].mean("state_bytes")
+        assert cells == [f"{size / 1000:.1f}", *(f"{x:.2f}" for x in of.values())]
+        accuracy |= {(name, *at): x for at, x in of.items()}
+    at_60 = {name: x for (name, *at), x in accuracy.items() if at == ["copying", 60]}
+    best = sorted(at_60, key=lambda name: -at_60[name])[:3]
+    assert best == ["softmax", "log, slots", "mamba2"]
+    said = "slots reaches {:.2f} at 60 letters, Mamba-2 {:.2f} with seven times the bytes, "
+    said = said.format(*(at_60[name] for name in best[1:]))
+    said += f"Performer {at_60['performer']:.2f}; two seeds do not separate them"
+    assert said in STUDY_TEXT
+    study = replace(load_study(ROOT / "configs/studies/copying.py"), baseline="log, slots")
+    near = differences_of(study, [*results.values()])
+    verdicts = {tuple(x.compared.values()): x.verdict for x in near if x.metric == "accuracy_60"}
+    for name in ("mamba2", "performer"):
+        assert verdicts["copying", name] == "no difference"
+    parameters = [x.mean("parameters") for x in results.values()]
+    assert (
+        "are not: {:,.0f} to {:,.0f}".format(*(round(f(parameters), -3) for f in (min, max)))
+        in STUDY_TEXT
+    )
+    slots, mamba = (results["copying", name].mean("state_bytes") for name in best[1:])
+    assert 6 < mamba / slots < 7.5
+    selective = {name: x for (name, *at), x in accuracy.items() if at == ["selective copying", 64]}
+    assert max(selective, key=lambda name: selective[name]) == "gated_deltanet"
+    assert f"softmax attention reaches {selective['softmax']:.2f}" in STUDY_TEXT
+    assert {f"{selective[x]:.2f}" for x in ("log, slots", "log, decay by feature")} == {"0.99"}
+    longest = {
+        name for (name, *at), x in accuracy.items() if at == ["induction", 1024] and x > 0.98
+    }
+    assert longest == {"softmax", "performer", "log, decay by head", "log, slots"}
+    short = {at[1]: x.mean("accuracy_64") for at, x in results.items() if at[0] == "induction"}
+    assert {name for name, x in short.items() if x < 0.99} == {"sliding_window"}
+    assert results["copying", "fox"].mean("accuracy_20") > 0.9999
+    assert min(results["selective copying", "mamba2"].values("accuracy_64")) < 0.6
+
+
+STATE_TRACKING = {
+    "log-attention": "log",
+    "log-attention, decay by head": "log, decay by head",
+    "log-attention, slots": "log, slots",
+    "softmax attention": "softmax",
+    "FoX": "fox",
+    "GLA": "gla",
+    "Mamba-2": "mamba2",
+    "mLSTM": "mlstm",
+}
+"""Rows of the table of state tracking, by names that differ from the labels of the study."""
+
+
+def test_state_tracking_figures_are_those_of_the_study():
+    results = {tuple(x.compared.values()): x for x in results_of_study("state_tracking")}
+    groups = "parity", "modulo 5", "permutations"
+    metrics = "accuracy", "accuracy_128", "accuracy_256"
+    found = {
+        name: {(x, y): results[name, x].mean(y) for x in groups for y in metrics}
+        for name in {name for name, _ in results}
+    }
+    lines = table("state tracking")
+    assert len(lines) == len(found)
+    for line in lines:
+        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        of = found[STATE_TRACKING.get(shown, shown)]
+        assert cells == [f"{of[x, y]:.2f}" for x in groups for y in metrics[:2]]
+    negative = "DeltaNet, negative eigenvalues", "Gated DeltaNet, negative eigenvalues"
+    for name in found.keys() - set(negative):
+        assert found[name]["parity", "accuracy_128"] < (0.61 if "Delta" in name else 0.57)
+        for inverting in negative:
+            best = found[inverting]["permutations", "accuracy"]
+            assert best > found[name]["permutations", "accuracy"]
+    assert found[negative[0]]["parity", "accuracy"] > 0.9999
+    longer = f"{100 * found[negative[0]]['parity', 'accuracy_256']:.0f}%"
+    assert f"that of 256 bits with {longer} accuracy" in STUDY_TEXT
+    assert all(of["permutations", "accuracy_128"] < 0.3 for of in found.values())
+    assert all(of["modulo 5", "accuracy_256"] < 0.33 for of in found.values())
+
+
+HYBRIDS = {
+    "log-attention": "log",
+    "softmax attention": "softmax",
+    "slots, 1 of 8 layers softmax, last": "slots, 1 of 8 softmax, last",
+    **{
+        f"1 of {n} layers softmax, {place}": f"1 of {n} softmax, {place}"
+        for n in (8, 4, 2)
+        for place in ("first", "last")
+    },
+}
+"""Rows of the table of hybrids, by names that differ from the labels of the study."""
+
+
+def size_in_words(size: int) -> str:
+    return f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+
+
+def test_hybrids_are_those_of_the_study():
+    study = load_study(ROOT / "configs/studies/hybrids.py")
+    models = {x.labels["layers"]: x.config.model for x in study.first_seed_runs()}
+    results = {tuple(x.compared.values()): x for x in results_of_study("hybrids")}
+    accuracy = {
+        name: (
+            results[name, "recall"].mean("accuracy"),
+            results[name, "copying"].mean("accuracy_40"),
+        )
+        for name in models
+    }
+    lines = table("hybrids")
+    assert len(lines) == len(models)
+    for line in lines:
+        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        name = HYBRIDS.get(shown, shown)
+        model = LanguageModel.abstract(models[name])
+        sizes = [size_in_words(model.state_size(x)) for x in (1024, 32_768, 1_048_576)]
+        assert cells == [*(f"{x:.2f}" for x in accuracy[name]), *sizes]
+    recall = {name: results[name, "recall"].values("accuracy") for name in models}
+    for name in ("1 of 2 softmax, first", "1 of 4 softmax, first", "softmax"):
+        assert min(recall[name]) > 0.999
+    for name in ("1 of 2 softmax, last", "1 of 4 softmax, last", "1 of 8 softmax, last"):
+        assert abs(accuracy[name][0] - accuracy["log"][0]) < 0.03
+    assert sum(x > 0.999 for x in recall["1 of 8 softmax, first"]) == 2
+    low, high, highest = sorted(recall["slots, 1 of 8 softmax, last"])
+    assert (
+        f"helps two seeds, {high:.0%} and {highest:.0%}, and not the third, {low:.0%}" in STUDY_TEXT
+    )
+    verdicts = {
+        x.compared["layers"]: x.verdict
+        for x in differences_of(study, [*results.values()])
+        if x.metric == "accuracy_40" and x.compared["task"] == "copying"
+    }
+    assert {name for name, x in verdicts.items() if x == "worse"} == {
+        "log",
+        "1 of 8 softmax, first",
+    }
+    longer = {tuple(x.compared.values()): x for x in results_of_study("hybrids_updates")}
+    names = "1 of 2 softmax, last", "1 of 4 softmax, last", "log"
+    two, four, alone = (longer[name, "2400"].mean("accuracy") for name in names)
+    assert f"answer {two:.0%} and {four:.0%}, and log-attention alone {alone:.0%}" in STUDY_TEXT
+    smallest = next(iter(load_study("hybrids_updates").axes["learning_rate"]))
+    assert all(longer[name, "2400"].tuned["learning_rate"] == smallest for name in names[:2])
+    spreads = (f"{longer[name, '2400'].spread('accuracy'):.2f}" for name in names)
+    assert "half the range of the seeds is {}, {} and {}".format(*spreads) in STUDY_TEXT
+    of_text = {x.compared["model"]: x.mean("loss") for x in results_of_study("language_model")}
+    said = (f"{of_text[name]:.3f}" for name in ("softmax, then 3 log", "3 log, then softmax"))
+    assert "the losses are {} and {}".format(*said) in STUDY_TEXT

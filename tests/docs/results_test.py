@@ -1,15 +1,17 @@
 """Measurements in the README and docs are those of the committed records."""
 
 import math
+import subprocess
 from dataclasses import replace
 
 import pytest
 
-from heinsen_jax.config import as_json, load_config
+from heinsen_jax.config import as_json, load_config, override
 from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.study.runs import costs
 from heinsen_jax.training.metrics import PEAK_FLOPS
+from heinsen_jax.training.optimizer import learning_rates
 from tests.docs.pages import (
     PAGES,
     PAGES_TEXT,
@@ -174,10 +176,28 @@ def test_costs_of_the_full_size_are_those_of_the_configuration():
         rate = PEAK_FLOPS["NVIDIA H100 80GB HBM3"] * mfu / 100
         hours = [x * tokens / rate / 3600 for x in flops]
         assert f"| {mfu}% | {hours[0]:.0f} | {hours[1]:.0f} |" in shown
-    at_40, of_gpt2 = (x * 5 / 4 for x in hours)
-    said = f"At 40%, both full runs need {at_40 + of_gpt2:.0f} GPU hours: {at_40 / 8:.0f} hours of "
-    said += f"the node for the paper's model, {of_gpt2 / 8:.0f} for GPT-2 small."
-    assert said in PAGES_TEXT
-    assert f"At 10%, they need {4 * (at_40 + of_gpt2):,.0f}." in PAGES_TEXT
+    ours, of_gpt2 = (x * 5 / 4 for x in hours)
+    both = ours + of_gpt2
+    said = f"At 40%, both full runs need {both:.0f} GPU hours: {ours / 8:.0f} hours of the node "
+    said += f"for the paper's model, {of_gpt2 / 8:.0f} for GPT-2 small. At 20%, they need "
+    assert f"{said}{2 * both:.0f}, and at 10%, {4 * both:,.0f}." in PAGES_TEXT
     assert f"{2 * tokens / 1e9:.0f} GB, 2 bytes per token" in PAGES_TEXT
-    assert round(19_000 / config.training.steps, 2) == 0.03
+    pilot = 2 * both * 19_000 / config.training.steps
+    assert f"two seeds each: {pilot:.0f} GPU hours at 40%, {2 * pilot:.0f} at 20%" in PAGES_TEXT
+    said = f"{ours / 8:.0f} to {round(ours / 2, -1):.0f} hours, 8 H100s"
+    assert said in PAGES_TEXT
+
+
+def test_commands_of_the_full_size_are_accepted():
+    """Bash prints the commands of the plan, since `python` is a function that prints."""
+    plan = PAGES.partition("<!-- plan -->\n```sh\n")[2].partition("```")[0]
+    script = f'python() {{ echo "$@"; }}\n{plan}'
+    printed = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+    folders = []
+    for line in printed.stdout.splitlines():
+        program, _, config, _, folder, *fields = line.split()
+        assert (ROOT / program).exists()
+        chosen = override(load_config(ROOT / config), fields)
+        assert len(learning_rates(chosen.optimizer, chosen.training.steps))
+        folders.append(folder)
+    assert len(folders) == len({*folders}) == 8

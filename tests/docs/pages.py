@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from heinsen_jax.study import Comparison, Difference, load_study, results_of
+from heinsen_jax.study import Comparison, Difference, differences_of, load_study, results_of
 from heinsen_jax.study.differences import holm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +33,24 @@ def results_of_study(name: str) -> list[Comparison]:
 
 def results_by_model(name: str) -> dict[str, Comparison]:
     return {x.compared["model"]: x for x in results_of_study(name)}
+
+
+def difference(name: str, of: str, baseline: str, metric: str, **where: str) -> Difference:
+    """Difference of two labels of a study in a metric, at these labels of its other axes."""
+    study = replace(load_study(name), baseline=baseline, metric=metric, extra_metrics=())
+    found = [
+        x
+        for x in differences_of(study, results_of_study(name))
+        if of in x.compared.values() and where.items() <= x.compared.items()
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def interval(difference: Difference) -> str:
+    """95% confidence interval in words."""
+    assert difference.interval is not None
+    return "{:.2f} to {:.2f}".format(*difference.interval)
 
 
 def adjusted_p_values(differences: Sequence[Difference], metric: str) -> dict[str, float]:

@@ -82,23 +82,45 @@ def test_worst_errors_are_those_of_the_results():
 
 
 @pytest.mark.parametrize(
-    ("peers", "name"), [("torch", "original"), ("torch", "softmax"), ("jla", "jla")]
+    ("peers", "name", "label"),
+    [
+        ("torch", "original", "the original PyTorch code"),
+        ("torch", "softmax", "PyTorch's `scaled_dot_product_attention`"),
+        ("jla", "jla", "jax-linear-attention, which is correct for moderate inputs only"),
+    ],
 )
-def test_comparisons_are_those_of_the_results(peers, name):
+def test_comparisons_are_those_of_the_results(peers, name, label):
     lengths = read_record(f"comparison_{peers}")["lengths"]
     ratios = [lengths[length]["times_as_fast"][name] for length in ("1024", "4096")]
-    assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in PAGES
+    assert f"| {label} | {ratios[0]:.1f} | {ratios[1]:.1f} |" in table("comparison")
     if name == "original":
         assert f"{min(ratios):.0f} times as fast as the original" in README
+
+
+GATED = {
+    "linear": "`linear_attention`",
+    "log": "log-attention, `heinsen_attention`",
+    "no gates": "no gates",
+    "mamba2": "decay by head (Mamba-2)",
+    "gla": "decay by feature (GLA)",
+    "deltanet": "erasure (DeltaNet)",
+    "gated_deltanet": "decay by head, erasure (Gated DeltaNet)",
+    "kda": "decay by feature, erasure (KDA)",
+    "mlstm": "`mlstm_attention`",
+    "gla, large decays": "decay by feature, large",
+    "kda, large decays": "decay by feature, large, and erasure",
+}
+"""Rows of the table of the gated delta rule."""
+RIVALS = {"mamba2": "Mamba-2", "gla": "GLA", "gated_deltanet": "Gated DeltaNet", "kda": "KDA"}
 
 
 def test_times_of_the_gated_delta_rule_are_those_of_the_results():
     measured = read_record("gated")
     assert all(measured["requirements"].values())
     times = measured["times_linear"]
-    cells = [row.split("|")[2].strip() for row in table("gated")]
-    names = [name for name in times if "devices" not in name]
-    assert sorted(cells) == sorted(f"{times[name]:.2f}" for name in names)
+    names = {name for name in times if "devices" not in name}
+    assert table("gated") == [f"| {label} | {times[x]:.2f} |" for x, label in GATED.items()]
+    assert names == GATED.keys()
     for name in ("gla", "kda"):
         assert f"{measured['exchanged_bytes'][name]:,}" in PAGES_TEXT
         assert f"{times[f'{name}, two devices'] / times[name]:.2f} times" in PAGES_TEXT
@@ -108,17 +130,30 @@ def test_times_of_the_gated_delta_rule_are_those_of_the_results():
         assert of_short["met"]
         assert of_long["met"]
         ratios = of_short["times_as_fast"], of_long["times_as_fast"]
-        assert f"| {ratios[0]:.1f} | {ratios[1]:.1f} |" in PAGES
+        row = f"| {RIVALS[name]} | {ratios[0]:.1f} | {ratios[1]:.1f} |"
+        assert row in table("gated comparison")
+
+
+TIERS = {
+    "two": "keys that rise too far for the fast tier",
+    "two, decay": "the same, with decay of each key feature",
+    "terms": "such keys, and queries with other largest features, 80 nats apart",
+    "terms, decay": "the same, with decay of each key feature",
+    "three": "log-values whose exponentials do not fit",
+    "three, decay": "the same, with decay of each key feature",
+}
+"""Rows of the table of tiers."""
 
 
 def test_costs_of_exactness_are_those_of_the_results():
     measured = read_record("tiers")
-    shown = "\n".join(table("tiers"))
     lengths = [measured["tiers"]["log_attention"][n]["times_tier_one"] for n in ("1024", "4096")]
     worst = max(max(of.values()) for of in lengths)
     assert f"cost up to {worst:.1f} times as much as ordinary ones" in README_TEXT
-    for tier in ("two", "two, decay", "terms", "terms, decay", "three", "three, decay"):
-        assert f"| {lengths[0][tier]:.1f} | {lengths[1][tier]:.1f} |" in shown
+    assert table("tiers") == [
+        f"| {label} | {lengths[0][tier]:.1f} | {lengths[1][tier]:.1f} |"
+        for tier, label in TIERS.items()
+    ]
     assert f"needs {max(0, 100 * measured['test']['cost']):.0f}% of that tier's time" in PAGES_TEXT
     assert (
         f"reach {100 * measured['matmul']['fraction']:.0f}% of the floating-point rate"

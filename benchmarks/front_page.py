@@ -18,7 +18,6 @@ from heinsen_jax.study import load_study, results_of, sweeps
 
 RESULTS = ROOT / "benchmarks/results"
 SOFTMAX, LOG = sweeps.COLORS["softmax"], sweeps.COLORS["log"]
-DECAY = sweeps.COLORS["log, decay by head"]
 COSTS = {
     "forward_backward_seconds": ("Forward and backward pass of one layer", "seconds"),
     "state_bytes": ("State or cache of one sequence", "bytes"),
@@ -35,6 +34,7 @@ class Label:
     point: int  # index
     offset: tuple[float, float]  # in points
     side: Literal["left", "right"] = "right"
+    line: Literal["o-", "o--"] = "o-"
 
     def write(self, axes: Axes, x: Sequence[float], y: Sequence[float]) -> None:
         axes.annotate(
@@ -48,9 +48,9 @@ class Label:
         )
 
 
-def beside(text: str, color: str, height: float = -4) -> Label:
-    """A name to the right of the last point."""
-    return Label(text, color, -1, (14, height), "left")
+def beside(text: str, color: str, height: float = -4, *, grows: bool = False) -> Label:
+    """A name to the right of the last point; the line is dashed if a cache `grows`."""
+    return Label(text, color, -1, (14, height), "left", "o--" if grows else "o-")
 
 
 LAYERS = {
@@ -58,12 +58,12 @@ LAYERS = {
     "softmax": Label("softmax attention", SOFTMAX, -1, (-12, -3)),
 }
 MODELS = {
-    "Mamba-2": beside("Mamba-2", "0.5"),
-    "log, decay by head": beside("log-attention with decay", DECAY),
-    "softmax, rotary": beside("softmax attention, rotary", SOFTMAX),
+    "Gated DeltaNet": beside("Gated DeltaNet", sweeps.COLORS["gated_deltanet"]),
+    "log, decay by head": beside("log-attention with decay", LOG),
+    "softmax, rotary": beside("softmax attention, rotary", SOFTMAX, grows=True),
     "alternating log and window of 64": beside("log and windows of 64", "black"),
-    "softmax, ALiBi": beside("softmax attention, ALiBi", SOFTMAX, 2),
-    "3 log, then softmax": beside("3 log layers, 1 softmax", LOG, -10),
+    "FoX": beside("FoX", sweeps.COLORS["fox"], 2, grows=True),
+    "3 log, then softmax": beside("3 log layers, 1 softmax", "0.4", -10, grows=True),
 }
 """Labels of models of the study."""
 
@@ -86,7 +86,7 @@ def main() -> None:
 
 def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
     x, y = list(of_length), list(of_length.values())
-    axes.plot(x, y, "o-", color=label.color)
+    axes.plot(x, y, label.line, color=label.color)
     label.write(axes, x, y)
     axes.grid(alpha=0.3)
 
@@ -100,7 +100,7 @@ def draw_losses(axes: Axes) -> None:
         of_length = {length: results[model].mean(loss) for length, loss in LOSSES.items()}
         draw(axes, label, of_length)
     axes.set(
-        title="Python code, trained on sequences of 512 tokens",
+        title="Loss on Python code (dashed: the cache grows)",
         xlabel="tokens per sequence",
         ylabel="validation loss (nats per token)",
         xscale="log",

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/hybrids_updates.py --jobs 2 --reuse DIR
 
-Needs an estimated hour on two CPU cores, if DIR has the results of the study hybrids.
+Needs about an hour on two CPU cores, if DIR has the results of the study hybrids.
 """
 
 from heinsen_jax.study import Ranking, Study, load_study, sweeps

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/language_model_seeds.py --jobs 2
 
-Needs an estimated hour and a half on two CPU cores.
+Needs an hour and a half on two CPU cores.
 """
 
 from dataclasses import replace

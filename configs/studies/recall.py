@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall.py --jobs 2
 
-Needs an hour on two CPU cores: 8 pairs with a vocabulary of 128 at length 64, 800 updates of 32
+Needs two hours on two CPU cores: 8 pairs with a vocabulary of 128 at length 64, 800 updates of 32
 sequences. Zoology's sizes are in `recall_zoology.py`.
 """
 

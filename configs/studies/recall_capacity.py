@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall_capacity.py --jobs 2
 
-Needs an estimated two and a half hours on two CPU cores.
+Needs four hours on two CPU cores.
 """
 
 from dataclasses import replace

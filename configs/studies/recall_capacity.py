@@ -87,6 +87,7 @@ def get_study() -> Study:
         metric="accuracy",
         extra_metrics=tuple(f"accuracy_{pairs}_pairs" for pairs in PAIRS),
         reached=("accuracy_8_pairs", 0.9),
+        baseline="log, 144 slots",
         plots=tuple(
             Points(
                 f"accuracy_{pairs}_pairs",

@@ -6,8 +6,9 @@ python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray
 from heinsen_jax.study import sweeps
 from heinsen_jax.study.differences import Difference, differences_of
 from heinsen_jax.study.grid import Run, Study, load_study
-from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, PowerLawPlot, Ranking
-from heinsen_jax.study.report import Comparison
+from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, Ranking
+from heinsen_jax.study.power_law import PowerLawPlot
+from heinsen_jax.study.records import Comparison
 from heinsen_jax.study.results import results_of
 
 __all__ = [

@@ -10,7 +10,7 @@ from scipy import stats
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Study
-from heinsen_jax.study.report import Comparison, is_larger_better, markdown_table
+from heinsen_jax.study.records import Comparison, is_larger_better, markdown_table
 
 T = TypeVar("T")
 METHOD = (

@@ -13,7 +13,7 @@ from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, ru
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.study.plots import LinePlot, Plot, PositionPlot, Ranking
+from heinsen_jax.study.plots import Plot
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
@@ -92,30 +92,10 @@ class Study:
                     f"{len(found)}"
                 )
         for plot in self.plots:
-            if isinstance(plot, LinePlot) and plot.lines not in compared:
-                raise ValueError(
-                    f"{plot}: lines must be an axis that is compared, one of {', '.join(compared)}"
-                )
-            if isinstance(plot, PositionPlot) and not (
-                self.base.training.loss_by_position and plot.length == self.base.data.longest
-            ):
-                raise ValueError(
-                    f"PositionPlot({plot.length}) needs training.loss_by_position and a longest "
-                    f"sequence of {plot.length} tokens in the base, not {self.base.data.longest}"
-                )
-            labels = [label for axis in compared for label in self.axes[axis]]
-            named = [*plot.highlighted, *([plot.baseline] if isinstance(plot, Ranking) else [])]
-            if unknown := [label for label in named if label and label not in labels]:
-                raise ValueError(
-                    f"plots of {self.title!r}: no compared axis has the labels {unknown}; "
-                    f"choose from {labels}"
-                )
-            for axis in plot.where:
-                if axis not in compared or not {*plot.labels(axis)} <= {*self.axes[axis]}:
-                    raise ValueError(
-                        f"plots of {self.title!r}: where={dict(plot.where)} must have labels by "
-                        f"compared axes, which are {', '.join(compared)}"
-                    )
+            try:
+                plot.check({axis: self.axes[axis] for axis in compared}, self.base)
+            except ValueError as error:
+                raise ValueError(f"plots of {self.title!r}: {error}") from None
 
     def first_seed_runs(self) -> list["Run"]:
         """All runs with the first seed.

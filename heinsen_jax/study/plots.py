@@ -1,16 +1,16 @@
 """Plots of studies: highlighted labels in color, all others gray, each named beside its line."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import matplotlib.figure
 from matplotlib.axes import Axes
 
+from heinsen_jax.config import ExperimentConfig
 from heinsen_jax.study.labels import GRAY, Line, label_at_right, label_points
-from heinsen_jax.study.power_law import Fit, fit_power_law
-from heinsen_jax.study.report import Comparison, is_larger_better
+from heinsen_jax.study.records import Comparison, is_larger_better
 from heinsen_jax.training.positions import bucket_ends
 
 COST_LABELS = {
@@ -57,6 +57,31 @@ class Plot:
         return [
             x for x in results if all(x.compared[axis] in self.labels(axis) for axis in self.where)
         ]
+
+    @property
+    def named(self) -> list[str]:
+        """The labels that fields of the plot name."""
+        return [*self.highlighted]
+
+    def check(self, compared: Mapping[str, Collection[str]], base: ExperimentConfig) -> None:
+        """Check the fields.
+
+        Args:
+          compared: labels of the compared axes of the study.
+          base: base of the study.
+
+        Raises:
+          ValueError: a field names no axis or label, or the base does not measure the plot.
+        """
+        labels = [label for axis in compared.values() for label in axis]
+        if unknown := [label for label in self.named if label not in labels]:
+            raise ValueError(f"no compared axis has the labels {unknown}; choose from {labels}")
+        for axis in self.where:
+            if axis not in compared or not {*self.labels(axis)} <= {*compared[axis]}:
+                raise ValueError(
+                    f"where={dict(self.where)} must have labels by compared axes, which are "
+                    f"{', '.join(compared)}"
+                )
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         """Draw the results without names of lines, and return the lines."""
@@ -127,6 +152,13 @@ class LinePlot(Plot):
 
     lines: str = "mechanism"
 
+    def check(self, compared: Mapping[str, Collection[str]], base: ExperimentConfig) -> None:
+        super().check(compared, base)
+        if self.lines not in compared:
+            raise ValueError(
+                f"{self}: lines must be an axis that is compared, one of {', '.join(compared)}"
+            )
+
     def curves(
         self, axes: Axes, results: Sequence[Comparison], y: str, x: str, metrics: Mapping[int, str]
     ) -> list[Line]:
@@ -140,10 +172,10 @@ class LinePlot(Plot):
           metrics: names of the metrics by their x.
         """
         drawn = []
-        for label, of_line in _by(results, self.lines).items():
+        for label, of_line in by_label(results, self.lines).items():
             for result in of_line:
                 points = [(x, result, metric) for x, metric in metrics.items()]
-                points = [point for point in points if _is_measured(result, point[2])]
+                points = [point for point in points if is_measured(result, point[2])]
                 name = label if len(of_line) == 1 else self.name(result)
                 if points:
                     drawn.append(self.line(axes, name, points))
@@ -174,9 +206,9 @@ class Points(LinePlot):
     frontier: bool = False
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        measured = [x for x in results if _is_measured(x, self.x) and _is_measured(x, self.y)]
+        measured = [x for x in results if is_measured(x, self.x) and is_measured(x, self.y)]
         best, drawn = self._best(measured) if self.frontier else measured, []
-        for label, of_line in _by(measured, self.lines).items():
+        for label, of_line in by_label(measured, self.lines).items():
             of_line.sort(key=lambda result: result.mean(self.x))
             places = [place for place, result in enumerate(of_line) if result in best]
             if places or self.color(of_line[0]) != GRAY:
@@ -192,6 +224,8 @@ class Points(LinePlot):
         self.draw_chance(axes)
         axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
         axes.margins(0.15)  # space for names
+        if is_larger_better(self.y):  # an accuracy
+            axes.set_ylim(0, 1.1)
         cost = cost_name(self.x)
         note = "steps: the Pareto frontier" if self.frontier else ""
         default = f"{self.y.replace('_', ' ')} against {cost}"
@@ -228,65 +262,6 @@ class Points(LinePlot):
 
 
 @dataclass(frozen=True)
-class PowerLawPlot(LinePlot):
-    """Plot of a metric against a cost, with a fitted power law per label of an axis. The report has
-    a table of the exponents.
-
-    Attributes:
-      y: a metric, above 0.
-      x: a cost, as in `Points`.
-    """
-
-    y: str
-    x: Cost
-
-    def fits(
-        self, results: Sequence[Comparison], baseline: str | None = None
-    ) -> dict[str, Fit | None]:
-        """The fits to the means of the selected results, by the labels of the lines.
-
-        Args:
-          results: results of the study.
-          baseline: label of a line: fits are to the means relative to this line's, so that the
-            exponents are differences from its exponent.
-        """
-        selected = self.selected(results)
-        measured = [x for x in selected if _is_measured(x, self.x) and _is_measured(x, self.y)]
-        lines, found = _by(measured, self.lines), {}
-        of_baseline = {self._scale(x): x.mean(self.y) for x in lines.get(baseline or "", ())}
-        for label, of_line in lines.items():
-            if baseline is not None:
-                of_line = [x for x in of_line if self._scale(x) in of_baseline]
-            y = [x.mean(self.y) / of_baseline.get(self._scale(x), 1.0) for x in of_line]
-            found[label] = fit_power_law([x.mean(self.x) for x in of_line], y)
-        return found
-
-    def _scale(self, result: Comparison) -> tuple[str, ...]:
-        """The labels of a result without that of its line."""
-        return tuple(label for axis, label in result.compared.items() if axis != self.lines)
-
-    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        measured = [x for x in results if _is_measured(x, self.x) and _is_measured(x, self.y)]
-        drawn, fits = [], self.fits(results)
-        for label, of_line in _by(measured, self.lines).items():
-            of_line.sort(key=lambda result: result.mean(self.x))
-            for result in of_line:
-                values, color = result.values(self.y), self.color(result)
-                x = result.mean(self.x)
-                axes.plot([x] * len(values), values, "o", color=color, markersize=4)
-            x, color = [result.mean(self.x) for result in of_line], self.color(of_line[0])
-            y = [result.mean(self.y) for result in of_line]
-            if (fit := fits[label]) is not None:
-                y = [fit(cost) for cost in x]
-                axes.plot(x, y, color=color, linewidth=1.5)
-            drawn.append(Line(label, x, y, color))
-        axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log", yscale="log")
-        default = f"{self.y.replace('_', ' ')} against {cost_name(self.x)}"
-        self.set_title(axes, default, results, "dots: seeds; lines: power laws")
-        return drawn
-
-
-@dataclass(frozen=True)
 class LengthPlot(LinePlot):
     """Plot of accuracy, or another metric, against the test length, with one line per label of an
     axis.
@@ -319,6 +294,14 @@ class PositionPlot(LinePlot):
     length: int
     position_unit: str = "tokens"
 
+    def check(self, compared: Mapping[str, Collection[str]], base: ExperimentConfig) -> None:
+        super().check(compared, base)
+        if not base.training.loss_by_position or self.length != base.data.longest:
+            raise ValueError(
+                f"PositionPlot({self.length}) needs training.loss_by_position and a longest "
+                f"sequence of {self.length} tokens in the base, not {base.data.longest}"
+            )
+
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         metrics = {end: f"loss_{self.length}_at_{end}" for end in bucket_ends(self.length)}
         return self.curves(axes, results, "loss", f"position ({self.position_unit})", metrics)
@@ -336,8 +319,12 @@ class Ranking(Plot):
     metric: str
     baseline: str = ""
 
+    @property
+    def named(self) -> list[str]:
+        return [*super().named, *filter(None, [self.baseline])]
+
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        ranked = [result for result in results if _is_measured(result, self.metric)]
+        ranked = [result for result in results if is_measured(result, self.metric)]
         ranked.sort(key=lambda result: -result.mean(self.metric))
         for row, result in enumerate(ranked):
             values, color = result.values(self.metric), self.color(result)
@@ -383,11 +370,13 @@ def draw(
     return figure
 
 
-def _is_measured(result: Comparison, metric: str) -> bool:
+def is_measured(result: Comparison, metric: str) -> bool:
+    """Whether a result has a value of the metric or cost for a seed."""
     return math.isfinite(result.mean(metric))
 
 
-def _by(results: Sequence[Comparison], axis: str) -> dict[str, list[Comparison]]:
+def by_label(results: Sequence[Comparison], axis: str) -> dict[str, list[Comparison]]:
+    """Results by their labels of an axis."""
     groups: dict[str, list[Comparison]] = {}
     for result in results:
         groups.setdefault(result.compared[axis], []).append(result)

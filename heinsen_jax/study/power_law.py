@@ -1,11 +1,16 @@
-"""Power laws that are fitted to results of studies."""
+"""Power laws that are fitted to results of studies, and their plot."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib.axes import Axes
 from scipy import stats
+
+from heinsen_jax.study.labels import Line
+from heinsen_jax.study.plots import COST_LABELS, Cost, LinePlot, by_label, cost_name, is_measured
+from heinsen_jax.study.records import Comparison
 
 
 @dataclass(frozen=True)
@@ -45,3 +50,72 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> Fit | None:
     width = float(stats.t.ppf(0.975, len(x) - 2) * np.sqrt(covariance[0, 0]))
     exponent = -float(slope)
     return Fit(math.exp(intercept), exponent, (exponent - width, exponent + width))
+
+
+@dataclass(frozen=True)
+class PowerLawPlot(LinePlot):
+    """Plot of a metric against a cost, with a fitted power law per label of an axis. The report has
+    a table of the exponents.
+
+    Attributes:
+      y: a metric, above 0.
+      x: a cost, as in `Points`.
+    """
+
+    y: str
+    x: Cost
+
+    def fits(self, results: Sequence[Comparison]) -> dict[str, Fit | None]:
+        """The fits to the means of the selected results, by the labels of the lines."""
+        return {label: self._fit(of_line) for label, of_line in self._by_line(results).items()}
+
+    def differences(self, results: Sequence[Comparison], baseline: str) -> dict[str, Fit | None]:
+        """The fits to the means relative to those of a line: their exponents are differences from
+        its exponent.
+
+        Args:
+          results: results of the study.
+          baseline: label of the line.
+        """
+        lines = self._by_line(results)
+        relative_to = {self._scale(x): x.mean(self.y) for x in lines.pop(baseline)}
+        return {label: self._fit(of_line, relative_to) for label, of_line in lines.items()}
+
+    def _by_line(self, results: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+        selected = self.selected(results)
+        measured = [x for x in selected if is_measured(x, self.x) and is_measured(x, self.y)]
+        return by_label(measured, self.lines)
+
+    def _scale(self, result: Comparison) -> tuple[str, ...]:
+        """The labels of a result without that of its line."""
+        return tuple(label for axis, label in result.compared.items() if axis != self.lines)
+
+    def _fit(
+        self,
+        results: Sequence[Comparison],
+        relative_to: Mapping[tuple[str, ...], float] | None = None,
+    ) -> Fit | None:
+        """The fit to the means, or to their ratios to those of the same scales in `relative_to`."""
+        if relative_to is not None:
+            results = [x for x in results if self._scale(x) in relative_to]
+        y = [x.mean(self.y) / (relative_to[self._scale(x)] if relative_to else 1) for x in results]
+        return fit_power_law([x.mean(self.x) for x in results], y)
+
+    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
+        drawn = []
+        for label, of_line in self._by_line(results).items():
+            of_line.sort(key=lambda result: result.mean(self.x))
+            color = self.color(of_line[0])
+            costs = [result.mean(self.x) for result in of_line]
+            for cost, result in zip(costs, of_line, strict=True):
+                values = result.values(self.y)
+                axes.plot([cost] * len(values), values, "o", color=color, markersize=4)
+            y = [result.mean(self.y) for result in of_line]
+            if (fit := self._fit(of_line)) is not None:
+                y = [fit(cost) for cost in costs]
+                axes.plot(costs, y, color=color, linewidth=1.5)
+            drawn.append(Line(label, costs, y, color))
+        axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log", yscale="log")
+        default = f"{self.y.replace('_', ' ')} against {cost_name(self.x)}"
+        self.set_title(axes, default, results, "dots: seeds; lines: power laws")
+        return drawn

@@ -1,121 +1,141 @@
-"""Records of runs, compared in a table in Markdown."""
+"""The report of a study, in paragraphs of Markdown."""
 
-import math
-import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
 
-from heinsen_jax.environment import Environment
+from heinsen_jax.errors import UserError
+from heinsen_jax.study.differences import (
+    METHOD,
+    SELECTION,
+    difference_table,
+    differences_of,
+    remaining_differences,
+)
+from heinsen_jax.study.grid import Study
+from heinsen_jax.study.plots import cost_name
+from heinsen_jax.study.power_law import PowerLawPlot
+from heinsen_jax.study.records import Comparison, RunRecord, markdown_table, table
+
+PLOT_FILE = "report.png"
 
 
-class Row(TypedDict):
-    """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
+def paragraphs(
+    study: Study, results: Sequence[Comparison], rows: Sequence[RunRecord | None]
+) -> list[str]:
+    """The paragraphs of the report.
 
-    `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
-    each evaluation by the number of updates before it. Earlier versions recorded none of them.
+    Args:
+      study: the study.
+      results: its finished results.
+      rows: rows of all its runs, None if unfinished.
+
+    Raises:
+      UserError: the metric of `reached` is not measured.
     """
-
-    labels: NotRequired[dict[str, str]]
-    fingerprint: NotRequired[str]
-    metrics: NotRequired[dict[str, float]]
-    failed: NotRequired[str]
-    parameters: int
-    state_bytes: int
-    tokens: NotRequired[int]
-    flops: NotRequired[float]
-    curve: NotRequired[dict[str, dict[str, float]]]
-    seconds: float
-    environment: Environment
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A row of the table, with the best tuned values.
-
-    Attributes:
-      compared: labels of the compared axes.
-      tuned: best labels of the tuned axes.
-      rows: records of its seeds.
-    """
-
-    compared: dict[str, str]
-    tuned: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
-
-    def values(self, metric: str) -> list[float]:
-        """Values of a metric for all seeds, without failed runs."""
-        found = [_value(row, metric) for row in self.rows]
-        return [x for x in found if x is not None]
-
-    def mean(self, metric: str) -> float:
-        """Mean over the seeds; NaN without values."""
-        return statistics.fmean(self.values(metric) or [math.nan])
-
-    def spread(self, metric: str) -> float:
-        """Half the range between the best and the worst seed."""
-        values = self.values(metric)
-        return (max(values) - min(values)) / 2 if values else math.nan
-
-    def updates_until(self, metric: str, value: float) -> list[int | None]:
-        """Number of updates until a metric was first at least as good as a value, for each seed
-        with a recorded curve of it; None if that was at no evaluation."""
-        sign = 1 if is_larger_better(metric) else -1
-
-        def is_reached(metrics: dict[str, float]) -> bool:
-            return sign * metrics.get(metric, math.nan) >= sign * value
-
-        curves = [row["curve"] for row in self.rows if "curve" in row]
-        curves = [x for x in curves if any(metric in metrics for metrics in x.values())]
-        reached = ([int(step) for step in curve if is_reached(curve[step])] for curve in curves)
-        return [min(steps, default=None) for steps in reached]
+    _check_reached(study, results)
+    parts = [f"# {study.title}", study.about.strip()]
+    if study.plots:
+        parts.append(f"![{study.title}]({PLOT_FILE})")
+    parts.append(table(results, study.metric, study.extra_metrics, study.reached))
+    if len(study.axes.get(study.seeds, {})) > 1:
+        parts.append(
+            "Seeds differ in initial weights and in data; ± is half the range between the best "
+            "and the worst."
+        )
+    parts += _tuning(study, results)
+    if study.baseline is not None and (found := differences_of(study, results)):
+        parts.append(f"Differences from {study.baseline}, which is subtracted:")
+        method = f"{METHOD} {SELECTION}" if {*study.tuned} & {*study.axes} else METHOD
+        parts += [difference_table(found), method]
+        if any(x.p_value is not None for x in found):
+            parts.append(remaining_differences(found))
+    parts += _power_laws(study, results)
+    finished = [row for row in rows if row is not None]
+    parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
+    shown = [result.compared for result in results]
+    every = [study.compared(run.labels) for run in study.first_seed_runs()]
+    if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
+        parts.append(f"Not measured: {'; '.join(left)}.")
+    return parts
 
 
-def is_larger_better(metric: str) -> bool:
-    """Whether larger values of a metric are better: accuracies, not losses."""
-    return metric.startswith("accuracy")
+def _check_reached(study: Study, results: Sequence[Comparison]) -> None:
+    curves = [row["curve"] for result in results for row in result.rows if "curve" in row]
+    known = {name: None for curve in curves for metrics in curve.values() for name in metrics}
+    if study.reached is not None and known and study.reached[0] not in known:
+        raise UserError(
+            f"reached={study.reached} of {study.title!r}: the metric is not measured; choose "
+            f"one of {', '.join(known)}"
+        )
 
 
-def table(
-    results: Sequence[Comparison],
-    metric: str,
-    extra_metrics: Sequence[str],
-    reached: tuple[str, float] | None = None,
-) -> str:
-    """Table of the results: labels, costs, mean and spread of the metric, and each seed; the extra
-    metrics; and the updates until the metric `reached[0]` was first as good as `reached[1]`."""
-    axes = [*results[0].compared, *results[0].tuned]
-    costs = ["parameters", "state_bytes"]
-    head = [*axes, *costs, metric, "by seed", *extra_metrics]
-    if reached is not None:
-        head.append(f"updates until {reached[0]} {reached[1]:g}")
-    lines = []
-    for result in results:
-        found = [(_value(row, metric), row) for row in result.rows]
-        each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
-        mean, *others = (_with_spread(result, name) for name in (metric, *extra_metrics))
-        numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
-        labels = [*result.compared.values(), *result.tuned.values()]
-        if reached is not None:
-            updates = result.updates_until(*reached)
-            words = ("never" if number is None else str(number) for number in updates)
-            others.append(", ".join(words))
-        lines.append([*labels, *numbers, mean, ", ".join(each), *others])
-    return markdown_table(head, lines)
+def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
+    """Explain how tuned values were chosen, and name those at an end of their axis."""
+    parts: list[str] = []
+    tuned = {axis: [*study.axes[axis]] for axis in study.tuned if len(study.axes.get(axis, {})) > 1}
+    if tuned:
+        names = " and ".join(map(_words, tuned))
+        chosen = f"Each row has the {names} that was the best with the first seed"
+        how = "all were run"
+        if study.search == "neighbors":
+            how = (
+                f"of {', '.join(*tuned.values())}, a search ran neighbors of the best, from the "
+                "middle or from earlier runs, until they were no better"
+            )
+        parts.append(f"{chosen}; {how}.")
+    measured = [result for result in results if result.values(study.metric)]
+    for axis, labels in tuned.items():
+        at_ends = {
+            label: [
+                f"`{' '.join(x.compared.values())}`" for x in measured if x.tuned[axis] == label
+            ]
+            for label in (labels[0], labels[-1])
+        }
+        if any(at_ends.values()):
+            which = "; ".join(f"{x}: {', '.join(rows)}" for x, rows in at_ends.items() if rows)
+            if sum(map(len, at_ends.values())) == len(measured):
+                which = "all rows"
+            parts.append(
+                f"The best {_words(axis)} is the first or the last that was tried, so a better one "
+                f"may exist, for {which}."
+            )
+    return parts
 
 
-def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Table with the names in `head`, whose underscores are replaced by spaces."""
-    rows = [[x.replace("_", " ") for x in head], ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
+    """Tables of the exponents of power laws."""
+    parts = []
+    for plot in study.plots:
+        if isinstance(plot, PowerLawPlot) and (fits := plot.fits(results)):
+            cost = cost_name(plot.x)
+            parts.append(
+                f"Power laws: {_words(plot.y)} proportional to ({cost})^(-b), fitted to the "
+                "logarithms of the means over the seeds. Brackets are 95% confidence intervals of "
+                "b, within the range of the plot, as if deviations of points from the line were "
+                "independent."
+            )
+            columns = {"b": fits}
+            if study.baseline is not None and study.baseline in fits:
+                columns["difference"] = plot.differences(results, study.baseline)
+                parts[-1] += (
+                    f" Differences are exponents of losses relative to those of {study.baseline}."
+                )
+            lines = [
+                [label, *(str(found.get(label) or "") for found in columns.values())]
+                for label in fits
+            ]
+            parts.append(markdown_table([plot.lines, *columns], lines))
+    return parts
 
 
-def _with_spread(result: Comparison, metric: str) -> str:
-    if not (values := result.values(metric)):
-        return ""
-    mean = f"{result.mean(metric):.4f}"
-    return mean if len(values) == 1 else f"{mean} ± {result.spread(metric):.4f}"
+def _words(axis: str) -> str:
+    return axis.replace("_", " ")
 
 
-def _value(row: Row, name: str) -> float | None:
-    return row.get("metrics", {}).get(name, row.get(name))
+def _made(rows: Sequence[RunRecord]) -> str:
+    """Hardware, versions and commit of the rows."""
+    found = [row["environment"] for row in rows]
+    places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in found}
+    commits = {x["commit"][:7] or "no commit" for x in found}
+    changed = " with uncommitted changes" if any(x["uncommitted_changes"] for x in found) else ""
+    on = "; ".join(f"{device}, JAX {version}" for device, version in sorted(places))
+    return f"on {on}; at {', '.join(sorted(commits))}{changed}"

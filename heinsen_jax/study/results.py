@@ -9,7 +9,7 @@ from pathlib import Path
 from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Run, Study
-from heinsen_jax.study.report import Comparison, Row, is_larger_better
+from heinsen_jax.study.records import Comparison, RunRecord, is_larger_better
 
 RESULTS_FILE = "results.jsonl"
 
@@ -33,7 +33,7 @@ class Recorded:
                     write_atomically(path, b"".join(lines))
         self._separator = "\n" if lines and not lines[-1].endswith(b"\n") else ""
 
-    def of(self, run: Run) -> Row | None:
+    def of(self, run: Run) -> RunRecord | None:
         return self._rows.get(run.fingerprint)
 
     def unfinished(self, runs: Sequence[Run]) -> list[Run]:
@@ -45,7 +45,7 @@ class Recorded:
             if (row := other.of(run)) is not None:
                 self.add(run, {**row, "labels": run.labels})
 
-    def add(self, run: Run, row: Row) -> None:
+    def add(self, run: Run, row: RunRecord) -> None:
         row = {"labels": run.labels, "fingerprint": run.fingerprint, **row}
         self._rows[run.fingerprint] = row
         with writing(self._path.parent), self._path.open("a") as file:

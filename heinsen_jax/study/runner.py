@@ -15,9 +15,9 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.grid import Run, Study, describe
-from heinsen_jax.study.paragraphs import PLOT_FILE, paragraphs
 from heinsen_jax.study.plots import draw
-from heinsen_jax.study.report import Row
+from heinsen_jax.study.records import RunRecord
+from heinsen_jax.study.report import PLOT_FILE, paragraphs
 from heinsen_jax.study.results import RESULTS_FILE, Recorded, results_of
 from heinsen_jax.study.runs import costs, folder_name
 from heinsen_jax.study.schedule import schedule
@@ -25,7 +25,7 @@ from heinsen_jax.training.settings import check_settings
 
 REPORT_FILE = "report.md"
 
-Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, Row]]]
+Executor = Callable[[Sequence[Run], Callable[[Run], Path]], Iterable[tuple[Run, RunRecord]]]
 
 
 def run_study(
@@ -98,7 +98,7 @@ def _run_study(
     console.print(f"report: {output / REPORT_FILE}")
 
 
-def _metric(study: Study, row: Row) -> float:
+def _metric(study: Study, row: RunRecord) -> float:
     metrics = row.get("metrics", {})
     named = {"metric": study.metric} | ({"reached": study.reached[0]} if study.reached else {})
     for field, name in named.items():
@@ -131,7 +131,7 @@ def _check(study: Study) -> None:
             raise UserError(f"{describe(run.labels)}: {error}") from error
 
 
-def _report(study: Study, output: Path, rows: Sequence[Row | None]) -> None:
+def _report(study: Study, output: Path, rows: Sequence[RunRecord | None]) -> None:
     """Write the report and its plots, given the rows of all runs, None if unfinished."""
     results = results_of(study, output)
     if study.plots:

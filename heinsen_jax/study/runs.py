@@ -31,7 +31,7 @@ from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
 from heinsen_jax.study.grid import Run, describe
-from heinsen_jax.study.report import Row
+from heinsen_jax.study.records import RunRecord
 from heinsen_jax.training.checkpoint import SAVED_FILE, SavedConfig
 from heinsen_jax.training.loop import Diverged, train
 from heinsen_jax.training.metrics import read_evaluations
@@ -45,7 +45,7 @@ class Stopped(Exception):
     """A signal ended a run before its last step; its state is saved."""
 
 
-def run_one(values: SavedConfig, workdir: Path) -> Row:
+def run_one(values: SavedConfig, workdir: Path) -> RunRecord:
     """Train from a configuration as plain values; return metrics and costs.
 
     A stopped run resumes, and a finished one is not repeated. A run that diverged has `failed`
@@ -67,7 +67,7 @@ def run_one(values: SavedConfig, workdir: Path) -> Row:
     return row
 
 
-def _measured(config: ExperimentConfig, workdir: Path) -> Row:
+def _measured(config: ExperimentConfig, workdir: Path) -> RunRecord:
     start, metrics, failed = time.monotonic(), {}, ""
     with (workdir / LOG_FILE).open("a") as log, contextlib.redirect_stdout(log):
         dataset = data.load(config.data)
@@ -81,7 +81,7 @@ def _measured(config: ExperimentConfig, workdir: Path) -> Row:
             failed = str(error)
     seconds = round(time.monotonic() - start, 1)
     curve = {str(step): found for step, found in read_evaluations(workdir).items()}
-    row = Row(**costs(config), seconds=seconds, environment=environment(), curve=curve)
+    row = RunRecord(**costs(config), seconds=seconds, environment=environment(), curve=curve)
     if failed:
         row["failed"] = failed
     else:
@@ -89,7 +89,7 @@ def _measured(config: ExperimentConfig, workdir: Path) -> Row:
     return row
 
 
-def _recorded(path: Path) -> Row | None:
+def _recorded(path: Path) -> RunRecord | None:
     """The row that an earlier call of `run_one` recorded."""
     try:
         return json.loads(path.read_text())
@@ -124,7 +124,7 @@ def costs(config: ExperimentConfig) -> Costs:
 
 def in_processes(
     runs: Sequence[Run], folder: Callable[[Run], Path], jobs: int
-) -> Iterator[tuple[Run, Row]]:
+) -> Iterator[tuple[Run, RunRecord]]:
     """Yield each run with its row as they finish, with `jobs` concurrent runs that share the cores.
 
     Raises:
@@ -155,7 +155,7 @@ def in_processes(
 
 def on_cluster(
     runs: Sequence[Run], folder: Callable[[Run], Path], cpus: float, gpus: float
-) -> Iterator[tuple[Run, Row]]:
+) -> Iterator[tuple[Run, RunRecord]]:
     """Yield each run with its row as they finish, on a Ray cluster, with CPUs and GPUs per run. All
     nodes share the folders of runs and data under these names."""
     by_name = {run.fingerprint: run for run in runs}
@@ -198,7 +198,7 @@ class _Worker:
     is_stopped = False
 
 
-def _run_in_pool(values: SavedConfig, workdir: Path) -> Row:
+def _run_in_pool(values: SavedConfig, workdir: Path) -> RunRecord:
     """`run_one` in a process of the pool, which may have its next run when it is stopped."""
     if _Worker.is_stopped:
         raise Stopped

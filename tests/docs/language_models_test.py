@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from heinsen_jax.study import differences_of, load_study
-from heinsen_jax.study.paragraphs import paragraphs
+from heinsen_jax.study.report import paragraphs
 from tests.docs.pages import (
     README,
     README_TEXT,

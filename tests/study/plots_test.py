@@ -194,7 +194,7 @@ def test_exponents_are_compared_at_the_same_labels():
     sizes = (1, 4, 16, 64)
     results = [result("a", size, 100 * size, (5 + size % 3) * size**-0.1) for size in sizes]
     results += [result("b", size, 90 * size, (5 + size % 3) * size**-0.3) for size in sizes[1:]]
-    fits = PowerLawPlot("loss", "parameters", lines="model").fits(results, "a")
+    fits = PowerLawPlot("loss", "parameters", lines="model").differences(results, "a")
     assert fits["b"] is not None
     assert fits["b"].exponent == pytest.approx(0.2)  # exact, since deviations are those of "a"
     assert fits["b"].interval == pytest.approx((0.2, 0.2))
@@ -207,3 +207,8 @@ def test_plots_show_only_the_results_with_their_labels():
     assert not marks(axes, 1.0)
     results = [x for x in RESULTS if x.compared["mechanism"] == "log"]
     assert plot.selected(RESULTS) == results
+
+
+def test_axes_of_accuracies_begin_at_0():
+    axes, _ = drawn(Points("accuracy"))
+    assert axes.get_ylim() == (0, 1.1)

@@ -1,0 +1,121 @@
+"""Records of runs, compared in a table in Markdown."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NotRequired, TypedDict
+
+from heinsen_jax.environment import Environment
+
+
+class RunRecord(TypedDict):
+    """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
+
+    `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
+    each evaluation by the number of updates before it. Earlier versions recorded none of them.
+    """
+
+    labels: NotRequired[dict[str, str]]
+    fingerprint: NotRequired[str]
+    metrics: NotRequired[dict[str, float]]
+    failed: NotRequired[str]
+    parameters: int
+    state_bytes: int
+    tokens: NotRequired[int]
+    flops: NotRequired[float]
+    curve: NotRequired[dict[str, dict[str, float]]]
+    seconds: float
+    environment: Environment
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the table, with the best tuned values.
+
+    Attributes:
+      compared: labels of the compared axes.
+      tuned: best labels of the tuned axes.
+      rows: records of its seeds.
+    """
+
+    compared: dict[str, str]
+    tuned: dict[str, str]
+    rows: list[RunRecord] = field(default_factory=list)
+
+    def values(self, metric: str) -> list[float]:
+        """Values of a metric for all seeds, without failed runs."""
+        found = [_value(row, metric) for row in self.rows]
+        return [x for x in found if x is not None]
+
+    def mean(self, metric: str) -> float:
+        """Mean over the seeds; NaN without values."""
+        return statistics.fmean(self.values(metric) or [math.nan])
+
+    def spread(self, metric: str) -> float:
+        """Half the range between the best and the worst seed."""
+        values = self.values(metric)
+        return (max(values) - min(values)) / 2 if values else math.nan
+
+    def updates_until(self, metric: str, value: float) -> list[int | None]:
+        """Number of updates until a metric was first at least as good as a value, for each seed
+        with a recorded curve of it; None if that was at no evaluation."""
+        sign = 1 if is_larger_better(metric) else -1
+
+        def is_reached(metrics: dict[str, float]) -> bool:
+            return sign * metrics.get(metric, math.nan) >= sign * value
+
+        curves = [row["curve"] for row in self.rows if "curve" in row]
+        curves = [x for x in curves if any(metric in metrics for metrics in x.values())]
+        reached = ([int(step) for step in curve if is_reached(curve[step])] for curve in curves)
+        return [min(steps, default=None) for steps in reached]
+
+
+def is_larger_better(metric: str) -> bool:
+    """Whether larger values of a metric are better: accuracies, not losses."""
+    return metric.startswith("accuracy")
+
+
+def table(
+    results: Sequence[Comparison],
+    metric: str,
+    extra_metrics: Sequence[str],
+    reached: tuple[str, float] | None = None,
+) -> str:
+    """Table of the results: labels, costs, mean and spread of the metric, and each seed; the extra
+    metrics; and the updates until the metric `reached[0]` was first as good as `reached[1]`."""
+    axes = [*results[0].compared, *results[0].tuned]
+    costs = ["parameters", "state_bytes"]
+    head = [*axes, *costs, metric, "by seed", *extra_metrics]
+    if reached is not None:
+        head.append(f"updates until {reached[0]} {reached[1]:g}")
+    lines = []
+    for result in results:
+        found = [(_value(row, metric), row) for row in result.rows]
+        each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
+        mean, *others = (_with_spread(result, name) for name in (metric, *extra_metrics))
+        numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
+        labels = [*result.compared.values(), *result.tuned.values()]
+        if reached is not None:
+            updates = result.updates_until(*reached)
+            words = ("never" if number is None else str(number) for number in updates)
+            others.append(", ".join(words))
+        lines.append([*labels, *numbers, mean, ", ".join(each), *others])
+    return markdown_table(head, lines)
+
+
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Table with the names in `head`, whose underscores are replaced by spaces."""
+    rows = [[x.replace("_", " ") for x in head], ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _with_spread(result: Comparison, metric: str) -> str:
+    if not (values := result.values(metric)):
+        return ""
+    mean = f"{result.mean(metric):.4f}"
+    return mean if len(values) == 1 else f"{mean} ± {result.spread(metric):.4f}"
+
+
+def _value(row: RunRecord, name: str) -> float | None:
+    return row.get("metrics", {}).get(name, row.get(name))

@@ -29,19 +29,14 @@ COLORS = {
 }
 
 
-def get_study() -> Study:
-    configs = Path(__file__).parents[1]
-    base, copying = load_config(configs / "recall.py"), load_config(configs / "copying.py")
-    assert isinstance(base.data, Recall)
-    assert isinstance(copying.data, Copying)
-    recall = replace(base.data, validation_examples=512)
-    strings = replace(copying.data, test_lengths=(20, 40), validation_examples=512)
+def patterns() -> dict[str, FieldValue]:
+    """Mechanisms of the layers, repeated up to eight."""
 
     def log(repeats: int) -> Layers:
         return Layers("log", repeats=repeats, options=LOG)
 
-    slots = Layers("log", repeats=7, options=sweeps.SLOTS)
-    layers: dict[str, FieldValue] = {
+    slots = Layers("log", options=sweeps.SLOTS)
+    return {
         "log": log(1),
         "softmax": "softmax",
         "1 of 8 softmax, first": ("softmax", log(7)),
@@ -50,9 +45,19 @@ def get_study() -> Study:
         "1 of 4 softmax, last": (log(3), "softmax"),
         "1 of 2 softmax, first": ("softmax", log(1)),
         "1 of 2 softmax, last": (log(1), "softmax"),
-        "slots": Layers("log", options=sweeps.SLOTS),
-        "slots, 1 of 8 softmax, last": (slots, "softmax"),
+        "slots": slots,
+        "slots, 1 of 8 softmax, last": (replace(slots, repeats=7), "softmax"),
     }
+
+
+def get_study() -> Study:
+    configs = Path(__file__).parents[1]
+    base, copying = load_config(configs / "recall.py"), load_config(configs / "copying.py")
+    assert isinstance(base.data, Recall)
+    assert isinstance(copying.data, Copying)
+    recall = replace(base.data, validation_examples=512)
+    strings = replace(copying.data, test_lengths=(20, 40), validation_examples=512)
+
     return Study(
         title="Hybrids of log-attention and softmax attention",
         about=ABOUT,
@@ -62,7 +67,7 @@ def get_study() -> Study:
             training=replace(base.training, evaluate_every=800),
         ),
         axes={
-            "layers": {name: {"model.attention": x} for name, x in layers.items()},
+            "layers": {name: {"model.attention": x} for name, x in patterns().items()},
             "task": {
                 "recall": {"data": recall, "model.vocab_size": recall.vocab_size},
                 "copying": {"data": strings, "model.vocab_size": strings.vocab_size},

@@ -20,29 +20,27 @@ UPDATES = 800, 2400
 
 
 def get_study() -> Study:
-    hybrids = load_study("hybrids")
+    hybrids = load_study("hybrids").restricted("layers", CHOSEN)
     recall, layers = hybrids.axes["task"]["recall"], hybrids.axes["layers"]
-    colors = {x: color for x, color in hybrids.plots[0].highlighted.items() if x in CHOSEN}
     return Study(
         title="Hybrids, learning rates and updates",
         about=ABOUT,
         base=hybrids.base,
         axes={
-            "layers": {name: {**layers[name], **recall} for name in CHOSEN},
+            "layers": {name: {**fields, **recall} for name, fields in layers.items()},
             "updates": {str(updates): {"training.steps": updates} for updates in UPDATES},
             "learning_rate": sweeps.learning_rates(5e-3, 1e-2, 2e-2, 4e-2),
             "seed": sweeps.seeds(0, 1),
         },
         search="neighbors",
         metric="accuracy",
-        reached=("accuracy", 0.9),
         plots=tuple(
             Ranking(
                 "accuracy",
                 title=f"Recall of 8 pairs, {updates} updates",
                 where={"updates": str(updates)},
                 chance=1 / 8,
-                highlighted=colors,
+                highlighted=hybrids.plots[0].highlighted,
             )
             for updates in UPDATES
         ),

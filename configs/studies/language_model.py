@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.models import Layers
 from heinsen_jax.study import Ranking, Study, sweeps
 from heinsen_jax.study.grid import FieldValue
 
@@ -53,18 +52,14 @@ def get_study() -> Study:
         "model.max_length": 64,
         "data.test_lengths": (),
     }
-    without = Layers("softmax", options={"positions": "none"})
-    logs = Layers("log", repeats=3)
     models = sweeps.language_models() | {
         "log, the paper's model": {"model": paper.model},
         "softmax, learned positions": learned_positions,
-        "softmax, no positions": {"model.attention": without},
+        "softmax, no positions": {"model.attention": sweeps.SOFTMAX},
         "softmax, ALiBi": sweeps.mechanism("softmax", positions="alibi"),
-        "window of 64, rotary": sweeps.mechanism(
-            "sliding_window", window_size=64, positions="rotary"
-        ),
-        "softmax, then 3 log": {"model.attention": (without, logs)},
-        "3 log, then FoX": {"model.attention": (logs, "fox")},
+        "window of 64, rotary": {"model.attention": sweeps.WINDOW},
+        "softmax, then 3 log": {"model.attention": (sweeps.SOFTMAX, sweeps.THREE_LOGS)},
+        "3 log, then FoX": {"model.attention": (sweeps.THREE_LOGS, "fox")},
     }
     return Study(
         title="Language models of Tiny Shakespeare",

@@ -7,7 +7,7 @@ Needs an hour and a half on two CPU cores.
 
 from dataclasses import replace
 
-from heinsen_jax.study import Ranking, Study, load_study, sweeps
+from heinsen_jax.study import Study, load_study, sweeps
 
 ABOUT = """
 The main models of the study language_model, each at the learning rate that was the best there, with
@@ -27,9 +27,8 @@ RATES = {
 
 
 def get_study() -> Study:
-    same = load_study("language_model")
+    same = load_study("language_model").restricted("model", [*RATES])
     models, rates = same.axes["model"], same.axes["learning_rate"]
-    plots = [x for x in same.plots if isinstance(x, Ranking)]
     return replace(
         same,
         title="Language models of Tiny Shakespeare, five other seeds",
@@ -40,8 +39,4 @@ def get_study() -> Study:
         },
         tuned=(),
         search="grid",
-        plots=tuple(
-            replace(x, highlighted={k: v for k, v in x.highlighted.items() if k in RATES})
-            for x in plots
-        ),
     )

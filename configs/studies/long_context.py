@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.config import load_config
-from heinsen_jax.models import Layers
 from heinsen_jax.study import LengthPlot, PositionPlot, Ranking, Study, sweeps
 
 ABOUT = """
@@ -25,8 +24,6 @@ earlier tokens. Keys of Mamba-2, its state size per channel, have 32 numbers as 
 mechanisms, if the name has no other number; 128 were published.
 """
 LENGTHS = 32, 128, 512, 2048
-WINDOW = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
-SOFTMAX = Layers("softmax", options={"positions": "none"})
 BASELINE = "log, decay by head"
 COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
@@ -36,6 +33,28 @@ COLORS = {
     "Gated DeltaNet": sweeps.COLORS["gated_deltanet"],
     "alternating log and window of 64": "black",
 }
+
+
+def models() -> sweeps.Sweep:
+    window = sweeps.WINDOW
+    return sweeps.language_models() | {
+        "softmax, ALiBi": sweeps.mechanism("softmax", positions="alibi"),
+        "window of 64, rotary": {"model.attention": window},
+        "GLA": sweeps.mechanism("gla") | {"model.mlp_dim": 496},
+        "window of 64 merged with log": sweeps.mechanism("log_window", positions="rotary")
+        | {"model.mlp_dim": 480},
+        "alternating log and window of 64": {"model.attention": ("log", window)},
+        "alternating Gated DeltaNet and window of 64": {
+            "model.attention": ("gated_deltanet", window),
+            "model.mlp_dim": 448,
+        },
+        "3 windows of 64, then softmax": {
+            "model.attention": (replace(window, repeats=3), sweeps.SOFTMAX)
+        },
+        "softmax, then 3 log": {"model.attention": (sweeps.SOFTMAX, sweeps.THREE_LOGS)},
+        "log, time constants up to 64": sweeps.mechanism("log", max_timescale=64),
+        "Mamba-2, state of 128": sweeps.mechanism("mamba2") | {"model.mlp_dim": 256},
+    }
 
 
 def get_study() -> Study:
@@ -52,33 +71,7 @@ def get_study() -> Study:
             training=training,
         ),
         axes={
-            "model": sweeps.language_models()
-            | {
-                "softmax, ALiBi": sweeps.mechanism("softmax", positions="alibi"),
-                "window of 64, rotary": {"model.attention": WINDOW},
-                "GLA": sweeps.mechanism("gla") | {"model.mlp_dim": 496},
-                "window of 64 merged with log": sweeps.mechanism("log_window", positions="rotary")
-                | {"model.mlp_dim": 480},
-                "alternating log and window of 64": {"model.attention": ("log", WINDOW)},
-                "alternating Gated DeltaNet and window of 64": {
-                    "model.attention": ("gated_deltanet", WINDOW),
-                    "model.mlp_dim": 448,
-                },
-                "3 windows of 64, then softmax": {
-                    "model.attention": (
-                        replace(WINDOW, repeats=3),
-                        SOFTMAX,
-                    )
-                },
-                "softmax, then 3 log": {
-                    "model.attention": (
-                        SOFTMAX,
-                        Layers("log", repeats=3),
-                    )
-                },
-                "log, time constants up to 64": sweeps.mechanism("log", max_timescale=64),
-                "Mamba-2, state of 128": sweeps.mechanism("mamba2") | {"model.mlp_dim": 256},
-            },
+            "model": models(),
             "learning_rate": sweeps.learning_rates(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
             "seed": sweeps.seeds(1, 2, 3),
         },

@@ -7,7 +7,6 @@ long_context.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 from heinsen_jax.study import Points, Study, load_study, sweeps
 
@@ -25,14 +24,13 @@ UPDATES = 150, 300, 600
 
 
 def get_study() -> Study:
-    same = load_study(Path(__file__).with_name("long_context.py"))
-    colors = {x: color for x, color in same.plots[0].highlighted.items() if x in MODELS}
+    same = load_study("long_context").restricted("model", MODELS)
     return replace(
         same,
         title="Python code: loss and number of updates",
         about=ABOUT,
         axes={
-            "model": {name: same.axes["model"][name] for name in MODELS},
+            "model": same.axes["model"],
             "updates": {
                 str(updates): {"training.steps": updates, "optimizer.warmup_steps": updates // 10}
                 for updates in UPDATES
@@ -41,7 +39,13 @@ def get_study() -> Study:
             "seed": sweeps.seeds(1, 2, 3),
         },
         plots=tuple(
-            Points(metric, x="flops", lines="model", unit="nats per token", highlighted=colors)
+            Points(
+                metric,
+                x="flops",
+                lines="model",
+                unit="nats per token",
+                highlighted=same.plots[0].highlighted,
+            )
             for metric in ("loss", "loss_2048")
         ),
         extra_metrics=("loss_2048",),

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -96,6 +96,18 @@ class Study:
                 plot.check({axis: self.axes[axis] for axis in compared}, self.base)
             except ValueError as error:
                 raise ValueError(f"plots of {self.title!r}: {error}") from None
+
+    def restricted(self, axis: str, labels: Sequence[str]) -> "Study":
+        """The study of these labels of an axis."""
+        left_out = self.axes[axis].keys() - {*labels}
+        plots = (
+            replace(
+                plot, highlighted={x: y for x, y in plot.highlighted.items() if x not in left_out}
+            )
+            for plot in self.plots
+        )
+        chosen = {label: self.axes[axis][label] for label in labels}
+        return replace(self, axes={**self.axes, axis: chosen}, plots=tuple(plots))
 
     def first_seed_runs(self) -> list["Run"]:
         """All runs with the first seed.

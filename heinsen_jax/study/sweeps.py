@@ -28,6 +28,11 @@ SLOTS: dict[str, int | str] = {
 }
 """Options of log-attention with 64 slots of 16 values per head."""
 
+THREE_LOGS = Layers("log", repeats=3)
+SOFTMAX = Layers("softmax", options={"positions": "none"})
+"""Softmax attention without positions, as in hybrids."""
+WINDOW = Layers("sliding_window", options={"window_size": 64, "positions": "rotary"})
+
 
 def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:
     """The field for a mechanism with options."""
@@ -65,9 +70,6 @@ def causal_mechanisms(length: int) -> Sweep:
 def language_models() -> Sweep:
     """Mechanisms and hybrids in the decay block, four layers of width 128, with about as many
     parameters as softmax attention: where a mechanism has more or fewer, so has the MLP."""
-    logs, without = Layers("log", repeats=3), mechanism("softmax", positions="none")
-    softmax = without["model.attention"]
-    assert isinstance(softmax, Layers)
     return {
         "log, decay by head": mechanism("log"),
         "log, slots": mechanism("log", **SLOTS | {"value_depth": 32}) | {"model.mlp_dim": 576},
@@ -75,8 +77,8 @@ def language_models() -> Sweep:
         "FoX": mechanism("fox"),
         "Gated DeltaNet": mechanism("gated_deltanet") | {"model.mlp_dim": 384},
         "Mamba-2": mechanism("mamba2", key_depth=32) | {"model.mlp_dim": 352},
-        "3 log, then softmax": {"model.attention": (logs, softmax)},
-        "alternating log and softmax": {"model.attention": ("log", softmax)},
+        "3 log, then softmax": {"model.attention": (THREE_LOGS, SOFTMAX)},
+        "alternating log and softmax": {"model.attention": ("log", SOFTMAX)},
     }
 
 

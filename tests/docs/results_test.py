@@ -47,7 +47,7 @@ def test_mechanisms_are_compared_with_the_results():
     }
     log, softmax = decoding["log"], decoding["softmax"]
     assert {round(x, -1) for x in log.values()} == {20}
-    assert f"log-attention takes {log['16384']} µs after any number of tokens" in PAGES
+    assert f"log-attention needs {log['16384']} µs after any number of tokens" in PAGES
     assert softmax["512"] < log["512"]
     assert softmax["1024"] > log["1024"]
     assert f"{softmax['1024']} µs after 1024, and {softmax['16384']} µs after 16,384" in PAGES

@@ -16,7 +16,7 @@ from heinsen_jax.study.runner import run_study
 from heinsen_jax.training.metrics import read_metrics
 from tests.faults.conftest import ENDLESS, assert_one_line, has_checkpoint, wait_until
 from tests.multi_device.apart import finish, train
-from tests.study.runner_test import SMALLER
+from tests.study.small import SMALLER
 
 
 def test_a_second_trainer_is_refused_and_the_first_continues(place, tmp_path):

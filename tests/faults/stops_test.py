@@ -246,7 +246,7 @@ def test_a_preparation_that_is_interrupted_is_one_line_and_resumes(tmp_path):
 
 STUDY = """
 from dataclasses import replace
-from tests.study.runner_test import BASE, SMALLER
+from tests.study.small import BASE, SMALLER
 
 def get_study():
     training = replace(BASE.training, steps={steps}, evaluate_every={steps}, checkpoint_every=5)

@@ -11,7 +11,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.study import Comparison, differences_of
 from heinsen_jax.study.differences import METHOD, SELECTION, Difference, holm, remaining_differences
 from heinsen_jax.study.report import paragraphs
-from tests.study.runner_test import PLAIN
+from tests.study.small import PLAIN
 
 STUDY = replace(PLAIN, metric="loss", extra_metrics=("accuracy",), baseline="linear")
 LOSSES = {

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 OF_RAY = {"RAY_ADDRESS": "local", "RAY_USAGE_STATS_ENABLED": "0"}  # a separate cluster
 FILE = """
-from tests.study.runner_test import SMALLER
+from tests.study.small import SMALLER
 
 def get_study():
     return SMALLER

@@ -8,7 +8,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.study import Comparison, PowerLawPlot
 from heinsen_jax.study.records import table
 from heinsen_jax.study.report import paragraphs
-from tests.study.runner_test import PLAIN
+from tests.study.small import PLAIN
 
 COSTS = {"parameters": 10, "state_bytes": 20}
 

@@ -1,4 +1,4 @@
-"""Studies: the grid of runs, resumption, and reports."""
+"""Running studies: resumption, and reports."""
 
 import json
 import math
@@ -10,80 +10,17 @@ from pathlib import Path
 import pytest
 
 from heinsen_jax.config import (
-    ExperimentConfig,
-    LanguageModelConfig,
-    Layers,
-    OptimizerConfig,
-    TrainingConfig,
     as_json,
 )
-from heinsen_jax.data import Copying, DataConfig, Induction
+from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import LengthPlot, Points, Ranking, Run, Study, load_study, runs
+from heinsen_jax.study import runs
 from heinsen_jax.study.__main__ import main
 from heinsen_jax.study.results import RESULTS_FILE
 from heinsen_jax.study.runner import REPORT_FILE, run_study
-from heinsen_jax.study.runs import costs, in_processes
+from heinsen_jax.study.runs import in_processes
 from heinsen_jax.training.loop import Diverged
-
-ROOT = Path(__file__).parents[2]
-BASE = ExperimentConfig(
-    model=LanguageModelConfig(
-        vocab_size=8, model_dim=8, num_layers=1, num_heads=2, attention="linear"
-    ),
-    data=Induction(
-        num_letters=2,
-        sequence_length=8,
-        batch_size=16,
-        validation_examples=64,
-        test_lengths=(4, 16),
-    ),
-    optimizer=OptimizerConfig(warmup_steps=1),
-    training=TrainingConfig(steps=4, evaluate_every=2, sample_tokens=0),
-)
-STUDY = Study(
-    title="A small study",
-    about="Whether it works.",
-    base=BASE,
-    axes={
-        "mechanism": {"linear": {}, "softmax": {"model.attention": "softmax"}},
-        "width": {"8": {"model.model_dim": 8}, "16": {"model.model_dim": 16}},
-        "learning_rate": {f"{x:g}": {"optimizer.learning_rate": x} for x in (1e-3, 1e-2, 1e-1)},
-        "seed": {"0": {"seed": 0}, "1": {"seed": 1}, "2": {"seed": 2}},
-    },
-    metric="accuracy",
-    extra_metrics=("accuracy_16",),
-    plots=(Points("accuracy"), LengthPlot((4, 8, 16)), Ranking("accuracy")),
-)
-PLAIN = replace(STUDY, plots=())  # plotting is slower than the rest
-SMALLER = replace(
-    STUDY,
-    axes={"mechanism": STUDY.axes["mechanism"], "seed": {"0": {"seed": 0}}},
-)
-GOOD = {"8": "0.01", "16": "0.1"}  # the best learning rate of each width
-
-
-class Fake:
-    """Simulated runs: accuracy depends on width and learning rate."""
-
-    def __init__(self, fail_after: int = 10**9, failed: str | None = None):
-        self.done, self.fail_after, self.failed = [], fail_after, failed
-
-    def __call__(self, runs, folder):
-        for run in runs:
-            if len(self.done) == self.fail_after:
-                raise KeyboardInterrupt
-            labels = run.labels
-            accuracy = 0.5 + 0.25 * (labels["learning_rate"] == GOOD[labels["width"]])
-            accuracy += 0.01 * int(labels["seed"])
-            metrics = {"loss": 1.0, "accuracy": accuracy}
-            metrics |= {f"accuracy_{n}": accuracy / n for n in (4, 8, 16)}
-            row = {"metrics": metrics} if labels["mechanism"] != self.failed else {"failed": "NaN!"}
-            place = {"cpu": "a CPU", "backend": "cpu", "device": "cpu", "jax": "1"}
-            place |= {"commit": "abc", "uncommitted_changes": False}
-            costs = {"parameters": 100, "state_bytes": 10 * int(labels["width"]), "seconds": 1.0}
-            self.done.append(labels)
-            yield run, {**row, **costs, "environment": place}
+from tests.study.small import BASE, GOOD, PLAIN, SMALLER, STUDIES, STUDY, Fake
 
 
 def lines(folder: Path) -> list[dict]:
@@ -147,23 +84,6 @@ def test_equal_runs_of_another_study_are_copied(tmp_path):
         run_study(study, tmp_path / "third", executor, reuse=[tmp_path / "none"])
 
 
-def test_a_fingerprint_is_of_what_is_not_a_default():
-    def fingerprint(**changes):
-        return Run({}, replace(BASE, **changes)).fingerprint
-
-    model = BASE.model
-    assert fingerprint() == fingerprint(model=replace(model, attention="linear", remat=False))
-    others = [
-        {"seed": 1},
-        {"model": replace(model, remat=True)},
-        {"model": replace(model, attention=Layers("linear", options={"num_kv_heads": 1}))},
-        {"data": Copying()},
-        {"data": Copying(num_letters=25)},
-        {"data": DataConfig()},
-    ]
-    assert len({fingerprint(), *(fingerprint(**changes) for changes in others)}) == 7
-
-
 def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
     run_study(PLAIN, tmp_path, Fake(failed="softmax"))
     assert len(lines(tmp_path)) == 10 + 6  # no further seeds of a failed run
@@ -210,21 +130,6 @@ def test_a_metric_that_is_not_measured_is_named(tmp_path):
         run_study(replace(STUDY, metric="accuracy_2"), tmp_path, Fake())
 
 
-def test_lines_of_a_plot_are_of_an_axis_that_is_compared():
-    with pytest.raises(ValueError, match="one of mechanism, width"):
-        replace(STUDY, plots=(Points("accuracy", lines="learning_rate"),))
-
-
-def test_highlighted_labels_and_the_baseline_exist():
-    for plot in (
-        Points("accuracy", highlighted={"linaer": "C0"}),
-        Ranking("accuracy", highlighted={"0.01": "C0"}),  # not compared
-        Ranking("accuracy", baseline="linaer"),
-    ):
-        with pytest.raises(ValueError, match=r"no compared axis has .*choose from \['linear', 's"):
-            replace(STUDY, plots=(plot,))
-
-
 def test_other_seeds_are_checked_before_any_run(tmp_path):
     seeds = {"0": {"seed": 0}, "1": {"sead": 1}}
     executor = Fake()
@@ -233,33 +138,10 @@ def test_other_seeds_are_checked_before_any_run(tmp_path):
     assert not executor.done
 
 
-def test_a_section_that_is_set_whole_replaces_its_fields():
-    axes = {
-        "mechanism": {"small": {"model.model_dim": 16, "model": replace(BASE.model, num_heads=4)}},
-        "width": {"24": {"model.num_layers": 3}},
-    }
-    model = replace(STUDY, axes=axes, plots=()).first_seed_runs()[0].config.model
-    assert (model.model_dim, model.num_heads, model.num_layers) == (8, 4, 3)
-
-
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / RESULTS_FILE).write_text("{}x\n")
     with pytest.raises(UserError, match=r"results\.jsonl, line 1, is damaged"):
         run_study(STUDY, tmp_path, Fake())
-
-
-def test_fields_that_fit_only_together_are_set_together():
-    fields = {"model.max_length": 8, "model.positions": "learned"}
-    run = replace(PLAIN, axes={"positions": {"of 8 tokens": fields}}).first_seed_runs()[0]
-    assert (run.config.model.max_length, run.config.model.positions) == (8, "learned")
-
-
-def test_errors_name_their_run():
-    run = replace(STUDY, axes=SMALLER.axes).first_seed_runs()[0]
-    with pytest.raises(UserError, match="mechanism linear, seed 0: no space"), runs._named(run):
-        raise UserError("no space")
-    with pytest.raises(UserError, match="seed 0: its process was killed"), runs._named(run):
-        raise BrokenProcessPool
 
 
 def test_paths_are_the_same_for_all_nodes(tmp_path, monkeypatch):
@@ -353,9 +235,8 @@ def test_runs_in_processes_record_their_costs_and_run_once(tmp_path, monkeypatch
         assert again == {name: row[name] for name in again}
 
 
-STUDIES = sorted(ROOT.glob("configs/studies/*.py"))
 FILE = """
-from tests.study.runner_test import SMALLER
+from tests.study.small import SMALLER
 
 def get_study():
     return SMALLER
@@ -387,36 +268,9 @@ def test_invalid_options_are_refused(tmp_path, arguments, message, monkeypatch, 
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-ALIKE = "recall", "recall_zoology"  # their mechanisms are those of other studies
-
-
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_committed_studies_load_and_all_their_runs_are_different(path):
-    study = load_study(path)
-    first = study.first_seed_runs()
-    runs = [run for chosen in first for run in (chosen, *study.other_seed_runs(chosen.labels))]
-    assert len({run.fingerprint for run in runs}) == len(runs)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (path.stem in ALIKE))
-        for path in STUDIES
-    ],
-)
-def test_models_of_committed_studies_can_be_built(path):
-    first = load_study(path).first_seed_runs()
-    models = [run.config.model for run in first]
-    names = [model.attention for model in models]
-    for run in dict(zip(names, first, strict=True)).values():
-        assert costs(run.config)["state_bytes"] > 0
-
-
-def test_fingerprints_do_not_depend_on_the_folder(tmp_path, monkeypatch):
-    """The tokenizer of configs/python_code.py is relative to a checkout, or absolute elsewhere."""
-    here = [run.fingerprint for run in load_study("long_context").first_seed_runs()]
-    monkeypatch.chdir(tmp_path)
-    elsewhere = load_study("long_context").first_seed_runs()
-    assert elsewhere[0].config.data.tokenizer.startswith("/")
-    assert here == [run.fingerprint for run in elsewhere]
+def test_errors_name_their_run():
+    run = replace(STUDY, axes=SMALLER.axes).first_seed_runs()[0]
+    with pytest.raises(UserError, match="mechanism linear, seed 0: no space"), runs._named(run):
+        raise UserError("no space")
+    with pytest.raises(UserError, match="seed 0: its process was killed"), runs._named(run):
+        raise BrokenProcessPool

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from heinsen_jax.study.runner import REPORT_FILE, run_study
-from tests.study.runner_test import PLAIN, Fake
+from tests.study.small import PLAIN, Fake
 
 LABELS = "abcdefg"
 AXES = {

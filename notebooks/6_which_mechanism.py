@@ -105,8 +105,8 @@ draw(study.title, study.plots, results)
 
 # %% [markdown]
 # From 32 to 2048 tokens, FoX, ALiBi and hybrids of log-attention and softmax attention gain 0.90 to
-# 0.95 nats, all others at most 0.66. From position 128 on, states of constant size gain no more
-# than windows do, whose four layers reach back 256 tokens. Among states of constant size, log-
+# 0.95 nats, all others at most 0.66. From position 128 on, states of constant size gain hardly
+# more than windows do, whose four layers reach back 256 tokens. Among states of constant size, log-
 # attention with decay is better than Gated DeltaNet, Mamba-2 and GLA, a window of 64 tokens is
 # better than log-attention, and alternating layers of both are better still, and better than
 # windows that alternate with Gated DeltaNet.
@@ -168,9 +168,10 @@ draw(study.title, study.plots, results)
 # ## Hybrids
 #
 # Softmax attention in one of eight, four or two layers, the first or the last of them, and
-# log-attention in the others. Recall prefers it in the first layer, copying in the last. All were
-# trained with 800 updates and two learning rates; what a model does not learn in them may still be
-# within its capacity.
+# log-attention in the others. Models recall more with softmax attention in the first layer; with
+# one of eight or of four layers, they copy long strings better if it is the last. All were trained
+# with 800 updates and two learning rates; what a model does not learn in them may still be within
+# its capacity.
 
 # %%
 study, results = load("hybrids")
@@ -187,5 +188,5 @@ draw(study.title, study.plots, results)
 # | recall of some facts in constant memory | DeltaNet; log-attention with slots |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
 # | recall of everything | softmax attention, at least in the first of four layers |
-# | copying of long strings | softmax attention, in hybrids in the last of four layers |
+# | copying of long strings | softmax attention |
 # | less memory for a trained model | [notebook 7](7_linearize.ipynb) |

@@ -98,7 +98,17 @@ class Study:
                 raise ValueError(f"plots of {self.title!r}: {error}") from None
 
     def restricted(self, axis: str, labels: Sequence[str]) -> "Study":
-        """The study of these labels of an axis."""
+        """The study of these labels of an axis.
+
+        Raises:
+          ValueError: the study has no such axis, or the axis no such label.
+        """
+        if axis not in self.axes:
+            raise ValueError(f"axis={axis!r}: {self.title!r} has {', '.join(self.axes)}")
+        if unknown := [label for label in labels if label not in self.axes[axis]]:
+            raise ValueError(
+                f"labels={unknown}: axis {axis!r} of {self.title!r} has {[*self.axes[axis]]}"
+            )
         left_out = self.axes[axis].keys() - {*labels}
         plots = (
             replace(

@@ -108,7 +108,7 @@ class Plot:
         self, axes: Axes, default: str, results: Sequence[Comparison], seeds: str, note: str = ""
     ) -> None:
         """Set the title, a note about the seeds if they are several, and another note."""
-        several = max((len(result.rows) for result in results), default=0) > 1
+        several = max((len(result.records) for result in results), default=0) > 1
         notes = "; ".join(filter(None, (seeds if several else "", note)))
         title = self.title or default
         axes.set_title(f"{title}\n({notes})" if notes else title, fontsize="medium")

@@ -36,16 +36,16 @@ class Comparison:
     Attributes:
       compared: labels of the compared axes.
       tuned: best labels of the tuned axes.
-      rows: records of its seeds.
+      records: those of its seeds.
     """
 
     compared: dict[str, str]
     tuned: dict[str, str]
-    rows: list[RunRecord] = field(default_factory=list)
+    records: list[RunRecord] = field(default_factory=list)
 
     def values(self, metric: str) -> list[float]:
         """Values of a metric for all seeds, without failed runs."""
-        found = [_value(row, metric) for row in self.rows]
+        found = [_value(record, metric) for record in self.records]
         return [x for x in found if x is not None]
 
     def mean(self, metric: str) -> float:
@@ -65,7 +65,7 @@ class Comparison:
         def is_reached(metrics: dict[str, float]) -> bool:
             return sign * metrics.get(metric, math.nan) >= sign * value
 
-        curves = [row["curve"] for row in self.rows if "curve" in row]
+        curves = [record["curve"] for record in self.records if "curve" in record]
         curves = [x for x in curves if any(metric in metrics for metrics in x.values())]
         reached = ([int(step) for step in curve if is_reached(curve[step])] for curve in curves)
         return [min(steps, default=None) for steps in reached]
@@ -91,8 +91,8 @@ def table(
         head.append(f"updates until {reached[0]} {reached[1]:g}")
     lines = []
     for result in results:
-        found = [(_value(row, metric), row) for row in result.rows]
-        each = [row.get("failed", "") if x is None else f"{x:.4f}" for x, row in found]
+        found = [(_value(record, metric), record) for record in result.records]
+        each = [record.get("failed", "") if x is None else f"{x:.4f}" for x, record in found]
         mean, *others = (_with_spread(result, name) for name in (metric, *extra_metrics))
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
         labels = [*result.compared.values(), *result.tuned.values()]
@@ -117,5 +117,5 @@ def _with_spread(result: Comparison, metric: str) -> str:
     return mean if len(values) == 1 else f"{mean} ± {result.spread(metric):.4f}"
 
 
-def _value(row: RunRecord, name: str) -> float | None:
-    return row.get("metrics", {}).get(name, row.get(name))
+def _value(record: RunRecord, name: str) -> float | None:
+    return record.get("metrics", {}).get(name, record.get(name))

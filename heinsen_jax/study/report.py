@@ -19,14 +19,14 @@ PLOT_FILE = "report.png"
 
 
 def paragraphs(
-    study: Study, results: Sequence[Comparison], rows: Sequence[RunRecord | None]
+    study: Study, results: Sequence[Comparison], records: Sequence[RunRecord | None]
 ) -> list[str]:
     """The paragraphs of the report.
 
     Args:
       study: the study.
       results: its finished results.
-      rows: rows of all its runs, None if unfinished.
+      records: those of all its runs, None if unfinished.
 
     Raises:
       UserError: the metric of `reached` is not measured.
@@ -49,8 +49,8 @@ def paragraphs(
         if any(x.p_value is not None for x in found):
             parts.append(remaining_differences(found))
     parts += _power_laws(study, results)
-    finished = [row for row in rows if row is not None]
-    parts.append(f"{len(finished)} of {len(rows)} runs, {_made(finished)}.")
+    finished = [record for record in records if record is not None]
+    parts.append(f"{len(finished)} of {len(records)} runs, {_made(finished)}.")
     shown = [result.compared for result in results]
     every = [study.compared(run.labels) for run in study.first_seed_runs()]
     if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
@@ -59,7 +59,8 @@ def paragraphs(
 
 
 def _check_reached(study: Study, results: Sequence[Comparison]) -> None:
-    curves = [row["curve"] for result in results for row in result.rows if "curve" in row]
+    records = [record for result in results for record in result.records]
+    curves = [record["curve"] for record in records if "curve" in record]
     known = {name: None for curve in curves for metrics in curve.values() for name in metrics}
     if study.reached is not None and known and study.reached[0] not in known:
         raise UserError(
@@ -131,9 +132,9 @@ def _words(axis: str) -> str:
     return axis.replace("_", " ")
 
 
-def _made(rows: Sequence[RunRecord]) -> str:
-    """Hardware, versions and commit of the rows."""
-    found = [row["environment"] for row in rows]
+def _made(records: Sequence[RunRecord]) -> str:
+    """Hardware, versions and commit of the runs."""
+    found = [record["environment"] for record in records]
     places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in found}
     commits = {x["commit"][:7] or "no commit" for x in found}
     changed = " with uncommitted changes" if any(x["uncommitted_changes"] for x in found) else ""

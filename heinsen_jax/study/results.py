@@ -18,13 +18,13 @@ class Recorded:
     """Rows of a results file, by the fingerprints of runs."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self._path, self._rows = path, {}
+        self._path, self._records = path, {}
         content = path.read_bytes() if path.exists() else b""
         lines = content.splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line)
-                self._rows[row["fingerprint"]] = row
+                record = json.loads(line)
+                self._records[record["fingerprint"]] = record
             except (ValueError, KeyError, TypeError):
                 if line.endswith(b"\n") or number < len(lines):
                     raise UserError(f"{path}, line {number}, is damaged: remove it") from None
@@ -34,22 +34,22 @@ class Recorded:
         self._separator = "\n" if lines and not lines[-1].endswith(b"\n") else ""
 
     def of(self, run: Run) -> RunRecord | None:
-        return self._rows.get(run.fingerprint)
+        return self._records.get(run.fingerprint)
 
     def unfinished(self, runs: Sequence[Run]) -> list[Run]:
         return [run for run in runs if self.of(run) is None]
 
     def reuse(self, other: "Recorded", runs: Sequence[Run]) -> None:
-        """Add the rows of unfinished runs that another file has."""
+        """Add the records of unfinished runs that another file has."""
         for run in self.unfinished(runs):
-            if (row := other.of(run)) is not None:
-                self.add(run, {**row, "labels": run.labels})
+            if (record := other.of(run)) is not None:
+                self.add(run, {**record, "labels": run.labels})
 
-    def add(self, run: Run, row: RunRecord) -> None:
-        row = {"labels": run.labels, "fingerprint": run.fingerprint, **row}
-        self._rows[run.fingerprint] = row
+    def add(self, run: Run, record: RunRecord) -> None:
+        record = {"labels": run.labels, "fingerprint": run.fingerprint, **record}
+        self._records[run.fingerprint] = record
         with writing(self._path.parent), self._path.open("a") as file:
-            file.write(f"{self._separator}{json.dumps(row)}\n")
+            file.write(f"{self._separator}{json.dumps(record)}\n")
             self._separator = ""
 
 
@@ -80,7 +80,7 @@ def results_of(study: Study, output: Path) -> list[Comparison]:
     """
     recorded = Recorded(output / RESULTS_FILE, read_only=True)
     found = [_result(study, runs, recorded) for runs in best_of(study, recorded)]
-    if done := [result for result in found if result.rows]:
+    if done := [result for result in found if result.records]:
         return done
     raise UserError(f"{output / RESULTS_FILE}: no run of this study is done yet")
 
@@ -88,5 +88,5 @@ def results_of(study: Study, output: Path) -> list[Comparison]:
 def _result(study: Study, runs: Sequence[Run], recorded: Recorded) -> Comparison:
     labels = runs[0].labels
     tuned = {axis: labels[axis] for axis in study.tuned if axis in labels}
-    rows = [row for run in runs if (row := recorded.of(run)) is not None]
-    return Comparison(study.compared(labels), tuned, rows)
+    records = [record for run in runs if (record := recorded.of(run)) is not None]
+    return Comparison(study.compared(labels), tuned, records)

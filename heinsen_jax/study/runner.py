@@ -43,7 +43,7 @@ def run_study(
     Args:
       study: the study.
       output: folder of the results, the report and the runs.
-      executor: function of the runs and their folders that yields rows as runs finish.
+      executor: function of the runs and their folders that yields records as runs finish.
       report_only: whether to report on the finished runs only.
       reuse: folders of results of other studies; runs with the same settings are copied.
 
@@ -89,17 +89,17 @@ def _run_study(
             completed = len(runs) - len(recorded.unfinished(runs))
             progress.update(task, total=len(runs), completed=completed)
             console.print(f"{len(left)} runs to do; each has a log.txt in its folder")
-            for run, row in executor(left, lambda run: output / "runs" / folder_name(run)):
-                recorded.add(run, row)
+            for run, record in executor(left, lambda run: output / "runs" / folder_name(run)):
+                recorded.add(run, record)
                 progress.advance(task)
-                said = row.get("failed") or f"{study.metric} {_metric(study, row):.4f}"
+                said = record.get("failed") or f"{study.metric} {_metric(study, record):.4f}"
                 console.print(f"{describe(run.labels)}: {said}", highlight=False, markup=False)
     _report(study, output, [recorded.of(run) for run in (*first, *others)])
     console.print(f"report: {output / REPORT_FILE}")
 
 
-def _metric(study: Study, row: RunRecord) -> float:
-    metrics = row.get("metrics", {})
+def _metric(study: Study, record: RunRecord) -> float:
+    metrics = record.get("metrics", {})
     named = {"metric": study.metric} | ({"reached": study.reached[0]} if study.reached else {})
     for field, name in named.items():
         if name not in metrics:
@@ -131,13 +131,13 @@ def _check(study: Study) -> None:
             raise UserError(f"{describe(run.labels)}: {error}") from error
 
 
-def _report(study: Study, output: Path, rows: Sequence[RunRecord | None]) -> None:
-    """Write the report and its plots, given the rows of all runs, None if unfinished."""
+def _report(study: Study, output: Path, records: Sequence[RunRecord | None]) -> None:
+    """Write the report and its plots, given the records of all runs, None if unfinished."""
     results = results_of(study, output)
     if study.plots:
         draw(study.title, study.plots, results).savefig(output / PLOT_FILE, dpi=100)
     with writing(output):
-        (output / REPORT_FILE).write_text("\n\n".join(paragraphs(study, results, rows)) + "\n")
+        (output / REPORT_FILE).write_text("\n\n".join(paragraphs(study, results, records)) + "\n")
 
 
 def _progress(console: Console) -> Progress:

@@ -38,7 +38,7 @@ from heinsen_jax.training.metrics import read_evaluations
 from heinsen_jax.training.preflight import tokens_per_update
 
 LOG_FILE = "log.txt"
-ROW_FILE = "row.json"
+RECORD_FILE = "record.json"
 
 
 class Stopped(Exception):
@@ -49,7 +49,7 @@ def run_one(values: SavedConfig, workdir: Path) -> RunRecord:
     """Train from a configuration as plain values; return metrics and costs.
 
     A stopped run resumes, and a finished one is not repeated. A run that diverged has `failed`
-    instead of `metrics`. Output and row are written to files in its folder, and its checkpoints are
+    instead of `metrics`. Output and record are written to its folder, and its checkpoints are
     removed at the end.
 
     Raises:
@@ -57,14 +57,14 @@ def run_one(values: SavedConfig, workdir: Path) -> RunRecord:
     """
     RunFolder(workdir).check_writable()
     with locked(workdir, wait=True):  # until the process of a killed study has exited
-        row = _recorded(workdir / ROW_FILE)
-        if row is None:
+        finished = _recorded(workdir / RECORD_FILE)
+        if finished is None:
             config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
-            row = _measured(config, workdir)
-            write_atomically(workdir / ROW_FILE, json.dumps(row).encode())
+            finished = _measured(config, workdir)
+            write_atomically(workdir / RECORD_FILE, json.dumps(finished).encode())
         (workdir / SAVED_FILE).unlink(missing_ok=True)
         shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
-    return row
+    return finished
 
 
 def _measured(config: ExperimentConfig, workdir: Path) -> RunRecord:
@@ -81,16 +81,16 @@ def _measured(config: ExperimentConfig, workdir: Path) -> RunRecord:
             failed = str(error)
     seconds = round(time.monotonic() - start, 1)
     curve = {str(step): found for step, found in read_evaluations(workdir).items()}
-    row = RunRecord(**costs(config), seconds=seconds, environment=environment(), curve=curve)
+    measured = RunRecord(**costs(config), seconds=seconds, environment=environment(), curve=curve)
     if failed:
-        row["failed"] = failed
+        measured["failed"] = failed
     else:
-        row["metrics"] = metrics
-    return row
+        measured["metrics"] = metrics
+    return measured
 
 
 def _recorded(path: Path) -> RunRecord | None:
-    """The row that an earlier call of `run_one` recorded."""
+    """The record that an earlier call of `run_one` recorded."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -125,7 +125,8 @@ def costs(config: ExperimentConfig) -> Costs:
 def in_processes(
     runs: Sequence[Run], folder: Callable[[Run], Path], jobs: int
 ) -> Iterator[tuple[Run, RunRecord]]:
-    """Yield each run with its row as they finish, with `jobs` concurrent runs that share the cores.
+    """Yield each run with its record as they finish, with `jobs` of them at a time, which share the
+    cores.
 
     Raises:
       Stopped: a signal stopped them.
@@ -142,29 +143,29 @@ def in_processes(
         try:
             for done in as_completed(waiting):
                 with _named(waiting[done]):
-                    row = done.result()
-                yield waiting[done], row
+                    finished = done.result()
+                yield waiting[done], finished
         except BaseException as error:
             if isinstance(error, SystemExit | GeneratorExit):  # a signal to this process alone
                 for process in multiprocessing.active_children():
                     if process not in others:
                         process.terminate()
-            pool.shutdown(cancel_futures=True)  # runs that still finish write their rows themselves
+            pool.shutdown(cancel_futures=True)  # runs that still finish record it
             raise
 
 
 def on_cluster(
     runs: Sequence[Run], folder: Callable[[Run], Path], cpus: float, gpus: float
 ) -> Iterator[tuple[Run, RunRecord]]:
-    """Yield each run with its row as they finish, on a Ray cluster, with CPUs and GPUs per run. All
-    nodes share the folders of runs and data under these names."""
+    """Yield each run with its record as they finish, on a Ray cluster, with CPUs and GPUs per run.
+    All nodes share the folders of runs and data under these names."""
     by_name = {run.fingerprint: run for run in runs}
     calls = {
         name: (as_json(_anywhere(run.config)), folder(run).resolve())
         for name, run in by_name.items()
     }
-    for name, row in on_ray.calls(run_one, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1):
-        yield by_name[name], row
+    called = on_ray.calls(run_one, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1)
+    yield from ((by_name[name], finished) for name, finished in called)
 
 
 def _anywhere(config: ExperimentConfig) -> ExperimentConfig:

@@ -88,6 +88,18 @@ def test_language_models_are_those_of_the_study():
     assert {f"{x:.2f}" for x in gained} == {"0.04"}
 
 
+def test_no_constant_state_gains_much_from_longer_contexts():
+    gains = {
+        name: x.mean("loss") - x.mean("loss_2048")
+        for name, x in results_by_model("long_context").items()
+        if "softmax" not in name and name != "FoX"
+    }
+    best, window = max(gains.values()), gains["window of 64, rotary"]
+    said = f"gain at most {best:.2f} nats, a window of 64 gains {window:.2f}:"
+    assert f"From 512 to 2048 tokens, states of constant size {said}" in README_TEXT
+    assert f"states of constant size gain no more than {best:.2f}." in STUDY_TEXT
+
+
 def test_longer_contexts_are_those_of_the_study():
     study = load_study(ROOT / "configs/studies/long_context.py")
     results = results_by_model("long_context")

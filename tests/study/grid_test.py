@@ -8,7 +8,14 @@ from heinsen_jax.config import (
     Layers,
 )
 from heinsen_jax.data import Copying, DataConfig
-from heinsen_jax.study import Points, Ranking, Run, load_study
+from heinsen_jax.study import (
+    Points,
+    PositionPlot,
+    PowerLawPlot,
+    Ranking,
+    Run,
+    load_study,
+)
 from heinsen_jax.study.runs import costs
 from tests.study.small import BASE, PLAIN, STUDIES, STUDY
 
@@ -45,6 +52,21 @@ def test_highlighted_labels_and_the_baseline_exist():
     ):
         with pytest.raises(ValueError, match=r"no compared axis has .*choose from \['linear', 's"):
             replace(STUDY, plots=(plot,))
+
+
+def test_plots_check_the_labels_and_the_evaluations_that_they_need():
+    plot = PowerLawPlot("accuracy", "parameters", lines="mechanism", where={"0.01": ("8",)})
+    with pytest.raises(ValueError, match=r"where=.* must have labels by compared axes"):
+        replace(STUDY, plots=(plot,))
+    with pytest.raises(ValueError, match=r"needs training\.loss_by_position"):
+        replace(STUDY, plots=(PositionPlot(8),))
+
+
+def test_restricting_a_study_to_unknown_labels_is_an_error():
+    with pytest.raises(ValueError, match="axis='heads': 'A small study' has mechanism, width"):
+        STUDY.restricted("heads", ["8"])
+    with pytest.raises(ValueError, match=r"labels=\['gla'\]: axis 'mechanism' .* has \['linear'"):
+        STUDY.restricted("mechanism", ["linear", "gla"])
 
 
 def test_a_section_that_is_set_whole_replaces_its_fields():

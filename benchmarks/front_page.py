@@ -58,11 +58,11 @@ LAYERS = {
     "softmax": Label("softmax attention", SOFTMAX, -1, (-12, -3)),
 }
 MODELS = {
-    "Gated DeltaNet": beside("Gated DeltaNet", sweeps.COLORS["gated_deltanet"]),
+    "Gated DeltaNet": beside("Gated DeltaNet", sweeps.COLORS["Gated DeltaNet"]),
     "log, decay by head": beside("log-attention with decay", LOG),
     "softmax, rotary": beside("softmax attention, rotary", SOFTMAX, grows=True),
     "alternating log and window of 64": beside("log and windows of 64", "black"),
-    "FoX": beside("FoX", sweeps.COLORS["fox"], 2, grows=True),
+    "FoX": beside("FoX", sweeps.COLORS["FoX"], 2, grows=True),
     "3 log, then softmax": beside("3 log layers, 1 softmax", "0.4", -10, grows=True),
 }
 """Labels of models of the study."""

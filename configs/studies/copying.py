@@ -26,19 +26,19 @@ INPUTS = 64, 128, 256
 SEQUENCES = 64, 256, 1024
 MECHANISMS = (
     "softmax",
-    "sliding_window",
-    "rmt",
+    "sliding window",
+    "recurrent memory",
     "linear",
-    "performer",
+    "Performer",
     "additive",
     "log",
     "log, linear values",
     "log, decay by head",
     "log, decay by feature",
     "log, slots",
-    "fox",
-    "mamba2",
-    "gated_deltanet",
+    "FoX",
+    "Mamba-2",
+    "Gated DeltaNet",
 )
 
 

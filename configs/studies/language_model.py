@@ -34,8 +34,8 @@ COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
     "log, slots": sweeps.COLORS["log, slots"],
     "log, the paper's model": sweeps.COLORS["log"],
-    "FoX": sweeps.COLORS["fox"],
-    "Gated DeltaNet": sweeps.COLORS["gated_deltanet"],
+    "FoX": sweeps.COLORS["FoX"],
+    "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
     **dict.fromkeys(SOFTMAX, sweeps.COLORS["softmax"]),
 }
 

@@ -29,8 +29,8 @@ COLORS = {
     BASELINE: sweeps.COLORS["log, decay by head"],
     "log, slots": sweeps.COLORS["log, slots"],
     "softmax, rotary": sweeps.COLORS["softmax"],
-    "FoX": sweeps.COLORS["fox"],
-    "Gated DeltaNet": sweeps.COLORS["gated_deltanet"],
+    "FoX": sweeps.COLORS["FoX"],
+    "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
     "alternating log and window of 64": "black",
 }
 

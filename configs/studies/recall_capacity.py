@@ -30,11 +30,12 @@ PAIRS = 4, 8, 16, 32, 64
 NUMBERS = 8, 12, 16
 """Square roots of the numbers of slots."""
 SLOTS = [f"log, {number**2} slots" for number in NUMBERS]
-COLORS = {name: sweeps.COLORS[name] for name in ("softmax", "log", "fox", "gated_deltanet")}
+COLORS = {name: sweeps.COLORS[name] for name in ("softmax", "log", "FoX", "Gated DeltaNet")}
 COLORS |= dict.fromkeys(SLOTS, sweeps.COLORS["log, slots"])
 MECHANISMS = (
-    *("log", "log, decay by head", "gla", "mamba2", "mlstm", "deltanet", "gated_deltanet", "kda"),
-    *("softmax", "gqa", "mla", "fox"),
+    *("log", "log, decay by head", "GLA", "Mamba-2", "mLSTM"),
+    *("DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"),
+    *("softmax", "softmax, one key/value head", "MLA", "FoX"),
 )
 
 
@@ -74,11 +75,13 @@ def get_study() -> Study:
                 **dict(zip(SLOTS, map(slots, NUMBERS), strict=True)),
                 **{name: known[name] for name in MECHANISMS},
                 **{
-                    f"{name}, 16 x 16": sweeps.mechanism(name, key_depth=16, value_depth=16)
+                    f"{sweeps.NAMES[name]}, 16 x 16": sweeps.mechanism(
+                        name, key_depth=16, value_depth=16
+                    )
                     for name in ("deltanet", "gated_deltanet", "kda")
                 },
-                "mamba2, state of 32": sweeps.mechanism("mamba2", key_depth=32),
-                "hybrid: softmax, log": {"model.attention": hybrid},
+                "Mamba-2, state of 32": sweeps.mechanism("mamba2", key_depth=32),
+                "hybrid: softmax, then log": {"model.attention": hybrid},
             },
             "learning_rate": sweeps.learning_rates(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
             "seed": sweeps.seeds(0, 1),

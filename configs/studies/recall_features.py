@@ -49,8 +49,8 @@ def get_study() -> Study:
     changes = {
         BASELINE: {"model.attention": "log"},
         "values of any sign": log(2, 32, 32),
-        "normalized": log(2, 32, 32, **norm),
-        "Hedgehog": log(2, 64, 16, features="hedgehog"),
+        "normalized queries and keys": log(2, 32, 32, **norm),
+        "Hedgehog's features: 2 heads, 64 x 16": log(2, 64, 16, features="hedgehog"),
         "more features: 2 heads, 64 x 16": log(2, 64, 16),
         "one head: 64 x 32": log(1, 64, 32),
         "coupled decay": log(2, 32, 32, **coupled),
@@ -64,18 +64,18 @@ def get_study() -> Study:
         "144 slots x 16": log(1, 144, 16, **product, **coupled),
         WINNER: log(2, 64, 16, **product, **coupled),
         "log-values, 64 slots x 16": log(1, 64, 16, values="log", **product, **coupled),
-        "gated_deltanet": delta("gated_deltanet"),
-        "gated_deltanet, 24 x 24": delta("gated_deltanet", key_depth=24, value_depth=24),
-        "gated_deltanet, 16 x 16": delta("gated_deltanet", key_depth=16, value_depth=16),
-        "gated_deltanet, 8 x 16": delta("gated_deltanet", key_depth=8, value_depth=16),
-        "deltanet": delta("deltanet"),
-        "deltanet, 16 x 16": delta("deltanet", key_depth=16, value_depth=16),
-        "deltanet, 8 x 16": delta("deltanet", key_depth=8, value_depth=16),
+        "Gated DeltaNet, 24 x 48": delta("gated_deltanet"),
+        "Gated DeltaNet, 24 x 24": delta("gated_deltanet", key_depth=24, value_depth=24),
+        "Gated DeltaNet, 16 x 16": delta("gated_deltanet", key_depth=16, value_depth=16),
+        "Gated DeltaNet, 8 x 16": delta("gated_deltanet", key_depth=8, value_depth=16),
+        "DeltaNet, 32 x 32": delta("deltanet"),
+        "DeltaNet, 16 x 16": delta("deltanet", key_depth=16, value_depth=16),
+        "DeltaNet, 8 x 16": delta("deltanet", key_depth=8, value_depth=16),
     }
     colors = {
         BASELINE: sweeps.COLORS["log"],
         WINNER: sweeps.COLORS["log, slots"],
-        "gated_deltanet": sweeps.COLORS["gated_deltanet"],
+        "Gated DeltaNet, 24 x 48": sweeps.COLORS["Gated DeltaNet"],
     }
     return Study(
         title="Features and decay of log-attention: recall of 8 pairs",

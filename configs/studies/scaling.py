@@ -32,7 +32,7 @@ UPDATES = 125, 250, 500, 1000, 2000
 COLORS = {
     "log, decay by head": sweeps.COLORS["log, decay by head"],
     "softmax, rotary": sweeps.COLORS["softmax"],
-    "Gated DeltaNet": sweeps.COLORS["gated_deltanet"],
+    "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
 }
 
 

@@ -29,7 +29,7 @@ COLORS = {
     "log, slots": sweeps.COLORS["log, slots"],
     "softmax": sweeps.COLORS["softmax"],
     "DeltaNet, negative eigenvalues": "C2",
-    "Gated DeltaNet, negative eigenvalues": sweeps.COLORS["gated_deltanet"],
+    "Gated DeltaNet, negative eigenvalues": sweeps.COLORS["Gated DeltaNet"],
 }
 
 
@@ -48,16 +48,15 @@ def get_study() -> Study:
     }
     known = sweeps.causal_mechanisms(length=64)
     negative = {"negative_eigenvalues": True}
-    names = "log", "log, decay by head", "log, slots", "softmax", "fox", "gla", "mamba2", "mlstm"
+    logs = "log", "log, decay by head", "log, slots"
+    others = "softmax", "FoX", "GLA", "Mamba-2", "mLSTM", "DeltaNet", "Gated DeltaNet"
     return Study(
         title="State tracking",
         about=ABOUT,
         base=replace(base, training=replace(base.training, evaluate_every=2000)),
         axes={
             "mechanism": {
-                **{name: known[name] for name in names},
-                "DeltaNet": {"model.attention": "deltanet"},
-                "Gated DeltaNet": {"model.attention": "gated_deltanet"},
+                **{name: known[name] for name in (*logs, *others)},
                 "DeltaNet, negative eigenvalues": {
                     "model.attention": Layers("deltanet", options=negative)
                 },

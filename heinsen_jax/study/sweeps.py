@@ -8,15 +8,42 @@ Sweep = dict[str, dict[str, FieldValue]]
 COLORS = {
     "softmax": "C0",
     "linear": "C1",
-    "performer": "C2",
+    "Performer": "C2",
     "log": "C3",
     "log, decay by head": "C4",
-    "rmt": "C5",
+    "recurrent memory": "C5",
     "log, slots": "C6",
-    "fox": "C9",
-    "gated_deltanet": "C8",
+    "FoX": "C9",
+    "Gated DeltaNet": "C8",
 }
 """Colors of highlighted mechanisms, the same in all plots, by labels of `causal_mechanisms`."""
+
+NAMES = {
+    "block_sparse": "block-sparse",
+    "deltanet": "DeltaNet",
+    "dilated": "dilated window",
+    "fox": "FoX",
+    "gated_deltanet": "Gated DeltaNet",
+    "gla": "GLA",
+    "gqa": "softmax, one key/value head",
+    "hgrn2": "HGRN2",
+    "kda": "Kimi Delta Attention",
+    "l1": "L1",
+    "l1_sparse": "L1, sparse",
+    "log_window": "window merged with log",
+    "longformer": "Longformer",
+    "mamba2": "Mamba-2",
+    "memory_compressed": "memory-compressed",
+    "mla": "MLA",
+    "mlstm": "mLSTM",
+    "performer": "Performer",
+    "retnet": "RetNet",
+    "rmt": "recurrent memory",
+    "sliding_window": "sliding window",
+    "taylor": "Taylor",
+    "tglobal": "TGlobal",
+}
+"""Labels of `causal_mechanisms` for registered mechanisms whose names differ from them."""
 
 SLOTS: dict[str, int | str] = {
     "values": "linear",
@@ -40,7 +67,7 @@ def mechanism(name: str, **options: int | float | str) -> dict[str, FieldValue]:
 
 
 def causal_mechanisms(length: int) -> Sweep:
-    """All causal mechanisms, and some variants of log-attention.
+    """All causal mechanisms, and some variants of log-attention, by the labels of `NAMES`.
 
     Windows, segments and blocks are fractions of `length`: their defaults would cover short
     sequences completely.
@@ -59,11 +86,11 @@ def causal_mechanisms(length: int) -> Sweep:
     }
     classes = {name: attention.mechanism(name) for name in attention.names() if name != "log"}
     others = {
-        name: mechanism(name, **kind.short_options(length))
+        NAMES.get(name, name): mechanism(name, **kind.short_options(length))
         for name, kind in classes.items()
         if kind.capabilities.causal
     }
-    others["gqa"] = mechanism("gqa", num_kv_heads=1)
+    others[NAMES["gqa"]] = mechanism("gqa", num_kv_heads=1)
     return {label: mechanism("log", **chosen) for label, chosen in log.items()} | others
 
 

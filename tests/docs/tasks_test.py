@@ -26,36 +26,38 @@ def test_recall_figures_are_those_of_the_study():
     results = results_of_study("recall")
     accuracy = {tuple(x.compared.values()): x.mean("accuracy") for x in results}
     for width in ("32", "64"):
-        for name in ("softmax", "gqa", "mla", "l1"):
+        for name in ("softmax", "softmax, one key/value head", "MLA", "L1"):
             assert accuracy[name, width] > 0.99
-    log, linear, rmt = (f"{100 * accuracy[x, '64']:.0f}%" for x in ("log", "linear", "rmt"))
+    log, linear, rmt = (
+        f"{100 * accuracy[x, '64']:.0f}%" for x in ("log", "linear", "recurrent memory")
+    )
     assert f"log-attention of width 64 answers {log} of the queries" in STUDY_TEXT
     others = f"with a state of the same size {linear}, and the recurrent memory (`rmt`)"
     assert f"{others} with a smaller state {rmt}" in STUDY_TEXT
     of_bytes = {tuple(x.compared.values()): x.mean("state_bytes") for x in results}
-    assert of_bytes["log", "64"] == of_bytes["linear", "64"] > of_bytes["rmt", "64"]
+    assert of_bytes["log", "64"] == of_bytes["linear", "64"] > of_bytes["recurrent memory", "64"]
     cache = of_bytes["softmax", "64"]
-    for name in ("log, slots", "deltanet", "kda", "gated_deltanet"):
+    for name in ("log, slots", "DeltaNet", "Kimi Delta Attention", "Gated DeltaNet"):
         assert accuracy[name, "64"] > 0.99
         assert 0.3 < of_bytes[name, "64"] / cache < 0.4
-    slots, delta = (f"{100 * accuracy[x, '32']:.0f}%" for x in ("log, slots", "deltanet"))
-    said = (f"{of_bytes[x, '32'] / 1000:.1f} kB" for x in ("log, slots", "deltanet", "mla"))
+    slots, delta = (f"{100 * accuracy[x, '32']:.0f}%" for x in ("log, slots", "DeltaNet"))
+    said = (f"{of_bytes[x, '32'] / 1000:.1f} kB" for x in ("log, slots", "DeltaNet", "MLA"))
     said = f"slots answer {slots} in {next(said)}, and DeltaNet {delta} in {next(said)}"
     assert f"At width 32, {said}." in STUDY_TEXT
-    assert f"the smallest state of them, {of_bytes['mla', '32'] / 1000:.1f} kB" in STUDY_TEXT
-    assert all(accuracy[name, "64"] < 0.5 for name in ("mamba2", "retnet", "gla", "hgrn2", "fox"))
-    assert accuracy["fox", "32"] < 0.5
-    assert 0.15 < of_bytes["mlstm", "64"] / cache < 0.18
-    seeds = next(x for x in results if list(x.compared.values()) == ["mlstm", "64"])
+    assert f"the smallest state of them, {of_bytes['MLA', '32'] / 1000:.1f} kB" in STUDY_TEXT
+    assert all(accuracy[name, "64"] < 0.5 for name in ("Mamba-2", "RetNet", "GLA", "HGRN2", "FoX"))
+    assert accuracy["FoX", "32"] < 0.5
+    assert 0.15 < of_bytes["mLSTM", "64"] / cache < 0.18
+    seeds = next(x for x in results if list(x.compared.values()) == ["mLSTM", "64"])
     said = (100 * x for x in seeds.values("accuracy"))
     assert "answers {:.0f}% with one seed and {:.0f}% with the other".format(*said) in STUDY_TEXT
-    assert f"of width 32 answers {100 * accuracy['mamba2', '32']:.0f}%, in twice" in STUDY_TEXT
-    assert 2 < of_bytes["mamba2", "32"] / of_bytes["softmax", "32"] < 2.3
-    assert accuracy["log_window", "64"] > 0.99
-    assert 1 < of_bytes["log_window", "64"] / cache < 1.05
+    assert f"of width 32 answers {100 * accuracy['Mamba-2', '32']:.0f}%, in twice" in STUDY_TEXT
+    assert 2 < of_bytes["Mamba-2", "32"] / of_bytes["softmax", "32"] < 2.3
+    assert accuracy["window merged with log", "64"] > 0.99
+    assert 1 < of_bytes["window merged with log", "64"] / cache < 1.05
     study = replace(load_study(ROOT / "configs/studies/recall.py"), baseline="log")
     verdicts = {tuple(x.compared.values()): x.verdict for x in differences_of(study, results)}
-    for name in ("linear", "rmt"):
+    for name in ("linear", "recurrent memory"):
         assert verdicts[name, "64"] == "no difference"
     log, linear = (
         next(x.values("accuracy") for x in results if list(x.compared.values()) == [name, "32"])
@@ -64,33 +66,17 @@ def test_recall_figures_are_those_of_the_study():
     assert min(log) < max(linear)  # differences between seeds are as large
 
 
-FEATURES = {
-    "log-attention": "log",
-    "normalized queries and keys": "normalized",
-    "features of Hedgehog, 64 x 16": "Hedgehog",
-    "one head, 64 x 32": "one head: 64 x 32",
-    "product features, 144 x 16": "product features: 144 x 16",
-    "product features, 2 heads, 64 x 16": "product features: 2 heads, 64 x 16",
-    "DeltaNet, 8 x 16": "deltanet, 8 x 16",
-    "DeltaNet, 16 x 16": "deltanet, 16 x 16",
-    "Gated DeltaNet, 16 x 16": "gated_deltanet, 16 x 16",
-    "Gated DeltaNet, 24 x 24": "gated_deltanet, 24 x 24",
-    "Gated DeltaNet, 24 x 48": "gated_deltanet",
-}
-"""Rows of the table of features, by names that differ from the labels of the study."""
-
-
 def test_features_and_slots_are_those_of_the_study():
     results = {x.compared["mechanism"]: x for x in results_of_study("recall_features")}
     accuracy = {name: x.mean("accuracy") for name, x in results.items()}
     size = {name: x.mean("state_bytes") for name, x in results.items()}
     for line in table("features"):
         name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        result = results[FEATURES.get(name, name)]
+        result = results[name]
         found = f"{result.mean('accuracy'):.2f} ± {result.spread('accuracy'):.2f}"
         assert cells == [f"{result.mean('state_bytes'):,.0f}", found]
-    slots, one, delta = "2 heads, 64 slots x 16", "64 slots x 16", "deltanet, 16 x 16"
-    good = [x for x in accuracy if x.startswith("gated_deltanet") and accuracy[x] >= 0.9]
+    slots, one, delta = "2 heads, 64 slots x 16", "64 slots x 16", "DeltaNet, 16 x 16"
+    good = [x for x in accuracy if x.startswith("Gated DeltaNet") and accuracy[x] >= 0.9]
     assert min(accuracy[slots], accuracy[one], accuracy[delta]) >= 0.9
     assert size[slots] < min(size[name] for name in good) == max(size.values())
     assert size[delta] < size[one] < size["log"]
@@ -155,39 +141,11 @@ def test_shakespeare_figures_are_those_of_the_study():
     assert f"within {np.ceil(1e3 * spread) / 1e3:.3f} nats" in STUDY_TEXT
 
 
-COPYING = {
-    "softmax attention": "softmax",
-    "FoX": "fox",
-    "Mamba-2": "mamba2",
-    "Performer": "performer",
-    "Gated DeltaNet": "gated_deltanet",
-    "linear attention": "linear",
-    "recurrent memory": "rmt",
-    "window of 16 tokens": "sliding_window",
-    "additive attention": "additive",
-}
-"""Rows of the table of copying, by names that differ from the labels of the study."""
-
-
-CAPACITY = {
-    "softmax attention": "softmax",
-    "softmax attention, one key/value head": "gqa",
-    "hybrid: softmax, then log": "hybrid: softmax, log",
-    "Gated DeltaNet": "gated_deltanet",
-    "Kimi Delta Attention": "kda",
-    "Mamba-2": "mamba2",
-    "log-attention": "log",
-}
-"""Rows of the table of capacity, with or without sizes, whose names differ from the labels."""
-
-
 def test_capacity_of_recall_is_that_of_the_study():
     results = {x.compared["mechanism"]: x for x in results_of_study("recall_capacity")}
     shown, pairs = [], (8, 16, 32, 64)
     for line in table("capacity"):
-        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        first, *sizes = label.split(", ")
-        name = CAPACITY.get(label) or ", ".join([CAPACITY.get(first, first.lower()), *sizes])
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         result = results[name]
         means = [f"{result.mean(f'accuracy_{number}_pairs'):.2f}" for number in pairs]
         means[-1] += f" ± {result.spread('accuracy_64_pairs'):.2f}"
@@ -199,36 +157,37 @@ def test_capacity_of_recall_is_that_of_the_study():
         number: {name: x.mean(f"accuracy_{number}_pairs") for name, x in results.items()}
         for number in pairs
     }
-    assert all(at[64][x] > 0.999 for x in ("softmax", "gqa", "mla", "fox", "hybrid: softmax, log"))
+    full = "softmax", "softmax, one key/value head", "MLA", "FoX", "hybrid: softmax, then log"
+    assert all(at[64][x] > 0.999 for x in full)
     slots = "log, 256 slots"
     said = f"256 slots answers {at[64][slots]:.2f} of 64 pairs in {size[slots] / 1000:.0f} kB"
     assert said in STUDY_TEXT
-    spread = max(results[x].spread("accuracy_64_pairs") for x in (slots, "mamba2"))
-    assert abs(at[64]["mamba2"] - at[64][slots]) < spread
-    assert f"in {100 * size[slots] / size['mamba2']:.0f}% of its bytes" in STUDY_TEXT
-    delta = f"answers {at[64]['deltanet']:.2f} in {size['deltanet'] / 1000:.0f} kB"
+    spread = max(results[x].spread("accuracy_64_pairs") for x in (slots, "Mamba-2"))
+    assert abs(at[64]["Mamba-2"] - at[64][slots]) < spread
+    assert f"in {100 * size[slots] / size['Mamba-2']:.0f}% of its bytes" in STUDY_TEXT
+    delta = f"answers {at[64]['DeltaNet']:.2f} in {size['DeltaNet'] / 1000:.0f} kB"
     assert delta in STUDY_TEXT
     slots = "log, 144 slots"
     assert all(
-        of["deltanet"] > of[slots] and of["mlstm"] > of["log, 64 slots"] for of in at.values()
+        of["DeltaNet"] > of[slots] and of["mLSTM"] > of["log, 64 slots"] for of in at.values()
     )
-    rivals = "gated_deltanet", "kda"
-    assert all(0.9 < size[slots] / size[name] < 1.1 for name in ("deltanet", *rivals))
+    rivals = "Gated DeltaNet", "Kimi Delta Attention"
+    assert all(0.9 < size[slots] / size[name] < 1.1 for name in ("DeltaNet", *rivals))
     gains = [f"{at[64][slots] - at[64][name]:.2f}" for name in rivals]
     assert f"by {gains[0]} and {gains[1]}" in STUDY_TEXT
     assert all(at[number][slots] < at[number][name] for number in (8, 16) for name in rivals)
-    assert at[64]["deltanet"] == max(x for name, x in at[64].items() if size[name] < 30_000)
-    pairs_of = [(x, slots) for x in ("deltanet", *rivals)] + [("mlstm", "log, 64 slots")]
+    assert at[64]["DeltaNet"] == max(x for name, x in at[64].items() if size[name] < 30_000)
+    pairs_of = [(x, slots) for x in ("DeltaNet", *rivals)] + [("mLSTM", "log, 64 slots")]
     for pair in pairs_of:
         found = difference("recall_capacity", *pair, "accuracy_64_pairs")
         assert found.verdict == "no difference"
     of_8, of_64 = (
-        [f"{at[number][name]:.2f}" for name in ("deltanet", slots, "log")] for number in (8, 64)
+        [f"{at[number][name]:.2f}" for name in ("DeltaNet", slots, "log")] for number in (8, 64)
     )
     said = f"DeltaNet answers {of_8[0]} of 8 and {of_64[0]} of 64 pairs, log-attention with 144 "
     said += f"[slots](docs/mechanisms.md#slots) {of_8[1]} and {of_64[1]}, without slots {of_8[2]} "
     assert f"{said}and {of_64[2]}." in README_TEXT
-    assert {f"{size[name] / 1000:.0f}" for name in ("deltanet", slots)} == {"24"}
+    assert {f"{size[name] / 1000:.0f}" for name in ("DeltaNet", slots)} == {"24"}
     assert f"In states of {size['log'] / 1000:.0f} to 24 kB, DeltaNet" in README_TEXT
     plain = f"answers {at[64]['log']:.2f} of 64 pairs, and {at[64]['log, decay by head']:.2f} with"
     assert plain in STUDY_TEXT
@@ -244,8 +203,7 @@ def test_copying_figures_are_those_of_the_study():
     lengths = {"copying": (20, 30, 60), "selective copying": (64, 256), "induction": (256, 1024)}
     accuracy = {}
     for line in lines:
-        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        name = COPYING.get(shown, shown.replace("log-attention", "log"))
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         of = {
             (task, length): results[task, name].mean(f"accuracy_{length}")
             for task in lengths
@@ -256,15 +214,15 @@ def test_copying_figures_are_those_of_the_study():
         accuracy |= {(name, *at): x for at, x in of.items()}
     at_60 = {name: x for (name, *at), x in accuracy.items() if at == ["copying", 60]}
     best = sorted(at_60, key=lambda name: -at_60[name])[:3]
-    assert best == ["softmax", "log, slots", "mamba2"]
+    assert best == ["softmax", "log, slots", "Mamba-2"]
     said = "slots reaches {:.2f} at 60 letters, Mamba-2 {:.2f} with seven times the bytes, "
     said = said.format(*(at_60[name] for name in best[1:]))
-    said += f"Performer {at_60['performer']:.2f}; two seeds do not separate them"
+    said += f"Performer {at_60['Performer']:.2f}; two seeds do not separate them"
     assert said in STUDY_TEXT
     study = replace(load_study(ROOT / "configs/studies/copying.py"), baseline="log, slots")
     near = differences_of(study, [*results.values()])
     verdicts = {tuple(x.compared.values()): x.verdict for x in near if x.metric == "accuracy_60"}
-    for name in ("mamba2", "performer"):
+    for name in ("Mamba-2", "Performer"):
         assert verdicts["copying", name] == "no difference"
     parameters = [x.mean("parameters") for x in results.values()]
     assert (
@@ -274,30 +232,17 @@ def test_copying_figures_are_those_of_the_study():
     slots, mamba = (results["copying", name].mean("state_bytes") for name in best[1:])
     assert 6 < mamba / slots < 7.5
     selective = {name: x for (name, *at), x in accuracy.items() if at == ["selective copying", 64]}
-    assert max(selective, key=lambda name: selective[name]) == "gated_deltanet"
+    assert max(selective, key=lambda name: selective[name]) == "Gated DeltaNet"
     assert f"softmax attention reaches {selective['softmax']:.2f}" in STUDY_TEXT
     assert {f"{selective[x]:.2f}" for x in ("log, slots", "log, decay by feature")} == {"0.99"}
     longest = {
         name for (name, *at), x in accuracy.items() if at == ["induction", 1024] and x > 0.98
     }
-    assert longest == {"softmax", "performer", "log, decay by head", "log, slots"}
+    assert longest == {"softmax", "Performer", "log, decay by head", "log, slots"}
     short = {at[1]: x.mean("accuracy_64") for at, x in results.items() if at[0] == "induction"}
-    assert {name for name, x in short.items() if x < 0.99} == {"sliding_window"}
-    assert results["copying", "fox"].mean("accuracy_20") > 0.9999
-    assert min(results["selective copying", "mamba2"].values("accuracy_64")) < 0.6
-
-
-STATE_TRACKING = {
-    "log-attention": "log",
-    "log-attention, decay by head": "log, decay by head",
-    "log-attention, slots": "log, slots",
-    "softmax attention": "softmax",
-    "FoX": "fox",
-    "GLA": "gla",
-    "Mamba-2": "mamba2",
-    "mLSTM": "mlstm",
-}
-"""Rows of the table of state tracking, by names that differ from the labels of the study."""
+    assert {name for name, x in short.items() if x < 0.99} == {"sliding window"}
+    assert results["copying", "FoX"].mean("accuracy_20") > 0.9999
+    assert min(results["selective copying", "Mamba-2"].values("accuracy_64")) < 0.6
 
 
 def test_state_tracking_figures_are_those_of_the_study():
@@ -311,8 +256,8 @@ def test_state_tracking_figures_are_those_of_the_study():
     lines = table("state tracking")
     assert len(lines) == len(found)
     for line in lines:
-        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        of = found[STATE_TRACKING.get(shown, shown)]
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        of = found[name]
         assert cells == [f"{of[x, y]:.2f}" for x in groups for y in metrics[:2]]
     negative = "DeltaNet, negative eigenvalues", "Gated DeltaNet, negative eigenvalues"
     for name in found.keys() - set(negative):
@@ -328,19 +273,6 @@ def test_state_tracking_figures_are_those_of_the_study():
     sums = {name: of["modulo 5", "accuracy"] for name, of in found.items()}
     assert sums["log"] == max(sums.values())
     assert f"the highest accuracy at the trained length, {sums['log']:.2f}, but" in STUDY_TEXT
-
-
-HYBRIDS = {
-    "log-attention": "log",
-    "softmax attention": "softmax",
-    "slots, 1 of 8 layers softmax, last": "slots, 1 of 8 softmax, last",
-    **{
-        f"1 of {n} layers softmax, {place}": f"1 of {n} softmax, {place}"
-        for n in (8, 4, 2)
-        for place in ("first", "last")
-    },
-}
-"""Rows of the table of hybrids, by names that differ from the labels of the study."""
 
 
 def size_in_words(size: int) -> str:
@@ -361,8 +293,7 @@ def test_hybrids_are_those_of_the_study():
     lines = table("hybrids")
     assert len(lines) == len(models)
     for line in lines:
-        shown, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        name = HYBRIDS.get(shown, shown)
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         model = LanguageModel.abstract(models[name])
         sizes = [size_in_words(model.state_size(x)) for x in (1024, 32_768, 1_048_576)]
         assert cells == [*(f"{x:.2f}" for x in accuracy[name]), *sizes]

@@ -21,6 +21,7 @@ def test_every_sweep_limits_windows_and_blocks(length):
             assert limit is None or 1 <= limit < length, label
     names = {name for name, _ in found.values()}
     assert names == {x for x in attention.names() if attention.mechanism(x).capabilities.causal}
+    assert sweeps.NAMES.keys() <= names
     assert len({*map(repr, found.values())}) == len(chosen)
 
 

@@ -16,7 +16,7 @@ from heinsen_jax.data.files import write_atomically
 from heinsen_jax.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
+SETTINGS_FILE = "tokenizer_config.json"
 
 ENDS_OF_TEXT = {
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]"),
@@ -169,7 +169,7 @@ class JsonTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which other libraries read, too."""
-        for file, content in ((TOKENIZER_FILE, self._document), (CONFIG_FILE, self.config())):
+        for file, content in ((TOKENIZER_FILE, self._document), (SETTINGS_FILE, self.config())):
             write_atomically(folder / file, as_json(content))
 
     @classmethod
@@ -182,7 +182,7 @@ class JsonTokenizer:
     @classmethod
     def load(cls, folder: Path) -> "JsonTokenizer":
         """Read the files of `save`, and check that they are unchanged."""
-        path, config_path = folder / TOKENIZER_FILE, folder / CONFIG_FILE
+        path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
         config = read_json(config_path)
         try:
             name, fingerprint = (config["heinsen_jax"][key] for key in ("name", "fingerprint"))
@@ -209,7 +209,7 @@ def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
     found = sorted({token["content"] for token in added if token.get("special")} & ENDS_OF_TEXT)
     if len(found) == 1:
         return JsonTokenizer(name, path, document, found[0])
-    config_path = path.with_name(CONFIG_FILE)
+    config_path = path.with_name(SETTINGS_FILE)
     config = read_json(config_path) if config_path.exists() else {}
     match config.get("eos_token"):
         case str(end) | {"content": str(end)}:
@@ -248,7 +248,7 @@ def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[R
         end = parsed(path, document).token_to_id(end_of_text)
     if end is None:
         raise UserError(
-            f"{path} has no token {end_of_text}, the eos_token of {path.with_name(CONFIG_FILE)}: "
+            f"{path} has no token {end_of_text}, the eos_token of {path.with_name(SETTINGS_FILE)}: "
             "correct one of the two files"
         )
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from heinsen_jax.data.tokenizer_json import (
-    CONFIG_FILE,
+    SETTINGS_FILE,
     TOKENIZER_FILE,
     JsonTokenizer,
     parsed,
@@ -20,7 +20,7 @@ from heinsen_jax.errors import UserError, extra_module
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 GENERATION_FILE = "generation_config.json"
-MODEL_FILE = "config.json"
+CONFIG_FILE = "config.json"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
 """Flags of an added token."""
@@ -55,7 +55,7 @@ class PretrainedTokenizer(JsonTokenizer):
         self.special_tokens = _special_tokens(config)
         super().__init__(name, path, document, self.special_tokens["eos_token"])
         self._path = path
-        self.templates = _templates(config.get("chat_template"), path.with_name(CONFIG_FILE))
+        self.templates = _templates(config.get("chat_template"), path.with_name(SETTINGS_FILE))
         self.start_ids = self._start_ids(config.get("add_bos_token"))
         others = config.get("heinsen_jax", {}).get("stop_ids", ())
         self.stop_ids = tuple(dict.fromkeys([self.end_of_text_id, *others]))
@@ -80,11 +80,12 @@ class PretrainedTokenizer(JsonTokenizer):
         """Tokens before a document, by the configuration or else as the file adds them."""
         if add_bos_token is False:
             return ()
-        text = "a"
-        plain = self._with_special.encode(text, add_special_tokens=False).ids
+        texts = ("a", *self._with_special.get_vocab(with_added_tokens=False))
+        encoded = ((x, self._with_special.encode(x, add_special_tokens=False).ids) for x in texts)
+        text, plain = next((x for x in encoded if x[1]), ("", []))
         ids = self._with_special.encode(text).ids
         places = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
-        start = tuple(ids[: next(places)])
+        start = tuple(ids[: next(places, 0)])
         bos = self._with_special.token_to_id(self.special_tokens.get("bos_token", ""))
         return (bos,) if add_bos_token and bos is not None and not start else start
 
@@ -152,7 +153,7 @@ def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
     `tokenizer_of_json`. Its other stop tokens are the `eos_token_id` in `generation_config.json`,
     or else in the model's `config.json`.
     """
-    path, config_path = folder / TOKENIZER_FILE, folder / CONFIG_FILE
+    path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
     if not path.exists():
         return None
     config = read_json(config_path) if config_path.exists() else {}
@@ -168,7 +169,7 @@ def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
 
 def is_saved_pretrained(folder: Path) -> bool:
     """Whether a folder has a tokenizer that `PretrainedTokenizer.save` wrote."""
-    path = folder / CONFIG_FILE
+    path = folder / SETTINGS_FILE
     match read_json(path) if path.exists() else {}:
         case {"heinsen_jax": {"is_pretrained": True}}:
             return True
@@ -177,7 +178,7 @@ def is_saved_pretrained(folder: Path) -> bool:
 
 def _stop_ids(folder: Path) -> list[int]:
     """The tokens that end generation by the files of a model, if any."""
-    for path in (folder / GENERATION_FILE, folder / MODEL_FILE):
+    for path in (folder / GENERATION_FILE, folder / CONFIG_FILE):
         match read_json(path).get("eos_token_id") if path.exists() else None:
             case None:
                 continue
@@ -215,13 +216,21 @@ def _with_added_tokens(
     known = {token["id"]: token["content"] for token in added}
     missing = []
     for number, token in (config.get("added_tokens_decoder") or {}).items():
-        if int(number) not in known:
+        match token:
+            case {"content": str(content)} if number.isdecimal():
+                number = int(number)
+            case _:
+                raise UserError(
+                    f"{path.with_name(SETTINGS_FILE)}: added_tokens_decoder[{number!r}]={token!r} "
+                    "must be an object with content, by an id; correct it"
+                )
+        if number not in known:
             flags = {name: bool(token.get(name)) for name in FLAGS}
-            missing.append({"id": int(number), "content": token["content"], **flags})
-        elif known[int(number)] != token["content"]:
+            missing.append({"id": number, "content": content, **flags})
+        elif known[number] != content:
             raise UserError(
-                f"{path}: token {number} is {known[int(number)]}, but {token['content']} in "
-                f"{path.with_name(CONFIG_FILE)}; correct one of the two files"
+                f"{path}: token {number} is {known[number]}, but {content} in "
+                f"{path.with_name(SETTINGS_FILE)}; correct one of the two files"
             )
     if not missing:
         return document
@@ -230,7 +239,7 @@ def _with_added_tokens(
     for token in missing:
         if tokenizer.token_to_id(token["content"]) != token["id"]:
             raise UserError(
-                f"{path.with_name(CONFIG_FILE)}: token {token['content']} cannot have the id "
+                f"{path.with_name(SETTINGS_FILE)}: token {token['content']} cannot have the id "
                 f"{token['id']} after the tokens of {path}; correct one of the two files"
             )
     return merged

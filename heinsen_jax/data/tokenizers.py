@@ -18,7 +18,7 @@ import numpy as np
 import tiktoken
 
 from heinsen_jax.data.tokenizer_json import (
-    CONFIG_FILE,
+    SETTINGS_FILE,
     TOKENIZER_FILE,
     JsonTokenizer,
     read_json,
@@ -158,7 +158,7 @@ def tokenizer_version(name: str) -> str:
 
 def _is_saved(folder: Path) -> bool:
     """Whether `save_tokenizer` wrote the tokenizer of a folder."""
-    path, config_path = folder / TOKENIZER_FILE, folder / CONFIG_FILE
+    path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
     if not path.exists():
         return False
     has_config = config_path.exists() and "heinsen_jax" in read_json(config_path)

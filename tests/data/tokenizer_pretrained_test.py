@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from heinsen_jax.data import (
     get_tokenizer,
@@ -119,6 +123,19 @@ def test_added_tokens_may_be_in_the_configuration_only(folder):
     configure(folder, added_tokens_decoder={str(number + 5): {"content": "<|tool|>"}})
     with pytest.raises(UserError, match=rf"<\|tool\|> cannot have the id {number + 5}"):
         load(folder)
+    for token in ({"x": {"content": "<|tool|>"}}, {str(number): "<|tool|>"}):
+        configure(folder, added_tokens_decoder=token)
+        with pytest.raises(UserError, match=r"config\.json: added_tokens_decoder\['.*correct it"):
+            load(folder)
+
+
+def test_the_start_is_found_without_the_letter_a(tmp_path):
+    tokenizer = RustTokenizer(BPE({"<s>": 0, "</s>": 1, "C": 2, "G": 3}, []))
+    tokenizer.decoder = ByteLevel()
+    tokenizer.post_processor = TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert load(tmp_path).start_ids == (0,)
 
 
 def test_the_start_follows_the_configuration(folder):

@@ -148,6 +148,10 @@ def test_a_model_of_this_package_is_written(tmp_path):
         ),
         ({"attention": "log"}, r"model\.attention"),
         ({"attention": ("gqa", "softmax"), "num_layers": 2}, r"model\.attention"),
+        (
+            {"block": "standard", "model_dim": 15, "num_heads": 3},  # rotary needs even depths
+            r"in the closest one, \w+: its field",
+        ),
     ],
 )
 def test_other_architectures_cannot_be_written(changes, message, tmp_path):
@@ -161,9 +165,19 @@ def test_other_architectures_cannot_be_written(changes, message, tmp_path):
 
 def test_too_large_values_are_refused(tmp_path):
     model = nnx.clone(from_pretrained(FOLDER / "llama3")[0])
-    model.norm.scale[...] = 1e6 * jnp.ones(16)
-    with pytest.raises(UserError, match=r"float16: model\.norm\.weight has too large values"):
+    model.norm.scale[...] = 1e6 * jnp.ones(16).at[0].set(jnp.inf)
+    with pytest.raises(UserError, match=r"float16: model\.norm\.weight has larger values"):
         to_pretrained(model, tmp_path / "a", dtype="float16")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_other_dtypes_are_not_written(tmp_path):
+    model, _ = from_pretrained(FOLDER / "llama3")
+    like = changed("llama3", tmp_path / "like", dtype=..., torch_dtype="float64")
+    with pytest.raises(UserError, match=r"like/config\.json: dtype='float64' is unsupported"):
+        to_pretrained(model, tmp_path / "a", like=like)
+    with pytest.raises(UserError, match=r"^dtype='float64' is unsupported; give one of float32"):
+        to_pretrained(model, tmp_path / "a", dtype="float64")
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
@@ -179,12 +193,42 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("llama3", {"hidden_size": ...}, "hidden_size: Field required"),
         ("llama3", {"hidden_size": "16"}, "hidden_size='16' is unsupported"),
         ("llama3", {"rope_parameters": YARN}, r"rope_parameters\.rope_type='yarn' is unsupported"),
-        ("llama3", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
-        ("llama3", {"rope_parameters": {"rope_type": "linear"}}, "rope_type linear needs factor"),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...},
+            r"json: rope_scaling\.type='dynamic' is unsupported: Input should be",
+        ),
+        (
+            "llama3",
+            {"rope_scaling": {"type": "linear"}, "rope_parameters": ...},
+            "json: rope_scaling: rope_type linear needs factor$",
+        ),
+        (
+            "llama3",
+            {"rope_scaling": {"factor": 8.0}, "rope_parameters": ...},
+            "json: rope_scaling: rope_type default does not use factor; correct one of them$",
+        ),
+        (
+            "llama3",
+            {"rope_scaling": {"type": ["linear"]}, "rope_parameters": ...},
+            r"json: rope_scaling\.type=\['linear'\] is unsupported",
+        ),
+        ("llama3", {"rope_scaling": 2.0}, r"json: rope_scaling=2\.0 must be an object$"),
+        ("llama3", {"model_type": ["llama"]}, r"json: model_type=\['llama'\] is unsupported"),
         (
             "llama3",
             {"rope_parameters": {"rope_type": "llama3", "type": "linear"}},
-            "type and rope_type differ",
+            r"rope_parameters\.rope_type='llama3' and rope_parameters\.type='linear' differ",
+        ),
+        (
+            "llama3",
+            {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}},
+            r"rope_parameters\.rope_theta=10000\.0 and rope_theta=1000000\.0 differ; remove one$",
+        ),
+        (
+            "llama3",
+            {"rope_theta": -1.0, "rope_parameters": ...},
+            r"json: rope_theta=-1\.0 is unsup",
         ),
         (
             "llama3",
@@ -207,7 +251,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ),
         (
             "gpt_neox",
-            {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+            {"rotary_pct": 0.5, "partial_rotary_factor": 0.25, "rope_parameters": ...},
             r"rotary_pct=0\.5 and partial_rotary_factor=0\.25 differ; remove one",
         ),
         ("llama3", {"is_encoder_decoder": True}, "is_encoder_decoder=True is unsupported"),
@@ -267,6 +311,12 @@ def as_bin(folder: Path) -> None:
             r"tensor model\.layers\.1\.self_attn\.k_proj\.weight is missing",
         ),
         (
+            lambda folder: (folder / "config.json").write_text(
+                json.dumps(fields(folder) | {"tie_word_embeddings": False})
+            ),
+            r"lm_head\.weight is missing; fetch .* again, or set tie_word_embeddings to true",
+        ),
+        (
             lambda folder: with_tensors(folder, model__extra=np.ones(3)),
             r"model\.safetensors: tensor model\.extra has dtype F64, which is unsupported",
         ),
@@ -283,7 +333,7 @@ def as_bin(folder: Path) -> None:
             r"lm_head\.weight differs from model\.embed_tokens\.weight.*set tie_word_embeddings",
         ),
         (cut, r"model\.safetensors is damaged"),
-        (as_bin, r"only pytorch_model\.bin, in another format: give a folder with"),
+        (as_bin, r"only pytorch_model\.bin, in another format; give a folder with"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").write_text("{"), r"config\.json is damaged"),
         (lambda folder: (folder / "config.json").unlink(), r"config\.json cannot be read"),

@@ -10,7 +10,7 @@ them. Neither needs PyTorch or transformers. Downloads and chat templates need
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +62,11 @@ def from_pretrained(
     Returns:
       The model, with parameters in float32; and its tokenizer, or None without `tokenizer.json`.
       The tokenizer ends documents with the `eos_token` of `tokenizer_config.json`, and has the
-      methods `apply_chat_template` and `encode_with_special_tokens`. Generation ends with any of
+      methods `apply_chat_template` and `encode_with_special_tokens`. Generation stops at any id in
       `eos_token_id` of `generation_config.json`, or else of `config.json`.
 
     Raises:
-      UserError: the model is unsupported; or a file is missing, damaged, or does not fit to the
+      UserError: the model is unsupported; or a file is missing, damaged, or does not match the
         others. Files are checked before weights are read.
     """
     folder = Path(name)
@@ -131,8 +131,8 @@ def to_pretrained(
       shard_bytes: maximum size of a file.
 
     Raises:
-      UserError: no supported model of transformers has this architecture; a value is too large for
-        the dtype; the folder is not empty; or it cannot be written.
+      UserError: no supported model of transformers has this architecture; the dtype is unsupported,
+        or a value is too large for it; the folder is not empty; or it cannot be written.
     """
     place = local_path(folder, "folder")
     check_new_folder(place)
@@ -141,6 +141,9 @@ def to_pretrained(
     only = None if path is None else family_of(others, path).model_type
     family = family_for(model.config, only)
     stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"
+    if stored not in (known := get_args(StoredDtype)):
+        of = "" if dtype else f"{path}: "
+        raise UserError(f"{of}dtype={stored!r} is unsupported; give one of {', '.join(known)}")
     arrays = _tensors(model, family.model_type, str(stored))
     fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
     fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
@@ -185,6 +188,6 @@ def _tensors(model: LanguageModel, model_type: str, dtype: str) -> dict[str, np.
         for name, value in entry.tensors(np.asarray(leaves[entry.path])):
             with np.errstate(over="ignore"):
                 found[name] = value.astype(dtype)
-            if np.isinf(found[name].astype(np.float32)).any() and np.isfinite(value).all():
-                raise UserError(f"dtype={dtype}: {name} has too large values; choose float32")
+            if np.any(np.isinf(found[name].astype(np.float32)) & np.isfinite(value)):
+                raise UserError(f"dtype={dtype}: {name} has larger values; choose float32")
     return found

@@ -13,7 +13,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.tensors import Names
 from heinsen_jax.training.weights import INDEX_FILE, WEIGHTS_FILE, has_weights, weight_files
 
-DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+DTYPES = "F32", "F16", "BF16"
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 """Constants that earlier versions saved with the weights."""
 
@@ -25,7 +25,6 @@ class Tensor:
     path: Path
     name: str
     shape: tuple[int, ...]
-    dtype: str
 
 
 class Checkpoint:
@@ -46,7 +45,7 @@ class Checkpoint:
             others = sorted(path.name for path in folder.glob("*.bin"))
             found = f"only {others[0]}, in another format" if others else "no weights"
             raise UserError(
-                f"{folder} has {found}: give a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
+                f"{folder} has {found}; give a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
             )
         place = weight_files(folder)
         files = [WEIGHTS_FILE] if place is None else sorted(set(place.values()))
@@ -55,7 +54,7 @@ class Checkpoint:
         for name, file in ({} if place is None else place).items():
             if name not in found or found[name].path.name != file:
                 raise UserError(
-                    f"{folder / file} has no tensor {name}, which {INDEX_FILE} says it has: fetch "
+                    f"{folder / file} has no tensor {name}, which {INDEX_FILE} says it has; fetch "
                     "both again"
                 )
         self.embedding, self.readout = (f"{names[x][0]}.weight" for x in ("embed", "unembed"))
@@ -77,7 +76,7 @@ class Checkpoint:
                     f"{path}: tensor {name} has dtype {dtype}, which is unsupported; choose a "
                     f"checkpoint in one of {', '.join(DTYPES)}"
                 )
-            found.append(Tensor(path, name, tuple(part.get_shape()), dtype))
+            found.append(Tensor(path, name, tuple(part.get_shape())))
         return found
 
     def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -88,7 +87,10 @@ class Checkpoint:
         """
         for name in sorted(expected.keys() ^ self.tensors.keys()):
             if name in expected:
-                raise UserError(f"{self.folder}: tensor {name} is missing; fetch the files again")
+                fix = "fetch the files again"
+                if name == self.readout:
+                    fix += ", or set tie_word_embeddings to true in config.json"
+                raise UserError(f"{self.folder}: tensor {name} is missing; {fix}")
             raise UserError(
                 f"{self.tensors[name].path}: tensor {name} is no part of the model that "
                 "config.json describes; correct that file, or choose another model"
@@ -108,7 +110,7 @@ class Checkpoint:
         try:
             value = self._files[tensor.path].get_tensor(tensor.name)
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{tensor.path} cannot be read ({error}): fetch it again") from None
+            raise UserError(f"{tensor.path} cannot be read ({error}); fetch it again") from None
         return np.asarray(value).astype(np.float32)
 
     def check_tied(self) -> None:
@@ -131,6 +133,6 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}): fetch it again") from None
+        raise UserError(f"{path} cannot be read ({error}); fetch it again") from None
     except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}): fetch it again") from None
+        raise UserError(f"{path} is damaged ({error}); fetch it again") from None

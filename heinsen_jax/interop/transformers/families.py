@@ -5,14 +5,22 @@ A field that is not listed here is refused, since it may change results.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import pydantic
 from pydantic import PositiveFloat, PositiveInt
 
 from heinsen_jax.attention.registry import FieldValue
-from heinsen_jax.attention.rotary import PositionsConfig
 from heinsen_jax.errors import UserError
+from heinsen_jax.interop.transformers.rope import (
+    OBJECTS,
+    Fields,
+    Given,
+    Rope,
+    given_fields,
+    place_of,
+)
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.config import MLPKind
 from heinsen_jax.typing import JSON
@@ -55,66 +63,7 @@ ACTIVATIONS: dict[str, MLPKind] = {
 Activation = Literal["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"]
 
 
-LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor")
-LLAMA3_FIELDS += ("original_max_position_embeddings",)
-
-
-class _Fields(pydantic.BaseModel):
-    """Fields of a JSON object; others are refused."""
-
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class Rope(_Fields):
-    """Rotary positions."""
-
-    rope_type: Literal["default", "linear", "llama3"] = "default"
-    rope_theta: PositiveFloat = 10000.0
-    partial_rotary_factor: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    factor: PositiveFloat | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-    original_max_position_embeddings: PositiveInt | None = None
-
-    @pydantic.model_validator(mode="after")
-    def _is_complete(self) -> "Rope":
-        needed = {"default": (), "linear": ("factor",), "llama3": LLAMA3_FIELDS}[self.rope_type]
-        for name in needed:
-            if getattr(self, name) is None:
-                raise ValueError(f"rope_type {self.rope_type} needs {name}")
-        return self
-
-    def options(self) -> dict[str, FieldValue]:
-        """Options of mechanisms with rotary positions."""
-        found: dict[str, FieldValue] = {"positions": "rotary", "rotary_base": self.rope_theta}
-        found["rotary_fraction"] = self.partial_rotary_factor
-        if self.rope_type != "default":
-            found["rotary_factor"] = self.factor
-        if self.rope_type == "llama3":
-            found["rotary_original_length"] = self.original_max_position_embeddings
-            found["rotary_low_turns"] = self.low_freq_factor
-            found["rotary_high_turns"] = self.high_freq_factor
-        return found
-
-    @classmethod
-    def of(cls, config: PositionsConfig) -> "Rope":
-        found: dict[str, Any] = {"rope_theta": config.rotary_base}
-        found["partial_rotary_factor"] = config.rotary_fraction
-        if config.rotary_original_length is not None:
-            turns = config.rotary_low_turns, config.rotary_high_turns
-            values = config.rotary_factor, *turns, config.rotary_original_length
-            found |= {"rope_type": "llama3", **dict(zip(LLAMA3_FIELDS, values, strict=True))}
-        elif config.rotary_factor != 1:
-            found |= {"rope_type": "linear", "factor": config.rotary_factor}
-        return cls.model_validate(found)
-
-    def scaling(self) -> dict[str, JSON] | None:
-        """The field `rope_scaling`."""
-        found = self.model_dump(exclude={"rope_theta", "partial_rotary_factor"}, exclude_none=True)
-        return None if self.rope_type == "default" else found
-
-
-class Family(_Fields):
+class Family(Fields):
     """Fields of a `config.json` that determine the model."""
 
     model_type: ClassVar[str]
@@ -130,31 +79,6 @@ class Family(_Fields):
     tie_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
     add_cross_attention: Literal[False] = pydantic.Field(False, exclude=True)
     use_bfloat16: Literal[False] = pydantic.Field(False, exclude=True)
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _with_rope(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """Collect the fields of rotary positions of earlier and current versions in `rope`."""
-        if not cls.rope_names or "rope" in values:
-            return values
-        values = dict(values)
-        current, earlier = values.pop("rope_parameters", None), values.pop("rope_scaling", None)
-        if any(not isinstance(x, dict | None) for x in (current, earlier)):
-            raise ValueError("rope_parameters must be an object")
-        for fields in (current or {}, earlier or {}):
-            if len({fields[name] for name in ("type", "rope_type") if name in fields}) > 1:
-                raise ValueError("rope_parameters: type and rope_type differ; remove one")
-        given: dict[str, JSON] = {}
-        for fields in (current or {}, earlier or {}):  # "type" is an earlier name of "rope_type"
-            given |= {"rope_type" if k == "type" else k: v for k, v in fields.items()}
-        found: dict[str, JSON] = {"partial_rotary_factor": cls.default_fraction}
-        for new, old in cls.rope_names.items():
-            several = [values.pop(name) for name in dict.fromkeys((old, new)) if name in values]
-            if several[1:] and several[0] != several[1]:
-                raise ValueError(f"{old}={several[0]} and {new}={several[1]} differ; remove one")
-            if several:
-                found[new] = several[0]
-        return values | {"rope": found | given}
 
     def to_model(self) -> LanguageModelConfig:
         """The architecture."""
@@ -193,7 +117,7 @@ class Variant(NamedTuple):
 class LlamaLike(Family):
     """Models with RMS norms, SwiGLU and rotary positions."""
 
-    rope_names = {"rope_theta": "rope_theta"}
+    rope_names: ClassVar = {"rope_theta": "rope_theta"}
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -349,7 +273,7 @@ class GPTNeoX(Family):
 
     model_type = "gpt_neox"
     architecture = "GPTNeoXForCausalLM"
-    rope_names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    rope_names: ClassVar = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     default_fraction = 0.25
 
     hidden_size: PositiveInt
@@ -396,31 +320,44 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
       UserError: the model is unsupported; the message names the field.
     """
     kind = fields.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
             f"{path}: model_type={kind!r} is unsupported; choose a model of {', '.join(FAMILIES)}"
         )
-    family = FAMILIES[str(kind)]
+    family = FAMILIES[kind]
     known = {
         k: v
         for k, v in fields.items()
         if k not in IRRELEVANT | {"model_type"} and (v is not None or k in family.model_fields)
     }
+    given: dict[str, Given] = {}
     try:
+        if family.rope_names:
+            given = given_fields(known, family.rope_names)
+            outer = {*OBJECTS, *family.rope_names, *family.rope_names.values()}
+            rope = {"partial_rotary_factor": family.default_fraction}
+            rope |= {name: x.value for name, x in given.items()}
+            known = {name: x for name, x in known.items() if name not in outer} | {"rope": rope}
         return family.model_validate(known)
     except pydantic.ValidationError as error:
-        raise UserError(f"{path}: {'; '.join(map(explain, error.errors()))}") from None
+        problems = "; ".join(explain(problem, given) for problem in error.errors())
+        raise UserError(f"{path}: {problems}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
-def explain(problem: Mapping[str, Any]) -> str:
-    """A message for an error of pydantic."""
-    name = ".".join(map(str, problem["loc"])).replace("rope.", "rope_parameters.", 1)
+def explain(problem: Mapping[str, Any], given: Mapping[str, Given] = MappingProxyType({})) -> str:
+    """A message for an error of pydantic, in which `given` fields of rotary positions are named by
+    their place in the file."""
+    name = ".".join(map(str, problem["loc"]))
+    if problem["loc"][:1] == ("rope",):
+        name = place_of(problem["loc"][1:], given)
     if problem["type"] == "extra_forbidden":
         return (
             f"{name}={problem['input']!r} is unknown, and may change results; choose another "
             "model, or remove the field if it has no effect"
         )
     message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing" or not name:
+    if problem["type"] in ("missing", "value_error") or not name:
         return f"{name}: {message}" if name else message
     return f"{name}={problem['input']!r} is unsupported: {message}"

@@ -1,4 +1,4 @@
-"""The family of transformers to which an architecture of this package belongs."""
+"""Find the family of transformers of an architecture."""
 
 import dataclasses
 from typing import Any
@@ -8,10 +8,11 @@ import pydantic
 from heinsen_jax.attention.layers import EPSILONS
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.transformers.families import FAMILIES, Family, Rope, explain
+from heinsen_jax.interop.transformers.families import FAMILIES, Family, explain
+from heinsen_jax.interop.transformers.rope import Rope
 from heinsen_jax.models import LanguageModelConfig
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "swiglu": "silu"}
+HIDDEN_ACTS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "swiglu": "silu"}
 
 
 def family_for(config: LanguageModelConfig, only: str | None) -> Family:
@@ -33,8 +34,10 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
         try:
             family = kind.model_validate({k: facts[k] for k in kind.model_fields if k in facts})
             found = resolved(family.to_model())
-        except pydantic.ValidationError as error:
-            problems[name] = [f"its field {explain(error.errors()[0])}"]
+        except ValueError as error:
+            is_field = isinstance(error, pydantic.ValidationError)
+            problem = f"its field {explain(error.errors()[0])}" if is_field else str(error)
+            problems[name] = [problem]
             is_invalid.add(name)
             continue
         every = sorted(found.keys() | wanted.keys())
@@ -58,7 +61,7 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
     rope = {"rope": Rope.of(options)} if isinstance(options, PositionsConfig) else {}
     epsilon = config.norm_epsilon or EPSILONS[config.norm_kind]
     names = ("hidden_act", "activation_function") if config.mlp_kind else ()
-    activation = dict.fromkeys(names, ACTIVATIONS.get(config.mlp_kind or ""))
+    activation = dict.fromkeys(names, HIDDEN_ACTS.get(config.mlp_kind or ""))
     return (
         rope
         | activation

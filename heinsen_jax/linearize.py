@@ -57,7 +57,7 @@ from heinsen_jax.training.cross_entropy import token_losses
 from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.preflight import tokens_per_update
-from heinsen_jax.training.settings import with_documents
+from heinsen_jax.training.settings import check_settings, with_documents
 from heinsen_jax.training.signals import exit_immediately
 from heinsen_jax.typing import Array
 
@@ -225,6 +225,8 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
         before any training.
     """
     model, workdir = absolute_path(options.model), absolute_path(options.workdir)
+    if model in (workdir, workdir + TRANSFER_SUFFIX):
+        raise UserError(f"--workdir {workdir}: --model is in this folder; give another one")
     options = replace(options, model=model, workdir=workdir)
     with opened(model) as run:  # whose tokenizer prepares the data
         return _linearize(options, overrides, run)
@@ -244,6 +246,11 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
             raise UserError(explain(error)) from None
         if not options.restart:
             _check_start(stages)
+    with distributed.process_0_first():
+        dataset = data.load(stages[-1][2].data)
+    with distributed.together():
+        for _, _, experiment in stages:
+            check_settings(dataset, experiment)
     is_first = jax.process_index() == 0
     for name, workdir, experiment in stages:
         if is_first:
@@ -256,8 +263,6 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
         result = run_experiment(experiment, workdir, **changes)
         if result.signal is not None:
             return 128 + result.signal
-    with distributed.process_0_first():
-        dataset = data.load(stages[-1][2].data)
     results = _results(options, stages, dataset)
     with distributed.together():
         record = {"attention": options.attention, "keep": [*options.keep]}
@@ -283,6 +288,11 @@ def _check_start(stages: Sequence[Stage]) -> None:
         with opened(workdir) as run:
             if not run.checkpoints.is_dir():
                 return
+            if load_config(run.files / CONFIG_FILE).distillation.start is None:
+                raise UserError(
+                    f"--workdir {workdir} holds another run; give another folder, or --restart, "
+                    "which moves that run into a subfolder"
+                )
         with opened(folder) as run, Checkpoints(run, read_only=True) as checkpoints:
             step, steps = checkpoints.latest_step(), experiment.training.steps
         if step != steps:
@@ -316,6 +326,8 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
     model = linear_layers(teacher.model, options.attention, options.keep)
     if options.steps < 1 or options.transfer_steps < 0:
         raise UserError("--steps must be at least 1, and --transfer-steps at least 0")
+    if options.transfer_learning_rate <= 0:
+        raise UserError("--transfer-learning-rate must be greater than 0")
     base = replace(
         teacher,
         model=model,

@@ -13,7 +13,7 @@
 #
 # A trained model with softmax attention is converted into one with a state of constant size. No
 # pretrained weights are downloaded here: a small Llama is trained first, for a minute, and written
-# in the format of the library transformers. A real checkpoint is imported in the same way.
+# in the format of the library transformers. From there on, it is treated like any checkpoint.
 
 # %%
 import tempfile
@@ -27,6 +27,7 @@ import numpy as np
 from heinsen_jax.config import load_config
 from heinsen_jax.generate import generate
 from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
+from heinsen_jax.interop.transformers.__main__ import import_model
 from heinsen_jax.linearize import Options, linearize
 from heinsen_jax.models import Layers
 from heinsen_jax.train import run_experiment
@@ -84,21 +85,34 @@ np.testing.assert_array_equal(model(prompt), again(prompt))
 # ## Linearize
 #
 # `log_window` has exact softmax attention over the last 16 tokens, merged with log-attention over
-# all earlier ones. Stage 1 trains its features, and nothing else, to reproduce the output of each
-# attention layer; stage 2 trains the whole model. On the command line, this is
+# all earlier ones. The checkpoint is imported into a folder, which `linearize` reads; it has no
+# record of its training text, so that `data` names one. Stage 1 trains the features of
+# log-attention, and nothing else, to reproduce the output of each attention layer; stage 2 trains
+# the whole model. On the command line, this is
 #
-#     python -m heinsen_jax.linearize --model teacher --workdir linear \
+#     python -m heinsen_jax.interop.transformers import llama --workdir imported
+#     python -m heinsen_jax.linearize --model imported --workdir linear --data python-stdlib \
 #         --attention log_window:window_size=16 --transfer-steps 60 --steps 60
 
 # %%
+import_model(folder, WORK / "imported")
 options = Options(
-    model=str(WORK / "teacher"),
+    model=str(WORK / "imported"),
     workdir=str(WORK / "linear"),
+    data=base.data.corpus,
     attention="log_window:window_size=16",
     transfer_steps=60,
     steps=60,
 )
-linearize(options, ["--training.log-every", "10"])
+settings = {
+    "data.cache": WORK,
+    "data.sequence-length": 128,
+    "data.batch-size": 8,
+    "optimizer.learning-rate": 1e-3,
+    "training.log-every": 10,
+    "training.evaluation-batches": 10,
+}
+linearize(options, [f"--{field}={value}" for field, value in settings.items()])
 
 # %%
 rows = read_metrics(WORK / "linear-transfer")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,10 @@ from heinsen_jax.evaluate import evaluate_model
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.conversion import shared_weights
 from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.training import loop
 from heinsen_jax.training.checkpoint import load_run
 from heinsen_jax.training.loop import train
+from heinsen_jax.training.profiling import Tracer
 from tests.training.conftest import corpus, small  # noqa: F401
 
 
@@ -84,7 +87,9 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert load_run(workdir)[0].config.layer_pattern == ("log", "softmax")
     assert load_config(workdir / "config.json").training.log_every == 10
     assert (first.optimizer.weight_decay, first.training.steps) == (0.0, 40)
-    seeds = chosen.seed, first.seed, load_config(workdir / "config.json").seed
+    second = load_config(workdir / "config.json")
+    assert second.distillation.start == f"{workdir}{linearize.TRANSFER_SUFFIX}"
+    seeds = chosen.seed, first.seed, second.seed
     assert len(set(seeds)) == 3, "batches of the teacher and of both stages differ"
     capsys.readouterr()
     assert command(monkeypatch, *arguments) == 0  # finished runs are not repeated
@@ -101,6 +106,41 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert command(monkeypatch, *arguments, "--restart") == 2
     assert f"{teacher}" in capsys.readouterr().err
     assert (workdir / linearize.RESULTS_FILE).exists(), "the earlier run stays where it is"
+
+
+def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, monkeypatch):  # noqa: F811
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax"),
+        training=replace(small.training, sample_tokens=0, steps=10),
+    )
+    teacher, signals = tmp_path / "teacher", iter([signal.SIGTERM])
+    teacher.mkdir()
+    dataset = data.load(chosen.data)
+    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+
+    class Stopped(Tracer):
+        """Sends this process a signal at step 8 of the first run."""
+
+        def __call__(self, step: int, last: bool = False) -> None:
+            if step == 8 and (number := next(signals, None)):
+                signal.raise_signal(number)
+            super().__call__(step, last)
+
+    monkeypatch.setattr(loop, "Tracer", Stopped)
+    arguments = ["--model", str(teacher), "--attention", "log:features=hedgehog"]
+    arguments += ["--transfer-steps", "20", "--steps", "10"]
+    workdir, whole = tmp_path / "stopped", tmp_path / "whole"
+    assert command(monkeypatch, *arguments, "--workdir", str(workdir)) == 128 + signal.SIGTERM
+    transferred = load_run(f"{workdir}{linearize.TRANSFER_SUFFIX}", best=False)[2]
+    assert 8 <= transferred < 20
+    assert not (workdir / "checkpoints").exists(), "stage 2 waits for stage 1"
+    losses = []
+    for folder in (workdir, whole):
+        assert command(monkeypatch, *arguments, "--workdir", str(folder)) == 0
+        found = json.loads((folder / linearize.RESULTS_FILE).read_text())["results"]
+        losses.append([row["loss"] for row in found])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monkeypatch):  # noqa: F811
@@ -201,7 +241,8 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
     [
         ("--lora-rank", "0", "lora_rank: .*greater than 0"),
         ("--divergence-weight", "2", "divergence_weight: .*less than or equal to 1"),
-        ("--transfer-learning-rate", "0", "learning_rate: .*greater than 0"),
+        ("--transfer-learning-rate", "0", "--transfer-learning-rate must be greater than 0"),
+        ("--optimizer.warmup-steps", "1000", "optimizer.warmup_steps=1000 "),  # of stage 2
         ("--transfer-steps", "-1", "--transfer-steps at least 0"),
         ("--model.num-layers", "2", "--model.num-layers: leave it out"),
     ],
@@ -214,3 +255,19 @@ def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option,
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "w"), option, value]
     assert command(monkeypatch, *arguments) == 2
     assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / f"w{linearize.TRANSFER_SUFFIX}").exists(), "nothing was trained"
+
+
+def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    chosen = replace(small, model=replace(small.model, attention="softmax"))
+    for name in ("teacher", "other", "linear-transfer"):
+        (tmp_path / name / "checkpoints").mkdir(parents=True)
+        record(tmp_path / name, chosen, data.load(chosen.data))
+    for teacher, workdir, said in (
+        ("teacher", "teacher", "--model is in this folder; give another one"),
+        ("linear-transfer", "linear", "--model is in this folder; give another one"),
+        ("teacher", "other", "other holds another run; give another folder, or --restart"),
+    ):
+        arguments = ["--model", str(tmp_path / teacher), "--workdir", str(tmp_path / workdir)]
+        assert command(monkeypatch, *arguments) == 2
+        assert said in capsys.readouterr().err

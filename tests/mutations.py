@@ -1,4 +1,4 @@
-"""Mutation testing: eighteen faults are inserted into copies of the package, one by one.
+"""Mutation testing: nineteen faults are inserted into copies of the package, one by one.
 
     python tests/mutations.py [NAME ...]
 
@@ -104,6 +104,12 @@ FAULTS = {
         "first, second = lax.stop_gradient((self.m, other.m))",
         "first, second = self.m, other.m",
         "tests/ops/mlstm_test.py",
+    ),
+    "a second stage without the first": Fault(
+        "heinsen_jax/linearize.py",
+        "tuning = replace(tuning, start=folder)",
+        "tuning = replace(tuning, start=None)",
+        "tests/linearize_test.py",
     ),
     "positions that ignore the state": Fault(
         "heinsen_jax/models/position.py",

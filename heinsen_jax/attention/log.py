@@ -285,7 +285,7 @@ def hedgehog_features(
 ) -> Float[Array, "*B T N _"]:
     """log softmax(x W) | log softmax(-x W) for the matrix W of each head: log-attention of these is
     linear attention with Hedgehog's feature map (Zhang et al., 2024), without its clamp."""
-    projected = jnp.einsum("...nk,nkl->...nl", x, kernel.astype(x.dtype))
+    projected = in_float32(jnp.einsum("...nk,nkl->...nl", x, kernel.astype(x.dtype)))
     return jnp.concatenate([jax.nn.log_softmax(y, -1) for y in (projected, -projected)], -1)
 
 

@@ -1,5 +1,6 @@
-"""The architecture and the weights of a model with other attention layers than another one."""
+"""Convert a model to other attention layers: its architecture and its weights."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -62,17 +63,18 @@ def linear_layers(
         teacher = replace(teacher, qk_norm=False, attention=tuple(normed))
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
     pattern, modules = teacher.layers, teacher.abstract_layers()
-    layers = []
+    pairs = []  # layers of a stack have all weights of the teacher, or none: they have equal pairs
     for index in range(teacher.num_layers):
         place = index % len(pattern)
         old = pattern[place]
-        layers.append(old if index in kept else _replaced(teacher, modules[place], chosen))
+        new = old if index in kept else _replaced(teacher, modules[place], chosen)
+        pairs.append((new, old))
     period = next(
         n
-        for n in range(1, len(layers) + 1)
-        if len(layers) % n == 0 and layers == layers[:n] * (len(layers) // n)
+        for n in range(1, len(pairs) + 1)
+        if len(pairs) % n == 0 and pairs == pairs[:n] * (len(pairs) // n)
     )
-    return replace(teacher, attention=tuple(layers[:period]))
+    return replace(teacher, attention=tuple(new for new, _ in pairs[:period]))
 
 
 def with_lora(model: LanguageModelConfig, rank: int) -> LanguageModelConfig:
@@ -168,7 +170,8 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
       source: a model of the same architecture, but for its attention layers.
 
     Raises:
-      UserError: the architectures differ elsewhere; the message names the field.
+      UserError: the architectures differ elsewhere, or only some of the layers that share a place
+        of the layer pattern have a parameter of the source; the message names it.
 
     Examples:
       >>> config = LanguageModelConfig(vocab_size=8, model_dim=8, num_layers=2, num_heads=2)
@@ -237,8 +240,14 @@ def _matched(
                 pair = layers[first], of_source[layer % period]
                 rest, columns = _in_layer(in_block[2], *pair)
                 places.append(_Place(f"blocks.{layer % period}.{rest}", layer // period, columns))
-        is_known = all(place.shape(known) == shape for place in places)
-        found[name] = leaf, places if is_known else []
+        is_known = [place.shape(known) == shape for place in places]
+        if any(is_known) and not all(is_known):
+            raise UserError(
+                f"model.attention: some layers with the parameter {name} have it from the model "
+                f"with the weights, others do not; write {math.lcm(len(layers), len(of_source))} "
+                "layers in model.attention"
+            )
+        found[name] = leaf, places if all(is_known) else []
     return found
 
 

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax import attention
-from heinsen_jax.attention.log import log_complement
+from heinsen_jax.attention.log import hedgehog_features, log_complement
 
 
 def layer(**config) -> attention.LogAttention:
@@ -151,3 +151,15 @@ def test_logarithms_of_complements_are_accurate():
     np.testing.assert_allclose(log_complement(log_p), expected, rtol=1e-5, atol=1e-20)
     gradients = jax.grad(lambda x: log_complement(jax.nn.log_softmax(x)).sum())
     np.testing.assert_allclose(gradients(logits.astype(jnp.float32)), slopes, atol=1e-5)
+
+
+def test_features_of_hedgehog_are_probabilities_in_bfloat16():
+    """Near -log 32 neighbors in bfloat16 differ by 1.6%."""
+    x = jnp.sin(jnp.arange(3 * 2 * 32.0)).reshape(3, 2, 32).astype(jnp.bfloat16)
+    features = hedgehog_features(x, jnp.stack([jnp.eye(32)] * 2))
+    expected = np.array(x, np.float64)
+    for part, sign in zip(np.split(np.array(features), 2, -1), (1, -1), strict=True):
+        weights = np.exp(sign * expected)
+        np.testing.assert_allclose(
+            np.exp(part), weights / weights.sum(-1, keepdims=True), rtol=1e-5
+        )

@@ -1,4 +1,4 @@
-"""The architecture and the weights of a model with other attention layers than another one."""
+"""Conversion of a model to other attention layers: its architecture and its weights."""
 
 from dataclasses import replace
 
@@ -107,6 +107,22 @@ def test_weights_are_matched_by_layer():
             "blocks.2.attention.key_features.value",
         }
     )
+
+
+def test_layers_that_stay_keep_the_features_that_they_have_learned():
+    """New layers of the same mechanism have another place in the layer pattern."""
+    half = linear_layers(config("softmax"), "log:features=hedgehog", ["1::2"])
+    whole = linear_layers(half, "log:features=hedgehog", ["0::2"])
+    assert whole.layers == (half.layers[0], half.layers[0])
+    source = LanguageModel(half, rngs=nnx.Rngs(0))
+    shared, name = shared_weights(whole, source), "attention.key_features"
+    np.testing.assert_array_equal(
+        shared[f"blocks.0.{name}.value"], source.blocks[0].attention.key_features[...]
+    )
+    assert f"blocks.1.{name}.value" in new_parameters(whole, half)
+    together = replace(whole, attention=whole.layers[0])
+    with pytest.raises(UserError, match=rf"blocks\.0\.{name}\.value .*write 2 layers"):
+        shared_weights(together, source)
 
 
 def test_mechanisms_without_lora_are_refused():

@@ -109,7 +109,7 @@ def test_weights_are_matched_by_layer():
     )
 
 
-def test_layers_that_stay_keep_the_features_that_they_have_learned():
+def test_layers_that_stay_keep_their_trained_features():
     """New layers of the same mechanism have another place in the layer pattern."""
     half = linear_layers(config("softmax"), "log:features=hedgehog", ["1::2"])
     whole = linear_layers(half, "log:features=hedgehog", ["0::2"])

@@ -6,7 +6,7 @@ Both models, configs/heinsen_125m_pile.py and configs/gpt2_small_pile.py, train 
 of 2 x 512 tokens in float32, with the same optimizer, each in a process of its own. Reports the
 training loss, the median time of an update, and the peak memory of the process. These updates are
 far too few to compare the models: the paper trained on 300 billion tokens. Needs an estimated hour
-on 2 cores, and 5 GB of memory. Linux only. Writes a JSON record.
+on 2 cores, and 5 GB of memory. Linux only. Writes a JSON record, and a plot of the losses.
 """
 
 import json
@@ -18,6 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
+import numpy as np
 import tyro
 from common import ROOT, resident_memory
 from rich.console import Console
@@ -27,12 +29,15 @@ from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, load_config, record
 from heinsen_jax.data import DataConfig
 from heinsen_jax.environment import environment
+from heinsen_jax.study import sweeps
 from heinsen_jax.study.runs import costs
 from heinsen_jax.training.loop import train
 from heinsen_jax.training.metrics import read_metrics
 
 MEASURE = "--measure"
 MODELS = "heinsen_125m", "gpt2_small"  # configurations configs/<name>_pile.py
+COLORS = sweeps.COLORS["log"], sweeps.COLORS["softmax"]
+MEAN = 10  # updates per point of the plot
 
 
 @dataclass(frozen=True)
@@ -108,6 +113,20 @@ def measure_in_subprocess(name: str, options: Options) -> dict[str, Any]:
         return json.loads(result.read_text())
 
 
+def draw(models: dict[str, dict[str, Any]], path: Path) -> None:
+    """Plot the training losses, each point the mean over 10 updates."""
+    figure = matplotlib.figure.Figure((6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for (name, model), color in zip(models.items(), COLORS, strict=True):
+        losses = [*model["loss"].values()]
+        means = [statistics.mean(losses[i : i + MEAN]) for i in range(0, len(losses), MEAN)]
+        axes.plot(MEAN * np.arange(1, len(means) + 1), means, ".-", label=name, color=color)
+    axes.set(xlabel="updates", ylabel="training loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=100)
+
+
 def main(options: Options) -> int:
     models = {name: measure_in_subprocess(name, options) for name in MODELS}
     settings = {name: x for name, x in asdict(options).items() if name != "output"}
@@ -121,6 +140,7 @@ def main(options: Options) -> int:
     Console().print(table)
     made = {"environment": environment(), "settings": settings, "models": models}
     options.output.write_text(json.dumps(made, indent=2) + "\n")
+    draw(models, options.output.with_suffix(".png"))
     print(f"written to {options.output}")
     return 0
 

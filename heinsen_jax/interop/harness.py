@@ -10,25 +10,31 @@ module registers it for `lm_eval.simple_evaluate(model="heinsen_jax", ...)`. Nee
 
 import collections
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Required, TypeAlias, TypedDict, TypeVar, runtime_checkable
+from typing import Any, Protocol, Required, TypeAlias, TypedDict, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.data import start_ids
+from heinsen_jax.data.tokenizer_pretrained import DEFAULT, PretrainedTokenizer
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
-from heinsen_jax.generate.prompts import read
-from heinsen_jax.generate.states import has_independent_rows, init_rows, make_advance, select_rows
-from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.generate.states import has_independent_rows, init_rows, select_rows
+from heinsen_jax.interop.harness_batches import (
+    SMALLEST,
+    batches,
+    padded,
+    padded_row,
+    predict,
+    read_contexts,
+)
+from heinsen_jax.models import LanguageModelState
 from heinsen_jax.training.checkpoint import load_text_run
-from heinsen_jax.typing import JSON, Array, Bool, Float, Integer, Key
+from heinsen_jax.typing import JSON, Array, Key
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -43,10 +49,7 @@ except ImportError as missing:
 
 CHUNK = 512  # tokens of a document per forward pass
 GIVEN, WANTED = slice(None, -1), slice(1, None)
-SMALLEST = 16  # padded lengths are multiples of it, so that few shapes are compiled
 
-
-T = TypeVar("T")
 Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
 """Text and tokens of a context and its continuation."""
 
@@ -117,6 +120,8 @@ class HarnessModel(TemplateLM):
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
         self.graph, self.parameters = nnx.split(self.model)
+        self.chats: PretrainedTokenizer | None = None
+        """The tokenizer, if texts are conversations in its chat template."""
 
     @property
     def eot_token_id(self) -> int:
@@ -136,9 +141,39 @@ class HarnessModel(TemplateLM):
         sizes = jax.tree.map(lambda x: x.size, self.parameters)
         return {"model_num_parameters": sum(jax.tree.leaves(sizes)), "model_step": self.step}
 
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation in the template of the tokenizer, for `--apply_chat_template`.
+        All texts are then encoded with the special tokens in them, and nothing before them.
+
+        Raises:
+          UserError: the tokenizer has no template, or the template refuses the conversation.
+        """
+        if not isinstance(self.encoding, PretrainedTokenizer):
+            raise UserError(
+                f"--apply_chat_template: the tokenizer of {self.folder} has no chat template; "
+                "leave it out"
+            )
+        self.chats = self.encoding
+        return self.chats.render_chat_template(
+            chat_history, add_generation_prompt=add_generation_prompt
+        )
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template, for the record of the harness."""
+        if chat_template not in (True, False, DEFAULT):
+            raise UserError(
+                f"--apply_chat_template {chat_template}: choosing a template is unsupported; leave "
+                "its name out"
+            )
+        return getattr(self.encoding, "templates", {}).get(DEFAULT) if chat_template else None
+
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: JSON
     ) -> list[int]:
+        if self.chats is not None:
+            return self.chats.encode_with_special_tokens(string)
         start = () if add_special_tokens is False else start_ids(self.encoding)
         return [*start, *self.encoding.encode(string)]
 
@@ -154,14 +189,14 @@ class HarnessModel(TemplateLM):
         for number, (before, _) in enumerate(cut):
             groups.setdefault(before if self.share else number, []).append(number)
         longest_first = sorted(groups.values(), key=lambda numbers: -len(cut[numbers[0]][0]))
-        for some in _by(self.batch_size, longest_first):
+        for some in batches(self.batch_size, longest_first):
             numbers = [number for group in some for number in group]
             place = {number: row for row, group in enumerate(some) for number in group}
             more = max(len(cut[number][1]) for number in numbers)
             state = self._states_after([[*cut[group[0]][0]] for group in some], more)
-            for part in _by(self.batch_size, numbers):
+            for part in batches(self.batch_size, numbers):
                 given, wanted = ([cut[n][1][where] for n in part] for where in (GIVEN, WANTED))
-                rows = _padded_row([place[n] for n in part], self.batch_size)
+                rows = padded_row([place[n] for n in part], self.batch_size)
                 log_p, is_likeliest, _ = self._predict(given, wanted, select_rows(state, rows))
                 for row, number in enumerate(part):
                     end = len(cut[number][1]) - 1
@@ -196,7 +231,7 @@ class HarnessModel(TemplateLM):
     def _streamed(self, texts: list[list[int]]) -> list[float]:
         found = np.zeros(len(texts))
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
-        for part in _by(self.batch_size, order):
+        for part in batches(self.batch_size, order):
             longest = len(texts[part[0]])
             chunk = min(CHUNK, bucket(longest, SMALLEST))
             state, _ = init_rows(self.model, self.batch_size, -(-longest // chunk) * chunk)
@@ -237,13 +272,19 @@ class HarnessModel(TemplateLM):
             repetitions[context, options] += 1
         for (_, repetition), numbers in alike.items():
             options = self._options(requests[numbers[0]].args[1], repetition)
-            for part in _by(self.batch_size, numbers):
-                contexts = [requests[number].args[0] or [self.prefix_token_id] for number in part]
+            for part in batches(self.batch_size, numbers):
+                contexts = [self._prompt(requests[number].args[0]) for number in part]
                 texts = complete(self.model, self.encoding, contexts, **options)
                 for number, (text,) in zip(part, texts, strict=True):
                     found[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
+
+    def _prompt(self, context: str) -> str | list[int]:
+        """The prompt of `complete` for a context."""
+        if self.chats is not None:
+            return self.tok_encode(context)
+        return context or [self.prefix_token_id]
 
     def _options(self, given: Mapping[str, Any], repetition: int) -> CompleteKeywords:
         """Return the keyword arguments of `complete` for a task's settings; repeated requests draw
@@ -274,11 +315,11 @@ class HarnessModel(TemplateLM):
 
     def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
-        tokens = _padded(contexts, self.batch_size)[:, : self.model.config.max_length]
-        lengths = _padded_row([len(context) for context in contexts], self.batch_size)
+        tokens = padded(contexts, self.batch_size)[:, : self.model.config.max_length]
+        lengths = padded_row([len(context) for context in contexts], self.batch_size)
         capacity = tokens.shape[1] + bucket(more, SMALLEST)
         state, independent_rows = init_rows(self.model, self.batch_size, capacity)
-        return _read(self.graph, self.parameters, independent_rows, tokens, lengths, state)
+        return read_contexts(self.graph, self.parameters, independent_rows, tokens, lengths, state)
 
     def _predict(
         self,
@@ -290,11 +331,11 @@ class HarnessModel(TemplateLM):
         """Return log p `[B, T]` of the tokens `wanted` after the given tokens and states, whether
         each has maximum probability, and the states after them."""
         max_length = self.model.config.max_length
-        padded = (_padded(x, self.batch_size, length) for x in (given, wanted))
-        tokens, targets = (x[:, :max_length] for x in padded)
+        arrays = (padded(x, self.batch_size, length) for x in (given, wanted))
+        tokens, targets = (x[:, :max_length] for x in arrays)
         independent_rows = has_independent_rows(self.model, state)
         options = self.graph, self.parameters, independent_rows, self.encoding.vocab_size
-        log_p, is_likeliest, state = _predict(*options, tokens, targets, state)
+        log_p, is_likeliest, state = predict(*options, tokens, targets, state)
         return np.asarray(log_p), np.asarray(is_likeliest), state
 
     def _check_lengths(self, texts: list[list[int]]) -> None:
@@ -307,60 +348,6 @@ class HarnessModel(TemplateLM):
 
 
 register_model("heinsen_jax")(HarnessModel)
-
-
-@partial(jax.jit, static_argnames=("graph", "independent_rows"))
-def _read(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    independent_rows: bool,
-    tokens: Integer[Array, "B T"],
-    lengths: Integer[Array, "B"],
-    state: LanguageModelState,
-) -> LanguageModelState:
-    return read(make_advance(graph, parameters, independent_rows), tokens, lengths, state)[1]
-
-
-@partial(jax.jit, static_argnames=("graph", "independent_rows", "num_tokens"))
-def _predict(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    independent_rows: bool,
-    num_tokens: int,
-    tokens: Integer[Array, "B T"],
-    targets: Integer[Array, "B T"],
-    state: LanguageModelState,
-) -> tuple[Float[Array, "B T"], Bool[Array, "B T"], LanguageModelState]:
-    features, state = make_advance(graph, parameters, independent_rows)(tokens, state)
-    readout = nnx.merge(graph, parameters).readout
-
-    def one(chunk: tuple[Array, Array]) -> tuple[Array, Array]:
-        features, targets = chunk
-        logits = readout(features)
-        log_p = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0]
-        return log_p, jnp.argmax(logits[..., :num_tokens], -1) == targets
-
-    by_position = jnp.moveaxis(features, 1, 0), targets.T  # logits of one position at a time
-    log_p, is_likeliest = jax.lax.map(one, by_position, batch_size=SMALLEST)
-    return log_p.T, is_likeliest.T, state
-
-
-def _by(number: int, items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Iterate over batches of up to `number` items."""
-    return (items[start : start + number] for start in range(0, len(items), number))
-
-
-def _padded(rows: list[list[int]], number: int, length: int = SMALLEST) -> Array:
-    """Pad to `[number, T]` with zeros, where T has few values."""
-    longest = max(map(len, rows), default=0)
-    tokens = np.zeros((number, max(length, bucket(longest, SMALLEST))), np.int32)
-    for row, given in zip(tokens, rows, strict=False):
-        row[: len(given)] = given
-    return jnp.asarray(tokens)
-
-
-def _padded_row(numbers: list[int], length: int) -> Array:
-    return jnp.asarray([*numbers, *[0] * (length - len(numbers))], jnp.int32)
 
 
 def run_tasks(

@@ -326,6 +326,11 @@ def test_without_the_harness_the_extra_is_named(run, monkeypatch, capsys):
     assert "pip install 'heinsen_jax[harness]'" in capsys.readouterr().err
 
 
+def test_tokenizers_without_chat_templates_are_named(run):
+    with pytest.raises(UserError, match=r"--apply_chat_template: the tokenizer of .* has no chat"):
+        HarnessModel(str(run)).apply_chat_template([{"role": "user", "content": "hi"}])
+
+
 def test_the_model_of_a_run_is_loaded(run):
     adapter, (model, _, step) = HarnessModel(str(run)), load_run(run)
     assert adapter.get_model_info()["model_step"] == step

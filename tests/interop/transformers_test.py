@@ -442,6 +442,18 @@ def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
     assert adapter.prefix_token_id == prompt[0]
     request = Instance(request_type="loglikelihood_rolling", doc={}, arguments=("exact",), idx=0)
     (value,) = adapter.loglikelihood_rolling([request])
+    chat = [{"role": "user", "content": "hi"}]
+    text = adapter.apply_chat_template(chat)
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert adapter.tok_encode(text) == ids
+    asked = (text, {"max_gen_toks": 4, "until": []})
+    (said,) = adapter.generate_until(
+        [Instance(request_type="generate_until", doc={}, arguments=asked, idx=0)]
+    )
+    assert [[said]] == complete(model, tokenizer, [ids], 4, top_k=1)
+    assert adapter.chat_template(True) == tokenizer.templates["default"]
+    with pytest.raises(UserError, match="--apply_chat_template tools: choosing a template"):
+        adapter.chat_template("tools")
     logits = apply(model, np.array(prompt[:-1]))
     want = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(prompt[1:])[:, None], -1)
     assert value == pytest.approx(float(want.sum()), abs=1e-4)

@@ -1,6 +1,7 @@
 """Measurements in the README and docs are those of the committed records."""
 
 import math
+import statistics
 import subprocess
 from dataclasses import replace
 
@@ -221,6 +222,24 @@ def test_costs_of_the_full_size_are_those_of_the_configuration():
     assert f"two seeds each: {pilot:.0f} GPU hours at 40%, {2 * pilot:.0f} at 20%" in PAGES_TEXT
     said = f"{ours / 8:.0f} to {round(ours / 2, -1):.0f} hours, 8 H100s"
     assert said in PAGES_TEXT
+
+
+def test_first_updates_of_the_full_size_are_those_of_the_record():
+    record = read_record("paper_model")
+    names = {"the paper's model": "heinsen_125m", "GPT-2 small": "gpt2_small"}
+    assert list(names.values()) == [*record["models"]]
+    for line, (shown, name) in zip(table("paper model"), names.items(), strict=True):
+        found = record["models"][name]
+        losses = [*found["loss"].values()]
+        means = (statistics.mean(losses[end - 10 : end]) for end in (100, 200))
+        cells = [shown, f"{found['parameters']:,}", *(f"{x:.2f}" for x in means)]
+        cells += [f"{found['validation_loss']:.2f}", f"{found['seconds_per_update']:.1f}"]
+        assert line == f"| {' | '.join(cells)} | {found['peak_bytes'] / 1e9:.1f} GB |"
+    settings = {"updates": 200, "batch_size": 2, "sequence_length": 512}
+    assert record["settings"].items() >= settings.items()
+    assert record["environment"]["cpu"] == "AMD EPYC"
+    ours, theirs = (record["models"][name]["validation_loss"] for name in names.values())
+    assert f"is ahead after 200 updates, by {ours - theirs:.2f} nats on validation" in PAGES_TEXT
 
 
 def test_commands_of_the_full_size_are_accepted():

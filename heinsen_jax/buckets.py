@@ -82,7 +82,7 @@ def bucket_path(url: str, field: str) -> epath.Path:
             "or a folder that all hosts mount"
         )
     if not (bucket and folder):
-        raise UserError(f"{field} {url}: give a folder in the bucket, gs://bucket/folder")
+        raise UserError(f"{field} {url}: no folder in a bucket; give gs://bucket/folder")
     try:
         file_system()
     except ImportError:
@@ -239,7 +239,7 @@ class _Lock:
 
     def _refuse(self, found: dict[str, Any]) -> NoReturn:
         raise UserError(
-            f"{self._folder} is in use by {_described(found)}: wait until it ends, stop it, or "
+            f"{self._folder} is in use by {_described(found)}; wait until it ends, stop it, or "
             "choose another folder"
         )
 

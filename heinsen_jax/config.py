@@ -217,7 +217,7 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     theirs = recorded["data"].get("task", "text")
     if ours != theirs:
         raise UserError(
-            f"--workdir {workdir} contains a run trained on {theirs}, not {ours}: choose another "
+            f"--workdir {workdir} contains a run trained on {theirs}, not {ours}; choose another "
             "folder"
         )
     try:
@@ -234,7 +234,7 @@ def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
         if ours.get(name) != theirs.get(name)
     ]:
         raise UserError(
-            f"--workdir {workdir} holds a run of another architecture ({'; '.join(differing)}): "
+            f"--workdir {workdir} holds a run of another architecture ({'; '.join(differing)}); "
             "choose another folder, or the same architecture; --restart sets that run aside"
         )
 
@@ -253,7 +253,7 @@ def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -
     if theirs.fingerprint != tokenizer.fingerprint:
         raise UserError(
             f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs from "
-            f"data.tokenizer={config.data.tokenizer}: choose another folder, or its tokenizer"
+            f"data.tokenizer={config.data.tokenizer}; choose another folder, or its tokenizer"
         )
 
 

@@ -43,7 +43,7 @@ def initialize(
     given = coordinator, num_processes, process_id
     if None in given and any(x is not None for x in given):
         raise UserError(
-            "--coordinator, --num-processes and --process-id go together: give all three, or none "
+            "--coordinator, --num-processes and --process-id go together; give all three, or none "
             "on a cluster that JAX knows"
         )
     if coordinator is not None and ":" not in coordinator:
@@ -110,7 +110,7 @@ def check_alike(values: Mapping[str, object]) -> None:
         ]
         if differing:
             raise UserError(
-                f"process {number} differs from process 0 in {', '.join(differing)}: give all "
+                f"process {number} differs from process 0 in {', '.join(differing)}; give all "
                 "processes the same command, data and versions"
             )
 

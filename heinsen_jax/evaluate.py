@@ -87,7 +87,7 @@ def main() -> None:
         for name, value in (of_text if tasks else of_tasks).items():
             if value is not None:
                 kind = "is unsupported with" if tasks else "needs"
-                raise UserError(f"{name} {value} {kind} --tasks: leave it out")
+                raise UserError(f"{name} {value} {kind} --tasks; leave it out")
         if output is not None and not output.parent.is_dir():
             raise UserError(
                 f"--output {output}: folder {output.parent} does not exist; create it first"
@@ -115,7 +115,7 @@ def _run_text(
     latest: bool,
 ) -> None:
     if text_column is not None and data is None:
-        raise UserError(f"--text-column {text_column} needs --data: leave it out")
+        raise UserError(f"--text-column {text_column} needs --data; leave it out")
     for option, number in (("max-batches", max_batches), ("sequence-length", sequence_length)):
         if number is not None and number < 1:
             raise UserError(f"--{option} {number} must be at least 1")
@@ -211,7 +211,7 @@ def _check_tokenizer(
     if ours and theirs and ours.fingerprint != theirs.fingerprint:
         raise UserError(
             f"--data {corpus} was prepared with the tokenizer {theirs.name}, which differs from "
-            f"that of {workdir}: prepare it with the latter"
+            f"that of {workdir}; prepare it with the latter"
         )
 
 

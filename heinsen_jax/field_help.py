@@ -47,7 +47,9 @@ def print_help(config: ExperimentConfig, section: str) -> None:
         _print_section(config, SECTIONS if section == "all" else (section,))
         return
     if section:
-        raise UserError(f"--help {section}: choose one of {', '.join(SECTIONS)}, all")
+        raise UserError(
+            f"--help {section}: no such section; choose one of {', '.join(SECTIONS)}, all"
+        )
     print("\nmost common fields, with their values here:\n")
     for name in FIRST:
         part, _, field = name.rpartition(".")

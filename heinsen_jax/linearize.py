@@ -238,7 +238,9 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
             name = option.partition("=")[0].replace("-", "_")
             is_own = name.startswith(("__distillation", "__training.steps", "__model"))
             if is_own and name not in COMPUTATION:
-                raise UserError(f"{option}: leave it out; --help lists the options of both stages")
+                raise UserError(
+                    f"{option}: no option of both stages; leave it out, --help lists them"
+                )
         try:
             teacher = _teacher(options, run)
             stages = _stages(teacher, options, overrides)

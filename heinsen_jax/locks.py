@@ -43,7 +43,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     except Timeout:
         if not wait:
             raise UserError(
-                f"{folder} is in use by {_owner(path)}: wait until it ends, stop it, or choose "
+                f"{folder} is in use by {_owner(path)}; wait until it ends, stop it, or choose "
                 "another folder"
             ) from None
         print(f"{folder} is in use by {_owner(path)}: waiting until it ends", file=sys.stderr)
@@ -51,7 +51,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:
             raise UserError(
-                f"{path} cannot be opened ({error.strerror}): make it writable, or choose another "
+                f"{path} cannot be opened ({error.strerror}); make it writable, or choose another "
                 "folder"
             ) from None
         warnings.warn(

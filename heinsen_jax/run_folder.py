@@ -118,7 +118,7 @@ class RunFolder:
             tempfile.TemporaryFile(dir=self.files).close()
         except OSError as error:
             raise UserError(
-                f"--workdir {self} cannot be written ({error.strerror}): choose another folder"
+                f"--workdir {self} cannot be written ({error.strerror}); choose another folder"
             ) from None
 
     @contextlib.contextmanager

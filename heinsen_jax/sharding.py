@@ -67,7 +67,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     if min(sizes) < 1 or math.prod(sizes) != count:
         given = ", ".join(f"mesh.{name}={size}" for name, size in axes.items())
         raise UserError(
-            f"{given} do not multiply to {count}, the number of devices: set one of them to -1, "
+            f"{given} do not multiply to {count}, the number of devices; set one of them to -1, "
             "or change them"
         )
     kinds = (AxisType.Auto,) * len(sizes)
@@ -126,7 +126,7 @@ def shardings(tree: PyTree, mesh: Mesh) -> PyTree[NamedSharding]:
                     if size % mesh.shape[name]:
                         raise UserError(
                             f"mesh.{name}={mesh.shape[name]} does not divide a parameter axis of "
-                            f"{size}: choose another mesh, or other sizes of the model"
+                            f"{size}; choose another mesh, or other sizes of the model"
                         )
             return NamedSharding(mesh, PartitionSpec(*(x or None for x in names)))
 
@@ -153,7 +153,7 @@ def share_of_process(mesh: Mesh) -> tuple[int, int]:
     rows = sorted({index[0].indices(count)[0] for index in indices if index is not None})
     if rows[-1] - rows[0] != len(rows) - 1 or rows[0] % len(rows):
         raise UserError(
-            "mesh: the parts of a batch on a process's devices are not adjacent: make "
+            "mesh: the parts of a batch on a process's devices are not adjacent; make "
             "mesh.tensor times mesh.context a divisor or a multiple of the number of devices of "
             f"a process, {jax.local_device_count()}"
         )

@@ -112,7 +112,7 @@ def main() -> int:
             print_help(load_config(options.config or "quickstart"), options.help)
         return 0
     if options.config is None:
-        parser.error("--config is missing: give a name, such as quickstart, a file, or --help")
+        parser.error("--config is missing; give a name, such as quickstart, a file, or --help")
     keep_freed_memory()
     distributed.initialize(
         options.coordinator,

@@ -101,7 +101,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     assert found[1]["tokens"] == 50 * 256
     assert command(monkeypatch, *arguments, "--training.steps", "50") == 2
-    assert "--training.steps: leave it out" in capsys.readouterr().err
+    assert "--training.steps: no option of both stages; leave it out" in capsys.readouterr().err
     shutil.rmtree(teacher / "checkpoints")
     assert command(monkeypatch, *arguments, "--restart") == 2
     assert f"{teacher}" in capsys.readouterr().err
@@ -232,7 +232,7 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
     assert f"{tmp_path} holds no run (config.json is missing)" in capsys.readouterr().err
     (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 8}')
     assert command(monkeypatch, *arguments) == 2
-    said = f"is a checkpoint of transformers, not a run: import it with .* import {tmp_path}"
+    said = f"is a checkpoint of transformers, not a run; import it with .* import {tmp_path}"
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -244,7 +244,7 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
         ("--transfer-learning-rate", "0", "--transfer-learning-rate must be greater than 0"),
         ("--optimizer.warmup-steps", "1000", "optimizer.warmup_steps=1000 "),  # of stage 2
         ("--transfer-steps", "-1", "--transfer-steps at least 0"),
-        ("--model.num-layers", "2", "--model.num-layers: leave it out"),
+        ("--model.num-layers", "2", "--model.num-layers: no option of both stages"),
     ],
 )
 def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option, value, said):  # noqa: F811

@@ -107,7 +107,7 @@ def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", "--dry-run"])
     with pytest.raises(SystemExit, match=r"^2$"):
         main()
-    assert "--config is missing: give a name" in capsys.readouterr().err
+    assert "--config is missing; give a name" in capsys.readouterr().err
 
 
 def test_a_bucket_of_another_kind_is_refused(place, monkeypatch, capsys):
@@ -332,7 +332,7 @@ TINY = "--config", "tiny.py"
         (write, generate("--prompt", "a", "--top-k", "300"), ["top_k=300"]),
         (write, ("--workdir", "no no", "--prompt", "a"), ["no no holds no run", "'no no'`"]),
         (write, ("--workdir", ".", "--prompt", "a"), ["give one of the folders in it", "whole"]),
-        (write, ("--workdir", "words.txt", "--prompt", "a"), ["words.txt is a file: give"]),
+        (write, ("--workdir", "words.txt", "--prompt", "a"), ["words.txt is a file; give"]),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, tuple) else None,
 )

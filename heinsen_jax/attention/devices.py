@@ -86,6 +86,6 @@ def recur(
 def _check_heads(devices: int, heads: int) -> None:
     if heads % devices:
         raise ValueError(
-            f"a mesh with tensor={devices} does not divide {heads} heads: choose another tensor, "
+            f"a mesh with tensor={devices} does not divide {heads} heads; choose another tensor, "
             "or another num_heads or num_kv_heads"
         )

@@ -114,7 +114,7 @@ def log_attention_fn(
     else:
         raise NotImplementedError(
             f"log_attention_fn: implementation={implementation!r} with a mask of queries and keys, "
-            "not known to be causal: pass is_causal=True, and a mask of keys [..., 1, S] if any; "
+            "not known to be causal; pass is_causal=True, and a mask of keys [..., 1, S] if any; "
             "or implementation=None, for quadratic cost"
         )
     return y.astype(query.dtype)

@@ -75,12 +75,12 @@ class DataConfig:
     def _check_mixture(self) -> None:
         steps = [step for step, _ in self.mixture_stages]
         if self.mixture is None and steps:
-            raise ValueError("mixture_stages without mixture: give the weights of the first steps")
+            raise ValueError("mixture_stages without mixture; give the weights of the first steps")
         if steps != sorted({*steps}):
-            raise ValueError(f"mixture_stages begin at steps {steps}: give increasing ones")
+            raise ValueError(f"mixture_stages begin at steps {steps}; give increasing ones")
         for weights in self.mixtures:
             if not sum(weights.values()) > 0:
-                raise ValueError(f"mixture {weights}: give at least one weight above 0")
+                raise ValueError(f"mixture {weights}: no weight is above 0; give one")
 
     @property
     def mixtures(self) -> list[dict[str, float]]:

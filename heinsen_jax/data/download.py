@@ -29,7 +29,7 @@ class Remote:
 def ensure_downloaded(remote: Remote, path: Path) -> None:
     """Ensure that `path` contains exactly `remote`; download it if the file does not exist."""
     if path.exists():
-        _check(sha256_of(path), remote, path, f"{path} is not the published file: delete it, or")
+        _check(sha256_of(path), remote, path, f"{path} is not the published file; delete it, or")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -43,7 +43,7 @@ def ensure_downloaded(remote: Remote, path: Path) -> None:
             received,
             remote,
             path,
-            f"{remote.url} sent different content than published: try again, or",
+            f"{remote.url} sent different content than published; try again, or",
         )
 
 

@@ -41,7 +41,7 @@ def fetch_prepared(remote: epath.Path, cache: Path) -> Path:
             content = path.read_bytes()
         except FileNotFoundError:
             raise UserError(
-                f"{FIELD} {remote} holds no {MANIFEST_FILE}: prepare the data locally with "
+                f"{FIELD} {remote} holds no {MANIFEST_FILE}; prepare the data locally with "
                 "python -m heinsen_jax.data.prepare, and copy that folder to the bucket"
             ) from None
     manifest = Manifest.parse(content, path)
@@ -77,7 +77,7 @@ def _fetch_shard(remote: epath.Path, folder: Path, shard: Shard) -> int:
         aside.unlink()
         raise UserError(
             f"{remote / shard.file} is damaged (its content has another hash than in "
-            f"{MANIFEST_FILE}): copy it to the bucket again"
+            f"{MANIFEST_FILE}); copy it to the bucket again"
         )
     aside.replace(folder / shard.file)
     return (folder / shard.file).stat().st_size

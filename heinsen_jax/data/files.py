@@ -62,7 +62,7 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         reason = error.strerror or error
         raise UserError(
-            f"{error.filename or folder} cannot be written ({reason}): free space, or make it "
+            f"{error.filename or folder} cannot be written ({reason}); free space, or make it "
             "writable, and give the same command again"
         ) from error
 
@@ -70,7 +70,7 @@ def writing(folder: Path) -> Iterator[None]:
 def check_new_folder(place: Path) -> None:
     """Raise UserError unless `place` is a new or an empty folder."""
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UserError(f"{place} exists: give the name of a new folder")
+        raise UserError(f"{place} exists; give the name of a new folder")
 
 
 @contextmanager

@@ -36,7 +36,9 @@ def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:
     """
     match = _NAME.fullmatch(name)
     if match is None:
-        raise UserError(f"input {name}: write hf://owner/name, with /config or :split if needed")
+        raise UserError(
+            f"input {name} is no data set; write hf://owner/name, with /config or :split if needed"
+        )
     repository, config, split = match.groups()
     try:
         builder = load_dataset_builder(f"hf://datasets/{repository}", config)
@@ -44,7 +46,8 @@ def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:
         names = [split] if split else [each for each in _SPLITS if each in files]
         if not set(names) <= set(files) or (not split and "train" not in names):
             raise UserError(
-                f"input {name}: choose one of its splits, {', '.join(files)}, by :split"
+                f"input {name}: its split is unclear; choose one of its splits, "
+                f"{', '.join(files)}, by :split"
             )
         found = [(_source(url, text_column), each) for each in names for url in sorted(files[each])]
     except UserError:

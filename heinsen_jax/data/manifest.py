@@ -106,7 +106,7 @@ class Manifest(Recipe):
             manifest = cls.parse(path.read_bytes(), path)
         except OSError:
             raise UserError(
-                f"{folder} holds no {MANIFEST_FILE}: prepare it with "
+                f"{folder} holds no {MANIFEST_FILE}; prepare it with "
                 f"python -m heinsen_jax.data.prepare INPUT --output {folder}"
             ) from None
         manifest._check_shards(Path(folder))
@@ -121,7 +121,7 @@ class Manifest(Recipe):
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"])) or "content"
             raise UserError(
-                f"{path} is damaged ({where}: {problem['msg']}): delete {path.parent}, prepare it "
+                f"{path} is damaged ({where}: {problem['msg']}); delete {path.parent}, prepare it "
                 "again"
             ) from None
 
@@ -134,7 +134,7 @@ class Manifest(Recipe):
         for shard in self.shards():
             if sha256_of(path := folder / shard.file) != shard.sha256:
                 raise UserError(
-                    f"{path} is damaged (its content has another hash): delete {folder} and "
+                    f"{path} is damaged (its content has another hash); delete {folder} and "
                     "prepare it again"
                 )
 
@@ -146,9 +146,9 @@ class Manifest(Recipe):
         for shard in self.shards():
             path, expected = folder / shard.file, shard.tokens * numpy_dtype(self.dtype).itemsize
             if not path.is_file():
-                raise UserError(f"{path} is missing: delete {folder} and prepare it again")
+                raise UserError(f"{path} is missing; delete {folder} and prepare it again")
             if (size := path.stat().st_size) != expected:
                 raise UserError(
-                    f"{path} has {size} bytes instead of {expected}: "
+                    f"{path} has {size} bytes instead of {expected}; "
                     f"delete {folder} and prepare it again"
                 )

@@ -56,7 +56,7 @@ def _check_column(schema: pa.Schema, name: str, column: str) -> None:
         )
     if column not in texts:
         kind = schema.field(column).type
-        raise UserError(f"{name}: column {column!r} is {kind}; {known}: choose with text_column")
+        raise UserError(f"{name}: column {column!r} is {kind}; {known}; choose with text_column")
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -107,7 +107,7 @@ def validation_batches(
 def _local_batch(config: DataSettings, process_count: int) -> int:
     if config.batch_size % process_count:
         raise UserError(
-            f"batch_size={config.batch_size} cannot be shared by {process_count} processes: "
+            f"batch_size={config.batch_size} cannot be shared by {process_count} processes; "
             f"make it a multiple of {process_count}"
         )
     return config.batch_size // process_count

@@ -147,14 +147,14 @@ def sources_by_input(
       UserError: an input is missing, empty or given twice, or needs an extra that is not installed.
     """
     if not inputs:
-        raise UserError(f"inputs: give a corpus ({', '.join(CORPORA)}), a file or a folder")
+        raise UserError(f"inputs: none; give a corpus ({', '.join(CORPORA)}), a file or a folder")
     sources: dict[str, list[Source]] = {}
     for name in inputs:
         if name in sources:
-            raise UserError(f"input {name} is given twice: give it once")
+            raise UserError(f"input {name} is given twice; give it once")
         sources[name] = sources_of(name, downloads, text_column)
         if not sources[name]:
-            raise UserError(f"input {name} contains no text: give one that does")
+            raise UserError(f"input {name} contains no text; give one that does")
     check_sources([source for group in sources.values() for source in group])
     return sources
 
@@ -171,7 +171,7 @@ def sources_of(name: str, downloads: Path, text_column: str = DEFAULT_COLUMN) ->
         return extra_module("heinsen_jax.data.hub").hub_sources(name, text_column)
     if not Path(name).exists():
         raise UserError(
-            f"input {name} does not exist: give one of {', '.join(CORPORA)}, a file or a folder"
+            f"input {name} does not exist; give one of {', '.join(CORPORA)}, a file or a folder"
         )
     return find_sources(Path(name), text_column)
 
@@ -254,7 +254,7 @@ def _is_finished(recipe: Recipe, output: Path) -> bool:
     try:
         held = Recipe.model_validate_json(path.read_bytes())
     except pydantic.ValidationError:
-        raise UserError(f"{path} is damaged: delete {output} and prepare it again") from None
+        raise UserError(f"{path} is damaged; delete {output} and prepare it again") from None
     wanted = dict(recipe)
     differing = [
         f"{field} ({_brief(value)}, not {_brief(wanted[field])})"
@@ -263,7 +263,7 @@ def _is_finished(recipe: Recipe, output: Path) -> bool:
     ]
     if differing:
         raise UserError(
-            f"{output} holds a data set that differs in {', '.join(differing)}: "
+            f"{output} holds a data set that differs in {', '.join(differing)}; "
             "choose another output or delete that folder"
         )
     return (output / MANIFEST_FILE).exists()

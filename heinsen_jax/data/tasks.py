@@ -169,7 +169,7 @@ class Copying(Task):
         if self.shortest_string > self.longest_string:
             raise ValueError(
                 f"shortest_string={self.shortest_string} is more than "
-                f"longest_string={self.longest_string}: make it smaller"
+                f"longest_string={self.longest_string}; make it smaller"
             )
 
     @property
@@ -212,7 +212,7 @@ class SelectiveCopying(Task):
     def __post_init__(self) -> None:
         if (least := min((self.input_length, *self.test_lengths))) < self.num_copied:
             raise ValueError(
-                f"num_copied={self.num_copied} letters do not fit in {least} tokens: "
+                f"num_copied={self.num_copied} letters do not fit in {least} tokens; "
                 "copy fewer, or make input_length and all test_lengths larger"
             )
 
@@ -361,7 +361,7 @@ class StateTracking(Task):
     def __post_init__(self) -> None:
         if self.group != "modular" and self.modulus != 5:
             raise ValueError(
-                f"modulus={self.modulus} with group={self.group}: set group=modular, or leave out "
+                f"modulus={self.modulus} with group={self.group}; set group=modular, or leave out "
                 "modulus"
             )
         if self.group == "parity" and self.generators:

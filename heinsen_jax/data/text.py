@@ -284,7 +284,7 @@ def _train_windows(source: TokenSource, length: int) -> _Windows:
     if not len(windows):
         raise UserError(
             f"sequence_length={length} needs {length + 1} tokens in a row, but the longest train "
-            f"shard has {max(source.lengths)}: give more text or make sequence_length smaller"
+            f"shard has {max(source.lengths)}; give more text or make sequence_length smaller"
         )
     return windows
 
@@ -294,17 +294,17 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
     if tokenizer_name(config.tokenizer) != manifest.tokenizer:
         raise UserError(
             f"tokenizer={config.tokenizer}, but {config.corpus} was prepared with "
-            f"{manifest.tokenizer}: set tokenizer={manifest.tokenizer}"
+            f"{manifest.tokenizer}; set tokenizer={manifest.tokenizer}"
         )
     if config.validation_fraction not in (None, manifest.validation_fraction):
         raise UserError(
             f"validation_fraction={config.validation_fraction}, but {config.corpus} was prepared "
-            f"with {manifest.validation_fraction}: leave it out or prepare another folder"
+            f"with {manifest.validation_fraction}; leave it out or prepare another folder"
         )
     if config.text_column not in (DEFAULT_COLUMN, manifest.text_column):
         raise UserError(
             f"text_column={config.text_column}, but {config.corpus} was prepared with "
-            f"{manifest.text_column}: leave it out or prepare another folder"
+            f"{manifest.text_column}; leave it out or prepare another folder"
         )
 
 

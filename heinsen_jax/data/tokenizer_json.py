@@ -188,10 +188,10 @@ class JsonTokenizer:
             name, fingerprint = (config["heinsen_jax"][key] for key in ("name", "fingerprint"))
             tokenizer = cls.of(name, path, read_json(path), config)
         except (KeyError, TypeError) as error:
-            raise UserError(f"{config_path} is damaged ({error!r}): restore the file") from None
+            raise UserError(f"{config_path} is damaged ({error!r}); restore the file") from None
         if tokenizer.fingerprint != fingerprint:
             raise UserError(
-                f"the tokenizer in {folder} is not the one that was saved: restore {path}"
+                f"the tokenizer in {folder} is not the one that was saved; restore {path}"
             )
         return tokenizer
 
@@ -204,7 +204,7 @@ def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
     """
     document = read_json(path)
     if not isinstance(document.get("model"), dict):
-        raise UserError(f"{path} defines no tokenizer: give a tokenizer.json of Hugging Face")
+        raise UserError(f"{path} defines no tokenizer; give a tokenizer.json of Hugging Face")
     added = document.get("added_tokens") or []
     found = sorted({token["content"] for token in added if token.get("special")} & ENDS_OF_TEXT)
     if len(found) == 1:
@@ -231,11 +231,11 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): restore the file") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); restore the file") from None
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): restore the file") from None
+        raise UserError(f"{path} is damaged ({error}); restore the file") from None
     if not isinstance(found, dict):
-        raise UserError(f"{path} is damaged (it has no JSON object): restore the file")
+        raise UserError(f"{path} is damaged (it has no JSON object); restore the file")
     return found
 
 
@@ -248,7 +248,7 @@ def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[R
         end = parsed(path, document).token_to_id(end_of_text)
     if end is None:
         raise UserError(
-            f"{path} has no token {end_of_text}, the eos_token of {path.with_name(SETTINGS_FILE)}: "
+            f"{path} has no token {end_of_text}, the eos_token of {path.with_name(SETTINGS_FILE)}; "
             "correct one of the two files"
         )
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -266,4 +266,4 @@ def parsed(path: Path, document: Mapping[str, Any]) -> RustTokenizer:
     try:
         return RustTokenizer.from_str(json.dumps(document))
     except Exception as error:  # the library raises no narrower class
-        raise UserError(f"{path} cannot be read as a tokenizer ({error}): restore it") from None
+        raise UserError(f"{path} cannot be read as a tokenizer ({error}); restore it") from None

@@ -39,7 +39,7 @@ class TiktokenTokenizer:
         self, name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
     ) -> None:
         if END_OF_TEXT not in special_tokens:
-            raise UserError(f"tokenizer {name} has no {END_OF_TEXT}: give it that special token")
+            raise UserError(f"tokenizer {name} has no {END_OF_TEXT}; give it that special token")
         self.name = name
         self._pattern, self._ranks, self._special_tokens = pattern, ranks, special_tokens
         self._encoding = tiktoken.Encoding(
@@ -106,12 +106,12 @@ class TiktokenTokenizer:
             )
             unchanged = definition["fingerprint"] == tokenizer.fingerprint
         except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}): restore the file") from None
+            raise UserError(f"{path} cannot be read ({error.strerror}); restore the file") from None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is damaged ({error!r}): restore the file") from None
+            raise UserError(f"{path} is damaged ({error!r}); restore the file") from None
         if not unchanged:
             raise UserError(
-                f"the tokenizer in {folder} is not the one that was saved: restore {path}"
+                f"the tokenizer in {folder} is not the one that was saved; restore {path}"
             )
         return tokenizer
 
@@ -128,7 +128,7 @@ def published_tokenizer(name: str) -> TiktokenTokenizer:
         definition = constructors[name]()
     except (OSError, ValueError, AssertionError) as error:
         raise UserError(
-            f"tokenizer {name} could not be downloaded ({type(error).__name__}): give the path of "
+            f"tokenizer {name} could not be downloaded ({type(error).__name__}); give the path of "
             f"a local file instead, such as {name}{SUFFIX}, or choose bytes"
         ) from error
     return TiktokenTokenizer(
@@ -143,7 +143,7 @@ def tokenizer_of_ranks(path: Path) -> TiktokenTokenizer:
         published = PUBLISHED[path.stem]
         if digest != published.ranks_sha256:
             raise UserError(
-                f"{path} is not the published {path.stem}: download it again, "
+                f"{path} is not the published {path.stem}; download it again, "
                 "or rename the file if it is a vocabulary of your own"
             )
         return TiktokenTokenizer(path.stem, published.pattern, ranks, published.special_tokens)

@@ -55,7 +55,7 @@ def train_tokenizer(
     if vocab_size < SMALLEST:
         raise UserError(f"vocab_size={vocab_size} must be at least {SMALLEST}")
     if file.exists():
-        raise UserError(f"output {file} exists: choose another or delete it")
+        raise UserError(f"output {file} exists; choose another or delete it")
     by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
     sources = [source for group in by_input.values() for source in group]
     with writing(file.parent):

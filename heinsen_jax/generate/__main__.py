@@ -47,7 +47,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
     prompt, number, key = options.prompt, options.max_new_tokens, jax.random.key(options.seed)
     tokens = [*start_ids(tokenizer), *tokenizer.encode(prompt)]
     if not tokens:
-        raise UserError("--prompt is empty: give at least one character")
+        raise UserError("--prompt is empty; give at least one character")
     if options.num_samples > 1:
         (texts,) = complete(
             model,

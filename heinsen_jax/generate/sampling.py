@@ -114,5 +114,5 @@ class Sampler:
 
 def check_prompts(model: LanguageModel, tokens: Shaped[Array, "..."]) -> None:
     if tokens.ndim == 0 or tokens.shape[-1] == 0:
-        raise UserError("the prompt has no tokens: give at least one, for example end of text")
+        raise UserError("the prompt has no tokens; give at least one, for example end of text")
     check_tokens(tokens, model.config.vocab_size)

@@ -218,7 +218,7 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
         save_hashed(path, held, metadata)
     except OSError as error:
         raise UserError(
-            f"{path} cannot be written ({error}): give a file in a folder that exists"
+            f"{path} cannot be written ({error}); give a file in a folder that exists"
         ) from None
 
 

@@ -87,7 +87,7 @@ def complete(
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = text
     if not lengths.all():
-        raise UserError(f"prompts[{int(np.argmin(lengths))}] is empty: give at least one character")
+        raise UserError(f"prompts[{int(np.argmin(lengths))}] is empty; give at least one character")
     check_prompts(model, jnp.asarray(tokens))
 
     first = model.init_state(()) if state is None else state

@@ -140,7 +140,7 @@ def download(name: str, revision: str | None, files: Sequence[str]) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"{name} is not a local folder, and could not be downloaded as a repository of the "
-            f"hub ({type(error).__name__}): give a folder, or owner/name; for a private one, log "
+            f"hub ({type(error).__name__}); give a folder, or owner/name; for a private one, log "
             "in with `hf auth login`"
         ) from error
 

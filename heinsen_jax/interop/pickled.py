@@ -48,11 +48,11 @@ def read_pickled(path: Path) -> object:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except zipfile.BadZipFile:
         raise UserError(
-            f"{path} is not a file of torch.save, or damaged, or older than PyTorch 1.6: save it "
+            f"{path} is not a file of torch.save, or damaged, or older than PyTorch 1.6; save it "
             "again, or as .safetensors"
         ) from None
     except (KeyError, ValueError, TypeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"{path} is damaged ({error}): fetch or save it again") from None
+        raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
 
 
 class _Reader(pickle.Unpickler):
@@ -82,7 +82,7 @@ class _Reader(pickle.Unpickler):
 
     def _refusal(self, what: str) -> UserError:
         return UserError(
-            f"{self._path} holds {what}, which is not read: save the model's state_dict() alone, "
+            f"{self._path} holds {what}, which is not read; save the model's state_dict() alone, "
             "torch.save(model.state_dict(), path)"
         )
 

@@ -121,7 +121,7 @@ def from_file(path: str | Path, *, num_heads: int) -> LanguageModel:
     if not isinstance(arrays, Mapping) or not _are_arrays(arrays):
         found = f"entries {sorted(map(str, arrays))[:5]}" if isinstance(arrays, Mapping) else "none"
         raise UserError(
-            f"{path} holds no state dict, of tensors by name ({found}): save the model's "
+            f"{path} holds no state dict, of tensors by name ({found}); save the model's "
             "state_dict() alone, torch.save(model.state_dict(), path)"
         )
     return from_state_dict(arrays, num_heads=num_heads)
@@ -148,7 +148,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}): fetch or save it again") from None
+        raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
 
 
 def _each_layer(name: str, num_layers: int) -> list[str]:

@@ -148,7 +148,7 @@ class LanguageModelConfig:
             )
         if (self.max_length is not None) != (self.position_kind == "learned"):
             raise ValueError(
-                f"max_length={self.max_length} with positions={self.position_kind!r}: set it for "
+                f"max_length={self.max_length} with positions={self.position_kind!r}; set it for "
                 "learned positions, and only for those"
             )
         if BLOCKS[self.block].mlp is None and (self.mlp or self.mlp_dim):
@@ -158,7 +158,7 @@ class LanguageModelConfig:
             )
         if self.parallel_branches and self.block in ("paper", "fastformer"):
             raise ValueError(
-                f"parallel_branches with block={self.block!r}: choose block='standard', 'decay' or "
+                f"parallel_branches with block={self.block!r}; choose block='standard', 'decay' or "
                 "'llama'"
             )
         if self.convolution is not None and not self.is_causal:

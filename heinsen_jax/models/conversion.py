@@ -54,7 +54,9 @@ def linear_layers(
     """
     chosen, *others = single_layers(parse_pattern([attention]))
     if others:
-        raise UserError(f"attention={attention!r}: leave out repeats; keep selects layers")
+        raise UserError(
+            f"attention={attention!r} has repeats; leave them out; --keep selects layers"
+        )
     if teacher.qk_norm:
         normed = (
             Layers(x.mechanism, options={"query_key_norm": True, **x.options})
@@ -225,7 +227,7 @@ def _matched(
         if field.name not in MAY_DIFFER and ours != theirs:
             raise UserError(
                 f"model.{field.name}={ours!r} differs from {theirs!r} of the model with the "
-                "weights: make them equal; only attention layers may differ"
+                "weights; make them equal; only attention layers may differ"
             )
     known = _parameters(source)
     layers, of_source = config.abstract_layers(), source.abstract_layers()

@@ -123,7 +123,7 @@ class LearnedPositions(nnx.Module):
         if known > (max_length := self.embedding.shape[0]):
             raise ValueError(
                 f"sequence length {known} exceeds max_length={max_length}, the number of positions "
-                "of the model: give a shorter sequence, or train a model with a larger max_length"
+                "of the model; give a shorter sequence, or train a model with a larger max_length"
             )
         embedding, index = self.embedding[...], state + jnp.arange(length)
         if segment_ids is not None:

@@ -74,7 +74,7 @@ def differences_of(study: Study, results: Sequence[Comparison]) -> list[Differen
       UserError: the study has no baseline.
     """
     if study.baseline is None:
-        raise UserError(f"baseline of {study.title!r} is not set: give a label of a compared axis")
+        raise UserError(f"baseline of {study.title!r} is not set; give a label of a compared axis")
     pairs = [
         (x, y) for x in results for y in results if study.baseline_of(x.compared) == y.compared
     ]

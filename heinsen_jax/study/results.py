@@ -27,7 +27,7 @@ class Recorded:
                 self._records[record["fingerprint"]] = record
             except (ValueError, KeyError, TypeError):
                 if line.endswith(b"\n") or number < len(lines):
-                    raise UserError(f"{path}, line {number}, is damaged: remove it") from None
+                    raise UserError(f"{path}, line {number}, is damaged; remove it") from None
                 lines = lines[:-1]  # truncated by a killed process
                 if not read_only:
                     write_atomically(path, b"".join(lines))

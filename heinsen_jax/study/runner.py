@@ -53,7 +53,7 @@ def run_study(
         only.
     """
     if reuse and report_only:
-        raise UserError("--reuse adds runs: leave out --report-only")
+        raise UserError("--reuse adds runs; leave out --report-only")
     others = [_of_other_study(folder) for folder in reuse]
     if not report_only:
         _check(study)
@@ -104,7 +104,7 @@ def _metric(study: Study, record: RunRecord) -> float:
     for field, name in named.items():
         if name not in metrics:
             raise UserError(
-                f"{field}={name!r} of {study.title!r} is not measured: choose one of "
+                f"{field}={name!r} of {study.title!r} is not measured; choose one of "
                 f"{', '.join(metrics)}"
             )
     return metrics[study.metric]

@@ -96,7 +96,7 @@ def _recorded(path: Path) -> RunRecord | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): remove it to repeat the run") from None
+        raise UserError(f"{path} is damaged ({error}); remove it to repeat the run") from None
 
 
 class Costs(TypedDict):

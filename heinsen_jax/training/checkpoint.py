@@ -453,19 +453,19 @@ def read_config(workdir: Path) -> SavedConfig | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): make it readable") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): restore it or use another workdir") from None
+        raise UserError(f"{path} is damaged ({error}); restore it or use another workdir") from None
     if isinstance(config, dict) and "model_type" in config:
         command = shlex.join(("import", str(workdir), "--workdir", "DIR"))
         raise UserError(
-            f"{workdir} is a checkpoint of transformers, not a run: import it with "
+            f"{workdir} is a checkpoint of transformers, not a run; import it with "
             f"`python -m heinsen_jax.interop.transformers {command}`"
         )
     for name in SavedConfig.__annotations__:
         kind = int if name == "seed" else dict
         if not isinstance(config, dict) or not isinstance(config.get(name), kind):
-            raise UserError(f"{path} is damaged (no {name}): restore it or use another workdir")
+            raise UserError(f"{path} is damaged (no {name}); restore it or use another workdir")
     try:
         config["model"] = with_layers(config["model"])
     except UserError as error:
@@ -477,17 +477,17 @@ def _no_run(run: RunFolder) -> str:
     """Error message for a path without a run."""
     workdir, said = run.files, f"{run} holds no run ({CONFIG_FILE} is missing)"
     if workdir.is_file():
-        return f"{workdir} is a file: give the folder of a run"
+        return f"{workdir} is a file; give the folder of a run"
     if runs := sorted(path.parent.name for path in workdir.glob(f"*/{CONFIG_FILE}")):
-        return f"{said}: give one of the folders in it that do: {', '.join(runs)}"
+        return f"{said}; give one of the folders in it that do: {', '.join(runs)}"
     command = shlex.join(("--config", "quickstart", "--workdir", str(run)))
-    return f"{said}: train one with `python -m heinsen_jax.train {command}`"
+    return f"{said}; train one with `python -m heinsen_jax.train {command}`"
 
 
 def _no_checkpoint(run: RunFolder) -> str:
     if (run.files / SAVED_FILE).exists():
         return f"{run.checkpoints} is gone: bring it back, or train the run again"
-    return f"{run} has no checkpoint yet: start its training again"
+    return f"{run} has no checkpoint yet; start its training again"
 
 
 def _is_finished(folder: AnyPath) -> bool:

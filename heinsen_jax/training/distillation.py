@@ -57,7 +57,7 @@ def check_teacher(config: DistillationConfig, model: LanguageModelConfig) -> Non
         for field in dataclasses.fields(config):
             if getattr(config, field.name) != field.default:
                 raise UserError(
-                    f"distillation.{field.name} has no effect without a teacher: set "
+                    f"distillation.{field.name} has no effect without a teacher; set "
                     "distillation.teacher to a run"
                 )
         return

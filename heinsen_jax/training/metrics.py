@@ -284,7 +284,7 @@ def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, float]]], list[int]]:
     try:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): make it readable") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)

@@ -124,7 +124,7 @@ def check_settings(dataset: Dataset, experiment: Experiment) -> Mesh:
                 "training.sample_prompt is empty; give a character, or set sample_tokens=0"
             )
     if training.loss_by_position and not (model.is_causal and isinstance(data, DataConfig)):
-        raise UserError("training.loss_by_position is for causal models of text: set it to False")
+        raise UserError("training.loss_by_position is for causal models of text; set it to False")
     check_teacher(experiment.distillation, model)
     if training.z_loss and experiment.distillation.teacher is not None:
         raise UserError(f"training.z_loss={training.z_loss}: distillation has none; set it to 0")

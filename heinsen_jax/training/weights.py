@@ -149,7 +149,7 @@ def weight_files(folder: Path) -> dict[str, str] | None:
         place = json.loads(path.read_text())["weight_map"]
         return {name: Path(file).name for name, file in place.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error!r}): fetch it again") from None
+        raise UserError(f"{path} is damaged ({error!r}); fetch it again") from None
 
 
 def _mismatch(path: Path, name: str, what: str) -> str:

@@ -70,7 +70,7 @@ def test_failed_download_leaves_nothing_and_says_what_to_do(
 def test_a_wrong_file_saved_by_hand_is_detected(tmp_path: Path) -> None:
     path = tmp_path / "hamlet.txt"
     path.write_bytes(CONTENT[:-1])
-    with pytest.raises(UserError, match=r"hamlet\.txt is not the published file: delete it"):
+    with pytest.raises(UserError, match=r"hamlet\.txt is not the published file; delete it"):
         ensure_downloaded(remote("http://127.0.0.1:1/file"), path)
 
 

@@ -105,7 +105,7 @@ def test_corpora_need_names_of_their_own(config, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mixture": {"a": 0.0}}, "give at least one weight above 0"),
+        ({"mixture": {"a": 0.0}}, "no weight is above 0; give one"),
         ({"mixture_stages": ((3, {"a": 1.0}),)}, "mixture_stages without mixture"),
         (
             {"mixture": {"a": 1.0}, "mixture_stages": ((3, {"a": 1.0}), (2, {"a": 1.0}))},

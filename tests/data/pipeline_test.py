@@ -136,7 +136,7 @@ def test_batch_size_must_be_divisible(dataset: TokenDataset) -> None:
 
 def test_too_little_text(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path, [7, 3], [1])
-    with pytest.raises(UserError, match=r"sequence_length=7 needs 8 tokens .* has 7: give more"):
+    with pytest.raises(UserError, match=r"sequence_length=7 needs 8 tokens .* has 7; give more"):
         train_batches(dataset, CONFIG, seed=0)
     with pytest.raises(UserError, match="validation"):
         next(validation_batches(dataset, CONFIG))

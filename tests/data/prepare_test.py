@@ -376,7 +376,7 @@ def test_invalid_inputs_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     folder = str(make_folder(tmp_path / "in", 3))
     problems = {
-        ("nowhere.txt",): r"input nowhere\.txt does not exist: give one of python-stdlib",
+        ("nowhere.txt",): r"input nowhere\.txt does not exist; give one of python-stdlib",
         (str(tmp_path / "empty"),): "empty contains no text",
         (str(tmp_path / "empty.txt"),): "contains no text",
         (folder, folder): "given twice",

@@ -295,7 +295,7 @@ def test_bad_arguments_are_named(run, change, message):
         (["--tasks", "nonsense_of_mine"], "--tasks nonsense_of_mine: unknown task"),
         (["--tasks", "x", "--include-path", "nowhere"], "--include-path nowhere: not a folder"),
         (["--tasks", "x", "--data", "text"], "--data text is unsupported with --tasks"),
-        (["--limit", "3"], "--limit 3 needs --tasks: leave it out"),
+        (["--limit", "3"], "--limit 3 needs --tasks; leave it out"),
         (["--tasks", "x", "--output", "no/x.json"], "--output no/x.json: folder no does not exist"),
     ],
 )

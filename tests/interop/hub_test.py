@@ -84,7 +84,7 @@ def test_files_have_usual_permissions(run, tmp_path):
 
 
 def test_an_existing_folder_is_left_alone(run, saved):
-    with pytest.raises(UserError, match="exists: give the name of a new folder"):
+    with pytest.raises(UserError, match="exists; give the name of a new folder"):
         save_pretrained(run, saved)
 
 

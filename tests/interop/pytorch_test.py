@@ -72,5 +72,5 @@ def test_tensors_are_arrays():
 )
 def test_other_objects_are_refused(tensor, name, tmp_path):
     torch.save({"x": tensor}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match=rf"other\.pt holds .*{name}.*, which is not read: save"):
+    with pytest.raises(UserError, match=rf"other\.pt holds .*{name}.*, which is not read; save"):
         read_pickled(tmp_path / "other.pt")

@@ -120,7 +120,7 @@ def test_a_model_is_written_without_its_original(tmp_path):
     assert len(list(folder.glob("model-0000*.safetensors"))) > 1
     assert_same(tensors(folder), tensors(FOLDER / "mistral"))
     assert meaning(folder) == meaning(FOLDER / "mistral")
-    with pytest.raises(UserError, match="a exists: give the name of a new folder"):
+    with pytest.raises(UserError, match="a exists; give the name of a new folder"):
         to_pretrained(model, tmp_path / "a")
 
 

@@ -72,7 +72,7 @@ def test_layers_keep_the_options_of_the_teacher():
     [
         ("logg", (), "'logg': unknown"),
         ("log:feature=hedgehog", (), "attention='log:feature=hedgehog.*: log.feature: no such"),
-        ("log:repeats=2", (), "leave out repeats"),
+        ("log:repeats=2", (), "has repeats; leave them out"),
         ("log", ("4",), "keep='4': no such layers of 4"),
         ("log", ("9:",), "keep='9:': no such layers of 4"),
         ("log", ("a",), "keep='a'"),

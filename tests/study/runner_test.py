@@ -78,7 +78,7 @@ def test_equal_runs_of_another_study_are_copied(tmp_path):
     run_study(study, tmp_path / "new", executor, reuse=[tmp_path / "other"])
     assert {row["labels"]["seed"] for row in lines(tmp_path / "new")} == {"first", "second"}
     assert len(lines(tmp_path / "new")) == 12 + 4
-    with pytest.raises(UserError, match="--reuse adds runs: leave out --report-only"):
+    with pytest.raises(UserError, match="--reuse adds runs; leave out --report-only"):
         run_study(study, tmp_path / "new", executor, report_only=True, reuse=[tmp_path / "other"])
     with pytest.raises(UserError, match=r"--reuse .*none: results.jsonl is missing"):
         run_study(study, tmp_path / "third", executor, reuse=[tmp_path / "none"])

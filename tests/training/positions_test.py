@@ -93,5 +93,5 @@ def test_only_causal_models_of_text_have_it(small):
     two_sided = replace(experiment, model=replace(small.model, is_causal=False, vocab_size=265))
     task = replace(experiment, data=Induction(num_letters=2))
     for wrong in (two_sided, task):
-        with pytest.raises(UserError, match=r"loss_by_position is for causal models of text: set"):
+        with pytest.raises(UserError, match=r"loss_by_position is for causal models of text; set"):
             check_settings(data.load(wrong.data), wrong)

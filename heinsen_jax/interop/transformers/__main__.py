@@ -44,7 +44,7 @@ def import_model(name: str, workdir: str | Path, *, revision: str | None = None)
     model, tokenizer = from_pretrained(name, revision=revision, on_host=True)
     if tokenizer is None:
         raise UserError(
-            f"{name} has no tokenizer.json: add the file, for example with save_pretrained of its "
+            f"{name} has no tokenizer.json; add the file, for example with save_pretrained of its "
             "tokenizer in transformers"
         )
     length = min(DataConfig().sequence_length, model.config.max_length or 10**9)

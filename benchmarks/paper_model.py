@@ -114,7 +114,7 @@ def measure_in_subprocess(name: str, options: Options) -> dict[str, Any]:
 
 
 def draw(models: dict[str, dict[str, Any]], path: Path) -> None:
-    """Plot the training losses, each point the mean over 10 updates."""
+    """Plot the training losses; each point is the mean over `MEAN` updates."""
     figure = matplotlib.figure.Figure((6, 3.6), layout="constrained")
     axes = figure.subplots()
     for (name, model), color in zip(models.items(), COLORS, strict=True):

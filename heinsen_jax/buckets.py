@@ -82,7 +82,9 @@ def bucket_path(url: str, field: str) -> epath.Path:
             "or a folder that all hosts mount"
         )
     if not (bucket and folder):
-        raise UserError(f"{field} {url}: no folder in a bucket; give gs://bucket/folder")
+        raise UserError(
+            f"{field} {url}: the bucket or the folder is missing; give gs://bucket/folder"
+        )
     try:
         file_system()
     except ImportError:

@@ -95,7 +95,7 @@ def without_extra(missing: ImportError, extra: str, module: str) -> BaseExceptio
     """The exception for a module whose extra is not installed; if the module is the program, print
     one line and return SystemExit(2)."""
     message = (
-        f"{missing}; install what it needs, pip install 'heinsen_jax[{extra}]', or in a clone "
+        f"{missing}; install the extra, pip install 'heinsen_jax[{extra}]', or in a clone "
         f"pip install -e '.[{extra}]'"
     )
     if module != "__main__":

@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import jax
@@ -30,8 +31,14 @@ from rich.table import Table
 
 from heinsen_jax import data, distributed
 from heinsen_jax.allocator import keep_freed_memory
-from heinsen_jax.buckets import absolute_path
-from heinsen_jax.config import DATA_FILE, ExperimentConfig, load_config, override
+from heinsen_jax.buckets import absolute_path, is_remote
+from heinsen_jax.config import (
+    DATA_FILE,
+    ExperimentConfig,
+    check_workdir,
+    load_config,
+    override,
+)
 from heinsen_jax.data import DataConfig, Dataset, start_ids
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
@@ -225,8 +232,12 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
         before any training.
     """
     model, workdir = absolute_path(options.model), absolute_path(options.workdir)
-    if model in (workdir, workdir + TRANSFER_SUFFIX):
-        raise UserError(f"--workdir {workdir}: --model is in this folder; give another one")
+    for folder in (workdir, workdir + TRANSFER_SUFFIX):
+        if _resolved(folder) == _resolved(model):
+            raise UserError(
+                f"--workdir {workdir}: a stage would be written to {folder}, the folder of "
+                "--model; give another one"
+            )
     options = replace(options, model=model, workdir=workdir)
     with opened(model) as run:  # whose tokenizer prepares the data
         return _linearize(options, overrides, run)
@@ -239,7 +250,7 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
             is_own = name.startswith(("__distillation", "__training.steps", "__model"))
             if is_own and name not in COMPUTATION:
                 raise UserError(
-                    f"{option}: no option of both stages; leave it out, --help lists them"
+                    f"{option}: cannot be set for both stages; leave it out; see --help"
                 )
         try:
             teacher = _teacher(options, run)
@@ -277,6 +288,10 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
     return 0
 
 
+def _resolved(path: str) -> str:
+    return path.rstrip("/") if is_remote(path) else str(Path(path).resolve())
+
+
 def _listed(parameters: Iterable[str]) -> str:
     """Names of parameters within their layer, such as attention.query_features."""
     names = {name.removesuffix(".value").split(".", 2)[2] for name in parameters}
@@ -284,7 +299,11 @@ def _listed(parameters: Iterable[str]) -> str:
 
 
 def _check_start(stages: Sequence[Stage]) -> None:
-    """Check that a stage 2 that is resumed has started from the end of this stage 1."""
+    """Check that the stages may start or resume in their folders, and that a stage 2 that is
+    resumed has started from the end of this stage 1."""
+    for _, folder, experiment in stages:
+        with opened(folder) as run:
+            check_workdir(run.files, experiment)
     *before, (_, workdir, _) = stages
     for _, folder, experiment in before:
         with opened(workdir) as run:

@@ -26,7 +26,10 @@ from heinsen_jax.run_folder import opened
     ("url", "message"),
     [
         ("s3://bucket/run", "--workdir s3://bucket/run: only buckets of Google Cloud Storage"),
-        ("gs://bucket", r"--workdir gs://bucket: no folder in a bucket; give gs://bucket/folder"),
+        (
+            "gs://bucket",
+            r"--workdir gs://bucket: the bucket or the folder is missing; give gs://bucket/folder",
+        ),
     ],
 )
 def test_other_addresses_are_refused(url, message):

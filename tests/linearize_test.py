@@ -18,7 +18,7 @@ from heinsen_jax import data, linearize
 from heinsen_jax.config import ExperimentConfig, load_config, record
 from heinsen_jax.evaluate import evaluate_model
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.models.conversion import linear_layers, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training import loop
 from heinsen_jax.training.checkpoint import load_run
@@ -101,7 +101,9 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     assert found[1]["tokens"] == 50 * 256
     assert command(monkeypatch, *arguments, "--training.steps", "50") == 2
-    assert "--training.steps: no option of both stages; leave it out" in capsys.readouterr().err
+    assert (
+        "--training.steps: cannot be set for both stages; leave it out" in capsys.readouterr().err
+    )
     shutil.rmtree(teacher / "checkpoints")
     assert command(monkeypatch, *arguments, "--restart") == 2
     assert f"{teacher}" in capsys.readouterr().err
@@ -244,7 +246,7 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
         ("--transfer-learning-rate", "0", "--transfer-learning-rate must be greater than 0"),
         ("--optimizer.warmup-steps", "1000", "optimizer.warmup_steps=1000 "),  # of stage 2
         ("--transfer-steps", "-1", "--transfer-steps at least 0"),
-        ("--model.num-layers", "2", "--model.num-layers: no option of both stages"),
+        ("--model.num-layers", "2", "--model.num-layers: cannot be set for both stages"),
     ],
 )
 def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option, value, said):  # noqa: F811
@@ -260,14 +262,22 @@ def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option,
 
 def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys):  # noqa: F811
     chosen = replace(small, model=replace(small.model, attention="softmax"))
-    for name in ("teacher", "other", "linear-transfer"):
+    chosen = replace(chosen, training=replace(chosen.training, sample_tokens=0))
+    window = linear_layers(chosen.model, "log_window")
+    models = {"linear-transfer": chosen.model, "other": window, "imported": chosen.model}
+    for name, model in {"teacher": chosen.model, **models}.items():
         (tmp_path / name / "checkpoints").mkdir(parents=True)
-        record(tmp_path / name, chosen, data.load(chosen.data))
+        record(tmp_path / name, replace(chosen, model=model), data.load(chosen.data))
+    (tmp_path / "imported/checkpoints").rmdir()
+    (tmp_path / "link").symlink_to(tmp_path / "teacher")
     for teacher, workdir, said in (
-        ("teacher", "teacher", "--model is in this folder; give another one"),
-        ("linear-transfer", "linear", "--model is in this folder; give another one"),
+        ("teacher", "teacher", "a stage would be written to .*teacher, the folder of --model"),
+        ("link", "teacher", "a stage would be written to .*teacher, the folder of --model"),
+        ("linear-transfer", "linear", "would be written to .*linear-transfer, the folder of --mod"),
         ("teacher", "other", "other holds another run; give another folder, or --restart"),
+        ("teacher", "imported", "imported holds a run of another architecture"),
     ):
         arguments = ["--model", str(tmp_path / teacher), "--workdir", str(tmp_path / workdir)]
         assert command(monkeypatch, *arguments) == 2
-        assert said in capsys.readouterr().err
+        assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / f"imported{linearize.TRANSFER_SUFFIX}").exists(), "nothing was trained"

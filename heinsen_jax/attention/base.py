@@ -214,7 +214,9 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         if is_causal and source is not None:
             raise NotImplementedError("is_causal with source: the order of tokens is undefined")
         if streams and not is_causal:
-            raise NotImplementedError("state with is_causal=False or source; pass all tokens")
+            raise NotImplementedError(
+                "state is unsupported with is_causal=False or source; pass all tokens"
+            )
         if streams and state is None:
             state = self.init_state(x.shape[:-2])
         y, after = self.apply(x, CallArguments(source, is_causal, segment_ids, state))

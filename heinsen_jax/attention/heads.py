@@ -176,7 +176,7 @@ class HeadProjection(nnx.Linear):
             parts = apart(self(x) + self.lora(x) if self.lora else self(x))
             query, rest = parts[..., :of_queries], parts[..., of_queries:]
         elif self.lora:
-            raise NotImplementedError("source with lora_rank; leave lora_rank out")
+            raise NotImplementedError("lora_rank is unsupported with source; leave it out")
         else:
             query = self._part(x, apart, slice(None, of_queries))
             rest = self._part(source, apart, slice(of_queries, None))

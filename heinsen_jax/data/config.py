@@ -77,10 +77,12 @@ class DataConfig:
         if self.mixture is None and steps:
             raise ValueError("mixture_stages without mixture; give the weights of the first steps")
         if steps != sorted({*steps}):
-            raise ValueError(f"mixture_stages begin at steps {steps}; give increasing ones")
+            raise ValueError(
+                f"mixture_stages: steps {steps} do not increase; sort them, without repeats"
+            )
         for weights in self.mixtures:
             if not sum(weights.values()) > 0:
-                raise ValueError(f"mixture {weights}: no weight is above 0; give one")
+                raise ValueError(f"mixture {weights}: no weight is above 0; give at least one")
 
     @property
     def mixtures(self) -> list[dict[str, float]]:

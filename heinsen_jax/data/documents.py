@@ -54,14 +54,14 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
                     yield document._replace(split=source.split or document.split)
         on_read(max(0, source.size - done))  # of the columns besides the text
     except _DAMAGED as error:
-        raise UserError(f"{source.place} is damaged ({error}): get the file again") from error
+        raise UserError(f"{source.place} is damaged ({error}); get the file again") from error
     except OSError as error:
         raise UserError(f"{source.place} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # the Hub's HTTP client differs between versions, and so do errors
         if source.streamed is None or isinstance(error, UserError):
             raise
         raise UserError(
-            f"{source.place} cannot be read ({explain(error)}): check the network, and give the "
+            f"{source.place} cannot be read ({explain(error)}); check the network, and give the "
             "same command again, which resumes"
         ) from error
 
@@ -188,7 +188,7 @@ def _zstandard_chunks(file: BinaryIO, name: str) -> Iterator[bytes]:
                 chunk = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
     except zstandard.ZstdError as error:
-        raise UserError(f"{name} is damaged ({error}): get the file again") from error
+        raise UserError(f"{name} is damaged ({error}); get the file again") from error
     if frame is not None:
         raise UserError(f"{name} is truncated: its last frame has no end; get the file again")
 

@@ -38,7 +38,7 @@ def ensure_downloaded(remote: Remote, path: Path) -> None:
         except (OSError, http.client.HTTPException) as error:
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
-            raise UserError(f"{remote.url} failed ({error}): {_by_hand(remote, path)}") from error
+            raise UserError(f"{remote.url} failed ({error}); {_by_hand(remote, path)}") from error
         _check(
             received,
             remote,

@@ -37,7 +37,8 @@ def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:
     match = _NAME.fullmatch(name)
     if match is None:
         raise UserError(
-            f"input {name} is no data set; write hf://owner/name, with /config or :split if needed"
+            f"input {name}: not the name of a data set; write hf://owner/name, /config or :split "
+            "if needed"
         )
     repository, config, split = match.groups()
     try:
@@ -46,7 +47,7 @@ def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:
         names = [split] if split else [each for each in _SPLITS if each in files]
         if not set(names) <= set(files) or (not split and "train" not in names):
             raise UserError(
-                f"input {name}: its split is unclear; choose one of its splits, "
+                f"input {name}: no split {split or 'train'}; choose one of its splits, "
                 f"{', '.join(files)}, by :split"
             )
         found = [(_source(url, text_column), each) for each in names for url in sorted(files[each])]
@@ -54,7 +55,7 @@ def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:
         raise
     except Exception as error:  # of the Hub's libraries, whose classes differ between versions
         raise UserError(
-            f"input {name} cannot be read from the Hugging Face Hub ({explain(error)}): check the "
+            f"input {name} cannot be read from the Hugging Face Hub ({explain(error)}); check the "
             "name and the network; for private data, log in with `hf auth login`"
         ) from error
     return [source for source, _ in found] if split else with_splits(found)

@@ -43,7 +43,7 @@ def read_texts(file: BinaryIO, name: str, column: str) -> Iterator[str]:
             f"{name}, row {row}: column {column!r} is not UTF-8 text; fix the row"
         ) from None
     except pa.ArrowException as error:
-        raise UserError(f"{name} is damaged ({error}): get the file again") from error
+        raise UserError(f"{name} is damaged ({error}); get the file again") from error
 
 
 def _check_column(schema: pa.Schema, name: str, column: str) -> None:
@@ -56,7 +56,9 @@ def _check_column(schema: pa.Schema, name: str, column: str) -> None:
         )
     if column not in texts:
         kind = schema.field(column).type
-        raise UserError(f"{name}: column {column!r} is {kind}; {known}; choose with text_column")
+        raise UserError(
+            f"{name}: column {column!r} is {kind}, not text ({known}); choose one with text_column"
+        )
 
 
 def _is_text(kind: pa.DataType) -> bool:

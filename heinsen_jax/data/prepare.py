@@ -147,7 +147,9 @@ def sources_by_input(
       UserError: an input is missing, empty or given twice, or needs an extra that is not installed.
     """
     if not inputs:
-        raise UserError(f"inputs: none; give a corpus ({', '.join(CORPORA)}), a file or a folder")
+        raise UserError(
+            f"inputs: none given; give a corpus ({', '.join(CORPORA)}), a file or a folder"
+        )
     sources: dict[str, list[Source]] = {}
     for name in inputs:
         if name in sources:

@@ -302,8 +302,8 @@ class Needle(Task):
         least = (self.num_needles + 1) * (self.needle_length + 1)
         if (shortest := min((self.sequence_length, *self.test_lengths))) < least:
             raise ValueError(
-                f"length {shortest} is too short for {self.num_needles} needle(s) and a query: "
-                f"it must be at least {least}"
+                f"length {shortest} is too short for {self.num_needles} needle(s) and a query; "
+                f"make it at least {least}"
             )
 
     @property

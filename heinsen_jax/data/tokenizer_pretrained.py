@@ -1,7 +1,7 @@
 """Tokenizers of pretrained models: with special tokens and a chat template."""
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,21 @@ class PretrainedTokenizer(JsonTokenizer):
         """Tokens before a document, by the configuration or else as the file adds them."""
         if add_bos_token is False:
             return ()
-        texts = ("a", *self._with_special.get_vocab(with_added_tokens=False))
-        encoded = ((x, self._with_special.encode(x, add_special_tokens=False).ids) for x in texts)
-        text, plain = next((x for x in encoded if x[1]), ("", []))
+        template = self._with_special.encode("").ids
+        encode = partial(self._with_special.encode, add_special_tokens=False)
+        encoded = ((text, encode(text).ids) for text in self._texts())
+        apart = ((text, ids) for text, ids in encoded if ids and not {*ids} & {*template})
+        text, plain = next(apart, ("", []))
         ids = self._with_special.encode(text).ids
         places = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
         start = tuple(ids[: next(places, 0)])
         bos = self._with_special.token_to_id(self.special_tokens.get("bos_token", ""))
         return (bos,) if add_bos_token and bos is not None and not start else start
+
+    def _texts(self) -> Iterator[str]:
+        """Texts of which at least one has tokens."""
+        yield "a"
+        yield from sorted(self._with_special.get_vocab())
 
     @cached_property
     def _with_special(self) -> RustTokenizer:
@@ -215,14 +222,20 @@ def _with_added_tokens(
     added = [*(document.get("added_tokens") or [])]
     known = {token["id"]: token["content"] for token in added}
     missing = []
-    for number, token in (config.get("added_tokens_decoder") or {}).items():
+    tokens = config.get("added_tokens_decoder") or {}
+    if not isinstance(tokens, Mapping):
+        raise UserError(
+            f"{path.with_name(SETTINGS_FILE)}: added_tokens_decoder must map ids to objects; "
+            "correct it"
+        )
+    for number, token in tokens.items():
         match token:
             case {"content": str(content)} if number.isdecimal():
                 number = int(number)
             case _:
                 raise UserError(
                     f"{path.with_name(SETTINGS_FILE)}: added_tokens_decoder[{number!r}]={token!r} "
-                    "must be an object with content, by an id; correct it"
+                    "does not map an id to an object with content; correct it"
                 )
         if number not in known:
             flags = {name: bool(token.get(name)) for name in FLAGS}

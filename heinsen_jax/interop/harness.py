@@ -9,6 +9,8 @@ module registers it for `lm_eval.simple_evaluate(model="heinsen_jax", ...)`. Nee
 """
 
 import collections
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,8 +122,6 @@ class HarnessModel(TemplateLM):
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
         self.graph, self.parameters = nnx.split(self.model)
-        self.chats: PretrainedTokenizer | None = None
-        """The tokenizer, if texts are conversations in its chat template."""
 
     @property
     def eot_token_id(self) -> int:
@@ -134,7 +134,9 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        return self.encoding.name
+        """Name of the tokenizer and its chat templates, for the harness's cache of requests."""
+        content = json.dumps([self.encoding.fingerprint, {**self._templates}])
+        return f"{self.encoding.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
     def get_model_info(self) -> dict[str, int]:
         """Return the metadata that the harness writes with its results."""
@@ -145,18 +147,17 @@ class HarnessModel(TemplateLM):
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The text of a conversation in the template of the tokenizer, for `--apply_chat_template`.
-        All texts are then encoded with the special tokens in them, and nothing before them.
 
         Raises:
           UserError: the tokenizer has no template, or the template refuses the conversation.
         """
-        if not isinstance(self.encoding, PretrainedTokenizer):
+        tokenizer = self.encoding
+        if not isinstance(tokenizer, PretrainedTokenizer) or DEFAULT not in tokenizer.templates:
             raise UserError(
                 f"--apply_chat_template: the tokenizer of {self.folder} has no chat template; "
                 "leave it out"
             )
-        self.chats = self.encoding
-        return self.chats.render_chat_template(
+        return tokenizer.render_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt
         )
 
@@ -164,18 +165,28 @@ class HarnessModel(TemplateLM):
         """The template, for the record of the harness."""
         if chat_template not in (True, False, DEFAULT):
             raise UserError(
-                f"--apply_chat_template {chat_template}: choosing a template is unsupported; leave "
-                "its name out"
+                f"--apply_chat_template {chat_template}: templates cannot be chosen by name; leave "
+                "the name out"
             )
-        return getattr(self.encoding, "templates", {}).get(DEFAULT) if chat_template else None
+        return self._templates.get(DEFAULT) if chat_template else None
+
+    @property
+    def _templates(self) -> Mapping[str, str]:
+        tokenizer = self.encoding
+        return tokenizer.templates if isinstance(tokenizer, PretrainedTokenizer) else {}
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: JSON
     ) -> list[int]:
-        if self.chats is not None:
-            return self.chats.encode_with_special_tokens(string)
-        start = () if add_special_tokens is False else start_ids(self.encoding)
-        return [*start, *self.encoding.encode(string)]
+        """Encode a text as transformers does: special tokens of an imported model may be written in
+        it, and those with which documents start precede it, unless it begins with them."""
+        tokenizer = self.encoding
+        if isinstance(tokenizer, PretrainedTokenizer):
+            ids = tokenizer.encode_with_special_tokens(string)
+        else:
+            ids = [*tokenizer.encode(string)]
+        start = [] if add_special_tokens is False else [*start_ids(tokenizer)]
+        return ids if ids[: len(start)] == start else [*start, *ids]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **unused: JSON
@@ -221,7 +232,7 @@ class HarnessModel(TemplateLM):
     ) -> list[float]:
         """Return log p of documents, each after the end-of-text token."""
         del disable_tqdm
-        texts = [self.encoding.encode(request.args[0]) for request in requests]
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
         max_length = self.model.config.max_length
         found = self._streamed(texts) if max_length is None else self._windowed(texts, max_length)
         for request, value in zip(requests, found, strict=True):
@@ -273,18 +284,13 @@ class HarnessModel(TemplateLM):
         for (_, repetition), numbers in alike.items():
             options = self._options(requests[numbers[0]].args[1], repetition)
             for part in batches(self.batch_size, numbers):
-                contexts = [self._prompt(requests[number].args[0]) for number in part]
+                texts = (requests[number].args[0] for number in part)
+                contexts = [self.tok_encode(x) or [self.prefix_token_id] for x in texts]
                 texts = complete(self.model, self.encoding, contexts, **options)
                 for number, (text,) in zip(part, texts, strict=True):
                     found[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
-
-    def _prompt(self, context: str) -> str | list[int]:
-        """The prompt of `complete` for a context."""
-        if self.chats is not None:
-            return self.tok_encode(context)
-        return context or [self.prefix_token_id]
 
     def _options(self, given: Mapping[str, Any], repetition: int) -> CompleteKeywords:
         """Return the keyword arguments of `complete` for a task's settings; repeated requests draw

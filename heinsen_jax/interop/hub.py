@@ -177,7 +177,7 @@ def push(
         except Exception as error:  # its HTTP client differs between versions, and so do errors
             reason = next(iter(str(error).splitlines()), "no reason given")
             raise UserError(
-                f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}): check the "
+                f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}); check the "
                 "network, and log in with `hf auth login` as a user with write access"
             ) from error
     return str(address)

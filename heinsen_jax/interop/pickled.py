@@ -45,7 +45,7 @@ def read_pickled(path: Path) -> object:
     except UserError:
         raise
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); give another file") from None
     except zipfile.BadZipFile:
         raise UserError(
             f"{path} is not a file of torch.save, or damaged, or older than PyTorch 1.6; save it "

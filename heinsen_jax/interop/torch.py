@@ -146,7 +146,7 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
     try:
         return load_file(path)
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read ({error}); give another file") from None
     except SafetensorError as error:
         raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
 

@@ -158,8 +158,8 @@ class LanguageModelConfig:
             )
         if self.parallel_branches and self.block in ("paper", "fastformer"):
             raise ValueError(
-                f"parallel_branches with block={self.block!r}; choose block='standard', 'decay' or "
-                "'llama'"
+                f"parallel_branches: unsupported with block={self.block!r}; choose "
+                "block='standard', 'decay' or 'llama'"
             )
         if self.convolution is not None and not self.is_causal:
             of = "convolution_size" if self.convolution_size else f"block={self.block!r}"

@@ -54,9 +54,7 @@ def linear_layers(
     """
     chosen, *others = single_layers(parse_pattern([attention]))
     if others:
-        raise UserError(
-            f"attention={attention!r} has repeats; leave them out; --keep selects layers"
-        )
+        raise UserError(f"attention={attention!r}: repeats are not allowed; choose layers by keep")
     if teacher.qk_norm:
         normed = (
             Layers(x.mechanism, options={"query_key_norm": True, **x.options})
@@ -245,9 +243,9 @@ def _matched(
         is_known = [place.shape(known) == shape for place in places]
         if any(is_known) and not all(is_known):
             raise UserError(
-                f"model.attention: some layers with the parameter {name} have it from the model "
-                f"with the weights, others do not; write {math.lcm(len(layers), len(of_source))} "
-                "layers in model.attention"
+                f"model.attention: only some of the layers of {name.removesuffix('.value')} have "
+                "weights in the other model; repeat the pattern up to "
+                f"{math.lcm(len(layers), len(of_source))} layers"
             )
         found[name] = leaf, places if all(is_known) else []
     return found

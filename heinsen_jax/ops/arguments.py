@@ -63,7 +63,7 @@ def check_paired_heads(name: str, query: Array, key: Array, value: Array) -> Non
 def check_segments(segment_ids: Array | None, query: Array, key: Array) -> None:
     """Raise ValueError if segment ids of keys are given and the number of queries differs."""
     if segment_ids is not None:
-        fix = "those of the queries are not given; call it for each segment"
+        fix = "call the function once for each segment"
         check_same_length(query, key, "segment_ids", fix)
 
 

@@ -238,7 +238,7 @@ def _check(query, projection, kernel, epsilon, implementation) -> None:
             f"implementation must be None, 'log_space' or 'published', got {implementation!r}"
         )
     if kernel == "relu" and implementation == "log_space":
-        raise NotImplementedError('kernel="relu" is not in log space: pass implementation=None')
+        raise NotImplementedError('kernel="relu" is not in log space; pass implementation=None')
 
 
 def _refuse(*given: Any) -> None:

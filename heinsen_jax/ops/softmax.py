@@ -286,7 +286,7 @@ def _dense(query, key, value, rule, ids, decays, bias, mask, offset) -> tuple[Ar
 def _cudnn(query, key, value, bias, mask, is_causal, window, lengths, scale) -> Array:
     if jax.default_backend() != "gpu":
         raise NotImplementedError(
-            f'implementation="cudnn" needs a GPU, here is {jax.default_backend()}: use "tiled"'
+            f'implementation="cudnn" needs a GPU, here is {jax.default_backend()}; use "tiled"'
         )
     if lengths is not None and lengths.ndim == query.ndim - 2:
         raise NotImplementedError('implementation="cudnn" has no padding on the left; "tiled" has')

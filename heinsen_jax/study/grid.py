@@ -104,10 +104,13 @@ class Study:
           ValueError: the study has no such axis, or the axis no such label.
         """
         if axis not in self.axes:
-            raise ValueError(f"axis={axis!r}: {self.title!r} has {', '.join(self.axes)}")
+            raise ValueError(
+                f"axis={axis!r}: not in {self.title!r}; choose one of {', '.join(self.axes)}"
+            )
         if unknown := [label for label in labels if label not in self.axes[axis]]:
             raise ValueError(
-                f"labels={unknown}: axis {axis!r} of {self.title!r} has {[*self.axes[axis]]}"
+                f"labels={unknown}: not of the axis {axis!r} of {self.title!r}; choose from "
+                f"{[*self.axes[axis]]}"
             )
         left_out = self.axes[axis].keys() - {*labels}
         plots = (

@@ -15,7 +15,7 @@ RESULTS_FILE = "results.jsonl"
 
 
 class Recorded:
-    """Rows of a results file, by the fingerprints of runs."""
+    """Records of a results file, by the fingerprints of runs."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path, self._records = path, {}

@@ -150,7 +150,7 @@ def in_processes(
                 for process in multiprocessing.active_children():
                     if process not in others:
                         process.terminate()
-            pool.shutdown(cancel_futures=True)  # runs that still finish record it
+            pool.shutdown(cancel_futures=True)  # runs that still finish write their records
             raise
 
 

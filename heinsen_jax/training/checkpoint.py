@@ -486,7 +486,7 @@ def _no_run(run: RunFolder) -> str:
 
 def _no_checkpoint(run: RunFolder) -> str:
     if (run.files / SAVED_FILE).exists():
-        return f"{run.checkpoints} is gone: bring it back, or train the run again"
+        return f"{run.checkpoints} is gone; bring it back, or train the run again"
     return f"{run} has no checkpoint yet; start its training again"
 
 

@@ -74,6 +74,6 @@ def _wait(
         return read.get(timeout=timeout * 9 / 10)
     except queue.Empty:
         raise UserError(
-            f"data: no batch arrived from {source} in {timeout:g} s: check its disk or network; "
+            f"data: no batch arrived from {source} in {timeout:g} s; check its disk or network; "
             "training.data_timeout sets the limit"
         ) from None

@@ -147,7 +147,7 @@ def test_other_columns_of_parquet_are_not_read(tmp_path: Path) -> None:
             "no column 'text': its columns of texts are body, of body, ",
         ),
         ({"id": [1]}, "no column 'text': it has none of texts, of id"),
-        ({"text": [1], "body": ["a"]}, "'text' is int64; its columns of texts are body"),
+        ({"text": [1], "body": ["a"]}, "'text' is int64, not text .its columns of texts are body"),
         ({"text": ["a", None]}, "row 2: column 'text' has no text"),
         (
             {"text": pa.array([b"a", b"caf\xe9"], pa.binary()).view(pa.string())},

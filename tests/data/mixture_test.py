@@ -105,11 +105,11 @@ def test_corpora_need_names_of_their_own(config, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mixture": {"a": 0.0}}, "no weight is above 0; give one"),
+        ({"mixture": {"a": 0.0}}, "no weight is above 0; give at least one"),
         ({"mixture_stages": ((3, {"a": 1.0}),)}, "mixture_stages without mixture"),
         (
             {"mixture": {"a": 1.0}, "mixture_stages": ((3, {"a": 1.0}), (2, {"a": 1.0}))},
-            r"mixture_stages begin at steps \[3, 2\]",
+            r"mixture_stages: steps \[3, 2\] do not",
         ),
         ({"mixture": {"a": -1.0}}, "greater than or equal to 0"),
     ],

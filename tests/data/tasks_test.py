@@ -293,7 +293,7 @@ def test_published_settings_are_valid():
         (lambda: SelectiveCopying(num_copied=9, test_lengths=(5,)), "in 5 tokens"),
         (lambda: Induction(test_lengths=(2,)), "at least 3"),
         (lambda: Needle(num_needles=3, num_keys=2), "more than num_keys=2"),
-        (lambda: Needle(num_needles=3, test_lengths=(19,)), "it must be at least 20"),
+        (lambda: Needle(num_needles=3, test_lengths=(19,)), "make it at least 20"),
         (lambda: Recall(num_pair=3), "num_pair"),
         (lambda: Recall(num_pairs=12, min_pairs=2), "must be min_pairs times a power of two"),
         (lambda: Recall(num_pairs=2, min_pairs=4), "must be min_pairs times a power of two"),

@@ -127,11 +127,15 @@ def test_added_tokens_may_be_in_the_configuration_only(folder):
         configure(folder, added_tokens_decoder=token)
         with pytest.raises(UserError, match=r"config\.json: added_tokens_decoder\['.*correct it"):
             load(folder)
+    configure(folder, added_tokens_decoder=["<|tool|>"])
+    with pytest.raises(UserError, match=r"config\.json: added_tokens_decoder must map ids"):
+        load(folder)
 
 
 def test_the_start_is_found_without_the_letter_a(tmp_path):
     tokenizer = RustTokenizer(BPE({"<s>": 0, "</s>": 1, "C": 2, "G": 3}, []))
     tokenizer.decoder = ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.post_processor = TemplateProcessing("<s> $A", None, [("<s>", 0)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')

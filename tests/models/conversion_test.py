@@ -72,7 +72,7 @@ def test_layers_keep_the_options_of_the_teacher():
     [
         ("logg", (), "'logg': unknown"),
         ("log:feature=hedgehog", (), "attention='log:feature=hedgehog.*: log.feature: no such"),
-        ("log:repeats=2", (), "has repeats; leave them out"),
+        ("log:repeats=2", (), "repeats are not allowed; choose"),
         ("log", ("4",), "keep='4': no such layers of 4"),
         ("log", ("9:",), "keep='9:': no such layers of 4"),
         ("log", ("a",), "keep='a'"),
@@ -121,7 +121,7 @@ def test_layers_that_stay_keep_their_trained_features():
     )
     assert f"blocks.1.{name}.value" in new_parameters(whole, half)
     together = replace(whole, attention=whole.layers[0])
-    with pytest.raises(UserError, match=rf"blocks\.0\.{name}\.value .*write 2 layers"):
+    with pytest.raises(UserError, match=rf"blocks\.0\.{name} .*repeat .* to 2 layers"):
         shared_weights(together, source)
 
 

@@ -228,7 +228,7 @@ def test_the_llama_block_is_a_standard_block_of_these_parts():
             "convolution_size with is_causal=False",
         ),
         ({"block": "decay", "is_causal": False}, "block='decay' with is_causal=False"),
-        ({"parallel_branches": True}, "parallel_branches with block='paper'"),
+        ({"parallel_branches": True}, "parallel_branches: unsupported with block='paper'"),
         (
             {"attention": Layers("softmax", options={"rotary_high_turns": 1.0})},
             r"rotary_high_turns=1\.0 must be above rotary_low_turns=1\.0",

@@ -63,9 +63,13 @@ def test_plots_check_the_labels_and_the_evaluations_that_they_need():
 
 
 def test_restricting_a_study_to_unknown_labels_is_an_error():
-    with pytest.raises(ValueError, match="axis='heads': 'A small study' has mechanism, width"):
+    with pytest.raises(
+        ValueError, match="axis='heads': not in 'A small study'; choose one of mech"
+    ):
         STUDY.restricted("heads", ["8"])
-    with pytest.raises(ValueError, match=r"labels=\['gla'\]: axis 'mechanism' .* has \['linear'"):
+    with pytest.raises(
+        ValueError, match=r"labels=\['gla'\]: not of .* choose from \['linear', 'so"
+    ):
         STUDY.restricted("mechanism", ["linear", "gla"])
 
 

@@ -36,7 +36,7 @@ def test_a_slow_source_is_named():
 
 def test_a_dead_source_ends_the_run():
     waiting = with_timeout(batches(0, 3600), SOURCE, timeout=0.3, warn=lambda line: None)
-    with pytest.raises(UserError, match=r"no batch arrived from data/some-corpus in 0\.3 s: check"):
+    with pytest.raises(UserError, match=r"no batch arrived from data/some-corpus in 0\.3 s; check"):
         list(waiting)
 
 

@@ -189,5 +189,5 @@ def _tensors(model: LanguageModel, model_type: str, dtype: str) -> dict[str, np.
             with np.errstate(over="ignore"):
                 found[name] = value.astype(dtype)
             if np.any(np.isinf(found[name].astype(np.float32)) & np.isfinite(value)):
-                raise UserError(f"dtype={dtype}: {name} has larger values; choose float32")
+                raise UserError(f"dtype={dtype}: {name} exceeds its range; choose float32")
     return found

@@ -334,6 +334,8 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
     try:
         if family.rope_names:
             given = given_fields(known, family.rope_names)
+            if "rope" in known:
+                raise ValueError("rope is unknown, and may change results; remove it")
             outer = {*OBJECTS, *family.rope_names, *family.rope_names.values()}
             rope = {"partial_rotary_factor": family.default_fraction}
             rope |= {name: x.value for name, x in given.items()}

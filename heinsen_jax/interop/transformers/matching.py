@@ -35,8 +35,10 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
             family = kind.model_validate({k: facts[k] for k in kind.model_fields if k in facts})
             found = resolved(family.to_model())
         except ValueError as error:
-            is_field = isinstance(error, pydantic.ValidationError)
-            problem = f"its field {explain(error.errors()[0])}" if is_field else str(error)
+            problem = str(error)
+            if isinstance(error, pydantic.ValidationError):
+                first = error.errors()[0]
+                problem = f"its field {explain(first)}" if first["loc"] else explain(first)
             problems[name] = [problem]
             is_invalid.add(name)
             continue

@@ -151,13 +151,13 @@ class HarnessModel(TemplateLM):
         Raises:
           UserError: the tokenizer has no template, or the template refuses the conversation.
         """
-        tokenizer = self.encoding
-        if not isinstance(tokenizer, PretrainedTokenizer) or DEFAULT not in tokenizer.templates:
+        if DEFAULT not in self._templates:
             raise UserError(
                 f"--apply_chat_template: the tokenizer of {self.folder} has no chat template; "
                 "leave it out"
             )
-        return tokenizer.render_chat_template(
+        assert isinstance(self.encoding, PretrainedTokenizer)
+        return self.encoding.render_chat_template(
             chat_history, add_generation_prompt=add_generation_prompt
         )
 
@@ -284,8 +284,8 @@ class HarnessModel(TemplateLM):
         for (_, repetition), numbers in alike.items():
             options = self._options(requests[numbers[0]].args[1], repetition)
             for part in batches(self.batch_size, numbers):
-                texts = (requests[number].args[0] for number in part)
-                contexts = [self.tok_encode(x) or [self.prefix_token_id] for x in texts]
+                encoded = (self.tok_encode(requests[number].args[0]) for number in part)
+                contexts = [tokens or [self.prefix_token_id] for tokens in encoded]
                 texts = complete(self.model, self.encoding, contexts, **options)
                 for number, (text,) in zip(part, texts, strict=True):
                     found[number] = text

@@ -63,7 +63,7 @@ def linear_layers(
         teacher = replace(teacher, qk_norm=False, attention=tuple(normed))
     kept = {layer for index in keep for layer in _indices(index, teacher.num_layers)}
     pattern, modules = teacher.layers, teacher.abstract_layers()
-    pairs = []  # layers of a stack have all weights of the teacher, or none: they have equal pairs
+    pairs = []  # layers with equal pairs share a stack: all or none have the teacher's weights
     for index in range(teacher.num_layers):
         place = index % len(pattern)
         old = pattern[place]

@@ -201,7 +201,7 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         (
             "llama3",
             {"rope_scaling": {"type": "linear"}, "rope_parameters": ...},
-            "json: rope_scaling: rope_type linear needs factor$",
+            "json: rope_scaling: rope_type linear needs factor; add it$",
         ),
         (
             "llama3",
@@ -214,7 +214,11 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
             r"json: rope_scaling\.type=\['linear'\] is unsupported",
         ),
         ("llama3", {"rope": {"rope_theta": 1.0}}, "json: rope is unknown, and may change results"),
-        ("llama3", {"rope_scaling": 2.0}, r"json: rope_scaling=2\.0 must be an object$"),
+        (
+            "llama3",
+            {"rope_scaling": 2.0},
+            r"json: rope_scaling=2\.0 must be an object; correct it$",
+        ),
         ("llama3", {"model_type": ["llama"]}, r"json: model_type=\['llama'\] is unsupported"),
         (
             "llama3",

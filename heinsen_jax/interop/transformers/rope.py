@@ -48,7 +48,7 @@ class Rope(Fields):
         kind, used = self.rope_type, SCALING[self.rope_type]
         for name in SCALING["llama3"]:
             if name in used and getattr(self, name) is None:
-                raise ValueError(f"rope_type {kind} needs {name}")
+                raise ValueError(f"rope_type {kind} needs {name}; add it")
             if name not in used and getattr(self, name) is not None:
                 raise ValueError(f"rope_type {kind} does not use {name}; correct one of them")
         return self
@@ -98,7 +98,7 @@ def given_fields(values: Mapping[str, Any], further_names: Mapping[str, str]) ->
     every: list[tuple[str, Given]] = []
     for outer in OBJECTS:
         if not isinstance(inner := values.get(outer), dict | None):
-            raise ValueError(f"{outer}={inner!r} must be an object")
+            raise ValueError(f"{outer}={inner!r} must be an object; correct it")
         every += [
             ("rope_type" if name == "type" else name, Given(f"{outer}.{name}", value))
             for name, value in (inner or {}).items()

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
 from scipy import stats
 
@@ -50,6 +51,17 @@ def fit_power_law(x: Sequence[float], y: Sequence[float]) -> Fit | None:
     width = float(stats.t.ppf(0.975, len(x) - 2) * np.sqrt(covariance[0, 0]))
     exponent = -float(slope)
     return Fit(math.exp(intercept), exponent, (exponent - width, exponent + width))
+
+
+def set_ticks(axes: Axes) -> None:
+    """Ticks of logarithmic axes that may span less than a power of ten: 500k, 1M; 1.2, 1.4."""
+    none = ticker.NullLocator()
+    axes.xaxis.set(major_locator=ticker.LogLocator(subs=(1, 2, 5)), minor_locator=none)
+    axes.xaxis.set(major_formatter=ticker.EngFormatter(sep=""))
+    low, high = axes.get_ylim()
+    if high < 10 * low:
+        axes.yaxis.set(major_locator=ticker.AutoLocator(), minor_locator=none)
+        axes.yaxis.set(major_formatter=ticker.ScalarFormatter())
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,7 @@ class PowerLawPlot(LinePlot):
                 axes.plot(costs, y, color=color, linewidth=1.5)
             drawn.append(Line(label, costs, y, color))
         axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log", yscale="log")
+        set_ticks(axes)
         default = f"{self.y.replace('_', ' ')} against {cost_name(self.x)}"
         self.set_title(axes, default, results, "dots: seeds; lines: power laws")
         return drawn

@@ -179,6 +179,8 @@ def test_power_laws_are_drawn_and_reported():
     line = next(x for x in axes.lines if x.get_linestyle() == "-")
     assert line.get_ydata() == pytest.approx([4.0, 2.0, 1.0])  # of the selected sizes only
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    ticks = [text.get_text() for text in axes.get_xticklabels() + axes.get_yticklabels()]
+    assert {"5", "50", "2.0", "3.0"} < {*ticks}
     assert {text.get_text() for text in axes.texts} == {"a", "b"}
     assert {name: round(fit.exponent, 6) for name, fit in plot.fits(results).items() if fit} == {
         "a": 0.5,

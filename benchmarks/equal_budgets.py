@@ -53,9 +53,17 @@ def interpolated(updates: float, losses: dict[int, float]) -> float | None:
 
 
 def by_seed(results: dict[int, Comparison], updates: float) -> list[float | None]:
-    """Return the loss of each seed after a number of updates, given the results of others."""
-    values = zip(*(result.values("loss") for result in results.values()), strict=True)
-    return [interpolated(updates, dict(zip(results, of_seed, strict=True))) for of_seed in values]
+    """Return the loss of each seed after a number of updates, given the results of others; only of
+    the seeds that all of them have."""
+    by_updates = {
+        n: {x["labels"]["seed"]: x["metrics"]["loss"] for x in result.records if "metrics" in x}
+        for n, result in results.items()
+    }
+    seeds = set.intersection(*({*losses} for losses in by_updates.values()))
+    return [
+        interpolated(updates, {n: losses[seed] for n, losses in by_updates.items()})
+        for seed in sorted(seeds)
+    ]
 
 
 def main(options: Options) -> int:

@@ -22,9 +22,14 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.study import differences_of, load_study, results_of, sweeps
-from heinsen_jax.study.differences import holm
-from heinsen_jax.study.plots import draw
+from heinsen_jax.study import (
+    adjusted_p_values,
+    differences_of,
+    draw,
+    load_study,
+    results_of,
+    sweeps,
+)
 
 ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
 
@@ -83,16 +88,12 @@ draw(study.title, study.plots, results)
 
 # %%
 study, results = load("language_model_seeds")
+differences = differences_of(study, results)
 for metric in ("loss", "loss_1024"):
     print(metric)
-    found = {
-        difference.compared["model"]: difference
-        for difference in differences_of(study, results)
-        if difference.metric == metric and difference.interval
-    }
-    adjusted = holm({name: difference.p_value for name, difference in found.items()})
-    for name, difference in found.items():
-        print(f"  {name:32} {difference.mean:+.4f}, p = {adjusted[name]:.3f}")
+    found = {x.compared["model"]: x for x in differences if x.metric == metric}
+    for (name,), p_value in adjusted_p_values(differences, metric).items():
+        print(f"  {name:32} {found[name].mean:+.4f}, p = {p_value:.3f}")
 
 # %% [markdown]
 # Most differences are small here: characters of plays depend little on distant ones. Code repeats

@@ -4,9 +4,9 @@ python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray
 """
 
 from heinsen_jax.study import sweeps
-from heinsen_jax.study.differences import Difference, differences_of
+from heinsen_jax.study.differences import Difference, adjusted_p_values, differences_of
 from heinsen_jax.study.grid import Run, Study, load_study
-from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, Ranking
+from heinsen_jax.study.plots import LengthPlot, Plot, Points, PositionPlot, Ranking, draw
 from heinsen_jax.study.power_law import PowerLawPlot
 from heinsen_jax.study.records import Comparison
 from heinsen_jax.study.results import results_of
@@ -22,7 +22,9 @@ __all__ = [
     "Ranking",
     "Run",
     "Study",
+    "adjusted_p_values",
     "differences_of",
+    "draw",
     "load_study",
     "results_of",
     "sweeps",

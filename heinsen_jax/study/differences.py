@@ -2,9 +2,9 @@
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from scipy import stats
 
@@ -12,7 +12,6 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.records import Comparison, is_larger_better, markdown_table
 
-T = TypeVar("T")
 METHOD = (
     "Brackets are 95% confidence intervals by Welch's t-test over the seeds, not corrected for the "
     'number of comparisons; "no difference" if they include 0, which does not show that models are '
@@ -101,24 +100,31 @@ def difference_table(differences: Sequence[Difference]) -> str:
     return markdown_table([*differences[0].compared, *metrics], [*lines.values()])
 
 
-def holm(p_values: Mapping[T, float]) -> dict[T, float]:
-    """P values corrected for their number.
+def adjusted_p_values(
+    differences: Sequence[Difference], metric: str
+) -> dict[tuple[str, ...], float]:
+    """Holm's correction of the p-values of a metric's differences for their number n.
 
         p'_(i) = max_{j <= i} min(1, (n - j + 1) p_(j)),    p_(1) <= ... <= p_(n)
 
+    Returns:
+      The corrected p-values in increasing order, by the labels of the results; without those of
+      differences that have no interval.
+
     References:
       Holm, 1979, A Simple Sequentially Rejective Multiple Test Procedure.
-
-    Examples:
-      >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
-      {'a': 0.03, 'c': 0.06, 'b': 0.06}
     """
-    found: dict[T, float] = {}
+    p_values = {
+        tuple(x.compared.values()): x.p_value
+        for x in differences
+        if x.metric == metric and x.p_value is not None
+    }
+    adjusted: dict[tuple[str, ...], float] = {}
     largest = 0.0
-    for index, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
-        largest = max(largest, min(1.0, (len(p_values) - index) * p_values[name]))
-        found[name] = largest
-    return found
+    for index, labels in enumerate(sorted(p_values, key=lambda labels: p_values[labels])):
+        largest = max(largest, min(1.0, (len(p_values) - index) * p_values[labels]))
+        adjusted[labels] = largest
+    return adjusted
 
 
 def remaining_differences(differences: Sequence[Difference]) -> str:
@@ -126,13 +132,8 @@ def remaining_differences(differences: Sequence[Difference]) -> str:
     intervals of each metric."""
     words = []
     for metric in dict.fromkeys(x.metric for x in differences):
-        p_values = {
-            " ".join(x.compared.values()): x.p_value
-            for x in differences
-            if x.metric == metric and x.p_value is not None
-        }
-        names = [name for name, p in holm(p_values).items() if p < 0.05]
-        if p_values:
+        if p_values := adjusted_p_values(differences, metric):
+            names = [" ".join(labels) for labels, p in p_values.items() if p < 0.05]
             words.append(f"{metric.replace('_', ' ')}: {'; '.join(names) or 'none'}")
     return (
         "Differences that remain at 5% after Holm's correction for the intervals of each metric: "

@@ -97,8 +97,18 @@ class Study:
             except ValueError as error:
                 raise ValueError(f"plots of {self.title!r}: {error}") from None
 
+    def named_metrics(self) -> list[tuple[str, str]]:
+        """The fields that name metrics, each with a metric."""
+        return [
+            ("metric", self.metric),
+            *(("reached", name) for name, _ in filter(None, [self.reached])),
+            *(("extra_metrics", name) for name in self.extra_metrics),
+            *(("plots", name) for plot in self.plots for name in plot.metrics),
+        ]
+
     def restricted(self, axis: str, labels: Sequence[str]) -> "Study":
-        """The study of these labels of an axis.
+        """The study of these labels of an axis, without plots of other labels only, and without
+        its baseline if that is another one.
 
         Raises:
           ValueError: the study has no such axis, or the axis no such label.
@@ -113,14 +123,13 @@ class Study:
                 f"{[*self.axes[axis]]}"
             )
         left_out = self.axes[axis].keys() - {*labels}
-        plots = (
-            replace(
-                plot, highlighted={x: y for x, y in plot.highlighted.items() if x not in left_out}
-            )
-            for plot in self.plots
+        plots = [plot.restricted(axis, left_out) for plot in self.plots]
+        return replace(
+            self,
+            axes={**self.axes, axis: {label: self.axes[axis][label] for label in labels}},
+            baseline=None if self.baseline in left_out else self.baseline,
+            plots=tuple(plot for plot in plots if plot is not None),
         )
-        chosen = {label: self.axes[axis][label] for label in labels}
-        return replace(self, axes={**self.axes, axis: chosen}, plots=tuple(plots))
 
     def first_seed_runs(self) -> list["Run"]:
         """All runs with the first seed.

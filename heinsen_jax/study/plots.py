@@ -63,6 +63,21 @@ class Plot:
         """The labels that fields of the plot name."""
         return [*self.highlighted]
 
+    @property
+    def metrics(self) -> list[str]:
+        """The metrics that fields of the plot name."""
+        return []
+
+    def restricted(self, axis: str, left_out: Collection[str]) -> "Plot | None":
+        """The plot without some labels of an axis; None if it has no others."""
+        where = {**self.where}
+        if axis in where:
+            where[axis] = tuple(x for x in self.labels(axis) if x not in left_out)
+            if not where[axis]:
+                return None
+        kept = {x: color for x, color in self.highlighted.items() if x not in left_out}
+        return replace(self, highlighted=kept, where=where)
+
     def check(self, compared: Mapping[str, Collection[str]], base: ExperimentConfig) -> None:
         """Check the fields.
 
@@ -205,6 +220,10 @@ class Points(LinePlot):
     x: Cost = "state_bytes"
     frontier: bool = False
 
+    @property
+    def metrics(self) -> list[str]:
+        return [self.y]
+
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         measured = [x for x in results if is_measured(x, self.x) and is_measured(x, self.y)]
         best, drawn = self._best(measured) if self.frontier else measured, []
@@ -276,8 +295,12 @@ class LengthPlot(LinePlot):
     length_unit: str = "tokens"
     metric: str = "accuracy"
 
+    @property
+    def metrics(self) -> list[str]:
+        return [f"{self.metric}_{length}" for length in self.lengths]
+
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        metrics = {length: f"{self.metric}_{length}" for length in self.lengths}
+        metrics = dict(zip(self.lengths, self.metrics, strict=True))
         return self.curves(axes, results, self.metric, f"length ({self.length_unit})", metrics)
 
 
@@ -322,6 +345,14 @@ class Ranking(Plot):
     @property
     def named(self) -> list[str]:
         return [*super().named, *filter(None, [self.baseline])]
+
+    @property
+    def metrics(self) -> list[str]:
+        return [self.metric]
+
+    def restricted(self, axis: str, left_out: Collection[str]) -> "Plot | None":
+        plot = replace(self, baseline="") if self.baseline in left_out else self
+        return super(Ranking, plot).restricted(axis, left_out)
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         ranked = [result for result in results if is_measured(result, self.metric)]

@@ -77,6 +77,10 @@ class PowerLawPlot(LinePlot):
     y: str
     x: Cost
 
+    @property
+    def metrics(self) -> list[str]:
+        return [self.y]
+
     def fits(self, results: Sequence[Comparison]) -> dict[str, Fit | None]:
         """The fits to the means of the selected results, by the labels of the lines."""
         return {label: self._fit(of_line) for label, of_line in self._by_line(results).items()}

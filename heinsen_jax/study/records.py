@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from typing import NotRequired, TypedDict
 
 from heinsen_jax.environment import Environment
+from heinsen_jax.errors import UserError
 
 
 class RunRecord(TypedDict):
     """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
 
     `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
-    each evaluation by the number of updates before it. Earlier versions recorded none of them.
+    each evaluation by the number of updates before it; earlier versions recorded none of them.
+    `seconds` are those since the run was last started or resumed.
     """
 
     labels: NotRequired[dict[str, str]]
@@ -69,6 +71,31 @@ class Comparison:
         curves = [x for x in curves if any(metric in metrics for metrics in x.values())]
         reached = ([int(step) for step in curve if is_reached(curve[step])] for curve in curves)
         return [min(steps, default=None) for steps in reached]
+
+
+def check_measured(
+    title: str, named: Sequence[tuple[str, str]], records: Sequence[RunRecord]
+) -> None:
+    """Check that a run has measured the metrics that a study names.
+
+    Args:
+      title: title of the study.
+      named: fields of the study, each with the metric that it names.
+      records: records of runs.
+
+    Raises:
+      UserError: no finished run has one of the metrics; the message names the field.
+    """
+    finished = [record for record in records if "metrics" in record]
+    evaluations = [x for record in finished for x in record.get("curve", {}).values()]
+    metrics = [name for x in (*(x["metrics"] for x in finished), *evaluations) for name in x]
+    costs = {name for record in finished for name, x in record.items() if isinstance(x, int | float)}
+    for field, name in named:
+        if finished and name not in {*metrics, *costs}:
+            raise UserError(
+                f"{field} of {title!r}: {name!r} is not measured; choose one of "
+                f"{', '.join(dict.fromkeys(metrics))}"
+            )
 
 
 def is_larger_better(metric: str) -> bool:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from heinsen_jax.errors import UserError
 from heinsen_jax.study.differences import (
     METHOD,
     SELECTION,
@@ -13,7 +12,13 @@ from heinsen_jax.study.differences import (
 from heinsen_jax.study.grid import Study
 from heinsen_jax.study.plots import cost_name
 from heinsen_jax.study.power_law import PowerLawPlot
-from heinsen_jax.study.records import Comparison, RunRecord, markdown_table, table
+from heinsen_jax.study.records import (
+    Comparison,
+    RunRecord,
+    check_measured,
+    markdown_table,
+    table,
+)
 
 PLOT_FILE = "report.png"
 
@@ -29,9 +34,10 @@ def paragraphs(
       records: those of all its runs, None if unfinished.
 
     Raises:
-      UserError: the metric of `reached` is not measured.
+      UserError: no run has measured a metric that the study names.
     """
-    _check_reached(study, results)
+    measured = [record for result in results for record in result.records]
+    check_measured(study.title, study.named_metrics(), measured)
     parts = [f"# {study.title}", study.about.strip()]
     if study.plots:
         parts.append(f"![{study.title}]({PLOT_FILE})")
@@ -54,19 +60,8 @@ def paragraphs(
     shown = [result.compared for result in results]
     every = [study.compared(run.labels) for run in study.first_seed_runs()]
     if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
-        parts.append(f"Not measured: {'; '.join(left)}.")
+        parts.append(f"Not finished: {'; '.join(left)}.")
     return parts
-
-
-def _check_reached(study: Study, results: Sequence[Comparison]) -> None:
-    records = [record for result in results for record in result.records]
-    curves = [record["curve"] for record in records if "curve" in record]
-    known = {name: None for curve in curves for metrics in curve.values() for name in metrics}
-    if study.reached is not None and known and study.reached[0] not in known:
-        raise UserError(
-            f"reached={study.reached} of {study.title!r}: the metric is not measured; choose "
-            f"one of {', '.join(known)}"
-        )
 
 
 def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:

@@ -72,17 +72,41 @@ def score(study: Study, recorded: Recorded, run: Run) -> float:
     return sign * value if math.isfinite(value) else -math.inf
 
 
+def searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[Run]:
+    """The runs of a comparison, in the order of the tuned axis, that its search needs."""
+    if study.search == "grid":
+        return runs
+    scores = {
+        place: score(study, recorded, run)
+        for place, run in enumerate(runs)
+        if recorded.of(run) is not None
+    }
+    if not scores:
+        centers = [len(runs) // 2]
+    elif max(scores.values()) == -math.inf:  # all diverged: better ones may be on either side
+        centers = [*scores]
+    else:
+        centers = [max(scores, key=lambda place: scores[place])]
+    near = {place + step for place in centers for step in (-1, 0, 1)}
+    return [run for place, run in enumerate(runs) if place in scores or place in near]
+
+
 def results_of(study: Study, output: Path) -> list[Comparison]:
-    """Finished results of a study: the best run of each comparison, with all its seeds.
+    """Results of a study: the best run of each comparison, with its finished seeds; without the
+    comparisons of which not all runs with the first seed are finished.
 
     Raises:
-      UserError: no run is finished.
+      UserError: no comparison is finished.
     """
     recorded = Recorded(output / RESULTS_FILE, read_only=True)
-    found = [_result(study, runs, recorded) for runs in best_of(study, recorded)]
-    if done := [result for result in found if result.records]:
-        return done
-    raise UserError(f"{output / RESULTS_FILE}: no run of this study is done yet")
+    found = [
+        _result(study, best, recorded)
+        for runs, best in zip(study.comparisons(), best_of(study, recorded), strict=True)
+        if not recorded.unfinished(searched(study, recorded, runs))
+    ]
+    if found:
+        return found
+    raise UserError(f"{output / RESULTS_FILE}: nothing to report yet; finish the study")
 
 
 def _result(study: Study, runs: Sequence[Run], recorded: Recorded) -> Comparison:

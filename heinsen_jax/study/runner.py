@@ -16,7 +16,7 @@ from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.grid import Run, Study, describe
 from heinsen_jax.study.plots import draw
-from heinsen_jax.study.records import RunRecord
+from heinsen_jax.study.records import RunRecord, check_measured
 from heinsen_jax.study.report import PLOT_FILE, paragraphs
 from heinsen_jax.study.results import RESULTS_FILE, Recorded, results_of
 from heinsen_jax.study.runs import costs, folder_name
@@ -49,7 +49,7 @@ def run_study(
 
     Raises:
       UserError: the settings of a run are invalid, before any run starts; another process runs this
-        study; no run is finished; a folder to reuse has no results, or runs are reused by a report
+        study; no comparison is finished; a folder to reuse has no results, or runs are reused by a report
         only.
     """
     if reuse and report_only:
@@ -99,15 +99,10 @@ def _run_study(
 
 
 def _metric(study: Study, record: RunRecord) -> float:
-    metrics = record.get("metrics", {})
-    named = {"metric": study.metric} | ({"reached": study.reached[0]} if study.reached else {})
-    for field, name in named.items():
-        if name not in metrics:
-            raise UserError(
-                f"{field}={name!r} of {study.title!r} is not measured; choose one of "
-                f"{', '.join(metrics)}"
-            )
-    return metrics[study.metric]
+    fields = ("metric", "reached")
+    named = [(field, name) for field, name in study.named_metrics() if field in fields]
+    check_measured(study.title, named, [record])
+    return record.get("metrics", {})[study.metric]
 
 
 def _check(study: Study) -> None:

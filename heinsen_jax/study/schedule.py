@@ -1,11 +1,10 @@
 """The runs that a study needs, given those that are finished."""
 
-import math
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 from heinsen_jax.study.grid import Run, Study
-from heinsen_jax.study.results import Recorded, best_of, score
+from heinsen_jax.study.results import Recorded, best_of, searched
 
 ALTERNATING = 8
 """Number of comparisons whose runs alternate: concurrent runs seldom compile the same program, and
@@ -15,9 +14,9 @@ later ones find it in the cache of compiled functions."""
 def schedule(study: Study, recorded: Recorded) -> tuple[list[Run], list[Run]]:
     """The runs with the first seed, and the best of each comparison with the other seeds, as far as
     they follow from the finished runs."""
-    searched = [_searched(study, recorded, runs) for runs in study.comparisons()]
+    first = [searched(study, recorded, runs) for runs in study.comparisons()]
     others = [run for _, *others in best_of(study, recorded) for run in others]
-    return list(_alternating(searched)), others
+    return list(_alternating(first)), others
 
 
 def _alternating(comparisons: Sequence[Sequence[Run]]) -> Iterator[Run]:
@@ -25,22 +24,3 @@ def _alternating(comparisons: Sequence[Sequence[Run]]) -> Iterator[Run]:
     for start in range(0, len(comparisons), ALTERNATING):
         for runs in zip_longest(*comparisons[start : start + ALTERNATING]):
             yield from (run for run in runs if run is not None)
-
-
-def _searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[Run]:
-    """The runs of a comparison, in the order of the tuned axis, that its search needs."""
-    if study.search == "grid":
-        return runs
-    scores = {
-        place: score(study, recorded, run)
-        for place, run in enumerate(runs)
-        if recorded.of(run) is not None
-    }
-    if not scores:
-        centers = [len(runs) // 2]
-    elif max(scores.values()) == -math.inf:  # all diverged: better ones may be on either side
-        centers = [*scores]
-    else:
-        centers = [max(scores, key=lambda place: scores[place])]
-    near = {place + step for place in centers for step in (-1, 0, 1)}
-    return [run for place, run in enumerate(runs) if place in scores or place in near]

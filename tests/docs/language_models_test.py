@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from heinsen_jax.study import differences_of, load_study
+from heinsen_jax.study import adjusted_p_values, differences_of, load_study
 from heinsen_jax.study.report import paragraphs
 from tests.docs.pages import (
     README,
@@ -17,7 +17,6 @@ from tests.docs.pages import (
     ROOT,
     STUDIES,
     STUDY_TEXT,
-    adjusted_p_values,
     difference,
     interval,
     read_record,
@@ -68,7 +67,7 @@ def test_language_models_are_those_of_the_study():
     added = [differences[name, "loss"].mean for name in worse]
     assert f"by {min(added):.3f} to {max(added):.3f} nats" in STUDY_TEXT
     p_values = adjusted_p_values([*differences.values()], "loss")
-    differ = {name for name, p in p_values.items() if p < 0.05}
+    differ = {name for (name,), p in p_values.items() if p < 0.05}
     assert f"Holm's correction for the {len(p_values)} comparisons" in STUDY_TEXT
     assert {name for name in differ if "the paper's model" not in name} == {
         "AdamW: log, decay by head",
@@ -115,7 +114,7 @@ def test_longer_contexts_are_those_of_the_study():
     for metric in ("loss", "loss_2048"):
         p_values = adjusted_p_values(found, metric)
         assert len(p_values) == len(results) - 1
-        assert {name for name, p in p_values.items() if p > 0.05} == {"log, slots"}
+        assert {name for (name,), p in p_values.items() if p > 0.05} == {"log, slots"}
     rates = [*study.axes["learning_rate"]]
     folder = ROOT / "benchmarks/results/studies/long_context"
     tried = {
@@ -300,7 +299,7 @@ def test_the_headline_is_of_seeds_that_selected_nothing():
     for metric, names in worse.items():
         of_metric = {x.compared["model"]: x for x in found if x.metric == metric}
         p_values = adjusted_p_values(found, metric)
-        assert {name for name, p in p_values.items() if p < 0.05} == {*names}
+        assert {name for (name,), p in p_values.items() if p < 0.05} == {*names}
         first, second, third = (f"{words(x)} (by {of_metric[x].mean:.3f})" for x in names)
         assert f"smaller than those of {first}, {second} and {third}" in STUDY_TEXT
 

@@ -1,12 +1,10 @@
 """Pages of the documentation, and the committed results that they report."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from heinsen_jax.study import Comparison, Difference, differences_of, load_study, results_of
-from heinsen_jax.study.differences import holm
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -51,9 +49,3 @@ def interval(difference: Difference) -> str:
     """95% confidence interval in words."""
     assert difference.interval is not None
     return "{:.2f} to {:.2f}".format(*difference.interval)
-
-
-def adjusted_p_values(differences: Sequence[Difference], metric: str) -> dict[str, float]:
-    """Holm's adjusted p-values of the differences of models in a metric, by model."""
-    found = {x.compared["model"]: x.p_value for x in differences if x.metric == metric}
-    return holm({model: p for model, p in found.items() if p is not None})

@@ -9,7 +9,13 @@ from scipy import integrate
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.study import Comparison, differences_of
-from heinsen_jax.study.differences import METHOD, SELECTION, Difference, holm, remaining_differences
+from heinsen_jax.study.differences import (
+    METHOD,
+    SELECTION,
+    Difference,
+    adjusted_p_values,
+    remaining_differences,
+)
 from heinsen_jax.study.report import paragraphs
 from tests.study.small import PLAIN
 
@@ -108,14 +114,22 @@ def test_the_baseline_is_a_label_of_one_compared_axis():
 
 
 def test_p_values_are_corrected_by_holm():
-    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
-        {"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06}
-    )
-    assert holm({"a": 0.7, "b": 0.6}) == {"b": 1.0, "a": 1.0}
-    p_values = {"far": 0.001, "near": 0.04, "nearer": 0.03}
-    found = [Difference({"x": name}, "loss", 0.1, (0.0, 0.2), p) for name, p in p_values.items()]
+    def adjusted(p_values: dict[tuple[str, str], float]) -> dict[tuple[str, ...], float]:
+        return adjusted_p_values([of(*labels, p) for labels, p in p_values.items()], "loss")
+
+    def of(x: str, y: str, p: float) -> Difference:
+        return Difference({"x": x, "y": y}, "loss", 0.1, (0.0, 0.2), p)
+
+    p_values = {("a", "0"): 0.01, ("b", "0"): 0.04, ("b", "1"): 0.03, ("c", "0"): 0.005}
+    wanted = {("c", "0"): 0.02, ("a", "0"): 0.03, ("b", "1"): 0.06, ("b", "0"): 0.06}
+    found = adjusted(p_values)
+    assert [*found] == [*wanted]
+    assert found == pytest.approx(wanted)
+    assert adjusted({("a", "0"): 0.7, ("b", "0"): 0.6}) == {("b", "0"): 1.0, ("a", "0"): 1.0}
+    assert len(adjusted({("a b", "c"): 0.1, ("a", "b c"): 0.1})) == 2
+    found = [of("far", "off", 0.001), of("near", "by", 0.04), of("nearer", "by", 0.03)]
     said = (
         "Differences that remain at 5% after Holm's correction for the intervals of each metric: "
     )
-    said += "loss: far."
+    said += "loss: far off."
     assert remaining_differences([*found, Difference({"x": "one"}, "loss", 0.1, None)]) == said

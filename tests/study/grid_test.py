@@ -125,3 +125,17 @@ def test_a_restricted_study_has_only_the_colors_of_its_labels():
     study = replace(STUDY, plots=plots).restricted("mechanism", ["softmax"])
     assert study.axes == STUDY.axes | {"mechanism": {"softmax": {"model.attention": "softmax"}}}
     assert study.plots[0].highlighted == {"softmax": "C1", "8": "C2"}
+
+
+def test_a_restricted_study_has_no_plots_and_no_baseline_of_other_labels():
+    plots = (
+        Ranking("accuracy", baseline="linear"),
+        Points("accuracy", where={"mechanism": "linear"}),
+        Points("accuracy", where={"mechanism": ("linear", "softmax")}),
+    )
+    study = replace(STUDY, plots=plots, baseline="linear").restricted("mechanism", ["softmax"])
+    assert study.baseline is None
+    ranking, points = study.plots
+    assert (ranking.baseline, points.where) == ("", {"mechanism": ("softmax",)})
+    same = replace(STUDY, plots=plots, baseline="linear").restricted("width", ["16"])
+    assert (same.baseline, same.plots) == ("linear", plots)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import Comparison, PowerLawPlot
+from heinsen_jax.study import Comparison, Points, PowerLawPlot, Ranking
 from heinsen_jax.study.records import table
 from heinsen_jax.study.report import paragraphs
 from tests.study.small import PLAIN
@@ -41,9 +41,18 @@ def test_updates_are_counted_until_the_first_evaluation_that_is_as_good(reached)
     assert cells == ["2000, 1000 |", "3000, never |", "never |"]
 
 
-def test_a_metric_that_no_evaluation_has_is_named():
-    study = replace(PLAIN, reached=("acuracy", 0.9))
-    with pytest.raises(UserError, match=r"reached=\('acuracy', 0.9\).*choose one of loss, acc"):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metric", "acuracy"),
+        ("reached", ("acuracy", 0.9)),
+        ("extra_metrics", ("loss", "acuracy")),
+        ("plots", (Ranking("loss"), Points("acuracy"))),
+    ],
+)
+def test_a_metric_that_no_evaluation_has_is_named(field, value):
+    study = replace(PLAIN, **{"metric": "loss", "extra_metrics": ("parameters",), field: value})
+    with pytest.raises(UserError, match=f"{field} of .*: 'acuracy' .* choose one of loss, acc"):
         paragraphs(study, [comparison("one", (0.5,))], [])
 
 
@@ -61,7 +70,7 @@ def test_exponents_of_power_laws_are_reported():
     axes = {"model": models, "size": {str(x): {} for x in (1, 10, 100)}}
 
     def lines(**changes) -> list[str]:
-        study = replace(PLAIN, axes=axes, plots=(plot,), **changes)
+        study = replace(PLAIN, axes=axes, extra_metrics=(), plots=(plot,), **changes)
         parts = paragraphs(study, results, [])
         at = next(place for place, part in enumerate(parts) if part.startswith("Power laws: loss"))
         return parts[at + 1].splitlines()

@@ -94,12 +94,14 @@ def test_a_run_that_failed_is_reported_and_never_the_best(tmp_path):
 
 def test_a_report_of_finished_runs(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        run_study(PLAIN, tmp_path, Fake(fail_after=2))
+        run_study(PLAIN, tmp_path, Fake(fail_after=9))  # the last of three of the first comparison
     run_study(PLAIN, tmp_path, Fake(fail_after=0), report_only=True)
     report = (tmp_path / REPORT_FILE).read_text()
-    assert "2 of 20 runs" in report
-    assert "Not measured: softmax 8; softmax 16." in report
-    with pytest.raises(UserError, match="no run of this study is done yet"):
+    assert "9 of 20 runs" in report
+    assert "| linear | 8 | 0.01 |" in report
+    assert "Not finished: linear 16; softmax 8; softmax 16." in report
+    assert "| linear | 16 |" not in report
+    with pytest.raises(UserError, match=r"results\.jsonl: nothing to report yet"):
         run_study(PLAIN, tmp_path / "new", Fake(fail_after=0), report_only=True)
 
 
@@ -126,7 +128,7 @@ def test_nan_is_never_the_best(tmp_path):
 
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"metric='accuracy_2' .* choose one of loss, accuracy"):
+    with pytest.raises(UserError, match=r"metric of .*: 'accuracy_2' is not .* one of loss, accuracy"):
         run_study(replace(STUDY, metric="accuracy_2"), tmp_path, Fake())
 
 

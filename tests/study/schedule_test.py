@@ -15,7 +15,7 @@ AXES = {
     "learning_rate": {x: {"optimizer.learning_rate": 1 / ord(x)} for x in LABELS},
     "seed": {"0": {"seed": 0}, "1": {"seed": 1}},
 }
-SEARCH = replace(PLAIN, axes=AXES, metric="loss", search="neighbors")
+SEARCH = replace(PLAIN, axes=AXES, metric="loss", extra_metrics=(), search="neighbors")
 
 
 class Losses:

@@ -56,7 +56,11 @@ def by_seed(results: dict[int, Comparison], updates: float) -> list[float | None
     """Return the loss of each seed after a number of updates, given the results of others; only of
     the seeds that all of them have."""
     by_updates = {
-        n: {x["labels"]["seed"]: x["metrics"]["loss"] for x in result.records if "metrics" in x}
+        n: {
+            record.get("labels", {})["seed"]: record["metrics"]["loss"]
+            for record in result.records
+            if "metrics" in record
+        }
         for n, result in results.items()
     }
     seeds = set.intersection(*({*losses} for losses in by_updates.values()))

@@ -89,11 +89,11 @@ def check_measured(
     finished = [record for record in records if "metrics" in record]
     evaluations = [x for record in finished for x in record.get("curve", {}).values()]
     metrics = [name for x in (*(x["metrics"] for x in finished), *evaluations) for name in x]
-    costs = {name for record in finished for name, x in record.items() if isinstance(x, int | float)}
-    for field, name in named:
+    costs = {name for x in finished for name in x if isinstance(x.get(name), int | float)}
+    for where, name in named:
         if finished and name not in {*metrics, *costs}:
             raise UserError(
-                f"{field} of {title!r}: {name!r} is not measured; choose one of "
+                f"{where} of {title!r}: {name!r} is not measured; choose one of "
                 f"{', '.join(dict.fromkeys(metrics))}"
             )
 

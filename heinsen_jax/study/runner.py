@@ -49,8 +49,8 @@ def run_study(
 
     Raises:
       UserError: the settings of a run are invalid, before any run starts; another process runs this
-        study; no comparison is finished; a folder to reuse has no results, or runs are reused by a report
-        only.
+        study; no comparison is finished; a folder to reuse has no results, or runs are reused by a
+        report only.
     """
     if reuse and report_only:
         raise UserError("--reuse adds runs; leave out --report-only")

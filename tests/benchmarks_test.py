@@ -6,8 +6,11 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from heinsen_jax.study import Comparison
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -48,16 +51,36 @@ def test_unknown_parts_are_named():
     assert "attention, training, decoding" in result.stdout
 
 
+def module(name: str, monkeypatch) -> ModuleType:
+    """The module of benchmarks/<name>.py."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    path = ROOT / f"benchmarks/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", path)
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, loaded)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_losses_at_equal_budgets_are_those_of_the_same_seeds(monkeypatch):
+    equal_budgets = module("equal_budgets", monkeypatch)
+
+    def result(**losses: float | None) -> Comparison:
+        found = {seed: {"metrics": {"loss": x}} if x else {} for seed, x in losses.items()}
+        rows = [{"labels": {"seed": seed}} | row for seed, row in found.items()]
+        return Comparison({}, {}, rows)
+
+    results = {
+        100: result(a=4.0, b=3.0),
+        200: result(b=2.0, c=5.0, d=6.0),
+        400: result(a=None, b=1.0, c=7.0),
+    }
+    assert equal_budgets.by_seed(results, 200) == [pytest.approx(2.0)]
+
+
 @pytest.fixture
 def linearize(monkeypatch):
-    """The module of benchmarks/linearize.py."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    path = ROOT / "benchmarks/linearize.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_linearize", path)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return module("linearize", monkeypatch)
 
 
 def test_cases_of_linearization(linearize):

@@ -5,8 +5,9 @@
 Both models, configs/heinsen_125m_pile.py and configs/gpt2_small_pile.py, train on the same batches
 of 2 x 512 tokens in float32, with the same optimizer, each in a process of its own. Reports the
 training loss, the median time of an update, and the peak memory of the process. These updates are
-far too few to compare the models: the paper trained on 300 billion tokens. Needs an estimated hour
-on 2 cores, and 5 GB of memory. Linux only. Writes a JSON record, and a plot of the losses.
+far too few to compare the models: the paper trained on 300 billion tokens. Needs a quarter of
+an hour per 100 updates on 2 cores, and 5 GB of memory. Linux only. Writes a JSON record, and a plot
+of the losses.
 """
 
 import json

@@ -53,10 +53,10 @@ def main() -> int:
         folder = output or Path("runs") / "studies" / study.stem
         local = partial(in_processes, jobs=jobs)
         cluster = partial(on_cluster, cpus=cpus, gpus=gpus)
-        run_one = local if executor == "local" else cluster
+        execute = local if executor == "local" else cluster
         try:
             with unwind_on_signals():
-                run_study(load_study(study), folder, run_one, report_only, reuse)
+                run_study(load_study(study), folder, execute, report_only, reuse)
         except Stopped:  # a process of a run received the signal to all processes first
             return _stopped(128 + signal.SIGINT)
         except SystemExit as stopped:

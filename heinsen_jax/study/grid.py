@@ -148,7 +148,7 @@ class Study:
         first = self.first_seed_runs()
         return [run for best in first for run in (best, *self.other_seed_runs(best.labels))]
 
-    def comparisons(self) -> list[list["Run"]]:
+    def groups(self) -> list[list["Run"]]:
         """All runs with the first seed, in groups that differ only in tuned values."""
         groups: dict[tuple[str, ...], list[Run]] = {}
         for run in self.first_seed_runs():

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import matplotlib.figure
 from matplotlib.axes import Axes
 
 from heinsen_jax.config import ExperimentConfig
-from heinsen_jax.study.labels import GRAY, Line, label_at_right, label_points
-from heinsen_jax.study.records import Comparison, is_larger_better
+from heinsen_jax.study.labels import GRAY, Line, label_at_right
+from heinsen_jax.study.records import Comparison
 from heinsen_jax.training.positions import bucket_ends
 
 COST_LABELS = {
@@ -19,7 +19,6 @@ COST_LABELS = {
     "tokens": "training tokens",
     "flops": "training FLOPs",
 }
-LINES_HEIGHT = 5.5  # inches
 BARS = "bars: from the lowest to the highest seed"
 Cost = Literal["state_bytes", "parameters", "tokens", "flops"]
 
@@ -46,6 +45,7 @@ class Plot:
     chance: float | None = None
     highlighted: Mapping[str, str] = field(default_factory=dict)
     where: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
+    names_beside_points: ClassVar[bool] = False
 
     def labels(self, axis: str) -> tuple[str, ...]:
         """The labels of an axis in `where`."""
@@ -97,6 +97,10 @@ class Plot:
                     f"where={dict(self.where)} must have labels by compared axes, which are "
                     f"{', '.join(compared)}"
                 )
+
+    def height(self, results: Sequence[Comparison]) -> float:
+        """The height of the plot of these results, in inches."""
+        return 5.5
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         """Draw the results without names of lines, and return the lines."""
@@ -189,95 +193,20 @@ class LinePlot(Plot):
         drawn = []
         for label, of_line in by_label(results, self.lines).items():
             for result in of_line:
-                points = [(x, result, metric) for x, metric in metrics.items()]
+                points = [(at, result, metric) for at, metric in metrics.items()]
                 points = [point for point in points if is_measured(result, point[2])]
                 name = label if len(of_line) == 1 else self.name(result)
                 if points:
                     drawn.append(self.line(axes, name, points))
         self.draw_chance(axes)
         axes.set(xlabel=x, ylabel=self.label(y), xscale="log")
-        axes.set_xticks([*metrics], [str(x) for x in metrics])
+        axes.set_xticks([*metrics], [*map(str, metrics)])
         axes.minorticks_off()
         self.set_title(axes, f"{y} against {x.partition(' (')[0]}", results, BARS)
         return drawn
 
     def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
         label_at_right(axes, lines)
-
-
-@dataclass(frozen=True)
-class Points(LinePlot):
-    """Plot of a metric against a cost, with one line per label of an axis.
-
-    Attributes:
-      y: a metric.
-      x: "state_bytes", "parameters", "tokens" or "flops"; results without it are omitted.
-      frontier: whether to draw the best value that is attained with at most a cost (the Pareto
-        frontier), and to name only its lines and the highlighted ones; others are gray points.
-    """
-
-    y: str
-    x: Cost = "state_bytes"
-    frontier: bool = False
-
-    @property
-    def metrics(self) -> list[str]:
-        return [self.y]
-
-    def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
-        measured = [x for x in results if is_measured(x, self.x) and is_measured(x, self.y)]
-        best, drawn = self._best(measured) if self.frontier else measured, []
-        for label, of_line in by_label(measured, self.lines).items():
-            of_line.sort(key=lambda result: result.mean(self.x))
-            places = [place for place, result in enumerate(of_line) if result in best]
-            if places or self.color(of_line[0]) != GRAY:
-                points = [(result.mean(self.x), result, self.y) for result in of_line]
-                place = places[-1] if places else -1
-                drawn.append(replace(self.line(axes, label, points), place=place))
-            else:
-                x, y = ([result.mean(name) for result in of_line] for name in (self.x, self.y))
-                axes.plot(x, y, "o", color=GRAY, markersize=3)
-                drawn += [Line("", [x], [y], GRAY) for x, y in zip(x, y, strict=True)]
-        if self.frontier and best:
-            drawn.append(self._draw_frontier(axes, best, max(x.mean(self.x) for x in measured)))
-        self.draw_chance(axes)
-        axes.set(xlabel=COST_LABELS[self.x], ylabel=self.label(self.y), xscale="log")
-        axes.margins(0.15)  # space for names
-        if is_larger_better(self.y):  # an accuracy
-            axes.set_ylim(0, 1.1)
-        cost = cost_name(self.x)
-        note = "steps: the Pareto frontier" if self.frontier else ""
-        default = f"{self.y.replace('_', ' ')} against {cost}"
-        self.set_title(axes, default, results, BARS, note)
-        return drawn
-
-    def _best(self, results: Sequence[Comparison]) -> list[Comparison]:
-        """The results, in the order of their cost, that are better than all before."""
-        sign = 1 if is_larger_better(self.y) else -1
-        best: list[Comparison] = []
-        for result in sorted(results, key=lambda x: (x.mean(self.x), -sign * x.mean(self.y))):
-            if not best or sign * result.mean(self.y) > sign * best[-1].mean(self.y):
-                best.append(result)
-        return best
-
-    def _draw_frontier(self, axes: Axes, best: Sequence[Comparison], end: float) -> Line:
-        """Draw the steps through the best results, up to the largest cost."""
-        costs = [*(result.mean(self.x) for result in best), end]
-        values = [result.mean(self.y) for result in best]
-        x = [cost for cost in costs for _ in range(2)][1:-1]
-        y = [value for value in values for _ in range(2)]
-        axes.plot(x, y, color="black", linewidth=1, zorder=1)
-        axes.plot(costs[:-1], values, "o", color="black", fillstyle="none", markersize=8, zorder=4)
-        return Line("", x, y, "black")
-
-    def write_names(self, axes: Axes, lines: Sequence[Line]) -> None:
-        if all(len(line.x) > 1 for line in lines) and not self.frontier:
-            super().write_names(axes, lines)
-            return
-        avoided = [line for line in lines if not line.name]
-        if self.chance is not None:
-            avoided.append(Line("chance", axes.get_xlim(), [self.chance] * 2, "black"))
-        label_points(axes, [line for line in lines if line.name], avoided)
 
 
 @dataclass(frozen=True)
@@ -354,6 +283,9 @@ class Ranking(Plot):
         plot = replace(self, baseline="") if self.baseline in left_out else self
         return super(Ranking, plot).restricted(axis, left_out)
 
+    def height(self, results: Sequence[Comparison]) -> float:
+        return 1.8 + 0.26 * len(results)
+
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         ranked = [result for result in results if is_measured(result, self.metric)]
         ranked.sort(key=lambda result: -result.mean(self.metric))
@@ -383,11 +315,7 @@ def draw(
     title: str, plots: Sequence[Plot], results: Sequence[Comparison]
 ) -> matplotlib.figure.Figure:
     """Draw all plots side by side."""
-    heights = [
-        1.8 + 0.26 * len(plot.selected(results)) if isinstance(plot, Ranking) else LINES_HEIGHT
-        for plot in plots
-    ]
-    size = 7.5 * len(plots), max(heights)
+    size = 7.5 * len(plots), max(plot.height(plot.selected(results)) for plot in plots)
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
     drawn = []
@@ -395,7 +323,7 @@ def draw(
         drawn.append((plot, axes, plot.draw(axes, plot.selected(results))))
         axes.grid(alpha=0.3)
     # names at the right change the size of all axes: they are before those beside points
-    for plot, axes, lines in sorted(drawn, key=lambda panel: isinstance(panel[0], Points)):
+    for plot, axes, lines in sorted(drawn, key=lambda panel: panel[0].names_beside_points):
         if lines:
             plot.write_names(axes, lines)
     return figure

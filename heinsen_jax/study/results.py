@@ -56,7 +56,7 @@ class Recorded:
 def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
     """For each comparison the best finished run with the first seed, followed by its runs with the
     other seeds, unless it diverged."""
-    best = [max(runs, key=partial(score, study, recorded)) for runs in study.comparisons()]
+    best = [max(runs, key=partial(score, study, recorded)) for runs in study.groups()]
     return [
         [run, *study.other_seed_runs(run.labels)]
         if "failed" not in (recorded.of(run) or {})
@@ -101,7 +101,7 @@ def results_of(study: Study, output: Path) -> list[Comparison]:
     recorded = Recorded(output / RESULTS_FILE, read_only=True)
     found = [
         _result(study, best, recorded)
-        for runs, best in zip(study.comparisons(), best_of(study, recorded), strict=True)
+        for runs, best in zip(study.groups(), best_of(study, recorded), strict=True)
         if not recorded.unfinished(searched(study, recorded, runs))
     ]
     if found:

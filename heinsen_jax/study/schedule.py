@@ -14,7 +14,7 @@ later ones find it in the cache of compiled functions."""
 def schedule(study: Study, recorded: Recorded) -> tuple[list[Run], list[Run]]:
     """The runs with the first seed, and the best of each comparison with the other seeds, as far as
     they follow from the finished runs."""
-    first = [searched(study, recorded, runs) for runs in study.comparisons()]
+    first = [searched(study, recorded, runs) for runs in study.groups()]
     others = [run for _, *others in best_of(study, recorded) for run in others]
     return list(_alternating(first)), others
 

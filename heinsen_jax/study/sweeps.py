@@ -16,7 +16,7 @@ COLORS = {
     "FoX": "C9",
     "Gated DeltaNet": "C8",
 }
-"""Colors of highlighted mechanisms, the same in all plots, by labels of `causal_mechanisms`."""
+"""Colors of highlighted mechanisms by labels of `causal_mechanisms`."""
 
 NAMES = {
     "block_sparse": "block-sparse",

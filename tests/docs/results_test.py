@@ -250,11 +250,14 @@ def test_commands_of_the_full_size_are_accepted():
     plan = "".join(steps)
     script = f'python() {{ echo "$@"; }}\n{plan}'
     printed = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+    commands = [line.split() for line in printed.stdout.splitlines()]
     folders = []
-    for line in printed.stdout.splitlines():
-        program, _, config, _, folder, *fields = line.split()
+    for program, _, config, _, folder, *fields in (x for x in commands if x[0] != "-m"):
         assert (ROOT / program).exists()
         chosen = override(load_config(ROOT / config), fields)
         assert len(learning_rates(chosen.optimizer, chosen.training.steps))
         folders.append(folder)
     assert len(folders) == len({*folders}) == 8
+    evaluated = [x for x in commands if x[0] == "-m"]
+    assert [x[:3] for x in evaluated] == [["-m", "heinsen_jax.evaluate", "--workdir"]] * 2
+    assert [x[3] for x in evaluated] == [x for x in folders if x.endswith("-full")]

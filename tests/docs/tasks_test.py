@@ -8,7 +8,8 @@ import numpy as np
 from scipy import stats
 
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.study import adjusted_p_values, differences_of, load_study
+from heinsen_jax.models.layers import parse_pattern, single_layers
+from heinsen_jax.study import adjusted_p_values, differences_of, load_study, sweeps
 from tests.docs.pages import (
     README_TEXT,
     ROOT,
@@ -94,6 +95,12 @@ def test_features_and_slots_are_those_of_the_study():
     assert min(adjusted_p_values(differences, "accuracy").values()) > 0.05
 
 
+def test_slots_are_those_of_the_studies():
+    text = (ROOT / "docs/mechanisms.md").read_text().partition("<!-- slots -->\n```\n")[2]
+    (layer,) = single_layers(parse_pattern([text.splitlines()[0]]))
+    assert (layer.mechanism, dict(layer.options)) == ("log", sweeps.SLOTS)
+
+
 def test_ablation_figures_are_those_of_the_study():
     results = results_of_study("language_model_parts")
     of = {result.compared["change"]: result for result in results}
@@ -129,13 +136,16 @@ def test_shakespeare_figures_are_those_of_the_study():
     results = results_of_study("shakespeare")
     losses = {result.compared["mechanism"]: result.mean("loss") for result in results}
     assert len(losses) == 19
-    assert "smallest loss of these nineteen" in STUDY_TEXT
+    assert {x for x in losses if x.startswith("log, ")} == {
+        "log, linear values",
+        "log, decay by head",
+        "log, decay by feature",
+    }
+    assert "sixteen causal mechanisms, and three variants of log-attention" in STUDY_TEXT
     best = sorted(losses, key=lambda name: losses[name])[:2]
     assert sorted(best) == ["log, decay by feature", "log, decay by head"]
-    assert (
-        f"mechanisms, {losses[best[0]]:.3f}; softmax attention reaches {losses['softmax']:.3f}"
-        in STUDY_TEXT
-    )
+    said = f"has the smallest loss, {losses[best[0]]:.3f}; softmax attention reaches "
+    assert f"{said}{losses['softmax']:.3f}" in STUDY_TEXT
     spread = max(losses.values()) - min(losses.values())
     assert f"within {np.ceil(1e3 * spread) / 1e3:.3f} nats" in STUDY_TEXT
 

@@ -6,9 +6,16 @@ import matplotlib.figure
 import pytest
 from matplotlib.axes import Axes
 
-from heinsen_jax.study import Comparison, LengthPlot, Points, PositionPlot, PowerLawPlot, Ranking
+from heinsen_jax.study import (
+    Comparison,
+    LengthPlot,
+    Points,
+    PositionPlot,
+    PowerLawPlot,
+    Ranking,
+    draw,
+)
 from heinsen_jax.study.labels import GRAY
-from heinsen_jax.study.plots import draw
 
 ACCURACY = {"log": (0.5, 0.7), "softmax": (1.0, 1.0), "l1": (1.0, 1.0)}
 

@@ -307,7 +307,7 @@ def _check_start(stages: Sequence[Stage]) -> None:
     *before, (_, workdir, _) = stages
     for _, folder, experiment in before:
         with opened(workdir) as run:
-            if not run.checkpoints.is_dir():
+            if not (run.files / CONFIG_FILE).exists():  # stage 2 has not begun
                 return
             if load_config(run.files / CONFIG_FILE).distillation.start is None:
                 raise UserError(
@@ -357,17 +357,18 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
         training=replace(teacher.training, steps=options.steps, z_loss=0.0),
     )
     tuning = DistillationConfig(teacher=options.model, divergence_weight=options.divergence_weight)
+    tuned = override(replace(base, distillation=tuning), overrides)
     stages = []
     if options.transfer_steps and new_parameters(model, teacher.model):
-        folder = options.workdir + TRANSFER_SUFFIX
-        transfer = override(_transfer(base, options), overrides)
-        stages.append(("stage 1", folder, replace(transfer, optimizer=_adamw(options))))
+        folder, rate = options.workdir + TRANSFER_SUFFIX, options.transfer_learning_rate
+        transfer = attention_transfer(tuned, options.transfer_steps, rate)
+        stages.append(("stage 1", folder, transfer))
         tuning = replace(tuning, start=folder)
     if options.lora_rank is not None:
-        base = replace(base, model=with_lora(model, options.lora_rank))
+        tuned = replace(tuned, model=with_lora(tuned.model, options.lora_rank))
         tuning = replace(tuning, trained="new")
-    tuned = override(replace(base, distillation=tuning), overrides)
-    tuned = replace(tuned, seed=tuned.seed + 1)  # other batches than those of stage 1
+    # other batches than those of stage 1
+    tuned = replace(tuned, distillation=tuning, seed=tuned.seed + 1)
     return [*stages, ("stage 2", options.workdir, tuned)]
 
 
@@ -381,21 +382,27 @@ def _warmup(teacher: ExperimentConfig, options: Options) -> int:
     return min(teacher.optimizer.warmup_steps, options.steps // 10)
 
 
-def _transfer(base: ExperimentConfig, options: Options) -> ExperimentConfig:
-    """The run of stage 1, but for its optimizer."""
-    training = replace(base.training, steps=options.transfer_steps, sample_tokens=0)
-    distillation = DistillationConfig(teacher=options.model, target="attention", trained="new")
-    return replace(base, training=training, distillation=distillation)
+def attention_transfer(
+    tuning: ExperimentConfig, steps: int, learning_rate: float = 1e-2
+) -> ExperimentConfig:
+    """Stage 1 of a linearization: AdamW, without weight decay.
 
-
-def _adamw(options: Options) -> OptimizerConfig:
-    """The optimizer of stage 1, without weight decay."""
-    rate = options.transfer_learning_rate
-    return OptimizerConfig(
-        learning_rate=rate,
-        end_learning_rate=rate / 100,
-        warmup_steps=options.transfer_steps // 20,
-        weight_decay=0.0,
+    Args:
+      tuning: stage 2, with its teacher.
+      steps: number of updates.
+      learning_rate: peak learning rate; it decays to a hundredth.
+    """
+    teacher = tuning.distillation.teacher
+    return replace(
+        tuning,
+        training=replace(tuning.training, steps=steps, sample_tokens=0),
+        distillation=DistillationConfig(teacher=teacher, target="attention", trained="new"),
+        optimizer=OptimizerConfig(
+            learning_rate=learning_rate,
+            end_learning_rate=learning_rate / 100,
+            warmup_steps=steps // 20,
+            weight_decay=0.0,
+        ),
     )
 
 

@@ -137,6 +137,7 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
     transferred = load_run(f"{workdir}{linearize.TRANSFER_SUFFIX}", best=False)[2]
     assert 8 <= transferred < 20
     assert not (workdir / "checkpoints").exists(), "stage 2 waits for stage 1"
+    (workdir / "checkpoints").mkdir(parents=True, exist_ok=True)  # killed before its first update
     losses = []
     for folder in (workdir, whole):
         assert command(monkeypatch, *arguments, "--workdir", str(folder)) == 0

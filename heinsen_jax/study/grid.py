@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -14,11 +14,14 @@ from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.study.plots import Plot
+from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.typing import JSON
 
-Section: TypeAlias = AnyDataConfig | LanguageModelConfig | OptimizerConfig | TrainingConfig
+Section: TypeAlias = (
+    AnyDataConfig | LanguageModelConfig | OptimizerConfig | TrainingConfig | DistillationConfig
+)
 FieldValue: TypeAlias = (
     int | float | bool | str | Layers | tuple[Layers | str | int, ...] | Section | None
 )
@@ -61,6 +64,9 @@ class Study:
         at least as good, such as ("accuracy", 0.9).
       baseline: label of a compared axis, for a table of the differences from its results.
       plots: plots of the report.
+      stages: function of the labels and the experiment of a run that returns its stages. Each
+        starts from the weights of the one before, so that all have a `distillation.teacher`; the
+        last is evaluated. By default a run has one stage, the experiment.
     """
 
     title: str
@@ -75,6 +81,9 @@ class Study:
     reached: tuple[str, float] | None = None
     baseline: str | None = None
     plots: tuple[Plot, ...] = ()
+    stages: Callable[[Mapping[str, str], ExperimentConfig], Sequence[ExperimentConfig]] = (
+        lambda _, config: (config,)
+    )
 
     def __post_init__(self) -> None:
         compared = self.compared(dict.fromkeys(self.axes, ""))
@@ -179,17 +188,22 @@ class Study:
                 inside = f"{field}."  # a section replaces its fields
                 fields = {x: fields[x] for x in fields if not x.startswith(inside)} | {field: value}
         try:
-            return Run(dict(labels), _with(self.base, fields))
+            return Run(dict(labels), tuple(self.stages(labels, _with(self.base, fields))))
         except (ValueError, TypeError) as error:
             raise UserError(f"{self.title}, {describe(labels)}: {explain(error)}") from error
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a study: its labels and its experiment."""
+    """A run of a study: its labels, and its stages, most often one."""
 
     labels: dict[str, str]
-    config: ExperimentConfig
+    stages: tuple[ExperimentConfig, ...]
+
+    @property
+    def config(self) -> ExperimentConfig:
+        """The last stage."""
+        return self.stages[-1]
 
     @property
     def fingerprint(self) -> str:
@@ -198,7 +212,8 @@ class Run:
         New settings do not change it; after a change of a default, or of the meaning of a setting,
         studies must be repeated.
         """
-        text = json.dumps(self.config, default=_chosen, sort_keys=True)
+        settings = self.config if len(self.stages) == 1 else self.stages
+        text = json.dumps(settings, default=_chosen, sort_keys=True)
         text = text.replace(f"{CONFIGS}/", "configs/")  # of any checkout, from any folder
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -15,12 +15,14 @@ class RunRecord(TypedDict):
 
     `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
     each evaluation by the number of updates before it; earlier versions recorded none of them.
+    `before` are the metrics of the last evaluation of each earlier stage.
     `seconds` are those since the run was last started or resumed.
     """
 
     labels: NotRequired[dict[str, str]]
     fingerprint: NotRequired[str]
     metrics: NotRequired[dict[str, float]]
+    before: NotRequired[list[dict[str, float]]]
     failed: NotRequired[str]
     parameters: int
     state_bytes: int

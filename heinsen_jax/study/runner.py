@@ -111,19 +111,19 @@ def _check(study: Study) -> None:
     models: set[LanguageModelConfig] = set()
     runs_by_fingerprint: dict[str, Run] = {}
     for run in study.all_runs():
-        config = run.config
         if twin := runs_by_fingerprint.get(run.fingerprint):
             raise UserError(f"{describe(run.labels)} is the same as {describe(twin.labels)}")
         runs_by_fingerprint[run.fingerprint] = run
-        if config.data not in datasets:
-            datasets[config.data] = data.load(config.data)
-        try:
-            check_settings(datasets[config.data], config)
-            if config.model not in models:
-                costs(config)  # creates the model without its weights
-                models.add(config.model)
-        except (ValueError, NotImplementedError) as error:
-            raise UserError(f"{describe(run.labels)}: {error}") from error
+        for config in run.stages:
+            if config.data not in datasets:
+                datasets[config.data] = data.load(config.data)
+            try:
+                check_settings(datasets[config.data], config)
+                if config.model not in models:
+                    costs(config)  # creates the model without its weights
+                    models.add(config.model)
+            except (ValueError, NotImplementedError) as error:
+                raise UserError(f"{describe(run.labels)}: {error}") from error
 
 
 def _report(study: Study, output: Path, records: Sequence[RunRecord | None]) -> None:

@@ -45,8 +45,9 @@ class Stopped(Exception):
     """A signal ended a run before its last step; its state is saved."""
 
 
-def run_one(values: SavedConfig, workdir: Path) -> RunRecord:
-    """Train from a configuration as plain values; return metrics and costs.
+def run_one(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
+    """Train the stages of a run, which are configurations as plain values; return metrics and
+    costs. Earlier stages are in folders of their own.
 
     A stopped run resumes, and a finished one is not repeated. A run that diverged has `failed`
     instead of `metrics`. Output and record are written to its folder, and its checkpoints are
@@ -59,34 +60,52 @@ def run_one(values: SavedConfig, workdir: Path) -> RunRecord:
     with locked(workdir, wait=True):  # until the process of a killed study has exited
         finished = _recorded(workdir / RECORD_FILE)
         if finished is None:
-            config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
-            finished = _measured(config, workdir)
+            configs = pydantic.TypeAdapter(tuple[ExperimentConfig, ...]).validate_python(stages)
+            finished = _measured(configs, workdir)
             write_atomically(workdir / RECORD_FILE, json.dumps(finished).encode())
-        (workdir / SAVED_FILE).unlink(missing_ok=True)
-        shutil.rmtree(workdir / CHECKPOINT_FOLDER, ignore_errors=True)
+        for folder in _folders(workdir, len(stages)):
+            (folder / SAVED_FILE).unlink(missing_ok=True)
+            shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
     return finished
 
 
-def _measured(config: ExperimentConfig, workdir: Path) -> RunRecord:
-    start, metrics, failed = time.monotonic(), {}, ""
+def _folders(workdir: Path, number: int) -> list[Path]:
+    """The folders of the stages of a run."""
+    return [*(workdir / f"stage_{place}" for place in range(1, number)), workdir]
+
+
+def _measured(stages: Sequence[ExperimentConfig], workdir: Path) -> RunRecord:
+    begin, metrics, failed, start = time.monotonic(), [], "", None
     with (workdir / LOG_FILE).open("a") as log, contextlib.redirect_stdout(log):
-        dataset = data.load(config.data)
-        record(workdir, config, dataset)
         try:
-            ended = train(workdir, dataset, config)
-            if ended.signal is not None:
-                raise Stopped
-            metrics = ended.metrics
+            for folder, config in zip(_folders(workdir, len(stages)), stages, strict=True):
+                metrics.append(_trained(config, folder, start))
+                start = folder
         except Diverged as error:
             failed = str(error)
-    seconds = round(time.monotonic() - start, 1)
+    seconds = round(time.monotonic() - begin, 1)
     curve = {str(step): found for step, found in read_evaluations(workdir).items()}
-    measured = RunRecord(**costs(config), seconds=seconds, environment=environment(), curve=curve)
+    measured = RunRecord(**costs(*stages), seconds=seconds, environment=environment(), curve=curve)
     if failed:
         measured["failed"] = failed
     else:
-        measured["metrics"] = metrics
+        *before, measured["metrics"] = metrics
+        if before:
+            measured["before"] = before
     return measured
+
+
+def _trained(config: ExperimentConfig, workdir: Path, start: Path | None) -> dict[str, float]:
+    """Train a stage, from the weights in the folder `start`, if any; return its last metrics."""
+    if start is not None:
+        config = replace(config, distillation=replace(config.distillation, start=str(start)))
+    workdir.mkdir(exist_ok=True)
+    dataset = data.load(config.data)
+    record(workdir, config, dataset)
+    ended = train(workdir, dataset, config)
+    if ended.signal is not None:
+        raise Stopped
+    return ended.metrics
 
 
 def _recorded(path: Path) -> RunRecord | None:
@@ -106,20 +125,24 @@ class Costs(TypedDict):
     flops: NotRequired[float]
 
 
-def costs(config: ExperimentConfig) -> Costs:
+def costs(*stages: ExperimentConfig) -> Costs:
     """Number of parameters, bytes of state after a sequence of the training length, and tokens and
-    model FLOPs of all updates, the latter if those of all mechanisms are counted."""
+    model FLOPs of all updates of all stages; the latter if those of all mechanisms are counted, and
+    without a teacher."""
+    config = stages[-1]
     model = LanguageModel.abstract(config.model)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     length = config.data.sequence_length
-    tokens = config.training.steps * tokens_per_update(config.data)
+    tokens = sum(stage.training.steps * tokens_per_update(stage.data) for stage in stages)
     found: Costs = {
         "parameters": parameters,
         "state_bytes": model.state_size(length),
         "tokens": tokens,
     }
     flops = flops_per_token(config.model, parameters, length)
-    return found if flops is None else {**found, "flops": flops * tokens}
+    if flops is None or config.distillation.teacher is not None:
+        return found
+    return {**found, "flops": flops * tokens}
 
 
 def in_processes(
@@ -139,7 +162,9 @@ def in_processes(
         shares.put(cores[job::jobs] or cores)
     others = multiprocessing.active_children()
     with ProcessPoolExecutor(jobs, context, _begin, (shares,)) as pool:
-        waiting = {pool.submit(_run_in_pool, as_json(run.config), folder(run)): run for run in runs}
+        waiting = {
+            pool.submit(_run_in_pool, [*map(as_json, run.stages)], folder(run)): run for run in runs
+        }
         try:
             for done in as_completed(waiting):
                 with _named(waiting[done]):
@@ -161,7 +186,7 @@ def on_cluster(
     All nodes share the folders of runs and data under these names."""
     by_name = {run.fingerprint: run for run in runs}
     calls = {
-        name: (as_json(_anywhere(run.config)), folder(run).resolve())
+        name: ([as_json(_anywhere(x)) for x in run.stages], folder(run).resolve())
         for name, run in by_name.items()
     }
     called = on_ray.calls(run_one, calls, num_cpus=cpus, num_gpus=gpus, max_calls=1)
@@ -199,12 +224,12 @@ class _Worker:
     is_stopped = False
 
 
-def _run_in_pool(values: SavedConfig, workdir: Path) -> RunRecord:
+def _run_in_pool(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
     """`run_one` in a process of the pool, which may have its next run when it is stopped."""
     if _Worker.is_stopped:
         raise Stopped
     try:
-        return run_one(values, workdir)
+        return run_one(stages, workdir)
     except (Stopped, KeyboardInterrupt):
         _Worker.is_stopped = True
         raise

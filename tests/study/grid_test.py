@@ -24,7 +24,7 @@ ALIKE = "recall", "recall_zoology"  # their mechanisms are those of other studie
 
 def test_a_fingerprint_is_of_what_is_not_a_default():
     def fingerprint(**changes):
-        return Run({}, replace(BASE, **changes)).fingerprint
+        return Run({}, (replace(BASE, **changes),)).fingerprint
 
     model = BASE.model
     assert fingerprint() == fingerprint(model=replace(model, attention="linear", remat=False))

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax.config import (
-    as_json,
-)
+from heinsen_jax import data
+from heinsen_jax.config import as_json, record
 from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.study import runs
@@ -19,7 +18,8 @@ from heinsen_jax.study.__main__ import main
 from heinsen_jax.study.results import RESULTS_FILE
 from heinsen_jax.study.runner import REPORT_FILE, run_study
 from heinsen_jax.study.runs import in_processes
-from heinsen_jax.training.loop import Diverged
+from heinsen_jax.training.distillation import DistillationConfig
+from heinsen_jax.training.loop import Diverged, train
 from tests.study.small import BASE, GOOD, PLAIN, SMALLER, STUDIES, STUDY, Fake
 
 
@@ -187,12 +187,12 @@ def test_only_a_run_that_diverged_is_recorded_as_failed(tmp_path, monkeypatch, f
 
     monkeypatch.setattr(runs, "train", train)
     if failure is Diverged:
-        row = runs.run_one(as_json(BASE), tmp_path)
+        row = runs.run_one([as_json(BASE)], tmp_path)
         assert row["failed"] == "too high a learning rate"
         assert "metrics" not in row
     else:
         with pytest.raises(failure):
-            runs.run_one(as_json(BASE), tmp_path)
+            runs.run_one([as_json(BASE)], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -232,9 +232,40 @@ def test_runs_in_processes_record_their_costs_and_run_once(tmp_path, monkeypatch
         assert not (folder / "checkpoints").exists()
     monkeypatch.setattr(runs, "train", None)
     for folder in folders:
-        again = runs.run_one(as_json(BASE), folder)
+        again = runs.run_one([as_json(BASE)], folder)
         (row,) = (row for row in rows.values() if row["state_bytes"] == again["state_bytes"])
         assert again == {name: row[name] for name in again}
+
+
+def test_each_stage_starts_from_the_one_before(tmp_path):
+    """A second stage that hardly trains has the loss of the first."""
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    dataset = data.load(BASE.data)
+    train(teacher, dataset, BASE, on_start=lambda: record(teacher, BASE, dataset))
+    still = replace(BASE.optimizer, learning_rate=1e-9, end_learning_rate=1e-9)
+    tuning = replace(
+        BASE,
+        model=replace(BASE.model, attention="log"),
+        distillation=DistillationConfig(teacher=str(teacher)),
+    )
+
+    def stages(labels, config):
+        first = replace(config, training=replace(config.training, steps=2, evaluate_every=2))
+        return first, replace(config, optimizer=still)
+
+    study = replace(PLAIN, base=tuning, axes={"mechanism": {"log": {}}}, stages=stages)
+    (only,) = study.first_seed_runs()
+    second = replace(study, stages=lambda labels, config: stages(labels, config)[1:])
+    assert only.fingerprint != second.first_seed_runs()[0].fingerprint
+    run_study(study, tmp_path / "study", lambda runs, folder: in_processes(runs, folder, 1))
+    (row,) = lines(tmp_path / "study")
+    (before,) = row["before"]
+    assert row["metrics"]["loss"] == pytest.approx(before["loss"], rel=1e-5)
+    assert row["tokens"] == (2 + 4) * 16 * 8
+    assert "flops" not in row
+    assert [*(tmp_path / "study").rglob("metrics.jsonl")]
+    assert not [*(tmp_path / "study").rglob("checkpoints")]
 
 
 FILE = """

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -76,33 +75,3 @@ def test_losses_at_equal_budgets_are_those_of_the_same_seeds(monkeypatch):
         400: result(a=None, b=1.0, c=7.0),
     }
     assert equal_budgets.by_seed(results, 200) == [pytest.approx(2.0)]
-
-
-@pytest.fixture
-def linearize(monkeypatch):
-    return module("linearize", monkeypatch)
-
-
-def test_cases_of_linearization(linearize):
-    found = linearize.cases(["shakespeare", "python"])
-    assert len({*found}) == len(found)
-    assert {case.teacher for case in found} == {"shakespeare", "python"}
-    assert {case.mechanism for case in found} == linearize.MECHANISMS.keys()
-    assert {case.kept for case in found} == {*linearize.KEPT, linearize.SCRATCH}
-    steps = {name: linearize.teacher(name).training.steps for name in ("shakespeare", "python")}
-    assert min(case.budget * steps[case.teacher] for case in found) >= linearize.SMALLEST
-
-
-def test_the_better_learning_rate_is_chosen(linearize):
-    cases = [linearize.Case("python", "taylor", "none", 0.1, rate) for rate in (0.25, 1.0)]
-    rows = [
-        {"case": asdict(case), "results": [{"loss": 0.0}, {"loss": loss}]}
-        for case, loss in zip(cases, (2.0, 3.0), strict=True)
-    ]
-    assert linearize.best(rows) == {cases[1]: {"loss": 2.0}}
-
-
-def test_more_linearizations_than_cores_are_refused(linearize, tmp_path):
-    options = linearize.Options(workdir=tmp_path, output=tmp_path / "record.jsonl", jobs=10_000)
-    with pytest.raises(SystemExit, match=r"--jobs 10000: give 1 to \d+, the number of cores"):
-        linearize.run(options)

@@ -51,6 +51,7 @@ ALLOWED = {
         "data",
         "training",
         "config",
+        "linearize",
     }
     | {"run_folder", "buckets"},
 }

@@ -64,6 +64,7 @@ class Study:
         at least as good, such as ("accuracy", 0.9).
       baseline: label of a compared axis, for a table of the differences from its results.
       plots: plots of the report.
+      select: function of labels that returns whether to run their combination; by default all are.
       stages: function of the labels and the experiment of a run that returns its stages. Each
         starts from the weights of the one before, so that all have a `distillation.teacher`; the
         last is evaluated. By default a run has one stage, the experiment.
@@ -81,6 +82,7 @@ class Study:
     reached: tuple[str, float] | None = None
     baseline: str | None = None
     plots: tuple[Plot, ...] = ()
+    select: Callable[[Mapping[str, str]], bool] = lambda _: True
     stages: Callable[[Mapping[str, str], ExperimentConfig], Sequence[ExperimentConfig]] = (
         lambda _, config: (config,)
     )
@@ -149,8 +151,11 @@ class Study:
         choices = {axis: list(labels) for axis, labels in self.axes.items()}
         if self.seeds in choices:
             choices[self.seeds] = choices[self.seeds][:1]
-        grid = itertools.product(*choices.values())
-        return [self.run(dict(zip(choices, labels, strict=True))) for labels in grid]
+        grid = (
+            dict(zip(choices, labels, strict=True))
+            for labels in itertools.product(*choices.values())
+        )
+        return [self.run(labels) for labels in grid if self.select(labels)]
 
     def all_runs(self) -> list["Run"]:
         """The runs with all tuned values and all seeds; errors as of `first_seed_runs`."""

@@ -19,7 +19,7 @@ from heinsen_jax.study import (
 from heinsen_jax.study.runs import costs
 from tests.study.small import BASE, PLAIN, STUDIES, STUDY
 
-ALIKE = "recall", "recall_zoology"  # their mechanisms are those of other studies
+ALIKE = "recall", "recall_zoology", "linearize_shakespeare"  # as those of other studies
 
 
 def test_a_fingerprint_is_of_what_is_not_a_default():
@@ -71,6 +71,15 @@ def test_restricting_a_study_to_unknown_labels_is_an_error():
         ValueError, match=r"labels=\['gla'\]: not of .* choose from \['linear', 'so"
     ):
         STUDY.restricted("mechanism", ["linear", "gla"])
+
+
+def test_only_selected_combinations_are_run():
+    study = replace(
+        STUDY, select=lambda labels: labels["width"] == "8" or labels["mechanism"] == "linear"
+    )
+    found = {(run.labels["mechanism"], run.labels["width"]) for run in study.all_runs()}
+    assert found == {("linear", "8"), ("linear", "16"), ("softmax", "8")}
+    assert len(study.groups()) == 3
 
 
 def test_a_section_that_is_set_whole_replaces_its_fields():

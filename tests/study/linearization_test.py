@@ -1,0 +1,48 @@
+"""Studies of linearization: budgets, stages, and their teachers."""
+
+import pytest
+
+from heinsen_jax.config import CONFIGS, load_config
+from heinsen_jax.study import linearization, load_study
+from tests.docs.pages import results_by_model
+
+NAMES = "linearize_python", "linearize_shakespeare"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_models_with_a_budget_have_the_same_tokens(name):
+    study, teacher = load_study(name), load_config(CONFIGS / f"studies/{name}.py")
+    found = {}
+    for runs in study.groups():
+        labels, stages = runs[0].labels, runs[0].stages
+        found[labels["model"], labels["tokens"]] = len(stages)
+        updates = sum(stage.training.steps for stage in stages)
+        assert f"{updates / teacher.training.steps:.0%}" == labels["tokens"]
+        seeds = [stage.seed for stage in stages]
+        assert len({*seeds, teacher.seed}) == len(seeds) + 1
+    budgets = [*study.axes["tokens"]]
+    assert all((x, y) in found for x in ("softmax, trained on", "log, Hedgehog") for y in budgets)
+    assert found["log, Hedgehog", "1%"] == found["window of 16 merged with log", "100%"] == 2
+    assert found["log, Hedgehog, stage 2 only", "30%"] == found["linear, elu + 1", "1%"] == 1
+    assert ("log, Hedgehog, stage 2 only", "100%") not in found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_models_from_scratch_have_no_teacher(name):
+    study, teacher = load_study(name), load_config(CONFIGS / f"studies/{name}.py")
+    for runs in study.groups():
+        label, stages = runs[0].labels["model"], runs[0].stages
+        has_teacher = {stage.distillation.teacher is not None for stage in stages}
+        assert has_teacher == {not label.endswith(linearization.FROM_SCRATCH)}
+        if label == linearization.TRAINED_ON:
+            assert stages[-1].model == teacher.model
+
+
+@pytest.mark.parametrize(
+    ("name", "teachers"), [*zip(NAMES, ("long_context", "language_model"), strict=True)]
+)
+def test_teachers_are_the_best_softmax_models_of_their_studies(name, teachers):
+    best = results_by_model(teachers)["softmax, rotary"].tuned["learning_rate"]
+    config = load_config(CONFIGS / f"studies/{name}.py")
+    assert f"{config.optimizer.learning_rate:g}" == best
+    assert config.model.layer_pattern == ("softmax",)

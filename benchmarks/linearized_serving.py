@@ -1,18 +1,18 @@
-"""Serving a linearized model and its teacher: time, memory and state by context.
+"""Serving linearized models and their teacher: time, memory and state by context.
 
     python benchmarks/linearized_serving.py
 
-The model of Python code (configs/python_code.py) with softmax attention, and its linearizations,
-with random weights: a prompt of each length, as generation reads it, in chunks of 1024 tokens and
-with a state; the same tokens in one pass without a state; and generation after the prompt, the
-time of 65 tokens less that of one, so that copies of the state do not count. Medians of interleaved
-runs. Memory is what the prompt adds to the process at its peak, state included. Needs an estimated
-half hour on 2 cores of an AMD EPYC. Linux only. Writes a JSON record.
+The teacher of the study configs/studies/linearize_python.py and its linearizations, with random
+weights: the time to the first token after a prompt of each length; the time of each further token
+of some rows, 65 less one, so that copies of the state do not count; and the memory that the prompt
+adds to the process at its peak, state included. Medians of interleaved runs. Needs an estimated
+half hour on 2 cores of an AMD EPYC. Linux only. Writes a JSON record after each context; contexts
+that are in it are not repeated.
 """
 
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -31,106 +31,101 @@ from heinsen_jax.config import load_config
 from heinsen_jax.environment import environment
 from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.models.conversion import linear_layers
+from heinsen_jax.study import load_study
+from heinsen_jax.study.linearization import BOTH
 
-CHUNK = 1024
+STUDY = "linearize_python"
+MODELS = "log, Hedgehog", BOTH, "window of 16", "Gated DeltaNet", f"{BOTH}, 1 of 4 softmax"
+ROWS = 1, 8
 NEW = 64  # generated tokens that are measured
-MODELS = {
-    "teacher": None,
-    "log, Hedgehog": ("log:features=hedgehog", ()),
-    "log_window, 64": ("log_window:window_size=64", ()),
-    "log_window, 64, 1 in 4 kept": ("log_window:window_size=64", ("3::4",)),
-}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Serve a linearized model and its teacher.
+    """Serve linearized models and their teacher.
 
     Attributes:
-      contexts: lengths of the prompts, multiples of 1024.
+      contexts: lengths of the prompts.
+      longest: the longest context with more than one row, which needs more memory.
       output: path of the JSON record.
       repeats: number of measurements of which the median is reported.
     """
 
     contexts: tuple[int, ...] = (1024, 4096, 16_384, 65_536)
+    longest: int = 16_384
     output: Path = ROOT / "benchmarks/results/linearized_serving.json"
     repeats: int = 3
 
 
+def configs() -> dict[str, LanguageModelConfig]:
+    """The teacher and its linearizations."""
+    study = load_study(STUDY)
+    labels = study.first_seed_runs()[0].labels | {"tokens": "30%"}
+    teacher = load_config(ROOT / f"configs/studies/{STUDY}.py").model
+    return {"teacher": teacher} | {
+        name: study.run(labels | {"model": name}).config.model for name in MODELS
+    }
+
+
 class Served:
-    """A model and a prompt."""
+    """A model and a prompt of each of some rows."""
 
-    def __init__(self, config: LanguageModelConfig, context: int) -> None:
+    def __init__(self, config: LanguageModelConfig, context: int, rows: int) -> None:
         self.model = LanguageModel(config, rngs=nnx.Rngs(0))
-        self.capacity = context + NEW + 2
-        rng = np.random.default_rng(0)
-        self.tokens = jnp.asarray(rng.integers(0, config.vocab_size, context))
-        graph, self.parameters = nnx.split(self.model)
-
-        @partial(jax.jit, donate_argnums=1)
-        def advance(parameters: nnx.State, state: Any, tokens: jax.Array) -> Any:
-            return nnx.merge(graph, parameters)(tokens, state=state, return_state=True)[1]
-
-        @jax.jit
-        def features(parameters: nnx.State, tokens: jax.Array) -> jax.Array:
-            return nnx.merge(graph, parameters).features(tokens)[0][-1]
-
-        self.advance, self.features = advance, features
+        tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, context))
+        self.tokens = jnp.asarray(tokens, jnp.int32)
 
     def read(self) -> Any:
-        """The state after the prompt."""
-        state = self.model.init_state((), capacity=self.capacity)
-        for chunk in self.tokens.reshape(-1, CHUNK):
-            state = self.advance(self.parameters, state, chunk)
-        return jax.block_until_ready(state)
+        """The first new token, and the state after the prompt."""
+        return generate(self.model, self.tokens, 1, top_k=1, return_state=True)
 
-    def read_without_state(self) -> jax.Array:
-        """The last features of one pass over the prompt."""
-        return self.features(self.parameters, self.tokens)
+    def generate(self, token: jax.Array, state: Any, count: int) -> jax.Array:
+        """Tokens after the first one."""
+        return generate(self.model, token, count, top_k=1, state=state)
 
-    def generate(self, state: Any, count: int) -> jax.Array:
-        """Generate tokens after the prompt."""
-        return generate(self.model, jnp.zeros(1, jnp.int32), count, top_k=1, state=state)
+
+def measure(context: int, options: Options) -> list[dict[str, Any]]:
+    """The rows of the record for a context."""
+    measured = []
+    for rows in ROWS if context <= options.longest else ROWS[:1]:
+        served = {name: Served(config, context, rows) for name, config in configs().items()}
+        read = {name: each.read() for name, each in served.items()}  # compiled
+        memory = {name: added_memory(each.read) for name, each in served.items()}
+        first = interleaved_medians({x: y.read for x, y in served.items()}, options.repeats, 0, 1)
+        calls = {
+            (name, count): partial(each.generate, *read[name], count)
+            for (name, each), count in product(served.items(), (1, NEW + 1))
+        }
+        seconds = interleaved_medians(calls, options.repeats)
+        measured += [
+            {
+                "context": context,
+                "rows": rows,
+                "model": name,
+                "first_token_seconds": first[name],
+                "seconds_per_token": (seconds[name, NEW + 1] - seconds[name, 1]) / NEW,
+                "peak_bytes": memory[name],
+                "state_bytes": rows * each.model.state_size(context),
+            }
+            for name, each in served.items()
+        ]
+    return measured
 
 
 def main(options: Options) -> int:
-    base = load_config("python_code").model
-    teacher = replace(base, attention="softmax")
-    configs = {
-        name: teacher if chosen is None else linear_layers(teacher, *chosen)
-        for name, chosen in MODELS.items()
-    }
-    rows: list[dict[str, Any]] = []
-    names = "prompt s", "one pass s", "ms/token", "peak MB", "state bytes"
-    table = Table("context", "model", *names)
+    found = json.loads(options.output.read_text())["rows"] if options.output.exists() else []
     for context in options.contexts:
-        served = {name: Served(config, context) for name, config in configs.items()}
-        states = {name: each.read() for name, each in served.items()}  # compiled
-        memory = {name: added_memory(each.read) for name, each in served.items()}
-        prompt = interleaved_medians({x: y.read for x, y in served.items()}, options.repeats, 0, 1)
-        one_pass = interleaved_medians(
-            {x: y.read_without_state for x, y in served.items()}, options.repeats, 0, 1
-        )
-        new = interleaved_medians(
-            {
-                (x, count): partial(y.generate, states[x], count)
-                for (x, y), count in product(served.items(), (1, NEW + 1))
-            },
-            options.repeats,
-        )
-        for name, each in served.items():
-            row: dict[str, Any] = {"context": context, "model": name}
-            row |= {"prompt_seconds": prompt[name], "one_pass_seconds": one_pass[name]}
-            per_token = (new[name, NEW + 1] - new[name, 1]) / NEW
-            row |= {"seconds_per_token": per_token, "peak_bytes": memory[name]}
-            rows.append(row | {"state_bytes": each.model.state_size(context)})
-            times = f"{prompt[name]:.2f}", f"{one_pass[name]:.2f}", f"{1e3 * per_token:.2f}"
-            sizes = f"{memory[name] / 1e6:,.0f}", f"{each.model.state_size(context):,}"
-            table.add_row(f"{context:,}", name, *times, *sizes)
+        if context not in {row["context"] for row in found}:
+            found += measure(context, options)
+            record = {"environment": environment(), "repeats": options.repeats, "rows": found}
+            options.output.write_text(json.dumps(record, indent=2) + "\n")
+    table = Table("context", "rows", "model", "first token s", "tokens/s", "peak MB", "state MB")
+    for row in found:
+        speed = row["rows"] / row["seconds_per_token"]
+        sizes = (f"{row[name] / 1e6:,.2f}" for name in ("peak_bytes", "state_bytes"))
+        numbers = f"{row['first_token_seconds']:.2f}", f"{speed:,.0f}", *sizes
+        table.add_row(f"{row['context']:,}", str(row["rows"]), row["model"], *numbers)
     Console().print(table)
-    record = {"environment": environment(), "rows": rows}
-    options.output.write_text(json.dumps(record, indent=2) + "\n")
     print(f"written to {options.output}")
     return 0
 

@@ -18,16 +18,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pydantic
 import tyro
-from flax import nnx
 from rich.console import Console
-from rich.table import Table
 
 from heinsen_jax import data, distributed
 from heinsen_jax.allocator import keep_freed_memory
@@ -39,12 +35,11 @@ from heinsen_jax.config import (
     load_config,
     override,
 )
-from heinsen_jax.data import DataConfig, Dataset, start_ids
+from heinsen_jax.data import DataConfig
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line, explain
-from heinsen_jax.evaluate import evaluate_model
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.linearize_results import Stage, results_of, table
 from heinsen_jax.models.conversion import (
     linear_layers,
     new_parameters,
@@ -52,29 +47,20 @@ from heinsen_jax.models.conversion import (
     with_lora,
 )
 from heinsen_jax.run_folder import RunFolder, opened
-from heinsen_jax.sharding import make_mesh, put
 from heinsen_jax.train import run_experiment
 from heinsen_jax.training.checkpoint import (
     CONFIG_FILE,
     Checkpoints,
     load_architecture,
-    load_run,
 )
-from heinsen_jax.training.cross_entropy import token_losses
 from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.optimizer import OptimizerConfig
-from heinsen_jax.training.preflight import tokens_per_update
-from heinsen_jax.training.settings import check_settings, with_documents
+from heinsen_jax.training.settings import check_settings
 from heinsen_jax.training.signals import exit_immediately
-from heinsen_jax.typing import Array
 
 TRANSFER_SUFFIX = "-transfer"
 """Suffix of the folder of stage 1."""
 RESULTS_FILE = "linearized.json"
-Stage: TypeAlias = tuple[str, str, ExperimentConfig]
-"""Name, folder and experiment of a stage."""
-CONTEXTS = 1024, 32_768
-"""Contexts, in tokens, at which states are compared, unless learned positions are too few."""
 COMPUTATION = {f"__model.{name}" for name in ("dtype", "remat", "no_remat", "remat_policy")}
 """Fields of the model that do not change its architecture."""
 
@@ -129,81 +115,6 @@ class _Command(Options):
     ] = None
     num_processes: Annotated[int | None, tyro.conf.arg(help="number of processes")] = None
     process_id: Annotated[int | None, tyro.conf.arg(help="index of this process, from 0")] = None
-
-
-def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig) -> float:
-    """Accuracy of predicting the second copy of a random string of the text's tokens, from its
-    second token on; the string has half the length of a training sequence, at most 512 tokens.
-    The tokens that documents start with precede the first copy."""
-    length = min(experiment.data.sequence_length // 2, 512)
-    rows = dataset.validation_rows(experiment.data)[""]
-    pool = np.concatenate([np.asarray(row.tokens)[1:][row.loss_mask] for row in rows[:256]])
-    assert dataset.tokenizer is not None
-    start = np.array(start_ids(dataset.tokenizer), pool.dtype)
-    strings = np.random.default_rng(0).choice(pool[~np.isin(pool, start)], (32, length))
-    tokens = np.hstack([np.tile(start, (32, 1)), strings, strings])
-    second = len(start) + length
-
-    @jax.jit
-    def correct(model: LanguageModel, tokens: Array) -> Array:
-        features, _ = model.features(tokens[:, :-1])
-        _, found = token_losses(model.readout, features[:, second:], tokens[:, second + 1 :])
-        return jnp.mean(found)
-
-    return float(correct(model, tokens))
-
-
-@dataclass(frozen=True)
-class Result:
-    """A row of the table.
-
-    Attributes:
-      name: the teacher, or a stage.
-      loss: loss on the validation text, in nats per token.
-      recall: see `recall`; None for tasks.
-      state_bytes: bytes of state of one sequence by its number of tokens.
-      tokens: number of tokens of training so far.
-    """
-
-    name: str
-    loss: float
-    recall: float | None
-    state_bytes: dict[str, int]
-    tokens: int
-
-
-def _result(
-    name: str,
-    folder: str,
-    dataset: Dataset,
-    experiment: ExperimentConfig,
-    tokens: int = 0,
-    best: bool = True,
-) -> Result:
-    with distributed.together():
-        model, _, _ = load_run(folder, best=best, on_host=True)
-    settings, _ = with_documents(experiment.data, dataset, model.config)
-    experiment = replace(experiment, model=model.config, data=settings)
-    mesh, (graph, weights) = make_mesh(experiment.mesh), nnx.split(model)
-    model = nnx.merge(graph, put(weights, mesh))
-    batches = experiment.training.evaluation_batches
-    metrics = evaluate_model(model, dataset, experiment, batches, mesh)
-    with jax.set_mesh(mesh):
-        recalled = recall(model, dataset, experiment) if isinstance(settings, DataConfig) else None
-    longest = model.config.max_length or max(CONTEXTS)
-    sizes = {str(x): model.state_size(x) for x in CONTEXTS if x <= longest}
-    return Result(name, metrics["loss"], recalled, sizes, tokens)
-
-
-def _results(options: Options, stages: Sequence[Stage], dataset: Dataset) -> list[Result]:
-    """The rows of the table."""
-    experiment = stages[-1][2]
-    results, tokens = [_result("teacher", options.model, dataset, experiment)], 0
-    for name, workdir, stage in stages:
-        tokens += stage.training.steps * tokens_per_update(stage.data)
-        best = stage is experiment  # stage 2 starts from the latest checkpoint of stage 1
-        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens, best))
-    return results
 
 
 @command_line
@@ -276,7 +187,7 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
         result = run_experiment(experiment, workdir, **changes)
         if result.signal is not None:
             return 128 + result.signal
-    results = _results(options, stages, dataset)
+    results = results_of(options.model, stages, dataset)
     with distributed.together():
         record = {"attention": options.attention, "keep": [*options.keep]}
         record |= {"results": [*map(asdict, results)], "environment": environment()}
@@ -284,7 +195,7 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
             with opened(options.workdir) as own, own.published():
                 text = json.dumps(record, indent=2) + "\n"
                 write_atomically(own.files / RESULTS_FILE, text.encode())
-            Console().print(_table(results))
+            Console().print(table(results))
     return 0
 
 
@@ -404,16 +315,6 @@ def attention_transfer(
             weight_decay=0.0,
         ),
     )
-
-
-def _table(results: Sequence[Result]) -> Table:
-    contexts = map(int, results[0].state_bytes)
-    table = Table("", "loss", "recall", *(f"bytes at {x:,}" for x in contexts), "tokens")
-    for row in results:
-        recalled = "" if row.recall is None else f"{row.recall:.3f}"
-        sizes = (f"{size:,}" for size in row.state_bytes.values())
-        table.add_row(row.name, f"{row.loss:.4f}", recalled, *sizes, f"{row.tokens:,}")
-    return table
 
 
 if __name__ == "__main__":

@@ -37,7 +37,10 @@ ALLOWED = {
     "train": LOWEST
     | {"allocator", "distributed", "run_folder", "data", "training", "generate", "config"}
     | {"field_help"},
+    "linearize_results": LOWEST
+    | {"models", "data", "training", "config", "evaluate", "distributed", "sharding"},
     "linearize": LOWEST
+    | {"linearize_results"}
     | {"allocator", "environment", "attention", "models", "data", "training", "config", "evaluate"}
     | {"train", "distributed", "run_folder", "buckets", "sharding"},
     "study": LOWEST

@@ -17,6 +17,7 @@ from flax import nnx
 from heinsen_jax import data, linearize
 from heinsen_jax.config import ExperimentConfig, load_config, record
 from heinsen_jax.evaluate import evaluate_model
+from heinsen_jax.linearize_results import recall
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.conversion import linear_layers, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
@@ -39,7 +40,7 @@ def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F81
 
     monkeypatch.setattr(LanguageModel, "features", copies)
     monkeypatch.setattr(LanguageModel, "readout", jax.tree_util.Partial(lambda x: x))
-    found = linearize.recall(model, data.load(small.data), small)
+    found = recall(model, data.load(small.data), small)
     assert found == pytest.approx(1 - 0.5 / (length - 1), abs=1e-3)
 
 

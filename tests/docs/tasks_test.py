@@ -199,7 +199,9 @@ def test_capacity_of_recall_is_that_of_the_study():
     said += f"{of_8[1]} and {of_64[1]}, without slots {of_8[2]} and {of_64[2]}, over two seeds."
     assert said in README_TEXT
     assert {f"{size[name] / 1000:.0f}" for name in ("DeltaNet", slots)} == {"24"}
-    assert f"In states of {size['log'] / 1000:.0f} to 24 kB, the accuracy of DeltaNet" in README_TEXT
+    assert (
+        f"In states of {size['log'] / 1000:.0f} to 24 kB, the accuracy of DeltaNet" in README_TEXT
+    )
     plain = f"has an accuracy of {at[64]['log']:.2f} at 64 pairs, and of "
     plain += f"{at[64]['log, decay by head']:.2f} with"
     assert plain in STUDY_TEXT

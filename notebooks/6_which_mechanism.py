@@ -112,6 +112,18 @@ draw(study.title, study.plots, results)
 # better than log-attention, and alternating layers of both are better still, and better than
 # windows that alternate with Gated DeltaNet.
 #
+# ## Scaling
+#
+# Models of the bytes of Python's library, with 0.2M to 3.3M parameters after 500 updates, and with
+# 125 to 2000 updates. As parameters grow, all three improve at the same rate, as far as two seeds
+# show. With more training, softmax attention improves faster than log-attention, and Gated DeltaNet
+# more slowly: softmax attention is the worst after 125 updates, and the best after 2000.
+
+# %%
+study, results = load("scaling")
+draw(study.title, study.plots, results)
+
+# %% [markdown]
 # ## Recall
 #
 # How many key/value pairs fit into a state of constant size? Models with two layers are trained to

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/scaling.py --jobs 2
 
-Needs an estimated three hours on two CPU cores.
+Needs about five hours on two CPU cores.
 """
 
 from dataclasses import replace

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from heinsen_jax.study import adjusted_p_values, differences_of, load_study
+from heinsen_jax.study import PowerLawPlot, adjusted_p_values, differences_of, load_study
+from heinsen_jax.study.power_law import Fit
 from heinsen_jax.study.report import paragraphs
 from tests.docs.pages import (
     README,
@@ -316,3 +317,41 @@ def test_the_headline_is_of_seeds_that_selected_nothing():
     said += f"paper's model {paper:.3f}, over three): after Holm's correction at 5%, better than "
     said += f"{named(*better)}, with no difference from {named(*equal)}."
     assert said in README_TEXT
+
+
+def test_scaling_is_that_of_the_study():
+    study, results = load_study("scaling"), results_of_study("scaling")
+    assert {len(x.values("loss")) for x in results} == {2}
+    rates = [*study.axes["learning_rate"]]
+    assert {rates.index(x.tuned["learning_rate"]) for x in results} <= {*range(1, len(rates) - 1)}
+    plots = [plot for plot in study.plots if isinstance(plot, PowerLawPlot)]
+    fits = {plot.x: plot.fits(results) for plot in plots}
+    differences = {plot.x: plot.differences(results, "log, decay by head") for plot in plots}
+    models = [*study.axes["model"]]
+    for line, name in zip(table("scaling"), models, strict=True):
+        cells = [name]
+        for x in ("parameters", "tokens"):
+            found = fits[x][name], differences[x].get(name)
+            cells += ["" if fit is None else exponent_in_words(fit) for fit in found]
+        assert line == f"| {' | '.join(cells)} |"
+    low, high = (f([fit.exponent for fit in fits["parameters"].values()]) for f in (min, max))
+    assert f"all three are between {low:.3f} and {high:.3f}" in STUDY_TEXT
+    for fit in differences["parameters"].values():
+        assert fit.interval[0] < 0 < fit.interval[1]
+    assert differences["tokens"]["softmax, rotary"].interval[0] > 0
+    assert differences["tokens"]["Gated DeltaNet"].interval[1] < 0
+    loss = {tuple(x.compared.values()): x.mean("loss") for x in results}
+    shortest, longest = (
+        [loss[name, f"width 128, {updates} updates"] for name in (models[1], models[0], models[2])]
+        for updates in (125, 2000)
+    )
+    assert (max(shortest), min(longest)) == (shortest[0], longest[0])
+    said = "softmax attention has the largest loss of the three, {:.3f} against {:.3f} and {:.3f};"
+    assert said.format(*shortest) in STUDY_TEXT
+    said = "after 2000, the smallest, {:.3f} against {:.3f} and {:.3f}."
+    assert said.format(*longest) in STUDY_TEXT
+
+
+def exponent_in_words(fit: Fit) -> str:
+    exponent, low, high = (round(x, 3) + 0.0 for x in (fit.exponent, *fit.interval))  # no -0
+    return f"{exponent:.3f} [{low:.3f}, {high:.3f}]"

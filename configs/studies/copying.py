@@ -25,20 +25,9 @@ STRINGS = 10, 20, 30, 40, 60
 INPUTS = 64, 128, 256
 SEQUENCES = 64, 256, 1024
 MECHANISMS = (
-    "softmax",
-    "sliding window",
-    "recurrent memory",
-    "linear",
-    "Performer",
-    "additive",
-    "log",
-    "log, linear values",
-    "log, decay by head",
-    "log, decay by feature",
-    "log, slots",
-    "FoX",
-    "Mamba-2",
-    "Gated DeltaNet",
+    *sweeps.MECHANISMS,
+    *("log, linear values", "log, decay by feature"),
+    *("sliding window", "recurrent memory", "Performer", "additive"),
 )
 
 

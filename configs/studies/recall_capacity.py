@@ -33,9 +33,9 @@ SLOTS = [f"log, {number**2} slots" for number in NUMBERS]
 COLORS = {name: sweeps.COLORS[name] for name in ("softmax", "log", "FoX", "Gated DeltaNet")}
 COLORS |= dict.fromkeys(SLOTS, sweeps.COLORS["log, slots"])
 MECHANISMS = (
-    *("log", "log, decay by head", "GLA", "Mamba-2", "mLSTM"),
-    *("DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"),
-    *("softmax", "softmax, one key/value head", "MLA", "FoX"),
+    *(name for name in sweeps.MECHANISMS if name != "log, slots"),
+    *("softmax, one key/value head", "window merged with log"),
+    *("RetNet", "HGRN2", "Taylor", "Performer"),
 )
 
 

@@ -23,7 +23,7 @@ unless stated, log-attention has two heads of 32 x 32. Slots are normalized prod
 coupled decay.
 """
 BASELINE = "log"
-WINNER = "2 heads, 64 slots x 16"
+SLOTS = "2 heads, 64 slots x 16"
 
 
 def log(
@@ -62,9 +62,11 @@ def get_study() -> Study:
         "64 slots x 16": log(1, 64, 16, **product, **coupled),
         "36 slots x 16": log(1, 36, 16, **product, **coupled),
         "144 slots x 16": log(1, 144, 16, **product, **coupled),
-        WINNER: log(2, 64, 16, **product, **coupled),
+        SLOTS: log(2, 64, 16, **product, **coupled),
         "log-values, 64 slots x 16": log(1, 64, 16, values="log", **product, **coupled),
         "Gated DeltaNet, 24 x 48": delta("gated_deltanet"),
+        "Gated DeltaNet, 24 x 40": delta("gated_deltanet", key_depth=24, value_depth=40),
+        "Gated DeltaNet, 24 x 32": delta("gated_deltanet", key_depth=24, value_depth=32),
         "Gated DeltaNet, 24 x 24": delta("gated_deltanet", key_depth=24, value_depth=24),
         "Gated DeltaNet, 16 x 16": delta("gated_deltanet", key_depth=16, value_depth=16),
         "Gated DeltaNet, 8 x 16": delta("gated_deltanet", key_depth=8, value_depth=16),
@@ -74,7 +76,7 @@ def get_study() -> Study:
     }
     colors = {
         BASELINE: sweeps.COLORS["log"],
-        WINNER: sweeps.COLORS["log, slots"],
+        SLOTS: sweeps.COLORS["log, slots"],
         "Gated DeltaNet, 24 x 48": sweeps.COLORS["Gated DeltaNet"],
     }
     return Study(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from heinsen_jax.config import load_config
 from heinsen_jax.data import StateTracking
-from heinsen_jax.models import Layers
 from heinsen_jax.study import LengthPlot, Study, sweeps
 from heinsen_jax.study.grid import FieldValue
 
@@ -47,21 +46,18 @@ def get_study() -> Study:
         "permutations": replace(data, group="s5", generators=True),
     }
     known = sweeps.causal_mechanisms(length=64)
-    negative = {"negative_eigenvalues": True}
-    logs = "log", "log, decay by head", "log, slots"
-    others = "softmax", "FoX", "GLA", "Mamba-2", "mLSTM", "DeltaNet", "Gated DeltaNet"
     return Study(
         title="State tracking",
         about=ABOUT,
         base=replace(base, training=replace(base.training, evaluate_every=2000)),
         axes={
             "mechanism": {
-                **{name: known[name] for name in (*logs, *others)},
-                "DeltaNet, negative eigenvalues": {
-                    "model.attention": Layers("deltanet", options=negative)
-                },
-                "Gated DeltaNet, negative eigenvalues": {
-                    "model.attention": Layers("gated_deltanet", options=negative)
+                **{name: known[name] for name in sweeps.MECHANISMS},
+                **{
+                    f"{sweeps.NAMES[name]}, negative eigenvalues": sweeps.mechanism(
+                        name, negative_eigenvalues=True
+                    )
+                    for name in ("deltanet", "gated_deltanet", "kda")
                 },
             },
             "group": {name: group(groups[name], STEPS[name]) for name in groups},

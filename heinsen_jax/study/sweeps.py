@@ -45,6 +45,13 @@ NAMES = {
 }
 """Labels of `causal_mechanisms` for registered mechanisms whose names differ from them."""
 
+MECHANISMS = (
+    *("log", "log, decay by head", "log, slots", "softmax", "FoX", "MLA"),
+    *("linear", "GLA", "Mamba-2", "mLSTM"),
+    *("DeltaNet", "Gated DeltaNet", "Kimi Delta Attention"),
+)
+"""Labels of `causal_mechanisms` that all studies of synthetic tasks have."""
+
 SLOTS: dict[str, int | str] = {
     "values": "linear",
     "features": "product",

@@ -13,7 +13,7 @@ that are in it are not repeated.
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,13 +57,14 @@ class Options:
     repeats: int = 3
 
 
+@cache
 def configs() -> dict[str, LanguageModelConfig]:
     """The teacher and its linearizations."""
     study = load_study(STUDY)
-    labels = study.first_seed_runs()[0].labels | {"tokens": "30%"}
+    labels = {axis: next(iter(of_axis)) for axis, of_axis in study.axes.items()}
     teacher = load_config(ROOT / f"configs/studies/{STUDY}.py").model
     return {"teacher": teacher} | {
-        name: study.run(labels | {"model": name}).config.model for name in MODELS
+        name: study.run({**labels, "model": name}).config.model for name in MODELS
     }
 
 
@@ -87,8 +88,9 @@ class Served:
 def measure(context: int, options: Options) -> list[dict[str, Any]]:
     """The rows of the record for a context."""
     measured = []
+    models = configs()
     for rows in ROWS if context <= options.longest else ROWS[:1]:
-        served = {name: Served(config, context, rows) for name, config in configs().items()}
+        served = {name: Served(config, context, rows) for name, config in models.items()}
         read = {name: each.read() for name, each in served.items()}  # compiled
         memory = {name: added_memory(each.read) for name, each in served.items()}
         first = interleaved_medians({x: y.read for x, y in served.items()}, options.repeats, 0, 1)

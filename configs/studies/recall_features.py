@@ -85,9 +85,10 @@ def get_study() -> Study:
         base=replace(base, training=replace(base.training, evaluate_every=800)),
         axes={
             "mechanism": changes,
-            "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
+            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 1e-2, 3e-2),
             "seed": sweeps.seeds(0, 1),
         },
+        search="neighbors",
         metric="accuracy",
         baseline=BASELINE,
         plots=(

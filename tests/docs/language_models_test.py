@@ -1,7 +1,6 @@
 """Losses of language models in the README and docs are those of the committed studies."""
 
 import json
-import re
 import statistics
 from itertools import product
 
@@ -12,6 +11,8 @@ from scipy import stats
 from heinsen_jax.study import PowerLawPlot, adjusted_p_values, differences_of, load_study
 from heinsen_jax.study.power_law import Fit
 from heinsen_jax.study.report import paragraphs
+from heinsen_jax.study.results import RESULTS_FILE, Recorded
+from heinsen_jax.study.schedule import schedule
 from tests.docs.pages import (
     README,
     README_TEXT,
@@ -30,16 +31,10 @@ from tests.docs.pages import (
 @pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
 def test_reports_of_studies_are_of_their_results(folder):
     study = load_study(ROOT / f"configs/studies/{folder.name}.py")
-    results = results_of_study(folder.name)
-    report = (folder / "report.md").read_text()
-    recorded = [*map(json.loads, (folder / "results.jsonl").read_text().splitlines())]
-    now = "\n\n".join(paragraphs(study, results, recorded))
-
-    def without_size(report: str) -> str:
-        """The report without the number of runs of the grid, which `recorded` does not have."""
-        return re.sub(r"(?m)^(\d+) of \d+ runs", r"\1 runs", report.strip())
-
-    assert without_size(report) == without_size(now)
+    recorded = Recorded(folder / RESULTS_FILE, read_only=True)
+    records = [recorded.of(run) for runs in schedule(study, recorded) for run in runs]
+    now = paragraphs(study, results_of_study(folder.name), records)
+    assert (folder / "report.md").read_text().strip() == "\n\n".join(now).strip()
     assert (folder / "report.png").exists() == bool(study.plots)
 
 
@@ -115,7 +110,8 @@ def test_longer_contexts_are_those_of_the_study():
     for metric in ("loss", "loss_2048"):
         p_values = adjusted_p_values(found, metric)
         assert len(p_values) == len(results) - 1
-        assert {name for (name,), p in p_values.items() if p > 0.05} == {"log, slots"}
+        no_difference = {name for (name,), p in p_values.items() if p > 0.05}
+        assert no_difference == {"log, slots", "log, time constants up to 64"}
     rates = [*study.axes["learning_rate"]]
     folder = ROOT / "benchmarks/results/studies/long_context"
     tried = {
@@ -142,7 +138,7 @@ def test_prose_on_longer_contexts_is_of_the_study():
         "alternating log and window of 64",
         ("Gated DeltaNet", "Mamba-2", "GLA"),
     )
-    after_windows = "3 windows of 64, then softmax"
+    first, after_windows = "softmax, then 3 log", "3 windows of 64, then softmax"
     cached = fox, alibi, three, two
     constant = log, slots, alternating, *recurrent
 
@@ -150,14 +146,16 @@ def test_prose_on_longer_contexts_is_of_the_study():
         of = [values[name] - less for name in names]
         return f"{min(of):.2f} to {max(of):.2f}"
 
-    said = f"hybrids of log-attention and softmax attention gain {span(gain, cached)} nats, "
-    said += f"softmax attention after windows {gain[after_windows]:.2f}, log-attention with decay "
-    said += f"{gain[log]:.2f}, and Gated DeltaNet, Mamba-2 and GLA {span(gain, recurrent)}."
+    said = f"hybrids that begin with log-attention gain {span(gain, cached)} nats, softmax "
+    said += f"attention before log-attention {gain[first]:.2f}, after windows "
+    said += f"{gain[after_windows]:.2f}, log-attention with decay {gain[log]:.2f}, and Gated "
+    said += f"DeltaNet, Mamba-2 and GLA {span(gain, recurrent)}."
     assert said in STUDY_TEXT
     assert f"a window of 64 gains {late[window]:.2f}, since" in STUDY_TEXT
     most = max(late[name] for name in constant)
     assert f"states of constant size gain no more than {most:.2f}." in STUDY_TEXT
     assert min(late[name] for name in cached) > 2 * most
+    assert max(x for name, x in late.items() if name not in cached) <= most
     assert max(late[rotary], late[merged]) < 0
     assert min(loss[x] for x in (*constant, window, merged)) == loss[alternating]
     less = {x: f"{loss[x] - loss[alternating]:.2f} less than" for x in (log, window, rotary)}
@@ -184,6 +182,17 @@ def test_prose_on_longer_contexts_is_of_the_study():
     assert f"{said} {high:.2f}. Softmax attention in every second layer has the " in STUDY_TEXT
     assert f"smallest loss, {loss[two]:.3f}." in STUDY_TEXT
     assert min(loss.values()) == loss[two]
+    in_last = difference("long_context", first, three, "loss")
+    said = f"reaches {loss[first]:.3f}, {in_last.mean:.2f} more than in the last (95% confidence "
+    assert f"{said}interval {interval(in_last)})." in STUDY_TEXT
+    on_alternating = difference("long_context", first, alternating, "loss")
+    assert on_alternating.verdict == "no difference"
+    assert f"windows, which needs {size[alternating] / size[first]:.0%} of its" in STUDY_TEXT
+    quick, large, mamba = "log, time constants up to 64", "Mamba-2, state of 128", "Mamba-2"
+    assert f"With up to 64, log-attention reaches {loss[quick]:.3f}, no difference" in STUDY_TEXT
+    said = f"reaches {loss[large]:.3f} with {size[large] / size[mamba]:.1f} times the bytes."
+    assert said in STUDY_TEXT
+    assert loss[large] > loss[mamba]
 
 
 def test_both_kinds_of_hybrids_have_smaller_losses_with_log_attention():
@@ -265,6 +274,7 @@ def test_losses_by_position_are_those_of_the_study():
         assert less[name][5] > less[name][4] - 0.01
     for name in ("softmax, rotary", "window of 64 merged with log"):
         assert (np.diff(less[name][3:]) > 0.03).all()
+    assert (np.diff(less["softmax, then 3 log"][2:]) > -0.02).all()
 
 
 def test_the_table_on_longer_contexts_is_of_the_study():

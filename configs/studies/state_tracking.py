@@ -61,9 +61,10 @@ def get_study() -> Study:
                 },
             },
             "group": {name: group(groups[name], STEPS[name]) for name in groups},
-            "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
+            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 1e-2, 3e-2),
             "seed": sweeps.seeds(0, 1),
         },
+        search="neighbors",
         metric="accuracy",
         extra_metrics=tuple(f"accuracy_{length}" for length in LENGTHS[1:]),
         plots=tuple(

@@ -88,9 +88,8 @@ class Served:
 def measure(context: int, options: Options) -> list[dict[str, Any]]:
     """The rows of the record for a context."""
     measured = []
-    models = configs()
     for rows in ROWS if context <= options.longest else ROWS[:1]:
-        served = {name: Served(config, context, rows) for name, config in models.items()}
+        served = {name: Served(config, context, rows) for name, config in configs().items()}
         read = {name: each.read() for name, each in served.items()}  # compiled
         memory = {name: added_memory(each.read) for name, each in served.items()}
         first = interleaved_medians({x: y.read for x, y in served.items()}, options.repeats, 0, 1)

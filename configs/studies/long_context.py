@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/long_context.py --jobs 2
 
-Needs about five hours on two CPU cores.
+Needs about seven hours on two CPU cores.
 """
 
 from dataclasses import replace

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall_features.py --jobs 2
 
-Needs an hour on two CPU cores.
+Needs about an hour and a quarter on two CPU cores.
 """
 
 import math

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/state_tracking.py --jobs 2
 
-Needs about an hour on two CPU cores.
+Needs about two hours on two CPU cores.
 """
 
 from dataclasses import replace

@@ -291,7 +291,7 @@ def test_state_tracking_figures_are_those_of_the_study():
     assert sums["log"] == max(sums.values())
     assert f"the highest accuracy at the trained length, {sums['log']:.2f}, but" in STUDY_TEXT
     seeds = results[negative[-1], "modulo 5"].values("accuracy")
-    said = "Attention with this option has {:.2f} with one seed and {:.2f} with the other."
+    said = "Attention with negative eigenvalues has {:.2f} with one seed and {:.2f} with the other."
     assert said.format(*seeds) in STUDY_TEXT
 
 

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_attention.py [--output benchmarks/results/gpu_attention.json]
 
-Results are checked against the definition before anything is timed. First the GPU's bandwidth and
-bfloat16 operations per second are measured; then the forward pass, and forward and backward passes,
-of the chunked form and of the experimental kernels (`implementation="gpu"`), over lengths, head
-dimensions and dtypes, compared with
+Everything is compiled first, several functions at a time, and checked against the definition. Then
+the GPU's bandwidth and bfloat16 operations per second are measured, and the forward pass, and
+forward and backward passes, of the chunked form and of the experimental kernels
+(`implementation="gpu"`), over lengths, head dimensions and dtypes, compared with
 
 - cudnn: softmax attention, `jax.nn.dot_product_attention(implementation="cudnn")`, in bfloat16;
 - if PyTorch is installed, its softmax attention, and the published form of log-attention;
@@ -18,11 +18,13 @@ Writes a JSON record and a plot next to it.
 
 import importlib
 import importlib.util
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,7 +51,9 @@ DTYPES = ("bfloat16", "float32")
 TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # relative error in norm against float64
 LONGEST_OF_ORIGINAL = 4096  # it stores one state per token
 OURS = ("chunked", "gpu")
-CALLS = 20  # calls per synchronization, which needs longer than a kernel
+COMPILED_AT_A_TIME = 12
+CALLS = 20  # calls per synchronization, which needs longer than a kernel; fewer if they are slow
+LONGEST_REPEAT = 0.2  # seconds
 
 
 class Shape(NamedTuple):
@@ -77,32 +81,34 @@ class Options:
       output: path of the JSON record; the plot is written next to it.
       repeats: number of measurements of which the median is reported.
       depths: head dimensions.
+      lengths: tokens of a sequence; all when None.
       dtypes: dtypes of all arrays.
-      max_tokens: maximum number of tokens in a batch; larger ones are skipped.
+      tokens: numbers of tokens in a batch.
     """
 
     output: Path = ROOT / "benchmarks/results/gpu_attention.json"
     repeats: int = 5
     depths: tuple[int, ...] = tuple(HEADS_OF_DEPTH)
     dtypes: tuple[str, ...] = DTYPES
-    max_tokens: int = max(LENGTHS_OF_TOKENS)
+    lengths: tuple[int, ...] | None = None
+    tokens: tuple[int, ...] = tuple(LENGTHS_OF_TOKENS)
 
     def shapes(self) -> Iterator[Shape]:
-        for tokens, lengths in LENGTHS_OF_TOKENS.items():
-            for depth in self.depths:
-                for dtype in self.dtypes:
-                    if tokens <= self.max_tokens:
-                        yield from (Shape(tokens, length, depth, dtype) for length in lengths)
+        for tokens in self.tokens:
+            lengths = self.lengths or LENGTHS_OF_TOKENS[tokens]
+            for depth, dtype, length in itertools.product(self.depths, self.dtypes, lengths):
+                yield Shape(tokens, length, depth, dtype)
 
 
 class Way(NamedTuple):
     """Implementation to measure: functions of query, key, log_value and a cotangent that return
-    [output] or [output, *gradients], constructor of arrays, synchronization, and whether it is
-    log-attention."""
+    [output] or [output, *gradients], constructor of arrays, compilation for a shape,
+    synchronization, and whether it is log-attention."""
 
     forward: Callable
     both: Callable
     arrays: Callable
+    compile: Callable[[Callable, Shape], Callable]
     wait: Callable
     is_same_function: bool = True
 
@@ -121,7 +127,10 @@ def in_jax(function: Callable, **options: Any) -> Way:
         keys = jax.random.split(jax.random.key(0), 4)
         return [jax.random.normal(key, shape.sizes, shape.dtype) for key in keys]
 
-    return Way(forward, both, arrays, jax.block_until_ready, **options)
+    def compile(function: Any, shape: Shape) -> Callable:
+        return function.lower(*4 * [jax.ShapeDtypeStruct(shape.sizes, shape.dtype)]).compile()
+
+    return Way(forward, both, arrays, compile, jax.block_until_ready, **options)
 
 
 def in_torch(function: Callable, **options: Any) -> Way:
@@ -141,7 +150,10 @@ def in_torch(function: Callable, **options: Any) -> Way:
         with torch.no_grad():
             return [function(query, key, value)]
 
-    return Way(forward, both, arrays, lambda _: torch.cuda.synchronize(), **options)
+    def compile(function: Callable, shape: Shape) -> Callable:
+        return function
+
+    return Way(forward, both, arrays, compile, lambda _: torch.cuda.synchronize(), **options)
 
 
 def torch_softmax(query, key, value):
@@ -208,14 +220,17 @@ def worst_error(way: Way, shape: Shape) -> float:
 def seconds_of(call: Callable, way: Way, repeats: int) -> float:
     """Return the median time of several calls with one synchronization at the end."""
     way.wait(call())
-    result = way.wait(call())
+    began = time.perf_counter()
+    way.wait(call())
+    calls = max(1, min(CALLS, int(LONGEST_REPEAT / (time.perf_counter() - began))))
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
-        for _ in range(CALLS):
+        result = None
+        for _ in range(calls):
             result = call()
         way.wait(result)
-        times.append((time.perf_counter() - began) / CALLS)
+        times.append((time.perf_counter() - began) / calls)
     return statistics.median(times)
 
 
@@ -229,7 +244,23 @@ def measure_card() -> dict[str, float]:
     return {"bytes_a_second": 2 * x.nbytes / copying, "operations_a_second": 2 * 8192**3 / product}
 
 
-def measure(ways: dict[str, Way], shape: Shape, repeats: int, roof: float) -> dict[str, Any]:
+Compiling = dict[tuple[str, Shape], dict[str, Future[Callable]]]  # by way and shape; both functions
+
+
+def start_compiling(pool: ThreadPoolExecutor, ways: dict[str, Way], options: Options) -> Compiling:
+    return {
+        (name, shape): {
+            "forward": pool.submit(way.compile, way.forward, shape),
+            "both": pool.submit(way.compile, way.both, shape),
+        }
+        for shape in options.shapes()
+        for name, way in ways.items()
+    }
+
+
+def measure(
+    ways: dict[str, Way], compiling: Compiling, shape: Shape, repeats: int, roof: float
+) -> dict[str, Any]:
     """Return seconds and fraction of the roofline for each implementation, or the reason why it is
     skipped."""
     results = {}
@@ -240,8 +271,8 @@ def measure(ways: dict[str, Way], shape: Shape, repeats: int, roof: float) -> di
         try:
             arrays = way.arrays(shape)
             seconds = {
-                kind: seconds_of(partial(function, *arrays), way, repeats)
-                for kind, function in (("forward", way.forward), ("both", way.both))
+                kind: seconds_of(partial(function.result(), *arrays), way, repeats)
+                for kind, function in compiling[name, shape].items()
             }
         except Exception as error:  # out of memory, wrong dtypes: exceptions differ by library
             if name in OURS and not isinstance(error, NotImplementedError):
@@ -285,13 +316,20 @@ def main(options: Options) -> int:
         console.print(f"[red]this needs a GPU; JAX has {jax.devices()}")
         return 2
     found = ways(console)
-    errors: dict[str, dict[str, float]] = {}
-    for dtype in options.dtypes:
-        errors[dtype] = {}
-        for name, way in found.items():
-            if way.is_same_function:
-                sizes = [Shape(2 * 300, 300, depth, dtype) for depth in options.depths]
-                errors[dtype][name] = max(worst_error(way, shape) for shape in sizes)
+    with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
+        checks = {
+            (dtype, name): [
+                pool.submit(worst_error, way, Shape(2 * 300, 300, depth, dtype))
+                for depth in options.depths
+            ]
+            for dtype in options.dtypes
+            for name, way in found.items()
+            if way.is_same_function
+        }
+        compiling = start_compiling(pool, found, options)
+    errors: dict[str, dict[str, float]] = {dtype: {} for dtype in options.dtypes}
+    for (dtype, name), of_depths in checks.items():
+        errors[dtype][name] = max(error.result() for error in of_depths)
     console.print(errors)
     wrong = [
         f"{name}, {dtype}: {error:.1e}"
@@ -313,10 +351,10 @@ def main(options: Options) -> int:
     }
     table = Table("tokens", "length", "depth", "type", "way", "forward ms", "of roof", "both", "of")
     for shape in options.shapes():
-        results = measure(found, shape, options.repeats, card["bytes_a_second"])
+        results = measure(found, compiling, shape, options.repeats, card["bytes_a_second"])
         record["shapes"].append(shape._asdict() | {"results": results})
         for name, result in results.items():
-            cells = [result.get("refused", ""), "", "", ""]
+            cells = [result.get("refused", "")[:40], "", "", ""]
             if "seconds" in result:
                 cells = [
                     text

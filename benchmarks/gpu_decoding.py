@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import tyro
-from common import ROOT, interleaved_medians, with_implementation
+from common import ROOT, interleaved_medians
 from flax import nnx
 from jax import lax
 from rich.console import Console
@@ -45,7 +45,6 @@ class Options:
       output: path of the JSON record; the plot is written next to it.
       batches: batch sizes.
       contexts: numbers of tokens before the generated ones.
-      implementations: implementations of log-attention.
       tokens: number of generated tokens per measurement.
       memory: bytes that states may use; 80% of the device's memory when None.
       repeats: number of measurements of which the median is reported.
@@ -55,7 +54,6 @@ class Options:
     output: Path = ROOT / "benchmarks/results/gpu_decoding.json"
     batches: tuple[int, ...] = (1, 16, 256)
     contexts: tuple[int, ...] = (1024, 32_768, 1_048_576)
-    implementations: tuple[str, ...] = ("scan",)
     tokens: int = 64
     memory: float | None = None
     repeats: int = 5
@@ -139,8 +137,7 @@ def measure(
 def models(options: Options) -> dict[str, LanguageModelConfig]:
     base = load_config(options.config).model
     base = replace(base, remat=False)
-    found = {f"log, {name}": with_implementation(base, name) for name in options.implementations}
-    return found | {"softmax": replace(base, attention="softmax")}
+    return {"log": base, "softmax": replace(base, attention="softmax")}
 
 
 def main(options: Options) -> int:

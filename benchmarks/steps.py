@@ -6,6 +6,7 @@ import gzip
 import json
 import re
 import tempfile
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,7 +17,13 @@ from heinsen_jax.config import ExperimentConfig
 from heinsen_jax.data import Batch
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.training.optimizer import make_optimizer
-from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
+from heinsen_jax.training.state import (
+    TrainState,
+    abstract_state,
+    graph_of,
+    init_sharded,
+    initializer,
+)
 from heinsen_jax.training.step import make_train_step
 
 CONTAINERS = ("while", "call", "cond")  # their time includes the operations that they run
@@ -26,16 +33,18 @@ PARTS = ("log_attention", "attention", "norm", "position", "logits", "optimizer"
 
 class TrainingStep:
     """Compiled update, which donates its state, on a random batch of tokens below `vocabulary`: of
-    separate documents with a mean of `document_length` tokens, or continuous when None."""
+    separate documents with a mean of `document_length` tokens, or continuous when None.
+
+    The state is created by the first call; `del step.state` frees its memory.
+    """
 
     def __init__(
         self, config: ExperimentConfig, vocabulary: int, document_length: int | None = None
     ) -> None:
         optimizer = make_optimizer(config.optimizer)
-        init = initializer(config.model, optimizer, config.seed)
-        abstract = abstract_state(init, make_mesh(MeshConfig()))
-        self.state = init_sharded(init, abstract)
-        self.parameters = sum(x.size for x in jax.tree.leaves(self.state.parameters))
+        self.init = initializer(config.model, optimizer, config.seed)
+        self.abstract = abstract_state(self.init, make_mesh(MeshConfig()))
+        self.parameters = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
         shape = config.data.batch_size, config.data.sequence_length + 1
         rng = np.random.default_rng(0)
         tokens = jnp.asarray(rng.integers(0, vocabulary, shape))
@@ -48,12 +57,16 @@ class TrainingStep:
             graph_of(config.model),
             optimizer,
             accumulation_steps=1,
-            out_shardings=jax.tree.map(lambda x: x.sharding, abstract),
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
         )
         self.others = self.batch, np.float32(config.optimizer.learning_rate), KEY_DATA
-        lowered = step.lower(self.state, *self.others)
+        lowered = step.lower(self.abstract, *self.others)
         self.program_bytes = len(lowered.as_text())
         self.compiled = lowered.compile()
+
+    @cached_property
+    def state(self) -> TrainState:
+        return init_sharded(self.init, self.abstract)
 
     def __call__(self) -> Any:
         self.state, metrics = self.compiled(self.state, *self.others)

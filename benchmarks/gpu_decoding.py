@@ -163,8 +163,10 @@ def main(options: Options) -> int:
                 else:
                     try:
                         row["seconds"] = measure(decoder, is_constant, context, batch, options)
-                    except NotImplementedError as error:
-                        row["refused"] = str(error)
+                    except jax.errors.JaxRuntimeError as error:
+                        if "RESOURCE_EXHAUSTED" not in str(error):
+                            raise
+                        row["refused"] = "out of memory"
                 record["rows"].append(row)
                 options.output.write_text(json.dumps(record, indent=1) + "\n")
                 cells = [row.get("refused", "")[:40], ""]

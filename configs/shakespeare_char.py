@@ -3,8 +3,8 @@
 python train.py --config configs/shakespeare_char.py
 
 The paper's block with 10.2M parameters, for one recent GPU. nanoGPT's model with this budget (10.7M
-parameters, dropout 0.2) has a best validation loss of 1.4697 (its README). Never trained to the end
-by us.
+parameters, dropout 0.2) has a best validation loss of 1.4697 (its README). This one, without
+dropout, overfits: its lowest validation loss was 1.67, after 1250 updates of a run of 2906.
 """
 
 from heinsen_jax.config import (

@@ -261,3 +261,57 @@ def test_commands_of_the_full_size_are_accepted():
     evaluated = [x for x in commands if x[0] == "-m"]
     assert [x[:3] for x in evaluated] == [["-m", "heinsen_jax.evaluate", "--workdir"]] * 2
     assert [x[3] for x in evaluated] == [x for x in folders if x.endswith("-full")]
+
+
+def test_speeds_on_a_gpu_are_those_of_the_records():
+    record = read_record("gpu_attention")
+    assert (record["environment"]["device"], {x["depth"] for x in record["shapes"]}) == (
+        "NVIDIA H100 80GB HBM3",
+        {64},
+    )
+    seconds = {}
+    for line, shape in zip(table("gpu attention"), record["shapes"], strict=True):
+        of = shape["results"]
+        ways = ("chunked", "gpu", "cudnn", "torch softmax")
+        times = [of[way]["seconds"]["both"] for way in ways]
+        seconds[shape["length"]] = dict(zip(ways, times, strict=True))
+        cells = [f"{shape['length']:,}", *(f"{1e3 * x:.1f}" for x in times)]
+        assert line == f"| {' | '.join(cells)} |"
+    assert "OutOfMemory" in record["shapes"][0]["results"]["torch original"]["refused"]
+    long, short = seconds[8192], seconds[1024]
+    speed_up = (
+        f"{long['cudnn'] / long['gpu']:.1f} times as fast as softmax attention by cuDNN at 8192"
+    )
+    assert speed_up in README_TEXT
+    assert f"{short['cudnn'] / short['gpu']:.1f} times at 1024" in README_TEXT
+    errors = {name: f"{100 * x:.1f}%" for name, x in record["relative_errors"]["bfloat16"].items()}
+    said = f"at most {errors['gpu']} for the kernels and {errors['chunked']} for `chunked`"
+    assert said in PAGES_TEXT
+    assert f"{100 * record['relative_errors']['bfloat16']['torch original']:.0f}%" in PAGES_TEXT
+
+
+def test_training_on_a_gpu_is_that_of_the_record():
+    steps = read_record("gpu_training")["steps"]
+    assert {(x["rows"], x["remat_policy"]) for x in steps} == {(32, "all")}
+    for line, step in zip(table("gpu training"), steps, strict=True):
+        speed = f"{step['tokens_per_second']:,.0f} | {100 * step['utilization']:.0f}%"
+        assert line.endswith(f" | {speed} | {step['bytes'] / 1e9:.0f} GB |")
+        assert step["implementation"] in line
+    chunked, kernels, _ = (f"{100 * step['utilization']:.0f}%" for step in steps)
+    assert f"was measured at {chunked}, and at {kernels} with the experimental" in PAGES_TEXT
+    losses = {
+        x["step"]: x["validation/loss"] for x in read_record("shakespeare_char")["validation"]
+    }
+    best = min(losses, key=losses.__getitem__)
+    assert f"lowest, {losses[best]:.2f}, after {best} updates of a run" in PAGES_TEXT
+
+
+def test_generation_on_a_gpu_is_that_of_the_record():
+    rows = read_record("gpu_decoding")["rows"]
+    of = {(x["model"], x["batch"], x["context"]): x["seconds"] for x in rows}
+    contexts = sorted({x["context"] for x in rows})
+    for batch in (1, 16):
+        (shown,) = {f"{1e3 * of['log', batch, context]:.1f} ms" for context in contexts}
+        assert f"{shown} at batch {batch}" in PAGES_TEXT
+    softmax = [f"{1e3 * of['softmax', 1, context]:.1f} ms" for context in contexts[:2]]
+    assert f"{softmax[0]} after 4096 tokens and in {softmax[1]} after 32,768" in PAGES_TEXT

@@ -22,7 +22,6 @@ import matplotlib.pyplot as plt
 import tyro
 from common import ROOT, interleaved_medians
 from flax import nnx
-from jax import lax
 from rich.console import Console
 from rich.table import Table
 
@@ -30,6 +29,7 @@ from heinsen_jax.attention.cache import Cache
 from heinsen_jax.config import load_config
 from heinsen_jax.environment import environment
 from heinsen_jax.generate import repeat_state
+from heinsen_jax.generate.states import loop_with_state, make_advance
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 
 CHUNK = 4096  # tokens of context per call
@@ -81,14 +81,14 @@ class Decoder:
         return model.features(tokens, state=state, return_state=True)[1]
 
     def _decode(self, parameters: Any, state: LanguageModelState, token: Any, number: int) -> Any:
-        model = nnx.merge(self.graph, parameters)
+        readout = nnx.merge(self.graph, parameters).readout
+        advance = make_advance(self.graph, parameters, independent_rows=True)
 
-        def step(carry: Any, _: None) -> tuple[Any, None]:
-            token, state = carry
-            logits, state = model(token[:, None], state=state, return_state=True)
-            return (jnp.argmax(logits[:, 0], -1).astype(token.dtype), state), None
+        def step(_: Any, state: LanguageModelState, token: Any) -> tuple[LanguageModelState, Any]:
+            features, state = advance(token[:, None], state)
+            return state, jnp.argmax(readout(features)[:, 0], -1).astype(token.dtype)
 
-        return lax.scan(step, (token, state), length=number)[0]
+        return loop_with_state(number, step, state, token)
 
     def after(self, context: int) -> LanguageModelState:
         """Return the state after this number of tokens."""
@@ -123,13 +123,13 @@ def measure(
         state = repeat_state(decoder.model, decoder.after(context), batch)
     else:
         state = decoder.filled(context, batch, options.tokens)
-    carry = jnp.zeros((batch,), jnp.int32), state
+    carry = state, jnp.zeros((batch,), jnp.int32)
 
     def call() -> Any:
         nonlocal carry
-        token, state = carry
+        state, token = carry
         carry = decoder.decode(decoder.parameters, at(state, context), token, options.tokens)
-        return carry[0]
+        return carry[1]
 
     return interleaved_medians({"": call}, options.repeats, seconds=0.1)[""] / options.tokens
 

@@ -313,5 +313,5 @@ def test_generation_on_a_gpu_is_that_of_the_record():
     for batch in (1, 16):
         (shown,) = {f"{1e3 * of['log', batch, context]:.1f} ms" for context in contexts}
         assert f"{shown} at batch {batch}" in PAGES_TEXT
-    softmax = [f"{1e3 * of['softmax', 1, context]:.1f} ms" for context in contexts[:2]]
-    assert f"{softmax[0]} after 4096 tokens and in {softmax[1]} after 32,768" in PAGES_TEXT
+    assert contexts == [4096, 32_768, 1_048_576]
+    assert f"its state has {rows[0]['bytes'] / 1e6:.1f} MB per sequence" in PAGES_TEXT

@@ -10,10 +10,11 @@ status is then 1:
 - attention, training, decoding: `gpu_attention.py`, `gpu_training.py`, `gpu_decoding.py`;
 - shakespeare: `training.py` with configs/shakespeare_char.py, to compare with nanoGPT's 1.4697.
 
-Needs about half an hour on one GPU of the Hopper generation. Writes JSON records and plots to
+Needs one GPU of the Hopper generation. Writes JSON records and plots to
 `--output`.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -64,7 +65,9 @@ def main(options: Options) -> int:
     for part in options.parts:
         print(f"== {part}", flush=True)
         began = time.monotonic()
-        status = subprocess.run([sys.executable, *options.command(part)], cwd=ROOT).returncode
+        command = [sys.executable, *options.command(part)]
+        shared = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}  # memory, with PyTorch
+        status = subprocess.run(command, cwd=ROOT, env=shared).returncode
         print(f"== {part}: exit {status}, {time.monotonic() - began:.0f} s", flush=True)
         failed += [part] if status else []
     print(f"failed: {', '.join(failed)}" if failed else "all parts ran")

@@ -2,18 +2,20 @@
 
     python benchmarks/gpu_attention.py [--output benchmarks/results/gpu_attention.json]
 
-Everything is compiled first, several functions at a time, and checked against the definition. Then
-the GPU's bandwidth and bfloat16 operations per second are measured, and the forward pass, and
-forward and backward passes, of the chunked form and of the experimental kernels
-(`implementation="gpu"`), over lengths, head dimensions and dtypes, compared with
+Log-attention is first checked against the definition on short sequences, and everything compiled,
+several functions at a time. Then the GPU's bandwidth and bfloat16 operations per second are
+measured, and the forward pass, and forward and backward passes, of the chunked form and of the
+experimental kernels (`implementation="gpu"`), over lengths, head dimensions and dtypes, compared
+with
 
 - cudnn: softmax attention, `jax.nn.dot_product_attention(implementation="cudnn")`, in bfloat16;
 - if PyTorch is installed, its softmax attention, and the published form of log-attention;
 - if flash-linear-attention is installed, its chunked kernel on exponentiated queries and keys.
 
 The roofline is the time to move Q, K, log V and Y once at the measured bandwidth; for forward and
-backward, these and their four gradients. Needs about 8 minutes on one GPU of the Hopper generation.
-Writes a JSON record and a plot next to it.
+backward, these and their four gradients.
+Set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that JAX leaves memory to PyTorch. Writes a JSON record
+and a plot next to it.
 """
 
 import importlib
@@ -23,12 +25,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +54,7 @@ TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-5}  # relative error in norm agains
 LONGEST_OF_ORIGINAL = 4096  # it stores one state per token
 OURS = ("chunked", "gpu")
 COMPILED_AT_A_TIME = 12
-CALLS = 20  # calls per synchronization, which needs longer than a kernel; fewer if they are slow
+CALLS = 20  # calls per synchronization, which needs more time than a kernel; fewer if it is slow
 LONGEST_REPEAT = 0.2  # seconds
 
 
@@ -69,7 +71,7 @@ class Shape(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Shape of one array."""
+        """Bytes of one array."""
         return int(np.prod(self.sizes)) * jnp.dtype(self.dtype).itemsize
 
 
@@ -81,23 +83,25 @@ class Options:
       output: path of the JSON record; the plot is written next to it.
       repeats: number of measurements of which the median is reported.
       depths: head dimensions.
-      lengths: tokens of a sequence; all when None.
       dtypes: dtypes of all arrays.
       tokens: numbers of tokens in a batch.
+      lengths: numbers of tokens in a sequence, if not more than in the batch; those of
+        `LENGTHS_OF_TOKENS` when None.
     """
 
     output: Path = ROOT / "benchmarks/results/gpu_attention.json"
     repeats: int = 5
     depths: tuple[int, ...] = tuple(HEADS_OF_DEPTH)
     dtypes: tuple[str, ...] = DTYPES
-    lengths: tuple[int, ...] | None = None
     tokens: tuple[int, ...] = tuple(LENGTHS_OF_TOKENS)
+    lengths: tuple[int, ...] | None = None
 
     def shapes(self) -> Iterator[Shape]:
         for tokens in self.tokens:
-            lengths = self.lengths or LENGTHS_OF_TOKENS[tokens]
+            lengths = self.lengths or LENGTHS_OF_TOKENS.get(tokens, ())
             for depth, dtype, length in itertools.product(self.depths, self.dtypes, lengths):
-                yield Shape(tokens, length, depth, dtype)
+                if length <= tokens:
+                    yield Shape(tokens, length, depth, dtype)
 
 
 class Way(NamedTuple):
@@ -108,7 +112,7 @@ class Way(NamedTuple):
     forward: Callable
     both: Callable
     arrays: Callable
-    compile: Callable[[Callable, Shape], Callable]
+    compiled: Callable[[Callable, Shape], Callable]
     wait: Callable
     is_same_function: bool = True
 
@@ -127,10 +131,10 @@ def in_jax(function: Callable, **options: Any) -> Way:
         keys = jax.random.split(jax.random.key(0), 4)
         return [jax.random.normal(key, shape.sizes, shape.dtype) for key in keys]
 
-    def compile(function: Any, shape: Shape) -> Callable:
+    def compiled(function: Any, shape: Shape) -> Callable:
         return function.lower(*4 * [jax.ShapeDtypeStruct(shape.sizes, shape.dtype)]).compile()
 
-    return Way(forward, both, arrays, compile, jax.block_until_ready, **options)
+    return Way(forward, both, arrays, compiled, jax.block_until_ready, **options)
 
 
 def in_torch(function: Callable, **options: Any) -> Way:
@@ -150,10 +154,10 @@ def in_torch(function: Callable, **options: Any) -> Way:
         with torch.no_grad():
             return [function(query, key, value)]
 
-    def compile(function: Callable, shape: Shape) -> Callable:
+    def compiled(function: Callable, shape: Shape) -> Callable:
         return function
 
-    return Way(forward, both, arrays, compile, lambda _: torch.cuda.synchronize(), **options)
+    return Way(forward, both, arrays, compiled, lambda _: torch.cuda.synchronize(), **options)
 
 
 def torch_softmax(query, key, value):
@@ -204,9 +208,26 @@ def to_numpy(x: Any) -> np.ndarray:
     return x.detach().double().cpu().numpy()
 
 
-def worst_error(way: Way, shape: Shape) -> float:
-    """Return the relative errors in norm of output and gradients, against the definition in float64
-    on a CPU."""
+def is_refusal(name: str, error: Exception) -> bool:
+    """Whether an implementation does not support a call, or lacks memory. Exceptions differ by
+    library; those of ours are NotImplementedError."""
+    return name not in OURS or isinstance(error, NotImplementedError)
+
+
+def worst_error(name: str, way: Way, shapes: Sequence[Shape]) -> float | None:
+    """Return the largest relative error in norm of output and gradients, against the definition in
+    float64 on a CPU; None if the implementation refuses all shapes."""
+    errors = []
+    for shape in shapes:
+        try:
+            errors.append(error_of(way, shape))
+        except Exception as error:
+            if not is_refusal(name, error):
+                raise
+    return max(errors, default=None)
+
+
+def error_of(way: Way, shape: Shape) -> float:
     arrays = way.arrays(shape)
     have = [to_numpy(x) for x in way.both(*arrays)]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
@@ -244,22 +265,24 @@ def measure_card() -> dict[str, float]:
     return {"bytes_a_second": 2 * x.nbytes / copying, "operations_a_second": 2 * 8192**3 / product}
 
 
-Compiling = dict[tuple[str, Shape], dict[str, Future[Callable]]]  # by way and shape; both functions
+CompiledFunctions: TypeAlias = dict[tuple[str, Shape], dict[str, Future[Callable]]]
+"""By way and shape, the two functions."""
 
 
-def start_compiling(pool: ThreadPoolExecutor, ways: dict[str, Way], options: Options) -> Compiling:
-    return {
-        (name, shape): {
-            "forward": pool.submit(way.compile, way.forward, shape),
-            "both": pool.submit(way.compile, way.both, shape),
+def compile_all(ways: dict[str, Way], options: Options) -> CompiledFunctions:
+    with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
+        return {
+            (name, shape): {
+                "forward": pool.submit(way.compiled, way.forward, shape),
+                "both": pool.submit(way.compiled, way.both, shape),
+            }
+            for shape in options.shapes()
+            for name, way in ways.items()
         }
-        for shape in options.shapes()
-        for name, way in ways.items()
-    }
 
 
 def measure(
-    ways: dict[str, Way], compiling: Compiling, shape: Shape, repeats: int, roof: float
+    ways: dict[str, Way], compiled: CompiledFunctions, shape: Shape, repeats: int, roof: float
 ) -> dict[str, Any]:
     """Return seconds and fraction of the roofline for each implementation, or the reason why it is
     skipped."""
@@ -272,10 +295,10 @@ def measure(
             arrays = way.arrays(shape)
             seconds = {
                 kind: seconds_of(partial(function.result(), *arrays), way, repeats)
-                for kind, function in compiling[name, shape].items()
+                for kind, function in compiled[name, shape].items()
             }
-        except Exception as error:  # out of memory, wrong dtypes: exceptions differ by library
-            if name in OURS and not isinstance(error, NotImplementedError):
+        except Exception as error:
+            if not is_refusal(name, error):
                 raise
             results[name] = {"refused": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
             continue
@@ -318,40 +341,43 @@ def main(options: Options) -> int:
     found = ways(console)
     with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
         checks = {
-            (dtype, name): [
-                pool.submit(worst_error, way, Shape(2 * 300, 300, depth, dtype))
-                for depth in options.depths
-            ]
+            (dtype, name): pool.submit(
+                worst_error,
+                name,
+                way,
+                [Shape(2 * 300, 300, depth, dtype) for depth in options.depths],
+            )
             for dtype in options.dtypes
             for name, way in found.items()
             if way.is_same_function
         }
-        compiling = start_compiling(pool, found, options)
-    errors: dict[str, dict[str, float]] = {dtype: {} for dtype in options.dtypes}
-    for (dtype, name), of_depths in checks.items():
-        errors[dtype][name] = max(error.result() for error in of_depths)
+    errors: dict[str, dict[str, float | None]] = {dtype: {} for dtype in options.dtypes}
+    for (dtype, name), error in checks.items():
+        errors[dtype][name] = error.result()
     console.print(errors)
     wrong = [
         f"{name}, {dtype}: {error:.1e}"
         for dtype, by_way in errors.items()
         for name, error in by_way.items()
-        if name in OURS and not error < TOLERANCE[dtype]
+        if name in OURS and error is not None and not error < TOLERANCE[dtype]
     ]
     if wrong:
         console.print(f"[red]results are wrong, so nothing is timed: {'; '.join(wrong)}")
         return 1
 
+    compiled = compile_all(found, options)
     card = measure_card()
     record: dict[str, Any] = {
         "environment": environment(),
         "card": card,
+        "repeats": options.repeats,
         "relative_errors": errors,
         "ways": list(found),
         "shapes": [],
     }
     table = Table("tokens", "length", "depth", "type", "way", "forward ms", "of roof", "both", "of")
     for shape in options.shapes():
-        results = measure(found, compiling, shape, options.repeats, card["bytes_a_second"])
+        results = measure(found, compiled, shape, options.repeats, card["bytes_a_second"])
         record["shapes"].append(shape._asdict() | {"results": results})
         for name, result in results.items():
             cells = [result.get("refused", "")[:40], "", "", ""]

@@ -6,8 +6,8 @@ The same model, with random weights, with log-attention and with softmax attenti
 processes the context once, in chunks, and every row of a batch starts from that state. Softmax
 attention starts from a key/value cache of zeros, since its time does not depend on the contents;
 caches that do not fit in memory are skipped, as noted in the record. `--tokens` greedy tokens are
-generated in one compiled loop. Needs about 5 minutes on one GPU of the Hopper generation; other
-devices need a smaller `--config`. Writes a JSON record and a plot next to it.
+generated in one compiled loop. Needs a large GPU; other devices need a smaller `--config`. Writes a
+JSON record and a plot next to it.
 """
 
 import json
@@ -98,9 +98,9 @@ class Decoder:
             state = self.read(self.parameters, state, tokens[: context - start])
         return state
 
-    def filled(self, context: int, batch: int, memory_limit: int) -> LanguageModelState:
+    def filled(self, context: int, batch: int, tokens: int) -> LanguageModelState:
         """Return a state of zeros as after this number of tokens, with capacity for more."""
-        return at(self.model.init_state((batch,), capacity=context + memory_limit), context)
+        return at(self.model.init_state((batch,), capacity=context + tokens), context)
 
 
 def at(state: LanguageModelState, context: int) -> LanguageModelState:

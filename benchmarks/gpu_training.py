@@ -5,9 +5,9 @@
 Measures all combinations of batch size, rematerialization policy and attention on random tokens:
 implementations of log-attention (the "gpu" kernels are experimental), and softmax attention by
 cuDNN in otherwise the same model. Then profiles the fastest log-attention. All steps are compiled
-first, several at a time. Model FLOPs are those of `flops_per_token`, causal attention counted by
-half; the peak is that of dense bfloat16 in the datasheet. Needs about 8 minutes on one GPU of the
-Hopper generation; other devices need a smaller `--config`. Writes a JSON record.
+first, several at a time, but for their initialization. Model FLOPs are those of `flops_per_token`,
+causal attention counted by half; the peak is that of dense bfloat16 in the datasheet. Needs a GPU
+of the Hopper generation; other devices need a smaller `--config`. Writes a JSON record.
 """
 
 import json
@@ -77,12 +77,16 @@ def measure(
     """Measure a configuration; without results if it has no kernel or exceeds the memory."""
     try:
         step = compiling.result()
+    except NotImplementedError as error:
+        return {"refused": str(error).splitlines()[0]}
+    try:
         (seconds,) = interleaved_medians({"step": step}, repeats).values()
-        del step.state
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"refused": str(error).splitlines()[0]}
+    finally:
+        step.free()
     rows, length = config.data.batch_size, config.data.sequence_length
     tokens_per_second = rows * length / seconds
     flops = flops_per_token(config.model, step.parameters, length)
@@ -114,7 +118,7 @@ def main(options: Options) -> int:
         for rows in options.rows
     ]
     configs = {choice: with_choices(base, *choice) for choice in choices}
-    best: tuple[float, TrainingStep | None] = 0.0, None
+    best: tuple[float, Any] = 0.0, None
     with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
         compiling = {
             choice: pool.submit(TrainingStep, config, config.model.vocab_size)
@@ -129,9 +133,8 @@ def main(options: Options) -> int:
         if "refused" in result:
             table.add_row(*map(str, choice), result["refused"][:60])
             continue
-        if result["tokens_per_second"] > best[0] and "softmax" not in choice:
-            best = result["tokens_per_second"], compiling[choice].result()
-            record["profile"] = {"of": choice, "share_of_time": {}}
+        if result["tokens_per_second"] > best[0] and choice[-1] != "softmax":
+            best = result["tokens_per_second"], choice
         table.add_row(
             *map(str, choice),
             f"{1e3 * result['seconds']:.1f}",
@@ -143,8 +146,8 @@ def main(options: Options) -> int:
     if best[1] is None:
         console.print("[red]no step could be run")
         return 1
-    shares = profile(best[1], steps=5)
-    record["profile"]["share_of_time"] |= shares
+    shares = profile(compiling[best[1]].result(), steps=5)
+    record["profile"] = {"of": best[1], "share_of_time": shares}
     for part, share in shares.items():
         console.print(f"{part:15s} {100 * share:.0f}%")
     options.output.write_text(json.dumps(record, indent=1) + "\n")

@@ -35,7 +35,7 @@ class TrainingStep:
     """Compiled update, which donates its state, on a random batch of tokens below `vocabulary`: of
     separate documents with a mean of `document_length` tokens, or continuous when None.
 
-    The state is created by the first call; `del step.state` frees its memory.
+    The first call creates the state, and the first one after `free` does so again.
     """
 
     def __init__(
@@ -67,6 +67,10 @@ class TrainingStep:
     @cached_property
     def state(self) -> TrainState:
         return init_sharded(self.init, self.abstract)
+
+    def free(self) -> None:
+        """Free the memory of the state."""
+        vars(self).pop("state", None)
 
     def __call__(self) -> Any:
         self.state, metrics = self.compiled(self.state, *self.others)

@@ -2,8 +2,8 @@
 
 `check` tells whether the kernels support a call; `Fused` computes it. Mosaic GPU is the kernel
 language that JAX maintains for Hopper and later; it ships with JAX, lowers without a GPU, and can
-be interpreted on a CPU, which is how the kernels are tested. CUDA C++ would need a compiler on
-users' machines, and Pallas's Triton backend is being retired.
+be interpreted on a CPU, which is how tests run the kernels without a GPU. CUDA C++ would need a
+compiler on users' machines, and Pallas's Triton backend is being retired.
 
 Kernels compute in one pass and test their sums afterwards. A result is exact up to rounding if its
 normalizers are far from the smallest normal number. If any is not, `Chunked` recomputes the whole

@@ -105,13 +105,13 @@ study, results = load("long_context")
 draw(study.title, study.plots, results)
 
 # %% [markdown]
-# From 32 to 2048 tokens, FoX, ALiBi and hybrids that begin with log-attention gain 0.90 to 0.95
-# nats, softmax attention before log-attention 0.77, all others at most 0.66. From position 128 on,
-# states of constant size gain hardly more than windows do, whose four layers reach back 256 tokens.
-# Softmax attention is worth more in the last of four layers than in the first. Among states of
-# constant size, log-attention with decay is better than Gated DeltaNet, Mamba-2 and GLA, a window
-# of 64 tokens is better than log-attention, and alternating layers of both are better still, and
-# better than windows that alternate with Gated DeltaNet.
+# From 32 to 2048 tokens, FoX, ALiBi and hybrids of log-attention before softmax attention gain 0.90
+# to 0.95 nats, softmax attention before log-attention 0.77, all others at most 0.66. From position
+# 128 on, states of constant size gain hardly more than windows do, whose four layers reach back 256
+# tokens. Softmax attention reduces the loss more in the last of four layers than in the first.
+# Among states of constant size, log-attention with decay is better than Gated DeltaNet, Mamba-2 and
+# GLA, a window of 64 tokens is better than log-attention, and alternating layers of both are better
+# still, and better than windows that alternate with Gated DeltaNet.
 #
 # ## Scaling
 #
@@ -128,7 +128,7 @@ draw(study.title, study.plots, results)
 # ## Recall
 #
 # How many key/value pairs fit into a state of constant size? Models with two layers are trained to
-# answer for the values of 8 keys: every causal mechanism, with its default sizes, at two widths.
+# return the values of 8 keys: every causal mechanism, with its default sizes, at two widths.
 # Dashed: guesses.
 
 # %%
@@ -150,7 +150,8 @@ for result in sorted(good, key=lambda result: result.mean("state_bytes")):
 # %% [markdown]
 # How many pairs can a state hold? A third study trains one model on 4 to 64 pairs. Log-attention
 # with 256 slots and DeltaNet answer most of 64 pairs in a sixth or less of the bytes of all keys
-# and values; where both have 24 kB, DeltaNet answers more.
+# and values; where both have 24 kB, DeltaNet has the larger mean, with two seeds, whose interval
+# includes no difference.
 
 # %%
 study, results = load("recall_capacity")
@@ -202,6 +203,6 @@ draw(study.title, study.plots, results)
 # | use of distant tokens, with a cache | softmax in the last of two or four layers, log before it |
 # | recall of some facts in constant memory | DeltaNet; log-attention with slots |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
-# | recall of everything | softmax attention, at least in the first of four layers |
-# | copying of long strings | softmax attention |
+# | recall of everything | softmax attention, in all layers or the first; MLA, in fewer bytes |
+# | copying of long strings | softmax attention, in all layers or the last of four |
 # | less memory for a trained model | [notebook 7](7_linearize.ipynb) |

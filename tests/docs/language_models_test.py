@@ -72,6 +72,10 @@ def test_language_models_are_those_of_the_study():
     with_both = [name for name in results if f"AdamW: {name}" in results]
     saved = [results[f"AdamW: {x}"].mean("loss") - results[x].mean("loss") for x in with_both]
     assert f"by {min(saved):.2f} to {max(saved):.2f} nats" in STUDY_TEXT
+    slots = [differences["log, slots", metric].mean for metric in ("loss", "loss_1024")]
+    assert "by {:.3f} at the trained length and by {:.3f} on sequences".format(*slots) in STUDY_TEXT
+    longer = adjusted_p_values([*differences.values()], "loss_1024")
+    assert longer["log, slots",] < 0.05 < p_values["log, slots",]
     paper = (results[f"{x}log, the paper's model"].mean("loss_1024") for x in ("AdamW: ", ""))
     assert "from {:.3f} to {:.3f}".format(*paper) in STUDY_TEXT
     at_1024 = {name: x.mean("loss_1024") for name, x in results.items() if x.values("loss_1024")}
@@ -146,7 +150,8 @@ def test_prose_on_longer_contexts_is_of_the_study():
         of = [values[name] - less for name in names]
         return f"{min(of):.2f} to {max(of):.2f}"
 
-    said = f"hybrids that begin with log-attention gain {span(gain, cached)} nats, softmax "
+    said = "FoX, ALiBi and hybrids of log-attention before softmax attention gain "
+    said += f"{span(gain, cached)} nats, softmax "
     said += f"attention before log-attention {gain[first]:.2f}, after windows "
     said += f"{gain[after_windows]:.2f}, log-attention with decay {gain[log]:.2f}, and Gated "
     said += f"DeltaNet, Mamba-2 and GLA {span(gain, recurrent)}."
@@ -189,8 +194,8 @@ def test_prose_on_longer_contexts_is_of_the_study():
     assert on_alternating.verdict == "no difference"
     assert f"windows, which needs {size[alternating] / size[first]:.0%} of its" in STUDY_TEXT
     shorter, large, mamba = "log, time constants up to 64", "Mamba-2, state of 128", "Mamba-2"
-    said = f"With time constants up to 64, log-attention reaches {loss[shorter]:.3f}, which is no "
-    assert f"{said}difference from {loss[log]:.3f}." in STUDY_TEXT
+    said = f"With time constants up to 64, log-attention reaches {loss[shorter]:.3f}, which does "
+    assert f"{said}not differ significantly from {loss[log]:.3f}." in STUDY_TEXT
     said = f"reaches {loss[large]:.3f} with {size[large] / size[mamba]:.1f} times the bytes."
     assert said in STUDY_TEXT
     assert loss[large] > loss[mamba]

@@ -10,8 +10,7 @@ status is then 1:
 - attention, training, decoding: `gpu_attention.py`, `gpu_training.py`, `gpu_decoding.py`;
 - shakespeare: `training.py` with configs/shakespeare_char.py, to compare with nanoGPT's 1.4697.
 
-Needs one GPU of the Hopper generation. Writes JSON records and plots to
-`--output`.
+Needs one GPU of the Hopper generation. Writes JSON records and plots to `--output`.
 """
 
 import os

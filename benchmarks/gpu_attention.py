@@ -13,9 +13,8 @@ with
 - if flash-linear-attention is installed, its chunked kernel on exponentiated queries and keys.
 
 The roofline is the time to move Q, K, log V and Y once at the measured bandwidth; for forward and
-backward, these and their four gradients.
-Set XLA_PYTHON_CLIENT_PREALLOCATE=false, so that JAX leaves memory to PyTorch. Writes a JSON record
-and a plot next to it.
+backward, these and their four gradients. XLA_PYTHON_CLIENT_PREALLOCATE=false leaves memory to
+PyTorch. Writes a JSON record and a plot next to it.
 """
 
 import importlib
@@ -55,7 +54,7 @@ LONGEST_OF_ORIGINAL = 4096  # it stores one state per token
 OURS = ("chunked", "gpu")
 COMPILED_AT_A_TIME = 12
 CALLS = 20  # calls per synchronization, which needs more time than a kernel; fewer if it is slow
-LONGEST_REPEAT = 0.2  # seconds
+LONGEST_REPEAT = 0.2  # seconds of all calls of a synchronization
 
 
 class Shape(NamedTuple):
@@ -106,13 +105,12 @@ class Options:
 
 class Way(NamedTuple):
     """Implementation to measure: functions of query, key, log_value and a cotangent that return
-    [output] or [output, *gradients], constructor of arrays, compilation for a shape,
-    synchronization, and whether it is log-attention."""
+    [output] or [output, *gradients], constructor of arrays, synchronization, and whether it is
+    log-attention."""
 
     forward: Callable
     both: Callable
     arrays: Callable
-    compiled: Callable[[Callable, Shape], Callable]
     wait: Callable
     is_same_function: bool = True
 
@@ -131,10 +129,7 @@ def in_jax(function: Callable, **options: Any) -> Way:
         keys = jax.random.split(jax.random.key(0), 4)
         return [jax.random.normal(key, shape.sizes, shape.dtype) for key in keys]
 
-    def compiled(function: Any, shape: Shape) -> Callable:
-        return function.lower(*4 * [jax.ShapeDtypeStruct(shape.sizes, shape.dtype)]).compile()
-
-    return Way(forward, both, arrays, compiled, jax.block_until_ready, **options)
+    return Way(forward, both, arrays, jax.block_until_ready, **options)
 
 
 def in_torch(function: Callable, **options: Any) -> Way:
@@ -154,10 +149,7 @@ def in_torch(function: Callable, **options: Any) -> Way:
         with torch.no_grad():
             return [function(query, key, value)]
 
-    def compiled(function: Callable, shape: Shape) -> Callable:
-        return function
-
-    return Way(forward, both, arrays, compiled, lambda _: torch.cuda.synchronize(), **options)
+    return Way(forward, both, arrays, lambda _: torch.cuda.synchronize(), **options)
 
 
 def torch_softmax(query, key, value):
@@ -228,6 +220,7 @@ def worst_error(name: str, way: Way, shapes: Sequence[Shape]) -> float | None:
 
 
 def error_of(way: Way, shape: Shape) -> float:
+    """`worst_error` of one shape."""
     arrays = way.arrays(shape)
     have = [to_numpy(x) for x in way.both(*arrays)]
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
@@ -269,12 +262,19 @@ CompiledFunctions: TypeAlias = dict[tuple[str, Shape], dict[str, Future[Callable
 """By way and shape, the two functions."""
 
 
+def compiled(function: Any, shape: Shape) -> Callable:
+    """Return a function of JAX compiled for a shape; one of PyTorch unchanged."""
+    if not hasattr(function, "lower"):
+        return function
+    return function.lower(*4 * [jax.ShapeDtypeStruct(shape.sizes, shape.dtype)]).compile()
+
+
 def compile_all(ways: dict[str, Way], options: Options) -> CompiledFunctions:
     with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
         return {
             (name, shape): {
-                "forward": pool.submit(way.compiled, way.forward, shape),
-                "both": pool.submit(way.compiled, way.both, shape),
+                "forward": pool.submit(compiled, way.forward, shape),
+                "both": pool.submit(compiled, way.both, shape),
             }
             for shape in options.shapes()
             for name, way in ways.items()
@@ -282,7 +282,7 @@ def compile_all(ways: dict[str, Way], options: Options) -> CompiledFunctions:
 
 
 def measure(
-    ways: dict[str, Way], compiled: CompiledFunctions, shape: Shape, repeats: int, roof: float
+    ways: dict[str, Way], functions: CompiledFunctions, shape: Shape, repeats: int, roof: float
 ) -> dict[str, Any]:
     """Return seconds and fraction of the roofline for each implementation, or the reason why it is
     skipped."""
@@ -295,7 +295,7 @@ def measure(
             arrays = way.arrays(shape)
             seconds = {
                 kind: seconds_of(partial(function.result(), *arrays), way, repeats)
-                for kind, function in compiled[name, shape].items()
+                for kind, function in functions[name, shape].items()
             }
         except Exception as error:
             if not is_refusal(name, error):
@@ -338,6 +338,9 @@ def main(options: Options) -> int:
     if jax.default_backend() != "gpu":
         console.print(f"[red]this needs a GPU; JAX has {jax.devices()}")
         return 2
+    if not any(options.shapes()):
+        console.print("[red]--tokens, --lengths: nothing to measure; give lengths up to --tokens")
+        return 2
     found = ways(console)
     with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
         checks = {
@@ -365,7 +368,7 @@ def main(options: Options) -> int:
         console.print(f"[red]results are wrong, so nothing is timed: {'; '.join(wrong)}")
         return 1
 
-    compiled = compile_all(found, options)
+    functions = compile_all(found, options)
     card = measure_card()
     record: dict[str, Any] = {
         "environment": environment(),
@@ -377,7 +380,7 @@ def main(options: Options) -> int:
     }
     table = Table("tokens", "length", "depth", "type", "way", "forward ms", "of roof", "both", "of")
     for shape in options.shapes():
-        results = measure(found, compiled, shape, options.repeats, card["bytes_a_second"])
+        results = measure(found, functions, shape, options.repeats, card["bytes_a_second"])
         record["shapes"].append(shape._asdict() | {"results": results})
         for name, result in results.items():
             cells = [result.get("refused", "")[:40], "", "", ""]

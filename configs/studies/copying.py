@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/copying.py --jobs 2
 
-Copying is that of Jelassi et al. (2024). Needs about two and a half hours on two CPU cores.
+Copying is that of Jelassi et al. (2024). Needs about three and a half hours on two CPU cores.
 """
 
 from dataclasses import replace
@@ -65,9 +65,10 @@ def get_study() -> Study:
                 "induction": task(induction),
             },
             "mechanism": {name: known[name] for name in MECHANISMS},
-            "learning_rate": sweeps.learning_rates(3e-3, 1e-2),
+            "learning_rate": sweeps.learning_rates(1e-3, 3e-3, 1e-2, 3e-2),
             "seed": sweeps.seeds(0, 1),
         },
+        search="neighbors",
         metric="accuracy",
         extra_metrics=tuple(
             f"accuracy_{length}" for length in sorted({*STRINGS, *INPUTS, *SEQUENCES})

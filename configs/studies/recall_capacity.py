@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall_capacity.py --jobs 2
 
-Needs four hours on two CPU cores.
+Needs seven hours on two CPU cores.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ def get_study() -> Study:
                 "Mamba-2, state of 32": sweeps.mechanism("mamba2", key_depth=32),
                 "hybrid: softmax, then log": {"model.attention": hybrid},
             },
-            "learning_rate": sweeps.learning_rates(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+            "learning_rate": sweeps.learning_rates(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
             "seed": sweeps.seeds(0, 1),
         },
         search="neighbors",

@@ -56,7 +56,7 @@ class Recorded:
 def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
     """For each comparison the best finished run with the first seed, followed by its runs with the
     other seeds, unless it diverged."""
-    best = [max(runs, key=partial(score, study, recorded)) for runs in study.groups()]
+    best = [max(runs, key=partial(rank, study, recorded)) for runs in study.groups()]
     return [
         [run, *study.other_seed_runs(run.labels)]
         if "failed" not in (recorded.of(run) or {})
@@ -65,30 +65,32 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
     ]
 
 
-def score(study: Study, recorded: Recorded, run: Run) -> float:
-    """The run's metric, negated if smaller is better; -inf if it diverged or is unfinished."""
-    value = (recorded.of(run) or {}).get("metrics", {}).get(study.metric, math.nan)
+def rank(study: Study, recorded: Recorded, run: Run) -> tuple[float, float]:
+    """The run's metric, negated if smaller is better; -inf if it diverged or is unfinished. Among
+    equals, such as accuracies of 1, the run with the smaller loss ranks higher."""
+    metrics = (recorded.of(run) or {}).get("metrics", {})
+    value = metrics.get(study.metric, math.nan)
     sign = 1 if is_larger_better(study.metric) else -1
-    return sign * value if math.isfinite(value) else -math.inf
+    return sign * value if math.isfinite(value) else -math.inf, -metrics.get("loss", math.inf)
 
 
 def searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[Run]:
     """The runs of a comparison, in the order of the tuned axis, that its search needs."""
     if study.search == "grid":
         return runs
-    scores = {
-        place: score(study, recorded, run)
+    ranks = {
+        place: rank(study, recorded, run)
         for place, run in enumerate(runs)
         if recorded.of(run) is not None
     }
-    if not scores:
+    if not ranks:
         centers = [len(runs) // 2]
-    elif max(scores.values()) == -math.inf:  # all diverged: better ones may be on either side
-        centers = [*scores]
+    elif max(ranks.values())[0] == -math.inf:  # all diverged: better ones may be on either side
+        centers = [*ranks]
     else:
-        centers = [max(scores, key=lambda place: scores[place])]
+        centers = [max(ranks, key=lambda place: ranks[place])]
     near = {place + step for place in centers for step in (-1, 0, 1)}
-    return [run for place, run in enumerate(runs) if place in scores or place in near]
+    return [run for place, run in enumerate(runs) if place in ranks or place in near]
 
 
 def results_of(study: Study, output: Path) -> list[Comparison]:

@@ -58,6 +58,18 @@ def test_the_search_ends_when_the_neighbors_of_the_best_are_no_better(tmp_path, 
     assert rounds(tmp_path, *losses) == expected
 
 
+def test_the_smaller_loss_ranks_first_among_equal_accuracies(tmp_path):
+    """The first of several learning rates with an accuracy of 1 was selected before."""
+    losses = Losses(dict(zip(LABELS, (9, 8, 7, 6, 5, 6, 7), strict=True)))
+
+    def executor(runs, folder):
+        for run, result in losses(runs, folder):
+            yield run, result | {"metrics": result["metrics"] | {"accuracy": 1.0}}
+
+    run_study(replace(SEARCH, metric="accuracy"), tmp_path, executor)
+    assert losses.rounds == [["c0", "d0", "e0"], ["f0"], ["e1"]]
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_short_axes_are_run_whole(tmp_path, number):
     rates = {x: AXES["learning_rate"][x] for x in LABELS[:number]}

@@ -51,7 +51,7 @@ class Study:
       axes: values of each axis by their labels: label -> {"section.field": value, ...}. Later axes
         override fields of earlier ones.
       metric: the compared metric of the last evaluation. The largest accuracy is the best, and the
-        smallest value of any other metric.
+        smallest value of any other metric; among equals, the run with the smallest loss.
       tuned: axes of which only the best value is reported, such as learning rates.
       search: which tuned values are run with the first seed: all ("grid"), or those that lead to
         the best ("neighbors"). The latter is for one tuned axis whose labels are in order, such as

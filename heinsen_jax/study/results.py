@@ -66,12 +66,13 @@ def best_of(study: Study, recorded: Recorded) -> list[list[Run]]:
 
 
 def rank(study: Study, recorded: Recorded, run: Run) -> tuple[float, float]:
-    """The run's metric, negated if smaller is better; -inf if it diverged or is unfinished. Among
-    equals, such as accuracies of 1, the run with the smaller loss ranks higher."""
+    """The run's metric, negated if smaller is better, and its negated loss, which decides between
+    equal metrics, such as accuracies of 1. Both are -inf if it diverged or is unfinished."""
     metrics = (recorded.of(run) or {}).get("metrics", {})
-    value = metrics.get(study.metric, math.nan)
     sign = 1 if is_larger_better(study.metric) else -1
-    return sign * value if math.isfinite(value) else -math.inf, -metrics.get("loss", math.inf)
+    values = sign * metrics.get(study.metric, math.nan), -metrics.get("loss", math.nan)
+    best, other = (x if math.isfinite(x) else -math.inf for x in values)
+    return best, other
 
 
 def searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[Run]:

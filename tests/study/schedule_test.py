@@ -59,7 +59,7 @@ def test_the_search_ends_when_the_neighbors_of_the_best_are_no_better(tmp_path, 
 
 
 def test_the_smaller_loss_ranks_first_among_equal_accuracies(tmp_path):
-    """The first of several learning rates with an accuracy of 1 was selected before."""
+    """The search moves along a plateau of accuracies of 1 toward the smallest loss."""
     losses = Losses(dict(zip(LABELS, (9, 8, 7, 6, 5, 6, 7), strict=True)))
 
     def executor(runs, folder):

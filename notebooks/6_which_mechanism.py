@@ -186,11 +186,11 @@ draw(study.title, study.plots, results)
 # ## Hybrids
 #
 # Softmax attention in one of eight, four or two layers, the first or the last of them, and
-# log-attention in the others. Models recall more with softmax attention in the first layer; with
-# one of eight layers, they copy long strings better if it is the last. With one of four, three
-# seeds show no difference by a 95% confidence interval, though every seed copies better with the
-# last. All were trained with 800 updates and two learning rates; what a model does not learn in
-# them may still be within its capacity.
+# log-attention in the others. Models recall more with softmax attention in the first layer. With
+# one of eight or of four layers, every seed copies long strings better if it is the last, though
+# the 95% confidence intervals of three seeds include no difference. All were trained with 800
+# updates and two learning rates; what a model does not learn in them may still be within its
+# capacity.
 
 # %%
 study, results = load("hybrids")

@@ -7,15 +7,10 @@ from dataclasses import replace
 import numpy as np
 from scipy import stats
 
+from heinsen_jax import attention
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.layers import parse_pattern, single_layers
-from heinsen_jax.study import (
-    adjusted_p_values,
-    differences_of,
-    load_study,
-    results_of,
-    sweeps,
-)
+from heinsen_jax.study import adjusted_p_values, differences_of, load_study, results_of, sweeps
 from tests.docs.pages import (
     README_TEXT,
     ROOT,
@@ -179,6 +174,8 @@ def test_capacity_of_recall_is_that_of_the_study():
     constant = {name: x for name, x in at[64].items() if name not in full}
     best = sorted(constant, key=lambda name: -constant[name])[:5]
     window, taylor, _, large, delta = best
+    tokens = attention.mechanism("log_window").short_options(256)["window_size"]
+    assert f"a window of {tokens} tokens merged with log-attention has" in STUDY_TEXT
     assert best == ["window merged with log", "Taylor", "Mamba-2", "log, 256 slots", "DeltaNet"]
     said = "pairs, {:.2f}, but in {:.0f} kB; Taylor attention has {:.2f} in {:.0f} kB, a tenth of "
     said += "the bytes of all keys and values, log-attention with 256 slots {:.2f} in {:.0f} kB, "

@@ -16,6 +16,7 @@ from heinsen_jax.study.records import (
     Comparison,
     RunRecord,
     check_measured,
+    is_larger_better,
     markdown_table,
     table,
 )
@@ -71,6 +72,8 @@ def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
     if tuned:
         names = " and ".join(map(_words, tuned))
         chosen = f"Each row has the {names} that was the best with the first seed"
+        if is_larger_better(study.metric):
+            chosen += " (the smallest loss decided between equals)"
         how = "all were run"
         if study.search == "neighbors":
             how = (

@@ -43,8 +43,8 @@ def test_every_value_is_run_once_and_the_best_with_all_seeds(tmp_path):
     assert f"| softmax | 16 | 0.1 {row}" in report
     assert "20 of 20 runs, on a CPU, JAX 1; at abc." in report
     assert (
-        "Each row has the learning rate that was the best with the first seed; all were run."
-        in report
+        "Each row has the learning rate that was the best with the first seed (the smallest loss "
+        "decided between equals); all were run." in report
     )
     assert (tmp_path / "report.png").stat().st_size > 10_000
 

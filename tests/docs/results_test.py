@@ -291,6 +291,28 @@ def test_speeds_on_a_gpu_are_those_of_the_records():
     assert f"operation in bfloat16, has {100 * original:.0f}%" in PAGES_TEXT
 
 
+def test_speeds_on_an_h200_are_those_of_the_record():
+    record = read_record("gpu_attention_h200")
+    assert record["environment"]["device"] == "NVIDIA H200"
+    seconds = {}
+    for line, shape in zip(table("gpu attention h200"), record["shapes"], strict=True):
+        times = {
+            way: shape["results"][way].get("seconds", {}).get("both", math.nan)
+            for way in ("chunked", "gpu", "cudnn", "torch softmax")
+        }
+        sizes = shape["dtype"], shape["depth"], shape["length"]
+        seconds[sizes] = times
+        cells = (f"{1e3 * x:.1f}".replace("nan", "–") for x in times.values())
+        assert line == f"| {sizes[0]} | {sizes[1]} | {sizes[2]:,} | {' | '.join(cells)} |"
+    for length in (1024, 8192):
+        *_, kernels, cudnn, torch = seconds["bfloat16", 32, length].values()
+        assert kernels < min(cudnn, torch)
+    assert ("float32", 64, 8192) not in seconds
+    errors = record["relative_errors"]["float32"]
+    assert f"{errors['gpu']:.1e} for the kernels, {errors['chunked']:.1e} for" in PAGES_TEXT
+    assert f"and {errors['torch original']:.1e} for the original's formula" in PAGES_TEXT
+
+
 def test_training_on_a_gpu_is_that_of_the_record():
     steps = read_record("gpu_training")["steps"]
     assert {(x["rows"], x["remat_policy"]) for x in steps} == {(32, "all")}
@@ -315,11 +337,21 @@ def test_training_on_a_gpu_is_that_of_the_record():
 
 
 def test_generation_on_a_gpu_is_that_of_the_record():
-    rows = [x for x in read_record("gpu_decoding")["rows"] if x["model"] == "log"]
-    of = {(x["batch"], x["context"]): x["seconds"] for x in rows}
-    contexts = sorted({x["context"] for x in rows})
-    for batch in (1, 16):
-        (shown,) = {f"{1e3 * of[batch, context]:.1f} ms" for context in contexts}
-        assert f"{shown} at batch {batch}" in PAGES_TEXT
-    assert contexts == [4096, 32_768, 1_048_576]
-    assert f"its state needs {rows[0]['bytes'] / 1e6:.1f} MB per sequence" in PAGES_TEXT
+    record = read_record("gpu_decoding")
+    assert record["environment"]["device"] == "NVIDIA H200"
+    of = {(x["model"], x["batch"], x["context"]): x for x in record["rows"]}
+    models = [(model, batch) for batch in (1, 16) for model in ("log", "softmax")]
+    contexts = 4096, 32_768, 1_048_576
+    assert len(of) == len(models) * len(contexts)
+    for line, (model, batch) in zip(table("gpu decoding"), models, strict=True):
+        rows = [of[model, batch, context] for context in contexts]
+        cells = [f"{1e3 * x['seconds']:.1f}" if "seconds" in x else "out of memory" for x in rows]
+        name = {"log": "log-attention", "softmax": "softmax attention"}[model]
+        assert line == f"| {name} | {batch} | {' | '.join(cells)} |"
+    assert f"state needs {of['log', 1, 4096]['bytes'] / 1e6:.1f} MB per sequence" in PAGES_TEXT
+    caches = [of["softmax", 1, context]["bytes"] for context in contexts]
+    said = f"need {caches[0] / 1e6:.0f} MB after 4096 tokens and {caches[2] / 1e9:.0f} GB after"
+    assert said in PAGES_TEXT
+    roof = caches[1] / read_record("gpu_attention_h200")["card"]["bytes_a_second"]
+    assert f"takes {1e3 * roof:.1f} ms at the measured bandwidth, a twelfth" in PAGES_TEXT
+    assert 1 / 12.5 < roof / of["softmax", 1, 32_768]["seconds"] < 1 / 11.5

@@ -109,7 +109,10 @@ def test_an_accelerator_gets_few_large_operations(keywords, monkeypatch):
     """Only the exact tier loops over chunks."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     arrays = [jax.ShapeDtypeStruct((1, 65_536, 24, 32), jnp.float32)] * 3
-    places: Any = {"log_decay": ((1, 65_536, 24), jnp.float32), "segment_ids": ((1, 65_536), int)}
+    places: Any = {
+        "log_decay": ((1, 65_536, 24), jnp.float32),
+        "segment_ids": ((1, 65_536), jnp.int32),
+    }
     options = {name: jax.ShapeDtypeStruct(*places[name]) for name in keywords}
     wide = jnp.zeros((1, 1, 1, 128))
     plan = DEFAULT.plan(Inputs(wide[:, :, :, None], wide, wide), is_log=True)

@@ -136,7 +136,7 @@ study, results = load("recall")
 draw(study.title, study.plots, results)
 
 # %% [markdown]
-# Softmax attention, also with one key/value head, MLA and L1 attention answer everything. Among
+# Softmax attention, also with one key/value head, MLA and L1 attention answer all queries. Among
 # states of constant size, which is the smallest that answers 90% of the queries? A second study
 # changes the sizes, features and decay of log-attention, and the sizes of the delta rule.
 

@@ -49,3 +49,7 @@ def interval(difference: Difference) -> str:
     """95% confidence interval in words."""
     assert difference.interval is not None
     return "{:.2f} to {:.2f}".format(*difference.interval)
+
+
+def size_in_words(size: int) -> str:
+    return f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"

@@ -19,6 +19,7 @@ from tests.docs.pages import (
     interval,
     results_by_model,
     results_of_study,
+    size_in_words,
     table,
 )
 
@@ -48,6 +49,8 @@ def test_recall_figures_are_those_of_the_study():
     assert f"the smallest state of them, {of_bytes['MLA', '32'] / 1000:.1f} kB" in STUDY_TEXT
     assert all(accuracy[name, "64"] < 0.5 for name in ("Mamba-2", "RetNet", "GLA", "HGRN2", "FoX"))
     assert accuracy["FoX", "32"] < 0.5
+    said = f"Performer of width 64 answers {accuracy['Performer', '64']:.0%} in "
+    assert f"{said}{of_bytes['Performer', '64'] / cache:.0%} of the bytes" in STUDY_TEXT
     assert 0.15 < of_bytes["mLSTM", "64"] / cache < 0.18
     seeds = next(x for x in results if list(x.compared.values()) == ["mLSTM", "64"])
     said = (100 * x for x in seeds.values("accuracy"))
@@ -326,6 +329,10 @@ def test_state_tracking_figures_are_those_of_the_study():
     assert all(found[name]["parity", "accuracy"] > 0.9999 for name in negative)
     longer = f"{100 * found[negative[1]]['parity', 'accuracy_256']:.0f}%"
     assert f"and Gated DeltaNet that of 256 bits with {longer} accuracy" in STUDY_TEXT
+    said = "averages (log-attention: {:.2f} on 128 bits), but for Gated DeltaNet with negative "
+    said += "eigenvalues ({:.2f})."
+    of_bits = (found[name]["parity", "accuracy_128"] for name in ("log", negative[1]))
+    assert said.format(*of_bits) in README_TEXT
     seeds = results[negative[0], "parity"].values("accuracy_128")
     assert f"one of two seeds of DeltaNet has {min(seeds):.2f}." in STUDY_TEXT
     assert max(seeds) > 0.99
@@ -346,10 +353,6 @@ def test_state_tracking_figures_are_those_of_the_study():
         f"differ by up to {2 * max(x.spread('accuracy') for x in results.values()):.2f}"
         in STUDY_TEXT
     )
-
-
-def size_in_words(size: int) -> str:
-    return f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
 
 
 def test_hybrids_are_those_of_the_study():
@@ -375,7 +378,10 @@ def test_hybrids_are_those_of_the_study():
         assert min(recall[name]) > 0.999
     said = "such models answer all queries of 8 pairs after "
     said += f"{study.base.training.steps} updates, those that end with it "
-    said += f"{accuracy['1 of 4 softmax, last'][0]:.0%}; on code, their loss is "
+    longer = {tuple(x.compared.values()): x for x in results_of_study("hybrids_updates")}
+    late = longer["1 of 4 softmax, last", "2400"].mean("accuracy")
+    said += f"{accuracy['1 of 4 softmax, last'][0]:.0%} ({late:.0%} after 2400); on code, their "
+    said += "loss is "
     on_code = results_by_model("long_context")
     losses = (on_code[x].mean("loss") for x in ("softmax, then 3 log", "3 log, then softmax"))
     assert "{}{:.3f}, not {:.3f}.".format(said, *losses) in README_TEXT
@@ -396,10 +402,14 @@ def test_hybrids_are_those_of_the_study():
         "log",
         "1 of 8 softmax, first",
     }
-    longer = {tuple(x.compared.values()): x for x in results_of_study("hybrids_updates")}
+    copied = (f"{accuracy[name][1]:.2f}" for name in ("1 of 4 softmax, last", "log"))
+    said = "end every four layers with softmax attention (accuracy {}; log-attention {})."
+    assert said.format(*copied) in README_TEXT
     names = "1 of 2 softmax, last", "1 of 4 softmax, last", "log"
     two, four, alone = (longer[name, "2400"].mean("accuracy") for name in names)
     assert f"answer {two:.0%} and {four:.0%}, and log-attention alone {alone:.0%}" in STUDY_TEXT
+    single = {longer["1 of 8 softmax, first", x].mean("accuracy") for x in ("800", "2400")}
+    assert min(single) > 0.999
     smallest = next(iter(load_study("hybrids_updates").axes["learning_rate"]))
     assert all(longer[name, "2400"].tuned["learning_rate"] == smallest for name in names[:2])
     spreads = (f"{longer[name, '2400'].spread('accuracy'):.2f}" for name in names)

@@ -161,10 +161,10 @@ draw(study.title, study.plots, results)
 # %% [markdown]
 # ## Copying
 #
-# Recall in order: trained on strings of 5 to 20 letters, tested on longer ones. A state of constant
-# size is full at some length; a cache is not. Yet of the mechanisms with a cache, only softmax
-# attention copies strings three times as long. Selective copying also needs to ignore noise, and
-# induction to find one token.
+# Recall in order: trained on strings of 5 to 20 letters, tested on longer ones. The capacity of a
+# state of constant size limits how many letters can be copied; a cache grows with them. Yet of the
+# mechanisms with a cache, only softmax attention copies strings three times as long. Selective
+# copying also needs to ignore noise, and induction to find one token.
 
 # %%
 study, results = load("copying")
@@ -204,8 +204,8 @@ draw(study.title, study.plots, results)
 # | little use of distant tokens, long streams | a window, log-attention with decay, Mamba-2 |
 # | context of some hundred tokens, constant memory | log-attention alternating with short windows |
 # | use of distant tokens, with a cache | softmax in the last of two or four layers, log before it |
-# | recall of some facts in constant memory | DeltaNet, Taylor attention; log-attention with slots |
+# | recall of some facts in constant memory | Taylor attention by Muon, DeltaNet, slots of log-attention |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
-# | recall of everything | softmax attention, in all layers or the first; MLA, in fewer bytes |
-# | copying of long strings | softmax attention, in all layers or the last of four |
+# | recall of all facts | softmax attention, in all layers or the first; MLA, in fewer bytes |
+# | copying of long strings | softmax attention, in all layers or perhaps the last of four |
 # | less memory for a trained model | [notebook 7](7_linearize.ipynb) |

@@ -353,5 +353,5 @@ def test_generation_on_a_gpu_is_that_of_the_record():
     said = f"need {caches[0] / 1e6:.0f} MB after 4096 tokens and {caches[2] / 1e9:.0f} GB after"
     assert said in PAGES_TEXT
     roof = caches[1] / read_record("gpu_attention_h200")["card"]["bytes_a_second"]
-    assert f"takes {1e3 * roof:.1f} ms at the measured bandwidth, a twelfth" in PAGES_TEXT
+    assert f"needs {1e3 * roof:.1f} ms at the measured bandwidth, a twelfth" in PAGES_TEXT
     assert 1 / 12.5 < roof / of["softmax", 1, 32_768]["seconds"] < 1 / 11.5

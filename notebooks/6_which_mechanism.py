@@ -204,7 +204,7 @@ draw(study.title, study.plots, results)
 # | little use of distant tokens, long streams | a window, log-attention with decay, Mamba-2 |
 # | context of some hundred tokens, constant memory | log-attention alternating with short windows |
 # | use of distant tokens, with a cache | softmax in the last of two or four layers, log before it |
-# | recall of some facts in constant memory | Taylor attention by Muon, DeltaNet, slots of log-attention |
+# | recall of some facts in constant memory | Taylor attention with Muon, DeltaNet, log with slots |
 # | states that a token inverts, such as parity | the delta rule with negative eigenvalues |
 # | recall of all facts | softmax attention, in all layers or the first; MLA, in fewer bytes |
 # | copying of long strings | softmax attention, in all layers or perhaps the last of four |

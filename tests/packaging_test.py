@@ -136,3 +136,10 @@ def test_continuous_integration_runs_the_documented_commands():
         (script,) = (word for word in job["command"].split() if word.startswith(".ci/"))
         assert os.access(ROOT / script, os.X_OK)
     yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="needs -n 2")
+@pytest.mark.xdist_group("packaging")
+def test_groups_of_tests_share_a_worker(request):
+    """pytest-xdist distributes by these suffixes, without which fixtures are made twice."""
+    assert request.node.nodeid.endswith("@packaging")

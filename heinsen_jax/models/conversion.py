@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -260,6 +261,7 @@ def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.nd
     return name, None
 
 
-def _parameters(config: LanguageModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+@cache
+def _parameters(config: LanguageModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the parameters by name."""
     return flatten_with_names(nnx.state(LanguageModel.abstract(config), nnx.Param))

@@ -8,6 +8,8 @@ from tests.docs.pages import results_by_model
 
 NAMES = "linearize_python", "linearize_shakespeare"
 
+pytestmark = pytest.mark.xdist_group("linearization")  # one worker builds the models
+
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_models_with_a_budget_have_the_same_tokens(name):

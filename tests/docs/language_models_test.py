@@ -379,6 +379,8 @@ def test_scaling_is_that_of_the_study():
         assert line == f"| {' | '.join(cells)} |"
     low, high = (f([fit.exponent for fit in fits["parameters"].values()]) for f in (min, max))
     assert f"all three are between {low:.3f} and {high:.3f}" in STUDY_TEXT
+    sizes = [x.mean("parameters") / 1e6 for x in results]
+    assert f"{min(sizes):.2f} to {max(sizes):.2f} million parameters" in STUDY_TEXT
     for fit in differences["parameters"].values():
         assert fit.interval[0] < 0 < fit.interval[1]
     assert differences["tokens"]["softmax, rotary"].interval[0] > 0

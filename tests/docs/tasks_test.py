@@ -1,5 +1,6 @@
 """Accuracies of synthetic tasks in the README and docs are those of the committed studies."""
 
+import json
 import math
 import statistics
 from dataclasses import replace
@@ -296,6 +297,13 @@ def test_copying_figures_are_those_of_the_study():
         if x.compared["mechanism"] in failing - {"FoX"} and x.compared["task"] == "induction":
             assert min(x.values("accuracy_64")) == 1
             assert len(x.records) == 2
+    lines = (ROOT / "benchmarks/results/studies/copying/results.jsonl").read_text().splitlines()
+    (failed,) = (x for x in map(json.loads, lines) if "failed" in x)
+    assert failed["labels"].items() >= {
+        ("task", "copying"),
+        ("mechanism", "Gated DeltaNet"),
+        ("learning_rate", "0.003"),
+    }
     largest = [*study.axes["learning_rate"]][-1]
     number = sum(x.tuned["learning_rate"] == largest for x in results.values())
     assert f"{number} of the {len(results)} rows is the largest that was tried" in STUDY_TEXT

@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/copying.py --jobs 2
 
-Copying is that of Jelassi et al. (2024). Needs about three and a half hours on two CPU cores.
+Copying is that of Jelassi et al. (2024). Needs about four and a half hours on two CPU cores.
 """
 
 from dataclasses import replace

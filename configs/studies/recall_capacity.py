@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/recall_capacity.py --jobs 2
 
-Needs seven hours on two CPU cores.
+Needs about six hours on two CPU cores.
 """
 
 from dataclasses import replace

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -261,7 +260,6 @@ def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.nd
     return name, None
 
 
-@cache
-def _parameters(config: LanguageModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
+def _parameters(config: LanguageModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the parameters by name."""
     return flatten_with_names(nnx.state(LanguageModel.abstract(config), nnx.Param))

@@ -308,6 +308,16 @@ def test_speeds_on_an_h200_are_those_of_the_record():
         *_, kernels, cudnn, torch = seconds["bfloat16", 32, length].values()
         assert kernels < min(cudnn, torch)
     assert ("float32", 64, 8192) not in seconds
+    for (dtype, _, length), times in seconds.items():
+        is_faster = times["gpu"] < times["chunked"]
+        assert is_faster == (dtype == "bfloat16" or length == 1024)
+    original = [
+        1e3 * shape["results"]["torch original"]["seconds"]["both"]
+        for shape in record["shapes"]
+        if "seconds" in shape["results"]["torch original"]
+    ]
+    said = f"needs {min(original):.0f} to {max(original):.0f} ms at 1024 tokens."
+    assert f"The original's formula {said}" in PAGES_TEXT
     errors = record["relative_errors"]["float32"]
     assert f"{errors['gpu']:.1e} for the kernels, {errors['chunked']:.1e} for" in PAGES_TEXT
     assert f"and {errors['torch original']:.1e} for the original's formula" in PAGES_TEXT
@@ -338,6 +348,8 @@ def test_training_on_a_gpu_is_that_of_the_record():
 
 def test_generation_on_a_gpu_is_that_of_the_record():
     record = read_record("gpu_decoding")
+    sizes = "caches of 77 GB and 39 GB did not fit in the {:.0f} GB that JAX may use by default."
+    assert sizes.format(record["memory"] / 0.8e9) in PAGES_TEXT
     assert record["environment"]["device"] == "NVIDIA H200"
     of = {(x["model"], x["batch"], x["context"]): x for x in record["rows"]}
     models = [(model, batch) for batch in (1, 16) for model in ("log", "softmax")]
@@ -345,7 +357,7 @@ def test_generation_on_a_gpu_is_that_of_the_record():
     assert len(of) == len(models) * len(contexts)
     for line, (model, batch) in zip(table("gpu decoding"), models, strict=True):
         rows = [of[model, batch, context] for context in contexts]
-        cells = [f"{1e3 * x['seconds']:.1f}" if "seconds" in x else "out of memory" for x in rows]
+        cells = [f"{1e3 * x['seconds']:.1f}" if "seconds" in x else x["refused"] for x in rows]
         name = {"log": "log-attention", "softmax": "softmax attention"}[model]
         assert line == f"| {name} | {batch} | {' | '.join(cells)} |"
     assert f"state needs {of['log', 1, 4096]['bytes'] / 1e6:.1f} MB per sequence" in PAGES_TEXT

@@ -1,4 +1,4 @@
-"""Log-attention as fused GPU kernels: experimental, run on one H100 only.
+"""Log-attention as fused GPU kernels: experimental, run on an H100 and an H200 only.
 
 `check` tells whether the kernels support a call; `Fused` computes it. Mosaic GPU is the kernel
 language that JAX maintains for Hopper and later; it ships with JAX, lowers without a GPU, and can

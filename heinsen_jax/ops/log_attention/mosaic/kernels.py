@@ -1,6 +1,6 @@
 """Log-attention as Mosaic GPU kernels: streams of chunks through the tensor cores, for Hopper.
 
-Experimental: interpreted and lowered in tests; run on one H100 only.
+Experimental: interpreted and lowered in tests; run on an H100 and an H200 only.
 
 One program per head iterates over chunks of 64 tokens with the state in registers, while it fetches
 the next chunk. As in `single_level`, exponentials are scaled by the maximum over a chunk and its

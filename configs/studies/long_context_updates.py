@@ -36,7 +36,7 @@ def get_study() -> Study:
                 for updates in UPDATES
             },
             "learning_rate": sweeps.learning_rates(4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2),
-            "seed": sweeps.seeds(1, 2, 3),
+            "seed": sweeps.seeds(1, 2),
         },
         plots=tuple(
             Points(

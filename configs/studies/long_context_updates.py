@@ -2,7 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/long_context_updates.py --jobs 2 --reuse DIR
 
-Needs about two and a half hours on two CPU cores, if DIR has the results of the study
+Needs about three hours on two CPU cores, if DIR has the results of the study
 long_context.
 """
 

@@ -22,9 +22,9 @@ before each branch, no position encoding, 1000 updates of 16 sequences by Muon: 
 parameters. State size is that after 256 tokens, in float32, convolutions included. `64 slots` and
 so on have one head, product features, decay that is coupled to keys, and values of 16 numbers;
 `16 x 16` are the sizes of keys and values of both heads; `state of 32` is the size of Mamba-2's
-keys, which are 128 by default. The hybrid has softmax attention in its first layer, and log-
-attention with values of any sign; `alternating` has log-attention, and in the second layer a window
-with rotary positions. The learning rate is selected by the accuracy on sequences as in training.
+keys, which are 128 by default. The hybrid has softmax attention in its first layer, and
+log-attention with values of any sign. The learning rate is selected by the accuracy on sequences as
+in training.
 """
 PAIRS = 4, 8, 16, 32, 64
 NUMBERS = 8, 12, 16
@@ -60,8 +60,6 @@ def get_study() -> Study:
         validation_examples=128,
     )
     hybrid = Layers("softmax"), Layers("log", options={"values": "linear"})
-    decay = {"values": "linear", "decay": "head", "max_timescale": 256}
-    alternating = Layers("log", options=decay), sweeps.WINDOW
     return Study(
         title="Capacity of recall against bytes of state",
         about=ABOUT,
@@ -84,7 +82,6 @@ def get_study() -> Study:
                 },
                 "Mamba-2, state of 32": sweeps.mechanism("mamba2", key_depth=32),
                 "hybrid: softmax, then log": {"model.attention": hybrid},
-                "alternating log and window of 64": {"model.attention": alternating},
             },
             "learning_rate": sweeps.learning_rates(2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
             "seed": sweeps.seeds(0, 1),

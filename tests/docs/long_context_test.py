@@ -191,6 +191,12 @@ def test_losses_at_equal_budgets_are_those_of_the_results():
     said = "softmax attention, by {:.2f} and {:.2f}; with that of 600, it is larger by {:.2f} and "
     said += "{:.2f}; with two seeds, the 95%"
     assert said.format(*ahead, *behind) in STUDY_TEXT
+    windows = [
+        at("window of 64, rotary", *budget) - at("alternating log and window of 64", *budget)
+        for budget in product((300, 600), ("flops", "time"))
+    ]
+    said = "larger than that of windows that alternate with log-attention, by "
+    assert f"{said}{min(windows):.2f} to {max(windows):.2f}." in STUDY_TEXT
     for updates, best in ((300, "window of 64"), (600, "softmax")):
         for budget in ("flops", "time"):
             trained = [x for x in models if None not in models[x]["loss"][str(updates)][budget]]

@@ -2,8 +2,7 @@
 
 python -m heinsen_jax.study configs/studies/long_context_updates.py --jobs 2 --reuse DIR
 
-Needs about three hours on two CPU cores, if DIR has the results of the study
-long_context.
+Needs about three hours on two CPU cores, if DIR has the results of the study long_context.
 """
 
 from dataclasses import replace

@@ -24,17 +24,6 @@ from tests.docs.pages import (
 )
 
 
-def test_no_constant_state_gains_much_from_longer_contexts():
-    gains = {
-        name: x.mean("loss") - x.mean("loss_2048")
-        for name, x in results_by_model("long_context").items()
-        if "softmax" not in name and name != "FoX"
-    }
-    best, window = max(gains.values()), gains["window of 64, rotary"]
-    assert f"From 512 to 2048, a window of 64 gains {window:.2f}, since" in STUDY_TEXT
-    assert f"states of constant size gain no more than {best:.2f}." in STUDY_TEXT
-
-
 def test_longer_contexts_are_those_of_the_study():
     study = load_study(ROOT / "configs/studies/long_context.py")
     results = results_by_model("long_context")

@@ -52,4 +52,6 @@ def interval(difference: Difference) -> str:
 
 
 def size_in_words(size: int) -> str:
-    return f"{size / 1e3:,.0f} kB" if size < 1e6 else f"{size / 1e6:,.1f} MB"
+    units = {"kB": 1e6, "MB": 1e9, "GB": 1e12}
+    unit, limit = next(item for item in units.items() if size < item[1])
+    return f"{size / limit * 1e3:.{0 if unit == 'kB' else 1}f} {unit}"

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal, NamedTuple
 
 import pydantic
@@ -226,13 +227,7 @@ class LanguageModelConfig:
 
     def abstract_layers(self) -> list[Attention]:
         """The modules of `layers`, without weights."""
-
-        def modules() -> nnx.List:
-            sizes, rngs = (self.model_dim, self.num_heads), nnx.Rngs(0)
-            pairs = zip(self.layer_pattern, self.mechanisms(), strict=True)
-            return nnx.List(mechanism(name)(*sizes, config, rngs=rngs) for name, config in pairs)
-
-        return [*nnx.eval_shape(modules)]
+        return [*_abstract_layers(self)]
 
     def _mechanism(self, layer: Layers) -> AttentionConfig:
         name = layer.mechanism
@@ -261,3 +256,13 @@ class LanguageModelConfig:
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}
         return configure(name, **fields | {**layer.options})
+
+
+@cache
+def _abstract_layers(config: LanguageModelConfig) -> nnx.List[Attention]:
+    def modules() -> nnx.List[Attention]:
+        sizes, rngs = (config.model_dim, config.num_heads), nnx.Rngs(0)
+        pairs = zip(config.layer_pattern, config.mechanisms(), strict=True)
+        return nnx.List(mechanism(name)(*sizes, options, rngs=rngs) for name, options in pairs)
+
+    return nnx.eval_shape(modules)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from functools import cache
 from typing import NamedTuple
 
 import jax
@@ -189,6 +190,7 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
     return shared
 
 
+@cache
 def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> frozenset[str]:
     """Names of the parameters of a model that one of the architecture `source` does not have.
 

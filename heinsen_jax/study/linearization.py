@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 from heinsen_jax.config import ExperimentConfig
 from heinsen_jax.linearize import attention_transfer
@@ -54,8 +53,6 @@ COLORS = {
     "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
 }
 
-_new_parameters = cache(new_parameters)
-
 
 def models(teacher: LanguageModelConfig, length: int) -> sweeps.Sweep:
     """The teacher's architecture with other attention layers, but for windows that span `length`
@@ -82,7 +79,7 @@ def stages(
 ) -> Sequence[ExperimentConfig]:
     """Both stages of a run, with half of its updates each, or stage 2 alone."""
     is_single = config.distillation.teacher is None or labels["model"].endswith(STAGE_2)
-    if is_single or not _new_parameters(config.model, teacher):
+    if is_single or not new_parameters(config.model, teacher):
         return (config,)
     first = config.training.steps // 2
     other_batches = replace(config, seed=config.seed + 100)

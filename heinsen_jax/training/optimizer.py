@@ -1,7 +1,7 @@
 """Optimizers and learning-rate schedules of optax, with weight decay on matrices and embeddings
 only."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Literal
 
 import jax
@@ -59,6 +59,7 @@ class OptimizerConfig:
     sampled from, and loaded from checkpoints in place of the weights; no average when None."""
 
 
+@lru_cache
 def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
     """Learning rate of every step. The schedule would reach the last rate one step after the end.
 

@@ -162,6 +162,19 @@ def test_a_teacher_with_normalized_queries_and_keys_gets_any_mechanism(mechanism
     assert "blocks.1.attention.query_norm.scale.value" in shared
 
 
+def test_modules_are_created_once_for_each_architecture(monkeypatch):
+    """The checks of a study with hundreds of runs took minutes."""
+    created = []
+    create = nnx.eval_shape
+    monkeypatch.setattr(nnx, "eval_shape", lambda f: created.append(f) or create(f))
+    source = config("softmax", norm_epsilon=0.25)  # of this test alone
+    counts = []
+    for _ in range(2):
+        new_parameters(linear_layers(source, "log:features=hedgehog"), replace(source))
+        counts.append(len(created))
+    assert counts[0] == counts[1] > 0
+
+
 def test_parameters_without_a_place_are_named():
     options = {"use_bias": True, "output_bias": False}
     source = config(Layers("softmax", options=options), qk_norm=True)

@@ -101,8 +101,9 @@ def longformer(*arrays: jax.Array) -> jax.Array:
 
 
 def log_window(*arrays: jax.Array) -> jax.Array:
-    *tokens, log_weight = arrays
-    return ops.log_window_attention(*tokens, log_weight=log_weight, window_size=64)
+    names = "log_weight", "log_decay"
+    options: Any = dict(zip(names, arrays[5:], strict=False))
+    return ops.log_window_attention(*arrays[:5], window_size=64, **options)
 
 
 def compressed(*arrays: jax.Array) -> jax.Array:
@@ -197,6 +198,9 @@ LOG_ATTENTION = {
     "performer_attention": Case(ops.performer_attention, (*QKV, (2 * DEPTH, DEPTH))),
     "log_window_attention": Case(
         log_window, (*QKV, FEATURES, FEATURES, LOGITS), WITH_OPTIONS, max_bytes=170_000
+    ),
+    "log_window_attention, decay": Case(
+        log_window, (*QKV, FEATURES, FEATURES, LOGITS, LOGITS), WITH_OPTIONS, max_bytes=215_000
     ),
 }
 

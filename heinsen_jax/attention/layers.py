@@ -65,6 +65,23 @@ def dense_options(inputs: int, logical_axes: tuple[str, ...]) -> DenseOptions:
     }
 
 
+def decay_projection(
+    inputs: int,
+    outputs: int,
+    max_timescale: float,
+    min_timescale: float = 1.0,
+    **options: Unpack[LayerOptions],
+) -> nnx.Linear:
+    """A dense layer z = x W + b for log decays log sigmoid(z), initially about -1 / timescale: time
+    constants, in tokens, form a geometric sequence from `max_timescale` to `min_timescale`."""
+    layer = linear(inputs, outputs, ("embed", "heads"), **options)
+    dtype = options["param_dtype"]
+    timescales = jnp.geomspace(max_timescale, min_timescale, outputs, dtype=dtype)
+    assert layer.bias is not None
+    layer.bias[...] = jnp.log(timescales)  # log sigmoid(b) is about -exp(-b)
+    return layer
+
+
 class LowRank(nnx.Module):
     """x W W' + b, for W of few columns; replicated over devices."""
 

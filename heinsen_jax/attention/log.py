@@ -12,7 +12,7 @@ from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
-from heinsen_jax.attention.layers import identity, in_float32, linear, parameter
+from heinsen_jax.attention.layers import decay_projection, identity, in_float32, parameter
 from heinsen_jax.ops.log_attention import (
     Chunked,
     HeinsenAttentionState,
@@ -124,12 +124,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
                     "set key_depth to at least 2, or 4 with features='product'"
                 )
         elif self.config.decay is not None:
-            rates = self.num_kv_heads * self._decays_per_head
-            self.decay_proj = linear(self.model_dim, rates, ("embed", "heads"), **options)
-            longest = self.config.max_timescale
-            timescales = jnp.geomspace(longest, 1.0, rates, dtype=self.param_dtype)
-            assert self.decay_proj.bias is not None
-            self.decay_proj.bias[...] = jnp.log(timescales)  # log sigmoid(b) is about -exp(-b)
+            num_decays = self.num_kv_heads * self._decays_per_head
+            self.decay_proj = decay_projection(
+                self.model_dim, num_decays, self.config.max_timescale, **options
+            )
 
     @property
     def _decays_per_head(self) -> int:

@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
+import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
@@ -12,13 +13,29 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention
-from heinsen_jax.attention.layers import LayerOptions, identity, in_float32, parameter
+from heinsen_jax.attention.layers import (
+    LayerOptions,
+    decay_projection,
+    identity,
+    in_float32,
+    parameter,
+)
 from heinsen_jax.attention.log import hedgehog_features
 from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.ops.arguments import positions_in_segments, segment_starts
 from heinsen_jax.ops.log_attention import Chunked
 from heinsen_jax.ops.log_window import LogWindowState, log_window_attention
-from heinsen_jax.typing import Array, Integer, Keys, Mixed, Query, Values, config_dataclass
+from heinsen_jax.typing import (
+    Array,
+    Features,
+    Float,
+    Integer,
+    Keys,
+    Mixed,
+    Query,
+    Values,
+    config_dataclass,
+)
 
 
 @config_dataclass
@@ -31,6 +48,12 @@ class LogWindowConfig(RotaryOptions):
     """Log features of queries and keys for earlier tokens. hedgehog: log softmax(x W) and
     log softmax(-x W), with a trained matrix W per head; twice as many features. identity: the
     queries and keys themselves."""
+    decay: Literal["head"] | None = None
+    """Decay of earlier tokens at every token; no decay when None. head: at a trained rate that
+    depends on the token, one per key/value head."""
+    max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
+    """Initial time constant, in tokens, of the slowest-decaying head; that of the fastest is the
+    window size, if it is smaller. Unused without decay."""
     positions: Literal["none", "rotary"] = "none"
     """Position encoding of queries and keys, before their log features: none; or rotary, which
     rotates them by angles proportional to their positions (RoPE)."""
@@ -44,7 +67,9 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
 
         Y_t = sum_s softmax_s(A_ts) v_s
         A_ts = q_t . k_s / sqrt(K)                      if t - s < w
-        A_ts = LSE_f(phi(q_t)_f + psi(k_s)_f) + g_t     if t - s >= w,      g_t = q_t . u + b
+        A_ts = LSE_f(phi(q_t)_f + psi(k_s)_f) + g_t + sum_(s<r<=t-w) d_r     if t - s >= w
+        g_t = q_t . u + b
+        d_r = log sigmoid(x_r Wd + bd)                  0 without decay
 
     phi and psi are log features, Hedgehog's by default. The trained log weight g of earlier tokens,
     from the query without its position, is needed since Hedgehog's features ignore the norm of the
@@ -52,8 +77,9 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
     Initially u = 0, and b is such that A = 0 for queries and keys of zeros, on both sides of the
     window: log(K / 2) for Hedgehog's 2 K features of -log K, and -log K for K features of 0.
     LoLCATs (Zhang et al., 2024) has one trained factor per head in place of exp(g), and adds sums;
-    here averages are merged with their exact normalizers. The state has the keys, values and log
-    features of w tokens, and averages of all earlier ones.
+    here averages are merged with their exact normalizers. Tokens decay only outside the window,
+    whose scores stay exact. The state has the keys, values and log features of w tokens, with decay
+    also their decays, and averages of all earlier tokens.
 
     Raises:
       ValueError: positions are rotary and key_depth is odd; and as in `HeadedAttention`.
@@ -80,6 +106,15 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
         depth, is_hedgehog = self.key_depth, self.config.features == "hedgehog"
         neutral = nnx.initializers.constant(math.log(depth / 2 if is_hedgehog else 1 / depth))
         self.log_weight_bias = parameter(neutral, self.num_heads, **options)
+        if self.config.decay is not None:
+            longest = self.config.max_timescale
+            self.decay_proj = decay_projection(
+                self.model_dim,
+                self.num_kv_heads,
+                longest,
+                min_timescale=min(self.config.window_size, longest),
+                **options,
+            )
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:
@@ -90,8 +125,23 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
         """Number of log features of a query or key."""
         return self.key_depth * (2 if self.config.features == "hedgehog" else 1)
 
+    def apply(
+        self, x: Features, call: CallArguments[LogWindowState]
+    ) -> tuple[Features, LogWindowState | None]:
+        log_decay = None
+        if self.config.decay is not None:
+            log_decay = jax.nn.log_sigmoid(in_float32(self.decay_proj(x)))
+        with jax.named_scope("mechanism"):
+            y, state = self.attend(*self.heads(x), call, log_decay)
+        return self.out_proj(y), state
+
     def attend(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[LogWindowState]
+        self,
+        query: Query,
+        key: Keys,
+        value: Values,
+        call: CallArguments[LogWindowState],
+        log_decay: Float[Array, "*B T G"] | None = None,
     ) -> tuple[Mixed, LogWindowState | None]:
         wide, weight, bias = map(
             in_float32, (query, self.log_weight[...], self.log_weight_bias[...])
@@ -111,6 +161,7 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
             call,
             partial(_log_window_attention, self.config),
             *(query, key, value, *features, log_weight),
+            *(() if log_decay is None else (log_decay,)),
             empty=self.init_state(query.shape[:-3]),
             summary=partial(_summary, self.config),
         )
@@ -141,6 +192,7 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
             self.num_features,
             self.config.window_size,
             jnp.promote_types(self.param_dtype, jnp.float32),
+            has_decay=self.config.decay is not None,
         )
 
 
@@ -148,9 +200,11 @@ def _log_window_attention(
     config: LogWindowConfig, *arrays: Array, is_causal: bool, **options: Any
 ) -> Any:
     del is_causal
+    *tokens, log_weight = arrays[:6]
     return log_window_attention(
-        *arrays[:5],
-        log_weight=arrays[5],
+        *tokens,
+        log_weight=log_weight,
+        log_decay=arrays[6] if len(arrays) > 6 else None,
         window_size=config.window_size,
         implementation=config.implementation,
         **options,
@@ -163,8 +217,8 @@ def _summary(
     key_value_seq_lengths: Integer[Array, "*B 2"] | None = None,
 ) -> LogWindowState:
     """The state of a device's tokens alone, from the first one of the given range on."""
-    _, key, value, _, features, _ = arrays
+    _, key, value, _, features, _, *decay = arrays
     first = None if key_value_seq_lengths is None else key_value_seq_lengths[..., 0]
     return LogWindowState.of_tokens(
-        key, value, features, window_size=config.window_size, first=first
+        key, value, features, *decay, window_size=config.window_size, first=first
     )

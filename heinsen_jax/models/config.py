@@ -26,7 +26,8 @@ class BlockDefaults(NamedTuple):
     """Defaults that a block kind gives to fields that the configuration leaves unset.
 
     Attributes:
-      options: options of its mechanism; ignored by mechanisms without such options.
+      options: options of its mechanism; ignored by mechanisms without such options. Those in
+        `OF_LOG` are for `log` alone.
       convolution_size, norm, use_bias: see `LanguageModelConfig`.
       positions: see `LanguageModelConfig`; that of the embedding style when None.
       mlp: see `LanguageModelConfig`; no MLP when None.
@@ -42,6 +43,7 @@ class BlockDefaults(NamedTuple):
     mlp_use_bias: bool = True
 
 
+OF_LOG = {"values", "decay"}
 DECAY_OPTIONS = {"gated": False, "values": "linear", "decay": "head", "positions": "rotary"}
 BLOCKS = {
     "paper": BlockDefaults({"gated": True}, mlp=None),
@@ -77,11 +79,11 @@ class LanguageModelConfig:
     block: Literal["paper", "standard", "decay", "fastformer", "llama"] = "paper"
     """paper: one gated residual branch. standard: attention, then an MLP, both pre-norm. decay: as
     standard, for log-attention with decay: a causal convolution of 4 tokens at the start of each
-    branch instead of a position encoding, values of any sign, decay by head, and rotary queries and
-    keys for mechanisms with an option `positions`. fastformer: as standard, without biases in the
-    MLP; the residual stream continues from the normalized input of the attention. llama: as
-    standard, with RMS norms, a SwiGLU MLP and no biases, and rotary positions for mechanisms that
-    have them. The fields that follow replace single parts of a block."""
+    branch instead of a position encoding, values of any sign and decay by head in `log`, and rotary
+    queries and keys for mechanisms with an option `positions`. fastformer: as standard, without
+    biases in the MLP; the residual stream continues from the normalized input of the attention.
+    llama: as standard, with RMS norms, a SwiGLU MLP and no biases, and rotary positions for
+    mechanisms that have them. The fields that follow replace single parts of a block."""
     norm: Norm | None = None
     """layer: layer normalization. rms: RMS normalization, without mean and bias."""
     mlp: MLPKind | None = None
@@ -240,8 +242,9 @@ class LanguageModelConfig:
         if not self.is_causal and not capabilities.bidirectional:
             raise ValueError(f"attention={name!r} is causal only; set is_causal=True")
         known = {field.name for field in dataclasses.fields(config)}
-        asked = BLOCKS[self.block].options.items()
-        fields: dict[str, FieldValue] = {name: value for name, value in asked if name in known}
+        asked = BLOCKS[self.block].options
+        chosen = known & asked.keys() - (set() if name == "log" else OF_LOG)
+        fields: dict[str, FieldValue] = {field: asked[field] for field in asked if field in chosen}
         if "use_bias" in known:
             fields["use_bias"] = self.has_bias
         if self.norm_epsilon is not None and "norm_epsilon" in known:

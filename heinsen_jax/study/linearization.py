@@ -1,5 +1,6 @@
 """Studies of linearization: a trained model, the teacher, gets other attention layers."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -18,18 +19,23 @@ them for attention transfer, with peak learning rates of 0.01, the rest for the 
 0.5 cross-entropy + 0.5 KL(teacher || model) and the teacher's optimizer; all of them for the latter
 if the new layers have no parameters of their own, or with the label "stage 2 only". Learning rates
 of stage 2 were searched. "softmax, trained on" is the teacher after the same training, "from
-scratch" has no teacher. Windows have the teacher's rotary positions, and so has "rotary"; the other
+scratch" has no teacher. Decaying heads
+of windows initially have time constants up to the length of a sequence in training, others up to
+4096 tokens. Windows have the teacher's rotary positions, and so has "rotary"; the other
 mechanisms have no positions but those of decay and convolutions, so that differences are not of
 the mechanism alone. "1 of 4 softmax" keeps every fourth layer as it is. Tokens are those of both
 stages.
 """
 TRAINED_ON, FROM_SCRATCH, STAGE_2 = "softmax, trained on", "from scratch", "stage 2 only"
+DECAY = "decay=head,max_timescale={length}"
 MECHANISMS = {
     "log, Hedgehog": "log:features=hedgehog,decay=None",
     "log, Hedgehog, decay": "log:features=hedgehog,decay=head",
     "log, Hedgehog, rotary": "log_window:window_size=1",
     "window of 16 merged with log": "log_window:window_size=16",
     "window of 64 merged with log": "log_window:window_size=64",
+    "window of 16 merged with log, decay": "log_window:window_size=16," + DECAY,
+    "window of 64 merged with log, decay": "log_window:window_size=64," + DECAY,
     "window of 16": "sliding_window:window_size=16",
     "window of 64": "sliding_window:window_size=64",
     "linear, elu + 1": "linear",
@@ -58,9 +64,9 @@ def models(teacher: LanguageModelConfig, length: int) -> sweeps.Sweep:
     """The teacher's architecture with other attention layers, but for windows that span `length`
     tokens."""
     chosen = {
-        label: attention
+        label: attention.format(length=length)
         for label, attention in MECHANISMS.items()
-        if not attention.endswith(f":window_size={length}")
+        if f"window_size={length}" not in re.split("[:,]", attention)
     }
     found: sweeps.Sweep = {TRAINED_ON: {}}
     for label, attention in chosen.items():

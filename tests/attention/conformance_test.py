@@ -51,13 +51,15 @@ VARIANTS |= {
     "rmt": ("rmt", {"segment_length": 16, "num_memories": 2}),
     "mamba2": ("mamba2", {"key_depth": 8}),
     "log_window, rotary": ("log_window", {"window_size": 7, "positions": "rotary"}),
+    "log_window, decay": ("log_window", {"window_size": 7, "decay": "head"}),
 }
 
 
 # In the short suite: one variant per kind of state for streaming, and per kind of sum for half
 # precision; tests/ops covers every op.
 STREAMS = {"log", "softmax, rotary", "sliding_window, rotary", "mla", "longformer", "tglobal"}
-STREAMS |= {"memory_compressed", "rmt", "mlstm", "fox", "retnet", "log_window, rotary"}
+STREAMS |= {"memory_compressed", "rmt", "mlstm", "fox", "retnet"}
+STREAMS |= {"log_window, rotary", "log_window, decay"}
 HALF = {"log", "softmax", "linear", "colt5", "additive", "kda"}
 LIGHT = [variant for variant in VARIANTS if not variant.startswith("log, ")]
 LENGTH, CHUNK = 60, 20  # not a multiple of blocks, segments and windows

@@ -106,6 +106,10 @@ VARIANTS |= {
     "fox, gated": ("fox", {"gated": True, "query_key_norm": True}),
     "additive, window": ("additive", {"window_size": 4}),
     "log_window": ("log_window", {"window_size": 4, "num_kv_heads": 2}),
+    "log_window, decay": (
+        "log_window",
+        {"window_size": 3, "num_kv_heads": 2, "decay": "head"},
+    ),
     "log_window, rotary": (
         "log_window",
         {"window_size": 3, "positions": "rotary", "query_key_norm": True},

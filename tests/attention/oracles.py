@@ -347,18 +347,25 @@ def log(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
 
 def log_window(layer: Layer, p: Parameters, x: Array, is_causal: bool) -> Array:
     """One softmax over q_t . k_s / sqrt(depth) in a window, and LSE(phi(q_t) + psi(k_s)) + g_t
-    before it, where g_t = q_t . u + b with the query not rotated."""
+    before it, where g_t = q_t . u + b with the query not rotated; with decay, times exp(d_r) for
+    every token r after s that is not in the window."""
     assert is_causal
     behind, visible = positions(len(x), is_causal)
     y, unrotated = [], heads(layer, p, x, is_rotated=False)
+    total = np.zeros((len(x), layer.num_kv_heads))
+    if layer.config.decay is not None:
+        rates = x @ p["decay_proj.kernel"] + p["decay_proj.bias"]
+        total = np.cumsum(-np.log1p(np.exp(-rates)), 0)
+    edge = np.maximum(np.arange(len(x)) - layer.config.window_size, 0)  # the last one outside
     for head, (query, key, value) in enumerate(heads(layer, p, x)):
         log_weight = next(unrotated)[0] @ p["log_weight"][head] + p["log_weight_bias"][head]
         weights = similarity(query, key)
+        group = head // (layer.num_heads // layer.num_kv_heads)
         if layer.config.features == "hedgehog":
-            group = head // (layer.num_heads // layer.num_kv_heads)
             query = hedgehog(query @ p["query_features"][head])
             key = hedgehog(key @ p["key_features"][group])
-        earlier = np.exp(log_weight)[:, None] * (np.exp(query) @ np.exp(key).T)
+        log_weight = log_weight[:, None] + total[edge, group][:, None] - total[:, group]
+        earlier = np.exp(log_weight) * (np.exp(query) @ np.exp(key).T)
         weights = np.where(behind < layer.config.window_size, weights, earlier)
         y.append(average(weights, visible, value))
     return out_proj(layer, p, y)

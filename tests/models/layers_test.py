@@ -39,6 +39,11 @@ def test_options_that_are_left_out_are_those_of_the_block():
     assert not by_block.use_bias
 
 
+def test_the_decay_of_a_block_is_that_of_log_attention():
+    config = LanguageModelConfig(block="decay", attention="log_window")
+    assert config.mechanisms()[0].decay is None
+
+
 @pytest.mark.parametrize("attention", ["log", HYBRID, HYBRID[1], ("log", *HYBRID)])
 def test_json_and_command_line_restore_a_pattern(attention):
     config = LanguageModelConfig(attention=attention, num_layers=20)

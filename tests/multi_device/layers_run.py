@@ -27,13 +27,14 @@ ROWS, LENGTH, WIDTH = 4, 48, 8
 OPTIONS = {
     "log": {"implementation": "scan", "decay": "feature"},
     "log_window": {"window_size": 5, "positions": "rotary"},
+    "log_window, decay": {"window_size": 5, "decay": "head"},
 }
 
 
 def layer(name: str) -> Attention:
     options = OPTIONS.get(name, {})
     sizes = {"model_dim": WIDTH, "num_heads": 2, "dtype": jnp.float64, "param_dtype": jnp.float64}
-    return build(name, **sizes, rngs=nnx.Rngs(0), **options)
+    return build(name.partition(",")[0], **sizes, rngs=nnx.Rngs(0), **options)
 
 
 def on_and_off(function: Callable, *arguments: Any) -> float:

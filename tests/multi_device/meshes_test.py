@@ -67,6 +67,7 @@ def test_devices_exchange_a_minimum():
     "mechanisms",
     [
         ["linear", "kda"],
+        ["log_window, decay"],
         pytest.param(
             [x for x in names() if mechanism(x).capabilities.mergeable], marks=pytest.mark.nightly
         ),

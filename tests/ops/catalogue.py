@@ -124,11 +124,12 @@ def taylor_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LinearAttention
 
 
 def log_window(*arrays: Any, **options: Any) -> Any:
-    return log_window_attention(*arrays[:5], log_weight=arrays[5], **options)
+    options |= {"log_weight": arrays[5], "log_decay": jnp.minimum(arrays[6], 0)}
+    return log_window_attention(*arrays[:5], **options)
 
 
 def log_window_state(batch: tuple[int, ...], dtype: Any, *_: Any) -> LogWindowState:
-    return LogWindowState.empty(batch, 2, 3, 2, 5, 9, dtype)
+    return LogWindowState.empty(batch, 2, 3, 2, 5, 9, dtype, has_decay=True)
 
 
 def forgetting(query: Any, key: Any, value: Any, decay: Any, **options: Any) -> Any:
@@ -255,7 +256,7 @@ OPS: dict[str, Op] = {
     **both_directions(Op(taylor_attention, **PACKED, state=taylor_state), "taylor"),
     "log_window": Op(  # segments: tests/ops/log_window_test.py
         log_window,
-        (*QUERY_KEY_VALUE, (4, 5), (2, 5), (4,)),
+        (*QUERY_KEY_VALUE, (4, 5), (2, 5), (4,), (2,)),
         options={"window_size": 9},
         state=log_window_state,
         half_error=0.01,

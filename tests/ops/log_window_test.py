@@ -21,16 +21,21 @@ SEGMENTS = np.searchsorted(BORDERS, np.arange(LENGTH), side="right")
 SEGMENTS = np.stack([SEGMENTS * 70_000, 9 - SEGMENTS]).astype(np.int32)
 
 
-def draw(length: int = LENGTH, std: float = 1.0) -> tuple[np.ndarray, ...]:
-    """Return query, key, value, query_features, key_features and log_weight."""
+def draw(
+    length: int = LENGTH, std: float = 1.0, *, has_decay: bool = True
+) -> tuple[np.ndarray, ...]:
+    """Return query, key, value, query_features, key_features, log_weight and, unless excluded,
+    log_decay."""
     rng = np.random.default_rng(0)
     shapes = *ARRAYS, (HEADS,)
-    return tuple(std * rng.standard_normal((BATCH, length, *shape)) for shape in shapes)
+    arrays = tuple(std * rng.standard_normal((BATCH, length, *shape)) for shape in shapes)
+    log_decay = -0.2 * rng.exponential(size=(BATCH, length, GROUPS))
+    return (*arrays, log_decay) if has_decay else arrays
 
 
 def dense(*arrays: Any, window_size: int, segment_ids: Any = None) -> Any:
     """The definition: one softmax over the scores of both kinds."""
-    query, key, value, query_features, key_features, log_weight = arrays
+    query, _, _, query_features, _, log_weight, *log_decay = arrays
     key, value, key_features = (
         jnp.repeat(x, HEADS // GROUPS, 2) for x in arrays[1:3] + arrays[4:5]
     )
@@ -38,6 +43,10 @@ def dense(*arrays: Any, window_size: int, segment_ids: Any = None) -> Any:
     terms = query_features[:, :, None] + key_features[:, None]
     far = jax.nn.logsumexp(terms, -1) + log_weight[:, :, None]
     token = np.arange(query.shape[1])
+    if log_decay:
+        total = jnp.cumsum(jnp.repeat(*log_decay, HEADS // GROUPS, 2), 1)
+        edge = np.maximum(token - window_size, 0)  # the last token outside the window
+        far += total[:, edge, None] - total[:, None]
     behind = (token[:, None] - token)[None, :, :, None]
     visible = behind >= 0
     if segment_ids is not None:
@@ -50,7 +59,8 @@ def dense(*arrays: Any, window_size: int, segment_ids: Any = None) -> Any:
 
 
 def ours(*arrays: Any, window_size: int = WINDOW, **options: Any) -> Any:
-    options |= {"window_size": window_size, "log_weight": arrays[5]}
+    options |= dict(zip(("log_weight", "log_decay"), arrays[5:], strict=False))
+    options["window_size"] = window_size
     return log_window_attention(*arrays[:5], **options)
 
 
@@ -66,27 +76,30 @@ def assert_close(have: Any, want: Any, **tolerance: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "window_size", "implementation"),
+    ("length", "window_size", "implementation", "has_decay"),
     [
-        (LENGTH, WINDOW, None),
-        (LENGTH, 1, Chunked(chunk_size=16, block_size=32)),
-        (LENGTH, LENGTH - 1, None),  # a single query has an earlier token
-        (7, 300, None),
-        (301, 140, "chunked"),  # scores of the window in tiles
-        (30, 7, "scan"),
+        (LENGTH, WINDOW, None, False),
+        (LENGTH, WINDOW, None, True),
+        (LENGTH, 1, Chunked(chunk_size=16, block_size=32), True),
+        (LENGTH, LENGTH - 1, None, True),  # a single query has an earlier token
+        (7, 300, None, True),
+        (301, 140, "chunked", False),  # scores of the window in tiles
+        (30, 7, "scan", True),
     ],
 )
 @pytest.mark.usefixtures("x64")
-def test_values_and_gradients_equal_the_definition(length, window_size, implementation):
-    arrays = draw(length)
+def test_values_and_gradients_equal_the_definition(length, window_size, implementation, has_decay):
+    arrays = draw(length, has_decay=has_decay)
     have = partial(ours, window_size=window_size, implementation=implementation)
     want = differentiate(partial(dense, window_size=window_size), arrays)
     assert_close(differentiate(have, arrays), want)
 
 
+@pytest.mark.parametrize("has_decay", [False, True])
 @pytest.mark.usefixtures("x64")
-def test_segments_are_independent():
-    arrays, options = draw(), {"window_size": WINDOW, "segment_ids": SEGMENTS}
+def test_segments_are_independent(has_decay):
+    arrays = draw(has_decay=has_decay)
+    options = {"window_size": WINDOW, "segment_ids": SEGMENTS}
     want = differentiate(partial(dense, **options), arrays)
     assert_close(differentiate(partial(ours, **options), arrays), want)
 
@@ -102,11 +115,13 @@ def in_chunks(*arrays: Any, bounds: tuple[int, ...], segment_ids: Any = None) ->
     return jnp.concatenate(parts, 1), state
 
 
-@pytest.mark.parametrize("segment_ids", [None, SEGMENTS])
+@pytest.mark.parametrize(
+    ("segment_ids", "has_decay"), [(None, False), (None, True), (SEGMENTS, True)]
+)
 @pytest.mark.usefixtures("x64")
-def test_streaming_equals_one_pass(segment_ids):
+def test_streaming_equals_one_pass(segment_ids, has_decay):
     """In chunks shorter and longer than the window; the gradients flow through the states."""
-    arrays = draw()
+    arrays = draw(has_decay=has_decay)
 
     def stream(*arrays: Any) -> Any:
         return in_chunks(*arrays, bounds=(0, 5, 6, 35, 36, 37, LENGTH), segment_ids=segment_ids)
@@ -128,17 +143,19 @@ def test_a_state_of_few_tokens_after_a_segment_has_no_others():
     assert packed.num_tokens.tolist() == [[4] * GROUPS] * BATCH
 
 
+@pytest.mark.parametrize("has_decay", [False, True])
 @pytest.mark.usefixtures("x64")
-def test_states_merge():
-    arrays = draw()
-    _, key, value, _, features, _ = arrays
+def test_states_merge(has_decay):
+    arrays = draw(has_decay=has_decay)
+    _, key, value, _, features, _, *decay = arrays
     first = np.array([3, 0])
 
     def state_of(start: int, stop: int, first: Any = None) -> LogWindowState:
-        chunk = (x[:, start:stop] for x in (key, value, features))
+        chunk = (x[:, start:stop] for x in (key, value, features, *decay))
         return LogWindowState.of_tokens(*chunk, window_size=WINDOW, first=first)
 
-    merged = LogWindowState.empty((BATCH,), GROUPS, KEY, VALUE, FEATURES, WINDOW, jnp.float64)
+    sizes = GROUPS, KEY, VALUE, FEATURES, WINDOW
+    merged = LogWindowState.empty((BATCH,), *sizes, jnp.float64, has_decay=has_decay)
     for bounds in pairwise((0, 30, 32, 32, 37, 57, LENGTH)):
         merged = merged.merge(state_of(*bounds))
     _, whole = ours(*arrays, return_state=True)
@@ -149,11 +166,26 @@ def test_states_merge():
     assert_close(state_of(0, LENGTH, first), last)
 
 
+@pytest.mark.usefixtures("x64")
+def test_a_decay_of_zero_excludes_the_tokens_before_it():
+    arrays = draw()
+    before, after = 20, 20 + WINDOW  # the token with the decay, and when it has left the window
+    arrays[6][:, before] = -np.inf
+    whole, chunks = ours(*arrays), in_chunks(*arrays, bounds=(0, 15, 40, LENGTH))[0]
+    alone = ours(*(x[:, before:] for x in arrays))
+    for y in (whole, chunks):
+        assert_close(y[:, after:], alone[:, WINDOW:])
+        assert np.max(np.abs(y[:, after - 1] - alone[:, WINDOW - 1])) > 1e-3
+
+
 @pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize("slope", [3.0, -3.0])
-def test_large_scores_and_rising_keys(slope):
-    """Keys change by some nats per token, so that products of exponentials would overflow."""
-    arrays = [np.float32(x) for x in draw(300, 10.0)]
+@pytest.mark.parametrize(("slope", "has_decay"), [(3.0, False), (-3.0, False), (3.0, True)])
+def test_large_scores_and_rising_keys(slope, has_decay):
+    """Keys change by some nats per token, so that products of exponentials would overflow. Decays
+    of as much would underflow."""
+    arrays = [np.float32(x) for x in draw(300, 10.0, has_decay=has_decay)]
+    if has_decay:
+        arrays[6] = 15 * arrays[6]  # -3 in the mean
     rise = np.float32(slope) * np.arange(300, dtype=np.float32)
     arrays[4] = arrays[4] + rise[None, :, None, None]
     arrays[5] = arrays[5] - rise[None, :, None]
@@ -161,6 +193,8 @@ def test_large_scores_and_rising_keys(slope):
     with jax.enable_x64(True):
         exact = [np.float64(x) for x in arrays]
         want = jax.tree.map(np.asarray, differentiate(partial(dense, window_size=WINDOW), exact))
+    streamed, _ = in_chunks(*arrays, bounds=(0, 100, 104, 300))
+    np.testing.assert_allclose(streamed, want[0], rtol=0, atol=2e-3)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(have))
     np.testing.assert_allclose(have[0], want[0], rtol=0, atol=2e-3)
     for a, b in zip(have[1], want[1], strict=True):
@@ -180,6 +214,17 @@ def test_arguments_that_do_not_fit_are_refused():
         ours(*arrays, initial_state=replace(state, earlier=earlier))
     with pytest.raises(ValueError, match=r"num_tokens must have shape \(2, 2\)"):
         ours(*arrays, initial_state=replace(state, num_tokens=state.num_tokens[0]))
+    with pytest.raises(ValueError, match="initial_state has decay; give log_decay"):
+        ours(*arrays[:6], initial_state=state)
+    with pytest.raises(ValueError, match="initial_state has no decay, but log_decay is given"):
+        ours(*arrays, initial_state=replace(state, log_decay=None))
+    earlier = replace(state.earlier, log_decay=state.earlier.log_decay[..., :1])
+    with pytest.raises(ValueError, match=r"earlier.log_decay must have shape \(2, 2, 5\)"):
+        ours(*arrays, initial_state=replace(state, earlier=earlier))
+    with pytest.raises(ValueError, match="log_decay is None in one of the states only"):
+        state.merge(replace(state, log_decay=None))
+    with pytest.raises(ValueError, match="log_decay must be at most 0"):
+        ours(*arrays[:6], -arrays[6])
     with pytest.raises(ValueError, match=r"query_features must have shape \(2, 5, 4, 5\)"):
         log_window_attention(*arrays[:3], arrays[3][..., 1:], arrays[4], window_size=2)
     with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):

@@ -5,7 +5,13 @@ from typing import Literal, overload
 
 import jax.numpy as jnp
 
-from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, check_tokens
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_decay,
+    check_heads,
+    check_same_length,
+    check_tokens,
+)
 from heinsen_jax.ops.log_attention import mosaic
 from heinsen_jax.ops.log_attention.call import passes
 from heinsen_jax.ops.log_attention.chunked import Chunked
@@ -28,6 +34,7 @@ def log_window_attention(
     *,
     window_size: int,
     log_weight: Float[Array, "*B T N"] | None = None,
+    log_decay: Float[Array, "*B S G"] | None = None,
     scale: float | None = None,
     segment_ids: Segments | None = None,
     initial_state: LogWindowState | None = None,
@@ -46,6 +53,7 @@ def log_window_attention(
     *,
     window_size: int,
     log_weight: Float[Array, "*B T N"] | None = None,
+    log_decay: Float[Array, "*B S G"] | None = None,
     scale: float | None = None,
     segment_ids: Segments | None = None,
     initial_state: LogWindowState | None = None,
@@ -64,6 +72,7 @@ def log_window_attention(
     *,
     window_size: int,
     log_weight: Float[Array, "*B T N"] | None = None,
+    log_decay: Float[Array, "*B S G"] | None = None,
     scale: float | None = None,
     segment_ids: Segments | None = None,
     initial_state: LogWindowState | None = None,
@@ -81,6 +90,7 @@ def log_window_attention(
     *,
     window_size: int,
     log_weight: Float[Array, "*B T N"] | None = None,
+    log_decay: Float[Array, "*B S G"] | None = None,
     scale: float | None = None,
     segment_ids: Segments | None = None,
     initial_state: LogWindowState | None = None,
@@ -90,12 +100,13 @@ def log_window_attention(
     """Softmax attention over the last tokens and log-attention over all earlier ones, with one sum.
 
         Y_t = sum_s softmax_s(A_ts) V_s
-        A_ts = scale Q_t . K_s                    if t - s < w
-        A_ts = LSE_f(P_tf + C_sf) + g_t           if t - s >= w
+        A_ts = scale Q_t . K_s                                      if t - s < w
+        A_ts = LSE_f(P_tf + C_sf) + g_t + sum_(s<r<=t-w) D_r        if t - s >= w
 
     over the tokens s up to t. Q, K and V are the queries, keys and values of a head; P and C are
-    log features f of queries and keys, g is the log weight of earlier tokens, and w is the window
-    size. Both parts are averages, and merge exactly:
+    log features f of queries and keys, g is the log weight of earlier tokens, D_r is the log decay
+    of all tokens before token r when it leaves the window, and w is the window size. Both parts are
+    averages, and merge exactly:
 
         Y = (Z_1 Y_1 + exp(g) Z_2 Y_2) / (Z_1 + exp(g) Z_2)
 
@@ -113,6 +124,9 @@ def log_window_attention(
       key_features: C `[*B, T, num_kv_heads, num_features]`.
       window_size: w, the number of tokens of the window, that of the query included.
       log_weight: g `[*B, T, num_heads]`; 0 when None.
+      log_decay: D `[*B, T, num_kv_heads]`, at most 0, may be -inf: before token r is added to the
+        sums over earlier tokens, when it leaves the window, they are multiplied by exp(D_r). No
+        decay when None.
       scale: factor of the dot products; 1 / sqrt(key_depth) when None.
       segment_ids: `[*B, T]`, integers: tokens attend only within their own segment, a run of equal
         ids. `initial_state` belongs to the first segment, the returned state to the last.
@@ -142,19 +156,19 @@ def log_window_attention(
       2024, LoLCATs, arXiv:2410.10254, which merges a window with linear attention.
     """
     arrays = query, key, value, query_features, key_features
-    _check(arrays, log_weight, segment_ids, window_size, initial_state)
+    _check(arrays, log_weight, log_decay, segment_ids, window_size, initial_state)
     attention = _passes(implementation, *arrays)
     *batch, length, groups, key_depth = key.shape
     state = initial_state
     if return_state and state is None:
         dtype = jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
         sizes = groups, key_depth, value.shape[-1], key_features.shape[-1], window_size
-        state = LogWindowState.empty(batch, *sizes, dtype)
+        state = LogWindowState.empty(batch, *sizes, dtype, has_decay=log_decay is not None)
     if 0 in (*batch, length):
         y = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.result_type(query, value))
     else:
         scale = 1 / math.sqrt(max(key_depth, 1)) if scale is None else scale
-        options = log_weight, segment_ids, state, scale
+        options = log_weight, log_decay, segment_ids, state, scale
         y, state = attend(window_size, attention, arrays, *options)
     return (y, state) if return_state and state is not None else y
 
@@ -162,6 +176,7 @@ def log_window_attention(
 def _check(
     arrays: tuple[Array, Array, Array, Array, Array],
     log_weight: Array | None,
+    log_decay: Array | None,
     segment_ids: Array | None,
     window_size: int,
     state: LogWindowState | None,
@@ -176,11 +191,21 @@ def _check(
     ):
         check_array(name, x, ((*of.shape[:-1], *num_features),), jnp.floating)
     check_array("log_weight", log_weight, (query.shape[:-1],), jnp.floating)
+    check_array("log_decay", log_decay, (key.shape[:-1],), jnp.floating)
+    check_decay("log_decay", log_decay)
     check_tokens(key.shape[:-2], segment_ids=segment_ids, key_value_seq_lengths=None)
     if isinstance(window_size, bool) or not isinstance(window_size, int) or window_size < 1:
         raise ValueError(f"window_size must be an integer >= 1, got {window_size!r}")
     if state is None:
         return
+    decays = state.log_decay, state.earlier.log_decay
+    if log_decay is None and decays != (None, None):
+        raise ValueError("log_decay is None, but initial_state has decay; give log_decay")
+    if log_decay is not None and None in decays:
+        raise ValueError(
+            "initial_state has no decay, but log_decay is given; pass LogWindowState.empty(..., "
+            "has_decay=True), or the state of a call with log_decay"
+        )
     heads = *key.shape[:-3], key.shape[-2]
     for name, x in (("key", key), ("value", value), ("key_features", key_features)):
         shape = *heads, window_size, x.shape[-1]
@@ -189,6 +214,11 @@ def _check(
     mean = *features, value.shape[-1]
     check_array("initial_state.earlier.mean", state.earlier.mean, (mean,), jnp.floating)
     check_array("initial_state.earlier.log_z", state.earlier.log_z, (features,), jnp.floating)
+    for name, x, shape in (
+        ("log_decay", decays[0], (*heads, window_size, 1)),
+        ("earlier.log_decay", decays[1], features),
+    ):
+        check_array(f"initial_state.{name}", x, (shape,), jnp.floating)
     check_array("initial_state.num_tokens", state.num_tokens, (heads,), jnp.integer)
 
 

@@ -23,7 +23,8 @@ class _Tokens(NamedTuple):
 
     Attributes:
       query, query_features, log_weight: those of the queries; the query is scaled.
-      key, value, key_features: those of the window of the initial state, if any, and of the tokens.
+      key, value, key_features, log_decay: those of the window of the initial state, if any, and of
+        the tokens.
       starts: tokens that begin a segment.
       runs: ids of segments; -1 for empty slots of the window.
       position: position of each query in its segment; None for complete sequences of one segment.
@@ -35,9 +36,15 @@ class _Tokens(NamedTuple):
     key: Float[Array, "X S K"]
     value: Float[Array, "X S V"]
     key_features: Float[Array, "X S F"]
+    log_decay: Float[Array, "X S 1"] | None
     starts: Bool[Array, "X S"] | None
     runs: Integer[Array, "X S"] | None
     position: Integer[Array, "X T"] | None
+
+    @property
+    def window(self) -> tuple[Array, Array, Array, Array | None]:
+        """The arrays that a state keeps of its last tokens."""
+        return self.key, self.value, self.key_features, self.log_decay
 
 
 @partial(jax.jit, static_argnums=(0, 1), inline=True)  # compiled once outside another `jit`
@@ -46,6 +53,7 @@ def attend(
     attention: AttentionPasses,
     arrays: tuple[Array, ...],
     log_weight: Array | None,
+    log_decay: Array | None,
     segment_ids: Array | None,
     state: LogWindowState | None,
     scale: Any,
@@ -81,6 +89,7 @@ def attend(
         key=fold(key)[:, 0],
         value=fold(value)[:, 0],
         key_features=fold(arrays[4])[:, 0],
+        log_decay=None if log_decay is None else fold(log_decay[..., None])[:, 0],
         starts=starts,
         runs=runs,
         position=position,
@@ -91,7 +100,7 @@ def attend(
     tokens = _after_window(tokens, before)
     y, averages = _mix(window_size, attention, tokens, before.earlier.to_averages())
     assert averages is not None
-    after = _state_after(window_size, tokens, averages)
+    after = _state_after(window_size, tokens, averages, before.earlier.log_decay)
     after = jax.tree.map(lambda x, of: x.reshape(of.shape), after, state)
     return unfold_heads(y, query, value), astype_like(after, state)
 
@@ -103,10 +112,14 @@ def _after_window(tokens: _Tokens, state: LogWindowState) -> _Tokens:
     is_token = _are_tokens(window_size, state.num_tokens)
     features = jnp.where(is_token[..., None], state.key_features, -jnp.inf)
     runs = jnp.where(is_token, 0, -1).astype(tokens.runs.dtype)
+    window = state.key, state.value, features, state.log_decay
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x, 1), window, tokens.window)
+    key, value, features, log_decay = joined
     return tokens._replace(
-        key=jnp.concatenate([state.key, tokens.key], 1),
-        value=jnp.concatenate([state.value, tokens.value], 1),
-        key_features=jnp.concatenate([features, tokens.key_features], 1),
+        key=key,
+        value=value,
+        key_features=features,
+        log_decay=log_decay,
         starts=None if starts is None else jnp.pad(starts, [(0, 0), (window_size, 0)]),
         runs=jnp.concatenate([runs, tokens.runs], 1),
     )
@@ -138,6 +151,7 @@ def _mix(
         query=jnp.moveaxis(tokens.query_features[:, :, last], 1, 2)[:, :, None],
         key=tokens.key_features[:, :count, None],
         value=tokens.value[:, :count, None],
+        log_decay=None if tokens.log_decay is None else tokens.log_decay[:, :count, None],
         starts=None if tokens.starts is None else tokens.starts[:, :count],
     )
     before = Averages(earlier.log_z[:, None], earlier.mean[:, None])
@@ -156,18 +170,26 @@ def _mix(
     return y, Averages(after.log_z[:, 0], after.mean[:, 0])
 
 
-def _state_after(window_size: int, tokens: _Tokens, averages: Averages) -> LogWindowState:
+def _state_after(
+    window_size: int, tokens: _Tokens, averages: Averages, total_decay: Array | None
+) -> LogWindowState:
+    """Return the state after the tokens, given the total decay of those before the window of the
+    initial state."""
     assert tokens.position is not None
+    assert tokens.runs is not None
     num_tokens = tokens.position[:, -1] + 1
     is_token = _are_tokens(window_size, num_tokens)[..., None]
-    key, value, features = (
-        jnp.where(is_token, x[:, -window_size:], 0)
-        for x in (tokens.key, tokens.value, tokens.key_features)
-    )
+    window = jax.tree.map(lambda x: jnp.where(is_token, x[:, -window_size:], 0), tokens.window)
+    key, value, features, log_decay = window
     has_earlier = (num_tokens > window_size)[:, None]
     log_z = jnp.where(has_earlier, averages.log_z, -jnp.inf)
     mean = jnp.where(has_earlier[..., None], averages.mean, 0)
-    return LogWindowState(HeinsenAttentionState(mean, log_z), key, value, features, num_tokens)
+    if tokens.log_decay is not None:
+        last = tokens.runs[:, -1:]
+        decays = jnp.where((tokens.runs == last)[..., None], tokens.log_decay, 0)
+        total_decay = jnp.where(last == 0, total_decay, 0) + jnp.sum(decays[:, :-window_size], 1)
+    earlier = HeinsenAttentionState(mean, log_z, total_decay)
+    return LogWindowState(earlier, key, value, features, num_tokens, log_decay)
 
 
 def _are_tokens(window_size: int, num_tokens: Array) -> Array:

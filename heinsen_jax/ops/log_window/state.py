@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 
-from heinsen_jax.ops.log_attention.state import HeinsenAttentionState, averages_of
+from heinsen_jax.ops.log_attention.state import HeinsenAttentionState
 from heinsen_jax.typing import (
     Array,
+    Bool,
     DTypeLike,
     Float,
     Integer,
@@ -30,6 +33,8 @@ class LogWindowState:
       key, value, key_features: those of the last w tokens, the latest one last; 0 where the segment
         has fewer.
       num_tokens: number of tokens so far in the segment; the same for each key/value head.
+      log_decay: log decays of the last w tokens; 0 where the segment has fewer; None for no decay.
+        That of `earlier` is the total of the segment's tokens before the window.
 
     Examples:
       >>> sizes = {"num_kv_heads": 1, "key_depth": 2, "value_depth": 2, "num_features": 4}
@@ -42,6 +47,7 @@ class LogWindowState:
     value: Float[Array, "*B G w V"]
     key_features: Float[Array, "*B G w F"]
     num_tokens: Integer[Array, "*B G"]
+    log_decay: Float[Array, "*B G w 1"] | None = None
 
     @classmethod
     def empty(
@@ -53,16 +59,19 @@ class LogWindowState:
         num_features: int,
         window_size: int,
         dtype: DTypeLike = jnp.float32,
+        *,
+        has_decay: bool = False,
     ) -> LogWindowState:
-        """Return the state of no tokens."""
+        """Return the state of no tokens; `has_decay` for calls with `log_decay`."""
         heads = *batch_shape, num_kv_heads
         sizes = num_kv_heads, num_features, value_depth
         return cls(
-            HeinsenAttentionState.empty(batch_shape, *sizes, dtype),
+            _no_tokens(batch_shape, *sizes, dtype, has_decay=has_decay),
             key=jnp.zeros((*heads, window_size, key_depth), dtype),
             value=jnp.zeros((*heads, window_size, value_depth), dtype),
             key_features=jnp.zeros((*heads, window_size, num_features), dtype),
             num_tokens=jnp.zeros(heads, jnp.int32),
+            log_decay=jnp.zeros((*heads, window_size, 1), dtype) if has_decay else None,
         )
 
     @classmethod
@@ -71,6 +80,7 @@ class LogWindowState:
         key: Keys,
         value: Values,
         key_features: Float[Array, "*B S G F"],
+        log_decay: Float[Array, "*B S G"] | None = None,
         *,
         window_size: int,
         first: Integer[Array, "*B"] | None = None,
@@ -78,41 +88,50 @@ class LogWindowState:
         """Return the state of tokens alone.
 
         Args:
-          key, value, key_features: those of the tokens.
+          key, value, key_features, log_decay: those of the tokens.
           window_size: w.
           first: the first token; the tokens before it are ignored.
         """
         dtype = jnp.promote_types(jnp.result_type(key, value, key_features), jnp.float32)
-        key, value, features = (
-            jnp.moveaxis(x.astype(dtype), -3, -2) for x in (key, value, key_features)
+        decay = None if log_decay is None else log_decay[..., None]
+        key, value, features, decay = jax.tree.map(
+            lambda x: jnp.moveaxis(x.astype(dtype), -3, -2), (key, value, key_features, decay)
         )
         *heads, length, _ = key.shape
         first = jnp.zeros(heads[:-1], jnp.int32) if first is None else first.astype(jnp.int32)
         is_token = jnp.broadcast_to(jnp.arange(length), (*heads, length)) >= first[..., None, None]
         outside = max(length - window_size, 0)
-        masked = jnp.where(is_token[..., None], features, -jnp.inf)[..., :outside, :]
-        averages = averages_of(masked, value[..., :outside, :])
+        *batch, groups = heads
+        sizes = groups, features.shape[-1], value.shape[-1]
+        empty = _no_tokens(batch, *sizes, dtype, has_decay=decay is not None)
+        leaving = jax.tree.map(lambda x: x[..., :outside, :], (features, value, decay))
         padding = [(0, 0)] * len(heads) + [(max(window_size - length, 0), 0), (0, 0)]
 
         def window(x: Array) -> Array:
             return jnp.pad(jnp.where(is_token[..., None], x, 0)[..., outside:, :], padding)
 
         return cls(
-            HeinsenAttentionState.from_averages(averages),
+            _absorb(empty, is_token[..., :outside], *leaving),
             window(key),
             window(value),
             window(features),
             jnp.broadcast_to(length - first[..., None], heads),
+            None if decay is None else window(decay),
         )
 
     def merge(self, other: LogWindowState) -> LogWindowState:
-        """Return the state of these tokens followed by those of `other`; `empty` is neutral."""
+        """Return the state of these tokens followed by those of `other`; `empty` is neutral.
+
+        Raises:
+          ValueError: only one of the states has decay.
+        """
+        if (self.log_decay is None) != (other.log_decay is None):
+            raise ValueError("log_decay is None in one of the states only; give it to both or none")
         size = self.key.shape[-2]
         slot = jnp.broadcast_to(jnp.arange(size), self.key.shape[:-1])
         num_moved = jnp.minimum(other.num_tokens, size)[..., None]
         leaves = (slot < num_moved) & (slot >= size - self.num_tokens[..., None])
-        masked = jnp.where(leaves[..., None], self.key_features, -jnp.inf)
-        leaving = HeinsenAttentionState.from_averages(averages_of(masked, self.value))
+        earlier = _absorb(self.earlier, leaves, self.key_features, self.value, self.log_decay)
         moved = ((slot + num_moved) % size)[..., None]
         is_new = (slot >= size - num_moved)[..., None]
 
@@ -120,9 +139,40 @@ class LogWindowState:
             return jnp.where(is_new, after, jnp.take_along_axis(before, moved, -2))
 
         return LogWindowState(
-            self.earlier.merge(leaving).merge(other.earlier),
+            earlier.merge(other.earlier),
             merge(self.key, other.key),
             merge(self.value, other.value),
             merge(self.key_features, other.key_features),
             self.num_tokens + other.num_tokens,
+            jax.tree.map(merge, self.log_decay, other.log_decay),
         )
+
+
+def _no_tokens(
+    batch_shape: Sequence[int],
+    num_kv_heads: int,
+    num_features: int,
+    value_depth: int,
+    dtype: DTypeLike,
+    *,
+    has_decay: bool,
+) -> HeinsenAttentionState:
+    sizes = num_kv_heads, num_features, value_depth
+    state = HeinsenAttentionState.empty(batch_shape, *sizes, dtype)
+    return replace(state, log_decay=jnp.zeros_like(state.log_z)) if has_decay else state
+
+
+def _absorb(
+    state: HeinsenAttentionState,
+    is_token: Bool[Array, "*B G S"],
+    key_features: Float[Array, "*B G S F"],
+    value: Float[Array, "*B G S V"],
+    log_decay: Float[Array, "*B G S 1"] | None,
+) -> HeinsenAttentionState:
+    """Return the state after those of the tokens that `is_token` marks."""
+    masked = jnp.where(is_token[..., None], key_features, -jnp.inf)
+    features, value = (jnp.moveaxis(x, -2, -3) for x in (masked, value))
+    if log_decay is None:
+        return state.absorb(features, value)
+    decay = jnp.where(is_token, log_decay[..., 0], 0)
+    return state.absorb(features, value, jnp.moveaxis(decay, -1, -2))

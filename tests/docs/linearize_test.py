@@ -1,0 +1,53 @@
+"""Figures of docs/linearize.md are those of the committed records."""
+
+from heinsen_jax.study.linearization import BOTH
+from tests.docs.pages import PAGES_TEXT, read_record, size_in_words, table
+
+ROWS = {(x["model"], x["context"], x["rows"]): x for x in read_record("linearized_serving")["rows"]}
+CONTEXTS = 1024, 16_384, 65_536
+
+
+def speed(model: str, context: int, rows: int = 1) -> str:
+    row = ROWS[model, context, rows]
+    return f"{rows / row['seconds_per_token']:,.0f}"
+
+
+def seconds(model: str, context: int, rows: int = 1) -> str:
+    found = ROWS[model, context, rows]["first_token_seconds"]
+    return f"{found:.2g}" if found < 100 else f"{found:.0f}"
+
+
+def test_speeds_of_linearized_models_are_those_of_the_record():
+    models = list(dict.fromkeys(model for model, *_ in ROWS))
+    shown = [
+        "| "
+        + " | ".join(
+            [
+                model,
+                *(speed(model, context) for context in CONTEXTS),
+                speed(model, 16_384, 8),
+                *(seconds(model, context) for context in CONTEXTS),
+                size_in_words(ROWS[model, 65_536, 1]["state_bytes"]),
+            ]
+        )
+        + " |"
+        for model in models
+    ]
+    assert table("linearized serving") == shown
+
+
+def test_savings_of_linearized_models_are_those_of_the_record():
+    teacher, log, window, hybrid = (
+        ROWS[name, 65_536, 1]
+        for name in ("teacher", "log, Hedgehog", BOTH, f"{BOTH}, 1 of 4 softmax")
+    )
+    text = PAGES_TEXT
+    faster = [teacher["seconds_per_token"] / x["seconds_per_token"] for x in (log, window, hybrid)]
+    assert "the models without softmax layers write {:.0f} and {:.0f} times".format(*faster) in text
+    assert f"writes {faster[2]:.1f} times as many" in text
+    first = [teacher["first_token_seconds"] / x["first_token_seconds"] for x in (log, window)]
+    assert "come {:.0f} and {:.0f} times as fast".format(*first) in text
+    added = [x["peak_bytes"] / 1e6 for x in (teacher, window)]
+    assert "adds {:.0f} MB to the process with the teacher, and {:.0f} MB".format(*added) in text
+    slower = ROWS[BOTH, 1024, 1]["seconds_per_token"]
+    assert 1 < slower / ROWS["teacher", 1024, 1]["seconds_per_token"] < 1.1

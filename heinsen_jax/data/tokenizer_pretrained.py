@@ -52,6 +52,7 @@ class PretrainedTokenizer(JsonTokenizer):
     def __init__(
         self, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
+        self._config = {k: v for k, v in config.items() if k != "chat_template"}
         self.special_tokens = _special_tokens(config)
         super().__init__(name, path, document, self.special_tokens["eos_token"])
         self._path = path
@@ -67,7 +68,9 @@ class PretrainedTokenizer(JsonTokenizer):
         return cls(name, path, document, config)
 
     def config(self) -> dict[str, Any]:
-        found = super().config()
+        """The content of `tokenizer_config.json`, with all fields of the original."""
+        own = super().config()
+        found = own | self._config | {"heinsen_jax": own["heinsen_jax"]}
         found["heinsen_jax"] |= {"is_pretrained": True, "stop_ids": [*self.stop_ids]}
         found |= self.special_tokens | {"add_bos_token": bool(self.start_ids)}
         if self.templates:

@@ -103,6 +103,10 @@ def test_a_model_is_written_exactly(name, tmp_path):
         assert other.templates == tokenizer.templates
         assert other.special_tokens == tokenizer.special_tokens
         assert other.start_ids == tokenizer.start_ids
+        settings, original = (
+            json.loads((x / "tokenizer_config.json").read_text()) for x in (folder, FOLDER / name)
+        )
+        assert settings.items() >= original.items()
 
 
 @pytest.mark.parametrize("name", NAMES)

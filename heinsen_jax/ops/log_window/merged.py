@@ -185,6 +185,7 @@ def _state_after(
     log_z = jnp.where(has_earlier, averages.log_z, -jnp.inf)
     mean = jnp.where(has_earlier[..., None], averages.mean, 0)
     if tokens.log_decay is not None:
+        assert total_decay is not None
         last = tokens.runs[:, -1:]
         decays = jnp.where((tokens.runs == last)[..., None], tokens.log_decay, 0)
         total_decay = jnp.where(last == 0, total_decay, 0) + jnp.sum(decays[:, :-window_size], 1)

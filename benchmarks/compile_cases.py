@@ -200,7 +200,7 @@ LOG_ATTENTION = {
         log_window, (*QKV, FEATURES, FEATURES, LOGITS), WITH_OPTIONS, max_bytes=170_000
     ),
     "log_window_attention, decay": Case(
-        log_window, (*QKV, FEATURES, FEATURES, LOGITS, LOGITS), WITH_OPTIONS, max_bytes=215_000
+        log_window, (*QKV, FEATURES, FEATURES, LOGITS, LOGITS), WITH_OPTIONS, max_bytes=200_000
     ),
 }
 

@@ -19,11 +19,11 @@ them for attention transfer, with peak learning rates of 0.01, the rest for the 
 0.5 cross-entropy + 0.5 KL(teacher || model) and the teacher's optimizer; all of them for the latter
 if the new layers have no parameters of their own, or with the label "stage 2 only". Learning rates
 of stage 2 were searched. "softmax, trained on" is the teacher after the same training, "from
-scratch" has no teacher. Decaying heads of windows initially have time constants up to the length of
-a sequence in training, others up to 4096 tokens. Windows have the teacher's rotary positions, and
-so has "rotary"; the other mechanisms have no positions but those of decay and convolutions, so that
-differences are not of the mechanism alone. "1 of 4 softmax" keeps every fourth layer as it is.
-Tokens are those of both stages.
+scratch" has no teacher. With decay, merged windows initially have time constants up to the length
+of training sequences, log-attention alone up to 4096 tokens. Windows have the teacher's rotary
+positions, and so has "rotary"; the other mechanisms have no positions but those of decay and
+convolutions, so that differences are not of the mechanism alone. "1 of 4 softmax" keeps every
+fourth layer as it is. Tokens are those of both stages.
 """
 TRAINED_ON, FROM_SCRATCH, STAGE_2 = "softmax, trained on", "from scratch", "stage 2 only"
 DECAY = "decay=head,max_timescale={length}"

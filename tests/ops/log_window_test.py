@@ -214,14 +214,14 @@ def test_arguments_that_do_not_fit_are_refused():
         ours(*arrays, initial_state=replace(state, earlier=earlier))
     with pytest.raises(ValueError, match=r"num_tokens must have shape \(2, 2\)"):
         ours(*arrays, initial_state=replace(state, num_tokens=state.num_tokens[0]))
-    with pytest.raises(ValueError, match="initial_state has decay; give log_decay"):
+    with pytest.raises(ValueError, match=r"initial_state: it has decay, .*; give log_decay"):
         ours(*arrays[:6], initial_state=state)
-    with pytest.raises(ValueError, match="initial_state has no decay, but log_decay is given"):
+    with pytest.raises(ValueError, match="initial_state: it has no decay, but log_decay is given"):
         ours(*arrays, initial_state=replace(state, log_decay=None))
     earlier = replace(state.earlier, log_decay=state.earlier.log_decay[..., :1])
     with pytest.raises(ValueError, match=r"earlier.log_decay must have shape \(2, 2, 5\)"):
         ours(*arrays, initial_state=replace(state, earlier=earlier))
-    with pytest.raises(ValueError, match="log_decay is None in one of the states only"):
+    with pytest.raises(ValueError, match="log_decay: one of the states has none"):
         state.merge(replace(state, log_decay=None))
     with pytest.raises(ValueError, match="log_decay must be at most 0"):
         ours(*arrays[:6], -arrays[6])

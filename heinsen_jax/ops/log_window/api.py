@@ -199,12 +199,12 @@ def _check(
     if state is None:
         return
     decays = state.log_decay, state.earlier.log_decay
-    if log_decay is None and decays != (None, None):
-        raise ValueError("log_decay is None, but initial_state has decay; give log_decay")
-    if log_decay is not None and None in decays:
+    if log_decay is None and any(x is not None for x in decays):
+        raise ValueError("initial_state: it has decay, but log_decay is None; give log_decay")
+    if log_decay is not None and any(x is None for x in decays):
         raise ValueError(
-            "initial_state has no decay, but log_decay is given; pass LogWindowState.empty(..., "
-            "has_decay=True), or the state of a call with log_decay"
+            "initial_state: it has no decay, but log_decay is given; pass the state of a call with "
+            "log_decay, or LogWindowState.empty(..., has_decay=True)"
         )
     heads = *key.shape[:-3], key.shape[-2]
     for name, x in (("key", key), ("value", value), ("key_features", key_features)):

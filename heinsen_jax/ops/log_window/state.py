@@ -8,7 +8,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from heinsen_jax.ops.log_attention.state import HeinsenAttentionState
+from heinsen_jax.ops.linear_recurrence import decay_to_end
+from heinsen_jax.ops.log_attention.state import HeinsenAttentionState, averages_of
 from heinsen_jax.typing import (
     Array,
     Bool,
@@ -65,8 +66,11 @@ class LogWindowState:
         """Return the state of no tokens; `has_decay` for calls with `log_decay`."""
         heads = *batch_shape, num_kv_heads
         sizes = num_kv_heads, num_features, value_depth
+        earlier = HeinsenAttentionState.empty(batch_shape, *sizes, dtype)
+        if has_decay:
+            earlier = replace(earlier, log_decay=jnp.zeros_like(earlier.log_z))
         return cls(
-            _no_tokens(batch_shape, *sizes, dtype, has_decay=has_decay),
+            earlier,
             key=jnp.zeros((*heads, window_size, key_depth), dtype),
             value=jnp.zeros((*heads, window_size, value_depth), dtype),
             key_features=jnp.zeros((*heads, window_size, num_features), dtype),
@@ -101,9 +105,6 @@ class LogWindowState:
         first = jnp.zeros(heads[:-1], jnp.int32) if first is None else first.astype(jnp.int32)
         is_token = jnp.broadcast_to(jnp.arange(length), (*heads, length)) >= first[..., None, None]
         outside = max(length - window_size, 0)
-        *batch, groups = heads
-        sizes = groups, features.shape[-1], value.shape[-1]
-        empty = _no_tokens(batch, *sizes, dtype, has_decay=decay is not None)
         leaving = jax.tree.map(lambda x: x[..., :outside, :], (features, value, decay))
         padding = [(0, 0)] * len(heads) + [(max(window_size - length, 0), 0), (0, 0)]
 
@@ -111,7 +112,7 @@ class LogWindowState:
             return jnp.pad(jnp.where(is_token[..., None], x, 0)[..., outside:, :], padding)
 
         return cls(
-            _absorb(empty, is_token[..., :outside], *leaving),
+            _state_of(is_token[..., :outside], *leaving),
             window(key),
             window(value),
             window(features),
@@ -126,12 +127,14 @@ class LogWindowState:
           ValueError: only one of the states has decay.
         """
         if (self.log_decay is None) != (other.log_decay is None):
-            raise ValueError("log_decay is None in one of the states only; give it to both or none")
+            raise ValueError(
+                "log_decay: one of the states has none; merge states with decay or without"
+            )
         size = self.key.shape[-2]
         slot = jnp.broadcast_to(jnp.arange(size), self.key.shape[:-1])
         num_moved = jnp.minimum(other.num_tokens, size)[..., None]
         leaves = (slot < num_moved) & (slot >= size - self.num_tokens[..., None])
-        earlier = _absorb(self.earlier, leaves, self.key_features, self.value, self.log_decay)
+        leaving = _state_of(leaves, self.key_features, self.value, self.log_decay)
         moved = ((slot + num_moved) % size)[..., None]
         is_new = (slot >= size - num_moved)[..., None]
 
@@ -139,7 +142,7 @@ class LogWindowState:
             return jnp.where(is_new, after, jnp.take_along_axis(before, moved, -2))
 
         return LogWindowState(
-            earlier.merge(other.earlier),
+            self.earlier.merge(leaving).merge(other.earlier),
             merge(self.key, other.key),
             merge(self.value, other.value),
             merge(self.key_features, other.key_features),
@@ -148,31 +151,17 @@ class LogWindowState:
         )
 
 
-def _no_tokens(
-    batch_shape: Sequence[int],
-    num_kv_heads: int,
-    num_features: int,
-    value_depth: int,
-    dtype: DTypeLike,
-    *,
-    has_decay: bool,
-) -> HeinsenAttentionState:
-    sizes = num_kv_heads, num_features, value_depth
-    state = HeinsenAttentionState.empty(batch_shape, *sizes, dtype)
-    return replace(state, log_decay=jnp.zeros_like(state.log_z)) if has_decay else state
-
-
-def _absorb(
-    state: HeinsenAttentionState,
+def _state_of(
     is_token: Bool[Array, "*B G S"],
     key_features: Float[Array, "*B G S F"],
     value: Float[Array, "*B G S V"],
     log_decay: Float[Array, "*B G S 1"] | None,
 ) -> HeinsenAttentionState:
-    """Return the state after those of the tokens that `is_token` marks."""
-    masked = jnp.where(is_token[..., None], key_features, -jnp.inf)
-    features, value = (jnp.moveaxis(x, -2, -3) for x in (masked, value))
-    if log_decay is None:
-        return state.absorb(features, value)
-    decay = jnp.where(is_token, log_decay[..., 0], 0)
-    return state.absorb(features, value, jnp.moveaxis(decay, -1, -2))
+    """Return the state of log-attention of the tokens that `is_token` marks."""
+    features, total = jnp.where(is_token[..., None], key_features, -jnp.inf), None
+    if log_decay is not None:
+        decay = jnp.where(is_token[..., None], log_decay, 0)
+        total = jnp.broadcast_to(jnp.sum(decay, -2), (*features.shape[:-2], features.shape[-1]))
+        features += decay_to_end(decay, -2)
+    state = HeinsenAttentionState.from_averages(averages_of(features, value))
+    return replace(state, log_decay=total)

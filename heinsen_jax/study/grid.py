@@ -65,6 +65,7 @@ class Study:
       baseline: label of a compared axis, for a table of the differences from its results.
       plots: plots of the report.
       select: function of labels that returns whether to run their combination; by default all are.
+        It may leave out seeds other than the first.
       stages: function of the labels and the experiment of a run that returns its stages. Each
         starts from the weights of the one before, so that all have a `distillation.teacher`; the
         last is evaluated. By default a run has one stage, the experiment.
@@ -171,8 +172,8 @@ class Study:
 
     def other_seed_runs(self, best: Mapping[str, str]) -> list["Run"]:
         """The runs with the other seeds, given the labels of the best run."""
-        others = list(self.axes.get(self.seeds, {}))[1:]
-        return [self.run({**best, self.seeds: seed}) for seed in others]
+        others = [{**best, self.seeds: seed} for seed in [*self.axes.get(self.seeds, {})][1:]]
+        return [self.run(labels) for labels in others if self.select(labels)]
 
     def compared(self, labels: Mapping[str, str]) -> dict[str, str]:
         """The labels of a run that distinguish the compared results."""

@@ -23,7 +23,7 @@ scratch" has no teacher. With decay, merged windows initially have time constant
 of training sequences, log-attention alone up to 4096 tokens. Windows have the teacher's rotary
 positions, and so has "rotary"; the other mechanisms have no positions but those of decay and
 convolutions, so that differences are not of the mechanism alone. "1 of 4 softmax" keeps every
-fourth layer as it is. Tokens are those of both stages.
+fourth layer as it is. Tokens are those of both stages. Rows of 3% and 30% have two seeds.
 """
 TRAINED_ON, FROM_SCRATCH, STAGE_2 = "softmax, trained on", "from scratch", "stage 2 only"
 DECAY = "decay=head,max_timescale={length}"
@@ -47,8 +47,11 @@ KEPT = {"1 of 4 softmax": ("3::4",), "1 of 2 softmax": ("1::2",)}
 BOTH = "window of 16 merged with log"
 """The mechanism of the models from scratch."""
 FRACTIONS = 0.01, 0.03, 0.1, 0.3, 1.0
-"""Tokens of runs, as fractions of the teacher's; others than `MECHANISMS` and the teacher itself
-have only the second and the fourth."""
+"""Tokens of runs, as fractions of the teacher's."""
+COMPARED = "3%", "30%"
+"""Fractions of which all models are run, with two seeds; of the others, `MECHANISMS` and the
+teacher itself, with one."""
+SEEDS = 11, 12
 COLORS = {
     TRAINED_ON: sweeps.COLORS["softmax"],
     "log, Hedgehog": sweeps.COLORS["log"],
@@ -92,6 +95,13 @@ def stages(
     return attention_transfer(other_batches, first), replace(config, training=rest)
 
 
+def is_run(labels: Mapping[str, str]) -> bool:
+    """Whether the study runs a combination, as said of `COMPARED`."""
+    if labels["tokens"] in COMPARED:
+        return True
+    return labels["model"] in {TRAINED_ON, *MECHANISMS} and labels["seed"] == str(SEEDS[0])
+
+
 def study(
     title: str,
     about: str,
@@ -130,13 +140,11 @@ def study(
             "model": models(teacher.model, teacher.data.sequence_length),
             "tokens": budgets,
             "learning_rate": sweeps.learning_rates(*(rate * 4.0**power for power in range(-3, 2))),
-            "seed": sweeps.seeds(11, 12),
+            "seed": sweeps.seeds(*SEEDS),
         },
         search="neighbors",
         extra_metrics=(last,),
-        select=lambda labels: (
-            labels["model"] in {TRAINED_ON, *MECHANISMS} or labels["tokens"] in ("3%", "30%")
-        ),
+        select=is_run,
         baseline=TRAINED_ON,
         plots=tuple(
             Points(metric, x="tokens", lines="model", unit=unit, highlighted=COLORS)

@@ -82,6 +82,17 @@ def test_only_selected_combinations_are_run():
     assert len(study.groups()) == 3
 
 
+def test_seeds_may_be_of_selected_combinations_only():
+    study = replace(
+        STUDY, select=lambda labels: labels["width"] == "8" or labels["seed"] in ("0", "2")
+    )
+    seeds = {
+        run.labels["width"]: [other.labels["seed"] for other in study.other_seed_runs(run.labels)]
+        for run in study.first_seed_runs()
+    }
+    assert seeds == {"8": ["1", "2"], "16": ["2"]}
+
+
 def test_a_section_that_is_set_whole_replaces_its_fields():
     axes = {
         "mechanism": {"small": {"model.model_dim": 16, "model": replace(BASE.model, num_heads=4)}},

@@ -27,6 +27,11 @@ def test_all_models_with_a_budget_have_the_same_tokens(name):
     assert found["log, Hedgehog", "1%"] == found["window of 16 merged with log", "100%"] == 2
     assert found["log, Hedgehog, stage 2 only", "30%"] == found["linear, elu + 1", "1%"] == 1
     assert ("log, Hedgehog, stage 2 only", "100%") not in found
+    seeds = {
+        runs[0].labels["tokens"]: 1 + len(study.other_seed_runs(runs[0].labels))
+        for runs in study.groups()
+    }
+    assert seeds == {"1%": 1, "3%": 2, "10%": 1, "30%": 2, "100%": 1}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -111,6 +111,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     assert (workdir / linearize.RESULTS_FILE).exists(), "the earlier run stays where it is"
 
 
+@pytest.mark.nightly
 def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, monkeypatch):  # noqa: F811
     chosen = replace(
         small,

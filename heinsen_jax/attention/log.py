@@ -1,6 +1,5 @@
 """Log-attention as a layer: the residual branch of Heinsen's (2024) language model."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -269,10 +268,8 @@ class LogAttention(HeadedAttention[LogConfig, State]):
             is_log = self.config.values == "log"
             kind = LogAttentionState if is_log else HeinsenAttentionState
             sizes = groups, self.num_features, self.value_depth
-            state = kind.empty(batch_shape, *sizes, dtype)
-            if self.config.decay is None:
-                return state
-            return dataclasses.replace(state, log_decay=jnp.zeros_like(state.log_z))
+            has_decay = self.config.decay is not None
+            return kind.empty(batch_shape, *sizes, dtype, has_decay=has_decay)
         depths = self.num_features, self.value_depth, self._decays_per_head
         shapes = [(groups, depth) for depth in depths if depth]
         return WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, run_file
 from heinsen_jax.data import AnyDataConfig
@@ -29,12 +29,11 @@ FieldValue: TypeAlias = (
 Axes = Mapping[str, Mapping[str, Mapping[str, FieldValue]]]
 
 
-@runtime_checkable
 class DataclassInstance(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
 
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=DataclassInstance)
 
 ADDED = {"distillation"}
 """Sections that earlier versions did not have, which the fingerprint leaves out by default."""
@@ -251,7 +250,7 @@ def _chosen(config: DataclassInstance) -> dict[str, JSON]:
         value = getattr(config, field.name)
         if field.name in ADDED and value == field.default:
             continue
-        if isinstance(value, DataclassInstance):
+        if dataclasses.is_dataclass(type(value)):
             found[field.name] = _chosen(value)
         elif value != field.default:
             found[field.name] = value
@@ -260,7 +259,7 @@ def _chosen(config: DataclassInstance) -> dict[str, JSON]:
 
 def _with(config: Config, fields: Mapping[str, FieldValue]) -> Config:
     """A nested configuration with these fields replaced."""
-    changed: dict[str, FieldValue] = {}
+    changed: dict[str, Any] = {}
     inner: dict[str, dict[str, FieldValue]] = {}
     for field, value in fields.items():
         name, _, rest = field.partition(".")
@@ -272,5 +271,4 @@ def _with(config: Config, fields: Mapping[str, FieldValue]) -> Config:
             changed[name] = value
     for name, of_section in inner.items():
         changed[name] = _with(changed.get(name, getattr(config, name)), of_section)
-    assert isinstance(config, DataclassInstance)
     return replace(config, **changed)

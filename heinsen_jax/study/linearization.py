@@ -17,13 +17,15 @@ ABOUT = """
 Runs have 1% to 100% of the teacher's training tokens, with other seeds than the teacher's: half of
 them for attention transfer, with peak learning rates of 0.01, the rest for the whole model, with
 0.5 cross-entropy + 0.5 KL(teacher || model) and the teacher's optimizer; all of them for the latter
-if the new layers have no parameters of their own, or with the label "stage 2 only". Learning rates
-of stage 2 were searched. "softmax, trained on" is the teacher after the same training, "from
-scratch" has no teacher. With decay, merged windows initially have time constants up to the length
-of training sequences, log-attention alone up to 4096 tokens. Windows have the teacher's rotary
-positions, and so has "rotary"; the other mechanisms have no positions but those of decay and
-convolutions, so that differences are not of the mechanism alone. "1 of 4 softmax" keeps every
-fourth layer as it is. Tokens are those of both stages. Rows of 3% and 30% have two seeds.
+if the new layers have no parameters of their own, or with the label "stage 2 only". "softmax,
+trained on" is the teacher after the same training, "from scratch" has no teacher. Learning rates of
+stage 2 were searched for these two, and for up to 30% of the tokens; the rows of 100%, of kept
+layers and of stage 2 only have a quarter of the teacher's peak. Rows of 3% and 30% have two seeds.
+With decay, merged windows initially have time constants up to the length of training sequences,
+log-attention alone up to 4096 tokens. Windows have the teacher's rotary positions, and so has
+"rotary"; the other mechanisms have no positions but those of decay and convolutions, so that
+differences are not of the mechanism alone. "1 of 4 softmax" keeps every fourth layer as it is.
+Tokens are those of both stages.
 """
 TRAINED_ON, FROM_SCRATCH, STAGE_2 = "softmax, trained on", "from scratch", "stage 2 only"
 DECAY = "decay=head,max_timescale={length}"
@@ -51,6 +53,9 @@ FRACTIONS = 0.01, 0.03, 0.1, 0.3, 1.0
 COMPARED = "3%", "30%"
 """Fractions of which all models are run, with two seeds; of the others, `MECHANISMS` and the
 teacher itself, with one."""
+WITHOUT_SEARCH = "100%"
+"""The fraction for which mechanisms have the middle learning rate, as models with kept layers and
+those without stage 1 have for all fractions."""
 SEEDS = 11, 12
 COLORS = {
     TRAINED_ON: sweeps.COLORS["softmax"],
@@ -95,11 +100,19 @@ def stages(
     return attention_transfer(other_batches, first), replace(config, training=rest)
 
 
-def is_run(labels: Mapping[str, str]) -> bool:
-    """Whether the study runs a combination, as said of `COMPARED`."""
-    if labels["tokens"] in COMPARED:
-        return True
-    return labels["model"] in {TRAINED_ON, *MECHANISMS} and labels["seed"] == str(SEEDS[0])
+def is_run(labels: Mapping[str, str], middle: str) -> bool:
+    """Whether the study runs a combination, given the middle learning rate."""
+    model, tokens = labels["model"], labels["tokens"]
+    if tokens not in COMPARED and not (
+        model in {TRAINED_ON, *MECHANISMS} and labels["seed"] == str(SEEDS[0])
+    ):
+        return False
+    is_searched = (
+        model == TRAINED_ON
+        or model.endswith(FROM_SCRATCH)
+        or (model in MECHANISMS and tokens != WITHOUT_SEARCH)
+    )
+    return is_searched or labels["learning_rate"] == middle
 
 
 def study(
@@ -126,6 +139,8 @@ def study(
         steps = round(fraction * updates)
         fields: dict[str, FieldValue] = {"training.steps": steps, "training.evaluate_every": steps}
         budgets[f"{fraction:.0%}"] = fields | {"optimizer.warmup_steps": steps // 20}
+    rates = sweeps.learning_rates(*(rate * 4.0**power for power in range(-3, 2)))
+    middle = [*rates][len(rates) // 2]
     last = f"loss_{test_lengths[-1]}"
     return Study(
         title=title,
@@ -139,12 +154,12 @@ def study(
         axes={
             "model": models(teacher.model, teacher.data.sequence_length),
             "tokens": budgets,
-            "learning_rate": sweeps.learning_rates(*(rate * 4.0**power for power in range(-3, 2))),
+            "learning_rate": rates,
             "seed": sweeps.seeds(*SEEDS),
         },
         search="neighbors",
         extra_metrics=(last,),
-        select=is_run,
+        select=lambda labels: is_run(labels, middle),
         baseline=TRAINED_ON,
         plots=tuple(
             Points(metric, x="tokens", lines="model", unit=unit, highlighted=COLORS)

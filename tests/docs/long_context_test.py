@@ -223,7 +223,8 @@ def test_losses_by_position_are_those_of_the_study():
 def test_the_table_on_longer_contexts_is_of_the_study():
     study, results = load_study("long_context"), results_by_model("long_context")
     models = {
-        x.labels["model"]: LanguageModel.abstract(x.config.model) for x in study.first_seed_runs()
+        runs[0].labels["model"]: LanguageModel.abstract(runs[0].config.model)
+        for runs in study.groups()
     }
     rows = README.partition("| | loss at 512 |")[2].partition("\n\n")[0]
     lines = rows.splitlines()[2:]

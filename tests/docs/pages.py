@@ -1,7 +1,9 @@
 """Pages of the documentation, and the committed results that they report."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from heinsen_jax.study import Comparison, Difference, differences_of, load_study, results_of
@@ -24,7 +26,8 @@ def read_record(name: str) -> dict:
     return json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
 
 
-def results_of_study(name: str) -> list[Comparison]:
+@cache
+def results_of_study(name: str) -> Sequence[Comparison]:
     study = load_study(ROOT / f"configs/studies/{name}.py")
     return results_of(study, ROOT / "benchmarks/results/studies" / name)
 

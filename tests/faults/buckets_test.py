@@ -81,6 +81,7 @@ def arrays(step: epath.Path) -> dict[str, np.ndarray]:
         return checkpointer.restore(step / "default", ocp.args.PyTreeRestore(restore_args=as_numpy))
 
 
+@pytest.mark.nightly
 def test_a_killed_run_in_a_bucket_resumes_bit_for_bit(place, bucket):
     """Compared with a run that was not killed, on a disk."""
     shared = epath.Path(bucket) / "checkpoints"

@@ -217,6 +217,7 @@ def test_a_killed_process_ends_the_others(place):
     assert code not in (0, 2), f"as of something that a restart fixes: {err}"
 
 
+@pytest.mark.nightly
 def test_two_processes_linearize_like_one(place, alone):
     """With a sharded teacher, in both stages."""
     del alone  # the teacher

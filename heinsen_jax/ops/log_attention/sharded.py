@@ -1,6 +1,5 @@
 """Log-attention over a sequence that is split over several devices."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
 
@@ -88,9 +87,8 @@ def sharded_log_attention(
         )
     dtype = jnp.promote_types(jnp.result_type(query, key, log_value), jnp.float32)
     *batch, _, groups, key_depth = key.shape
-    empty = LogAttentionState.empty(batch, groups, key_depth, log_value.shape[-1], dtype)
-    if log_decay is not None:
-        empty = replace(empty, log_decay=jnp.zeros_like(empty.log_z))
+    sizes, has_decay = (groups, key_depth, log_value.shape[-1]), log_decay is not None
+    empty = LogAttentionState.empty(batch, *sizes, dtype, has_decay=has_decay)
 
     def op(query: Array, key: Array, log_value: Array, *log_decay: Array, **options: Any) -> Any:
         decay = log_decay[0] if log_decay else None

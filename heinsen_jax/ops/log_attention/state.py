@@ -65,14 +65,17 @@ class LogAttentionState:
         key_depth: int,
         value_depth: int,
         dtype: DTypeLike = jnp.float32,
+        *,
+        has_decay: bool = False,
     ) -> LogAttentionState:
-        """Return the state of no tokens: log 0 = -inf. The zeros of eq. (7) would be the state of
-        one token with key 0 and log-value 0."""
+        """Return the state of no tokens: log 0 = -inf; `has_decay` for calls with `log_decay`. The
+        zeros of eq. (7) would be the state of one token with key 0 and log-value 0."""
         shape = (*batch_shape, num_kv_heads, key_depth)
         real = jnp.finfo(dtype).dtype
         return cls(
             log_s=jnp.full((*shape, value_depth), -jnp.inf, dtype),
             log_z=jnp.full(shape, -jnp.inf, real),
+            log_decay=jnp.zeros(shape, real) if has_decay else None,
         )
 
     def absorb(
@@ -174,10 +177,16 @@ class HeinsenAttentionState:
         key_depth: int,
         value_depth: int,
         dtype: DTypeLike = jnp.float32,
+        *,
+        has_decay: bool = False,
     ) -> HeinsenAttentionState:
-        """Return the state of no tokens."""
+        """Return the state of no tokens; `has_decay` for calls with `log_decay`."""
         shape = (*batch_shape, num_kv_heads, key_depth)
-        return cls(jnp.zeros((*shape, value_depth), dtype), jnp.full(shape, -jnp.inf, dtype))
+        return cls(
+            mean=jnp.zeros((*shape, value_depth), dtype),
+            log_z=jnp.full(shape, -jnp.inf, dtype),
+            log_decay=jnp.zeros(shape, dtype) if has_decay else None,
+        )
 
     def absorb(
         self,

@@ -66,9 +66,7 @@ class LogWindowState:
         """Return the state of no tokens; `has_decay` for calls with `log_decay`."""
         heads = *batch_shape, num_kv_heads
         sizes = num_kv_heads, num_features, value_depth
-        earlier = HeinsenAttentionState.empty(batch_shape, *sizes, dtype)
-        if has_decay:
-            earlier = replace(earlier, log_decay=jnp.zeros_like(earlier.log_z))
+        earlier = HeinsenAttentionState.empty(batch_shape, *sizes, dtype, has_decay=has_decay)
         return cls(
             earlier,
             key=jnp.zeros((*heads, window_size, key_depth), dtype),

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from heinsen_jax.config import CONFIGS, ExperimentConfig, explain, find_file, run_file
 from heinsen_jax.data import AnyDataConfig
@@ -29,6 +29,7 @@ FieldValue: TypeAlias = (
 Axes = Mapping[str, Mapping[str, Mapping[str, FieldValue]]]
 
 
+@runtime_checkable
 class DataclassInstance(Protocol):
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field]]
 
@@ -66,8 +67,9 @@ class Study:
       select: function of labels that returns whether to run their combination; by default all are.
         It may leave out seeds other than the first.
       stages: function of the labels and the experiment of a run that returns its stages. Each
-        starts from the weights of the one before, so that all have a `distillation.teacher`; the
-        last is evaluated. By default a run has one stage, the experiment.
+        starts from the weights of the one before, so that all have a `distillation.teacher`; those
+        before the last are evaluated on one batch only. By default a run has one stage, the
+        experiment.
     """
 
     title: str

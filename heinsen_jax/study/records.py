@@ -15,7 +15,7 @@ class RunRecord(TypedDict):
 
     `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
     each evaluation by the number of updates before it; earlier versions recorded none of them.
-    `before` are the metrics of the last evaluation of each earlier stage.
+    `before` are the metrics of each earlier stage, of one batch.
     `seconds` are those since the run was last started or resumed.
     """
 

@@ -247,6 +247,7 @@ def test_each_stage_starts_from_the_one_before(tmp_path):
     tuning = replace(
         BASE,
         model=replace(BASE.model, attention="log"),
+        data=replace(BASE.data, validation_examples=BASE.data.batch_size),
         distillation=DistillationConfig(teacher=str(teacher)),
     )
 

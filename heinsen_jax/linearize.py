@@ -34,6 +34,7 @@ from heinsen_jax.config import (
     check_workdir,
     load_config,
     override,
+    set_aside,
 )
 from heinsen_jax.data import DataConfig
 from heinsen_jax.data.files import write_atomically
@@ -161,7 +162,8 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
             is_own = name.startswith(("__distillation", "__training.steps", "__model"))
             if is_own and name not in COMPUTATION:
                 raise UserError(
-                    f"{option}: cannot be set for both stages; leave it out; see --help"
+                    f"{option}: differs by stage; give options of this command, such as --steps "
+                    "and --attention, instead"
                 )
         try:
             teacher = _teacher(options, run)
@@ -176,6 +178,12 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
         for _, _, experiment in stages:
             check_settings(dataset, experiment)
     is_first = jax.process_index() == 0
+    if options.restart:  # before stage 1, whose interruption would leave one of another stage 1
+        with distributed.process_0_first(), opened(options.workdir) as own:
+            if is_first:
+                own.check_writable()
+                with own.locked():
+                    set_aside(own)
     for name, workdir, experiment in stages:
         if is_first:
             pair = experiment.model, teacher.model
@@ -222,15 +230,15 @@ def _check_start(stages: Sequence[Stage]) -> None:
                 return
             if load_config(run.files / CONFIG_FILE).distillation.start is None:
                 raise UserError(
-                    f"--workdir {workdir} holds another run; give another folder, or --restart, "
+                    f"--workdir {workdir}: holds another run; give another folder, or --restart, "
                     "which moves that run into a subfolder"
                 )
         with opened(folder) as run, Checkpoints(run, read_only=True) as checkpoints:
             step, steps = checkpoints.latest_step(), experiment.training.steps
         if step != steps:
             raise UserError(
-                f"--workdir {workdir} holds a stage 2 of another stage 1: {folder} has {step or 0} "
-                f"of {steps} updates; give --restart, or the earlier --transfer-steps"
+                f"--workdir {workdir}: holds a stage 2 of another stage 1; {folder} has "
+                f"{step or 0} of {steps} updates; give --restart, or the earlier --transfer-steps"
             )
 
 
@@ -256,10 +264,18 @@ def _teacher(options: Options, run: RunFolder) -> ExperimentConfig:
 
 def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str]) -> list[Stage]:
     model = linear_layers(teacher.model, options.attention, options.keep)
-    if options.steps < 1 or options.transfer_steps < 0:
-        raise UserError("--steps must be at least 1, and --transfer-steps at least 0")
+    if options.steps < 1:
+        raise UserError(f"--steps {options.steps}: must be at least 1; give more")
+    if options.transfer_steps < 0:
+        raise UserError(
+            f"--transfer-steps {options.transfer_steps}: must not be negative; give 0 to leave "
+            "stage 1 out"
+        )
     if options.transfer_learning_rate <= 0:
-        raise UserError("--transfer-learning-rate must be greater than 0")
+        raise UserError(
+            f"--transfer-learning-rate {options.transfer_learning_rate}: must be greater than 0; "
+            f"the default is {Options.transfer_learning_rate}"
+        )
     base = replace(
         teacher,
         model=model,
@@ -267,20 +283,22 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
         optimizer=replace(teacher.optimizer, warmup_steps=_warmup(teacher, options)),
         training=replace(teacher.training, steps=options.steps, z_loss=0.0),
     )
-    tuning = DistillationConfig(teacher=options.model, divergence_weight=options.divergence_weight)
-    tuned = override(replace(base, distillation=tuning), overrides)
+    settings = DistillationConfig(
+        teacher=options.model, divergence_weight=options.divergence_weight
+    )
+    finetuning = override(replace(base, distillation=settings), overrides)
     stages = []
     if options.transfer_steps and new_parameters(model, teacher.model):
         folder, rate = options.workdir + TRANSFER_SUFFIX, options.transfer_learning_rate
-        transfer = attention_transfer(tuned, options.transfer_steps, rate)
+        transfer = attention_transfer(finetuning, options.transfer_steps, rate)
         stages.append(("stage 1", folder, transfer))
-        tuning = replace(tuning, start=folder)
+        settings = replace(settings, start=folder)
     if options.lora_rank is not None:
-        tuned = replace(tuned, model=with_lora(tuned.model, options.lora_rank))
-        tuning = replace(tuning, trained="new")
+        model = with_lora(finetuning.model, options.lora_rank)
+        finetuning, settings = replace(finetuning, model=model), replace(settings, trained="new")
     # other batches than those of stage 1
-    tuned = replace(tuned, distillation=tuning, seed=tuned.seed + 1)
-    return [*stages, ("stage 2", options.workdir, tuned)]
+    finetuning = replace(finetuning, distillation=settings, seed=finetuning.seed + 1)
+    return [*stages, ("stage 2", options.workdir, finetuning)]
 
 
 def _warmup(teacher: ExperimentConfig, options: Options) -> int:
@@ -294,19 +312,22 @@ def _warmup(teacher: ExperimentConfig, options: Options) -> int:
 
 
 def attention_transfer(
-    tuning: ExperimentConfig, steps: int, learning_rate: float = 1e-2
+    finetuning: ExperimentConfig, steps: int, learning_rate: float = 1e-2
 ) -> ExperimentConfig:
     """Stage 1 of a linearization: AdamW, without weight decay.
 
     Args:
-      tuning: stage 2, with its teacher.
+      finetuning: stage 2, with its teacher.
       steps: number of updates.
       learning_rate: peak learning rate; it decays to a hundredth.
+
+    Returns:
+      The experiment of stage 1, with the data and the architecture of stage 2.
     """
-    teacher = tuning.distillation.teacher
+    teacher = finetuning.distillation.teacher
     return replace(
-        tuning,
-        training=replace(tuning.training, steps=steps, sample_tokens=0),
+        finetuning,
+        training=replace(finetuning.training, steps=steps, sample_tokens=0),
         distillation=DistillationConfig(teacher=teacher, target="attention", trained="new"),
         optimizer=OptimizerConfig(
             learning_rate=learning_rate,

@@ -102,9 +102,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     found = json.loads((workdir / linearize.RESULTS_FILE).read_text())["results"]
     assert found[1]["tokens"] == 50 * 256
     assert command(monkeypatch, *arguments, "--training.steps", "50") == 2
-    assert (
-        "--training.steps: cannot be set for both stages; leave it out" in capsys.readouterr().err
-    )
+    assert "--training.steps: differs by stage; give options of this" in capsys.readouterr().err
     shutil.rmtree(teacher / "checkpoints")
     assert command(monkeypatch, *arguments, "--restart") == 2
     assert f"{teacher}" in capsys.readouterr().err
@@ -246,10 +244,10 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
     [
         ("--lora-rank", "0", "lora_rank: .*greater than 0"),
         ("--divergence-weight", "2", "divergence_weight: .*less than or equal to 1"),
-        ("--transfer-learning-rate", "0", "--transfer-learning-rate must be greater than 0"),
+        ("--transfer-learning-rate", "0", "--transfer-learning-rate 0.0: must be greater than 0"),
         ("--optimizer.warmup-steps", "1000", "optimizer.warmup_steps=1000 "),  # of stage 2
         ("--transfer-steps", "-1", "--transfer-steps at least 0"),
-        ("--model.num-layers", "2", "--model.num-layers: cannot be set for both stages"),
+        ("--model.num-layers", "2", "--model.num-layers: differs by stage"),
     ],
 )
 def test_invalid_options_are_named(small, tmp_path, monkeypatch, capsys, option, value, said):  # noqa: F811
@@ -277,7 +275,7 @@ def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys)
         ("teacher", "teacher", "a stage would be written to .*teacher, the folder of --model"),
         ("link", "teacher", "a stage would be written to .*teacher, the folder of --model"),
         ("linear-transfer", "linear", "would be written to .*linear-transfer, the folder of --mod"),
-        ("teacher", "other", "other holds another run; give another folder, or --restart"),
+        ("teacher", "other", "other: holds another run; give another folder, or --restart"),
         ("teacher", "imported", "imported holds a run of another architecture"),
     ):
         arguments = ["--model", str(tmp_path / teacher), "--workdir", str(tmp_path / workdir)]

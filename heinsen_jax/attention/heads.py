@@ -115,11 +115,15 @@ class HeadedAttention(Attention[HeadsT, StateT]):
         project: "HeadProjection | None" = None,
     ) -> tuple[Query, Keys, Values]:
         """Queries `[..., T, N, K]` of x; keys `[..., S, G, K]` and values of x, or of a source."""
-        sizes = self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
-        query, key, value = (project or self.project).heads(x, source, *sizes)
+        query, key, value = (project or self.project).heads(x, source, *self.sizes)
         if self.config.query_key_norm:
             query, key = self.query_norm(query), self.key_norm(key)
         return query, key, value
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """num_heads, num_kv_heads, key_depth and value_depth."""
+        return self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
 
     def columns(self) -> dict[str, np.ndarray]:
         """Columns of the matrix of `project` for the query, key and value of each of num_heads

@@ -46,6 +46,7 @@ class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
     Config = HGRN2Config
     gate_activation = None
     norms_heads_jointly = True
+    softmax_projections = "query", "value"  # `key` has the logits of the forget gates
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

@@ -113,6 +113,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
       norms_heads_jointly: whether the norm is over all heads together.
       has_erasure: whether the mechanism erases, which `flops` counts as one more product.
       gate_activation: activation of the output gate; no gate when None.
+      softmax_projections: projections with the meaning of those of softmax attention, which a
+        conversion keeps.
     """
 
     capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
@@ -126,6 +128,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     norms_heads_jointly: ClassVar[bool] = False
     has_erasure: ClassVar[bool] = False
     gate_activation: ClassVar[Literal["silu", "sigmoid"] | None] = "silu"
+    softmax_projections: ClassVar[tuple[str, ...]] = ("query", "key", "value")
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         model_dim, num_heads, config = self.model_dim, self.num_heads, self.config

@@ -24,7 +24,7 @@ from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")
 _PART = re.compile(r"attention\.(query|key|value)(\.kernel\.value)")
-MAY_DIFFER = {"attention", "num_heads", "key_depth", "value_depth", "qk_norm"}
+MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
 COPIED = {field.name for field in fields(RotaryOptions)} | {"positions"}
@@ -163,8 +163,9 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
     memory of this host.
 
     Layers are matched by their index, so that the layer patterns may differ, and parameters by
-    their name and shape within the layer. Queries, keys and values that the source projects in one
-    product and the model in three are columns of the source's matrix.
+    their name and shape within the layer; attention layers with other head dimensions, or another
+    number of key/value heads, have nothing in common. Queries, keys and values that the source
+    projects in one product and the model in three are columns of the source's matrix.
 
     Args:
       config: the architecture.
@@ -240,7 +241,7 @@ def _matched(
             first, period = int(in_block[1]), len(of_source)
             for layer in range(first, config.num_layers, len(layers)):
                 pair = layers[first], of_source[layer % period]
-                rest, columns = _in_layer(in_block[2], *pair)
+                rest, columns = _in_layer(in_block[2], *pair) or (None, None)
                 places.append(_Place(f"blocks.{layer % period}.{rest}", layer // period, columns))
         is_known = [place.shape(known) == shape for place in places]
         if any(is_known) and not all(is_known):
@@ -253,13 +254,21 @@ def _matched(
     return found
 
 
-def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.ndarray | None]:
+def _in_layer(
+    name: str, ours: Attention, theirs: Attention
+) -> tuple[str, np.ndarray | None] | None:
     """The name, within a layer of the source, of a parameter of a layer of the model; and its
-    columns, if it is a part of a matrix."""
+    columns, if it is a part of a matrix. None if the source cannot have it."""
+    if not isinstance(theirs, HeadedAttention) or not name.startswith("attention."):
+        return name, None
+    if isinstance(ours, HeadedAttention) and ours.sizes != theirs.sizes:
+        return None  # equal shapes would be those of other heads
     part = _PART.fullmatch(name)
-    if part and isinstance(ours, MatrixStateAttention) and isinstance(theirs, HeadedAttention):
-        return f"attention.project{part[2]}", theirs.columns()[part[1]]
-    return name, None
+    if part is None or not isinstance(ours, MatrixStateAttention):
+        return name, None
+    if part[1] not in ours.softmax_projections:
+        return None
+    return f"attention.project{part[2]}", theirs.columns()[part[1]]
 
 
 def _parameters(config: LanguageModelConfig) -> dict[str, jax.ShapeDtypeStruct]:

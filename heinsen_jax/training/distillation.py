@@ -43,7 +43,8 @@ class DistillationConfig:
     divergence_weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
     """logits: w, for the loss (1 - w) cross-entropy + w KL(teacher || model)."""
     trained: Literal["all", "new"] = "all"
-    """all: all parameters are trained. new: only those that the teacher does not have."""
+    """all: all parameters are trained; with the target "attention", all of the replaced attention
+    layers. new: of these, only those that the teacher does not have."""
 
 
 def check_teacher(config: DistillationConfig, model: LanguageModelConfig) -> None:
@@ -145,8 +146,8 @@ class Distillation:
         return put(nnx.state(self.teacher, nnx.Param), mesh)
 
     def trained(self, parameters: PyTree) -> PyTree[bool] | None:
-        """Whether each parameter is trained; None if all are. With the target "attention", only
-        those of attention layers that the teacher does not have are."""
+        """Whether each parameter is trained; None if all are. With the target "attention", none
+        outside of the replaced attention layers is."""
         is_attention, pattern = self.config.target == "attention", len(self.model.layers)
         if self.config.trained == "all" and not is_attention:
             return None
@@ -171,9 +172,12 @@ class Distillation:
         theirs = nnx.merge(nnx.graphdef(self.teacher), teacher)
         segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
         tokens = jnp.asarray(batch.tokens)[:, :-1]
-        if self.config.target == "attention":  # later layers read the outputs at all tokens
-            losses = self._attention_errors(model, theirs, tokens, segment_ids)
-            return Imitation(losses, jnp.ones(tokens.shape, bool))
+        if self.config.target == "attention":
+            # later layers read all outputs but those after the last prediction, such as padding
+            is_predicted = jnp.asarray(batch.loss_mask).astype(jnp.int32)
+            mask = lax.cummax(is_predicted, axis=1, reverse=True) > 0
+            losses = self._attention_errors(model, theirs, tokens, segment_ids, mask)
+            return Imitation(losses, mask)
         features, _ = model.features(tokens, segment_ids=segment_ids)
         of_teacher, _ = theirs.features(tokens, segment_ids=segment_ids)
         losses = distilled_losses(
@@ -192,10 +196,11 @@ class Distillation:
         teacher: LanguageModel,
         tokens: Integer[Array, "B T"],
         segment_ids: Integer[Array, "B T"] | None,
+        mask: Bool[Array, "B T"],
     ) -> Float[Array, "B T"]:
         """The squared errors of the outputs of replaced attention layers, relative to the mean
-        square of the teacher's in this batch or microbatch; the mean over these layers. Inputs are
-        those of the teacher."""
+        square of the teacher's at the tokens of the mask in this batch or microbatch; the mean over
+        these layers. Inputs are those of the teacher."""
         replaced = self.replaced
         ours, theirs = (_layers(each, len(replaced)) for each in (model, teacher))
 
@@ -208,13 +213,14 @@ class Distillation:
                 compared = None
                 if is_replaced:
                     other = nnx.merge(ours[place].graph, parameters[0][place]).attention
-                    block.attention = compared = _Compared(block.attention, other)
+                    block.attention = compared = _Compared(block.attention, other, mask)
                 x, _ = block(x, state=None, return_state=False, segment_ids=segment_ids)
                 errors = errors if compared is None else errors + compared.errors
             return (x, errors), None
 
         if model.config.remat:
-            through_period = jax.checkpoint(through_period)
+            policy = getattr(jax.checkpoint_policies, model.config.remat_policy)
+            through_period = jax.checkpoint(through_period, prevent_cse=False, policy=policy)
         parameters = [x.parameters for x in ours], [x.parameters for x in theirs]
         x, _ = teacher.embedded(tokens, segment_ids)
         start = x, jnp.zeros(tokens.shape, jnp.float32)
@@ -243,13 +249,14 @@ class _Compared:
     """The teacher's attention layer in a block; `errors` are those of the other one for the inputs
     of the last call."""
 
-    def __init__(self, teacher: Attention, other: Attention):
-        self.teacher, self.other = teacher, other
+    def __init__(self, teacher: Attention, other: Attention, mask: Bool[Array, "B T"]):
+        self.teacher, self.other, self.mask = teacher, other, mask
 
     def __call__(self, x: Features, **options: Any) -> Features:
         y = self.teacher(x, **options)
         wanted, found = (z.astype(jnp.float32) for z in (y, self.other(x, **options)))
-        scale = jnp.maximum(jnp.mean(jnp.sum(wanted**2, -1)), jnp.finfo(jnp.float32).tiny)
+        total = jnp.sum(jnp.sum(wanted**2, -1) * self.mask)
+        scale = jnp.maximum(total / jnp.maximum(jnp.sum(self.mask), 1), jnp.finfo(jnp.float32).tiny)
         self.errors = jnp.sum((found - wanted) ** 2, -1) / scale
         return y
 

@@ -1,10 +1,17 @@
 """Figures of docs/linearize.md are those of the committed records."""
 
-from heinsen_jax.study.linearization import BOTH
-from tests.docs.pages import PAGES_TEXT, read_record, size_in_words, table
+import pytest
+
+from heinsen_jax.models import LanguageModel
+from heinsen_jax.study import load_study
+from heinsen_jax.study.linearization import BOTH, COMPARED, MECHANISMS, TRAINED_ON
+from tests.docs.pages import PAGES_TEXT, read_record, results_of_study, size_in_words, table
 
 ROWS = {(x["model"], x["context"], x["rows"]): x for x in read_record("linearized_serving")["rows"]}
 CONTEXTS = 1024, 16_384, 65_536
+
+
+LONGEST = {"linearize_shakespeare": "loss_1024", "linearize_python": "loss_2048"}
 
 
 def speed(model: str, context: int, rows: int = 1) -> str:
@@ -52,3 +59,31 @@ def test_savings_of_linearized_models_are_those_of_the_record():
     assert "adds {:.0f} MB to the process with the teacher, and {:.0f} MB".format(*added) in text
     slower = ROWS[BOTH, 1024, 1]["seconds_per_token"]
     assert 1 < slower / ROWS["teacher", 1024, 1]["seconds_per_token"] < 1.1
+
+
+def study_tables(name: str) -> tuple[list[str], list[str]]:
+    """The rows on a study: the mechanisms with all fractions of the tokens, and the other models.
+    Losses at the longest length, and states there, are those after 30%."""
+    study, longest = load_study(name), LONGEST[name]
+    length = int(longest.partition("_")[2])
+    results = {(x.compared["model"], x.compared["tokens"]): x for x in results_of_study(name)}
+    models = {runs[0].labels["model"]: runs[0].config.model for runs in study.groups()}
+    tables: tuple[list[str], list[str]] = ([], [])
+    for model, config in models.items():
+        is_main = model in {TRAINED_ON, *MECHANISMS}
+        cells = [model]
+        for tokens in study.axes["tokens"] if is_main else COMPARED:
+            found = results.get((model, tokens))
+            cells.append(f"{found.mean('loss'):.3f}" if found else "")
+        found = results.get((model, COMPARED[-1]))
+        cells.append(f"{found.mean(longest):.3f}" if found else "")
+        cells.append(size_in_words(LanguageModel.abstract(config).state_size(length)))
+        tables[not is_main].append(f"| {' | '.join(cells)} |")
+    return tables
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_losses_of_linearized_models_are_those_of_the_study(name):
+    mechanisms, others = study_tables(name)
+    assert table(name) == mechanisms
+    assert table(f"{name}, others") == others

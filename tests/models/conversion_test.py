@@ -149,6 +149,24 @@ def test_projections_of_queries_keys_and_values_are_those_of_heads(num_kv_heads)
         np.testing.assert_allclose(found, repeated, rtol=1e-5, atol=1e-6)
 
 
+def test_gates_do_not_start_from_keys():
+    """What HGRN2 calls keys are the logits of its forget gates."""
+    sizes = {"key_depth": 8, "value_depth": 8}
+    ours = config(Layers("hgrn2", options=sizes))
+    new = {name.split(".")[3] for name in new_parameters(ours, config("softmax"))}
+    assert new == {"key", "norm"}
+
+
+def test_heads_of_other_sizes_have_nothing_in_common():
+    """Their matrices have the same shapes, and other columns for each head."""
+    wide = Layers("softmax", options={"key_depth": 4, "value_depth": 16})
+    equal = Layers("softmax", options={"key_depth": 8, "value_depth": 8})
+    shapes = [of_layer(model(x), 0).attention.project.kernel.shape for x in (wide, equal)]
+    assert shapes[0] == shapes[1]
+    new = new_parameters(config((wide, equal)), config(equal))
+    assert new == {f"blocks.0.attention.{name}.kernel.value" for name in ("output", "project")}
+
+
 @pytest.mark.parametrize("mechanism", ["gla", "deltanet", "gated_deltanet", "log_window"])
 def test_a_teacher_with_normalized_queries_and_keys_gets_any_mechanism(mechanism):
     teacher = config("softmax", qk_norm=True)
@@ -190,6 +208,7 @@ def test_parameters_without_a_place_are_named():
     ("changed", "said"),
     [
         ({"num_layers": 2}, "model.num_layers=2 differs from 4 of the model with the weights"),
+        ({"num_heads": 4}, "model.num_heads=4 differs from 2 of the model with the weights"),
         (
             {"norm_epsilon": 0.1},
             "model.norm_epsilon=0.1 .* make them equal",

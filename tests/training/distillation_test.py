@@ -26,27 +26,52 @@ from heinsen_jax.training.settings import check_settings
 from tests.models.conversion_test import HEDGEHOG, model, of_layer
 
 
-def test_errors_are_those_of_each_attention_layer_given_the_inputs_of_the_teacher():
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("segment_ids", [None, np.arange(13)[None] // np.array([[4], [7]])])
+def test_errors_are_those_of_each_attention_layer_given_the_inputs_of_the_teacher(
+    segment_ids, remat
+):
+    """At the tokens up to the last prediction of each row."""
     teacher = model("softmax", seed=1, convolution_size=3)
-    ours = model(("softmax", HEDGEHOG), seed=2, convolution_size=3)
+    ours = model(("softmax", HEDGEHOG), seed=2, convolution_size=3, remat=remat)
     tokens = np.random.default_rng(0).integers(0, 264, (2, 13))
-    loss_mask = np.arange(12)[None] < np.array([[12], [7]])
+    loss_mask = np.array([[True, False] * 6, [False, True, True, False] + [False] * 8])
+    mask = np.arange(12)[None] < np.array([[11], [3]])
+    ids = None if segment_ids is None else segment_ids[:, :-1]
     settings = DistillationConfig(teacher="unused", target="attention")
     objective = Distillation(settings, ours.config, teacher, frozenset())
-    found = objective(ours, Batch(tokens, loss_mask), jax.random.key(0), nnx.state(teacher))
+    batch = Batch(tokens, loss_mask, segment_ids)
+    found = objective(ours, batch, jax.random.key(0), nnx.state(teacher))
     x, _ = teacher.embedded(tokens[:, :-1])
     errors = []
     for layer in range(4):
         block = of_layer(teacher, layer)
         if layer % 2:
-            inputs = block.convolutions[0](block.norm(x), state=None, segment_ids=None)[0]
-            wanted = block.attention(inputs)
-            error = jnp.sum((of_layer(ours, layer).attention(inputs) - wanted) ** 2, -1)
-            errors.append(error / jnp.mean(jnp.sum(wanted**2, -1)))
-        x, _ = block(x, state=None, return_state=False)
+            inputs = block.convolutions[0](block.norm(x), state=None, segment_ids=ids)[0]
+            wanted = block.attention(inputs, segment_ids=ids)
+            imitated = of_layer(ours, layer).attention(inputs, segment_ids=ids)
+            error = jnp.sum((imitated - wanted) ** 2, -1)
+            errors.append(error / jnp.sum(wanted**2, -1)[mask].mean())
+        x, _ = block(x, state=None, return_state=False, segment_ids=ids)
     np.testing.assert_allclose(found.losses, sum(errors) / 2, rtol=1e-4)
     total, _ = found.sums()
-    np.testing.assert_allclose(total, jnp.sum(sum(errors) / 2), rtol=1e-4)  # of all tokens
+    np.testing.assert_allclose(total, jnp.sum((sum(errors) / 2)[mask]), rtol=1e-4)
+
+
+def test_predictions_of_the_teacher_are_within_segments():
+    """Those of two documents in a row are those of each alone."""
+    teacher, ours = model("softmax", seed=1), model(HEDGEHOG, seed=2)
+    tokens = np.random.default_rng(0).integers(0, 264, (1, 13))
+    loss_mask, ids = np.arange(12)[None] != 5, np.arange(13)[None] // 6
+    objective = Distillation(
+        DistillationConfig(teacher="unused"), ours.config, teacher, frozenset()
+    )
+
+    def sums(*batch):
+        return objective(ours, Batch(*batch), jax.random.key(0), nnx.state(teacher)).sums()[0]
+
+    alone = [sums(x, np.ones_like(x[:, 1:], bool)) for x in (tokens[:, :6], tokens[:, 6:])]
+    np.testing.assert_allclose(sums(tokens, loss_mask, ids), sum(alone), rtol=1e-5)
 
 
 def test_losses_are_cross_entropy_and_divergence():

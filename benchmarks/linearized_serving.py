@@ -3,11 +3,11 @@
     python benchmarks/linearized_serving.py
 
 The teacher of the study configs/studies/linearize_python.py and its linearizations, with random
-weights: the time to the first token after a prompt of each length; the time of each further token
-of some rows, 65 less one, so that copies of the state do not count; and the memory that the prompt
-adds to the process at its peak, state included. Medians of interleaved runs. Needs an hour on 2
-cores of an AMD EPYC. Linux only. Writes a JSON record after each context; contexts that are in it
-are not repeated.
+weights: the time to the first token after a prompt of each length; the time per further token, the
+difference between generating 65 tokens and one, divided by 64, so that copying the state does not
+count; and the memory that the prompt adds to the process at its peak, state included. Times are
+medians of interleaved runs; memory is measured once. Needs an hour on 2 cores of an AMD EPYC. Linux
+only. Writes a JSON record after each context; contexts that are in it are not repeated.
 """
 
 import json

@@ -42,6 +42,7 @@ from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line, explain
 from heinsen_jax.linearize_results import Stage, results_of, table
 from heinsen_jax.models.conversion import (
+    layers_without_positions,
     linear_layers,
     new_parameters,
     unused_parameters,
@@ -173,7 +174,7 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
         if not options.restart:
             _check_start(stages)
     with distributed.process_0_first():
-        dataset = data.load(stages[-1][2].data)
+        dataset = data.load(stages[-1].experiment.data)
     with distributed.together():
         for _, _, experiment in stages:
             check_settings(dataset, experiment)
@@ -188,6 +189,8 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
         if is_first:
             pair = experiment.model, teacher.model
             print(f"{name}: {workdir}; not from the teacher: {_listed(new_parameters(*pair))}")
+            if lost := layers_without_positions(*pair):
+                print(f"without the teacher's position encoding: {', '.join(sorted(lost))}")
             if unused := unused_parameters(*pair):
                 print(f"not used, since the new layers have no place for them: {_listed(unused)}")
             sys.stdout.flush()
@@ -291,14 +294,14 @@ def _stages(teacher: ExperimentConfig, options: Options, overrides: Sequence[str
     if options.transfer_steps and new_parameters(model, teacher.model):
         folder, rate = options.workdir + TRANSFER_SUFFIX, options.transfer_learning_rate
         transfer = attention_transfer(finetuning, options.transfer_steps, rate)
-        stages.append(("stage 1", folder, transfer))
+        stages.append(Stage("stage 1", folder, transfer))
         settings = replace(settings, start=folder)
     if options.lora_rank is not None:
         model = with_lora(finetuning.model, options.lora_rank)
         finetuning, settings = replace(finetuning, model=model), replace(settings, trained="new")
     # other batches than those of stage 1
     finetuning = replace(finetuning, distillation=settings, seed=finetuning.seed + 1)
-    return [*stages, ("stage 2", options.workdir, finetuning)]
+    return [*stages, Stage("stage 2", options.workdir, finetuning)]
 
 
 def _warmup(teacher: ExperimentConfig, options: Options) -> int:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +22,26 @@ from heinsen_jax.training.preflight import tokens_per_update
 from heinsen_jax.training.settings import with_documents
 from heinsen_jax.typing import Array
 
-Stage: TypeAlias = tuple[str, str, ExperimentConfig]
-"""Name, folder and experiment of a stage."""
 CONTEXTS = 1024, 32_768
 """Contexts, in tokens, at which states are compared, unless learned positions are too few."""
+
+
+class Stage(NamedTuple):
+    """A stage of a linearization, a run in a folder."""
+
+    name: str
+    folder: str
+    experiment: ExperimentConfig
 
 
 def recall(model: LanguageModel, dataset: Dataset, experiment: ExperimentConfig) -> float:
     """Accuracy of predicting the second copy of a random string of the text's tokens, from its
     second token on; the string has half the length of a training sequence, at most 512 tokens.
-    The tokens that documents start with precede the first copy."""
+    The tokens that documents start with precede the first copy.
+
+    Returns:
+      The accuracy over 32 strings, from 0 to 1.
+    """
     length = min(experiment.data.sequence_length // 2, 512)
     rows = dataset.validation_rows(experiment.data)[""]
     pool = np.concatenate([np.asarray(row.tokens)[1:][row.loss_mask] for row in rows[:256]])
@@ -94,16 +104,17 @@ def _result(
 
 def results_of(teacher: str, stages: Sequence[Stage], dataset: Dataset) -> list[Result]:
     """The rows of the table: of the teacher, in a folder, and after each stage."""
-    experiment = stages[-1][2]
-    results, tokens = [_result("teacher", teacher, dataset, experiment)], 0
-    for name, workdir, stage in stages:
-        tokens += stage.training.steps * tokens_per_update(stage.data)
-        best = stage is experiment  # stage 2 starts from the latest checkpoint of stage 1
-        results.append(_result(f"after {name}", workdir, dataset, experiment, tokens, best))
+    last = stages[-1].experiment
+    results, tokens = [_result("teacher", teacher, dataset, last)], 0
+    for name, folder, experiment in stages:
+        tokens += experiment.training.steps * tokens_per_update(experiment.data)
+        best = experiment is last  # stage 2 starts from the latest checkpoint of stage 1
+        results.append(_result(f"after {name}", folder, dataset, last, tokens, best))
     return results
 
 
 def table(results: Sequence[Result]) -> Table:
+    """The table of the results, for a terminal."""
     contexts = map(int, results[0].state_bytes)
     found = Table("", "loss", "recall", *(f"bytes at {x:,}" for x in contexts), "tokens")
     for row in results:

@@ -116,17 +116,17 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
         model=replace(small.model, attention="softmax"),
         training=replace(small.training, sample_tokens=0, steps=10),
     )
-    teacher, signals = tmp_path / "teacher", iter([signal.SIGTERM])
+    teacher, signals = tmp_path / "teacher", [signal.SIGTERM]
     teacher.mkdir()
     dataset = data.load(chosen.data)
     train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
 
     class Stopped(Tracer):
-        """Sends this process a signal at step 8 of the first run."""
+        """Sends this process a signal at step 8."""
 
         def __call__(self, step: int, last: bool = False) -> None:
-            if step == 8 and (number := next(signals, None)):
-                signal.raise_signal(number)
+            if step == 8 and signals:
+                signal.raise_signal(signals.pop())
             super().__call__(step, last)
 
     monkeypatch.setattr(loop, "Tracer", Stopped)
@@ -144,6 +144,10 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
         found = json.loads((folder / linearize.RESULTS_FILE).read_text())["results"]
         losses.append([row["loss"] for row in found])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    signals.append(signal.SIGTERM)  # in stage 1 of a restart, which the same command then resumes
+    arguments += ["--workdir", str(workdir)]
+    assert command(monkeypatch, *arguments, "--restart") == 128 + signal.SIGTERM
+    assert command(monkeypatch, *arguments) == 0
 
 
 def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monkeypatch):  # noqa: F811
@@ -246,7 +250,7 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
         ("--divergence-weight", "2", "divergence_weight: .*less than or equal to 1"),
         ("--transfer-learning-rate", "0", "--transfer-learning-rate 0.0: must be greater than 0"),
         ("--optimizer.warmup-steps", "1000", "optimizer.warmup_steps=1000 "),  # of stage 2
-        ("--transfer-steps", "-1", "--transfer-steps at least 0"),
+        ("--transfer-steps", "-1", "--transfer-steps -1: must not be negative"),
         ("--model.num-layers", "2", "--model.num-layers: differs by stage"),
     ],
 )

@@ -218,6 +218,21 @@ def unused_parameters(config: LanguageModelConfig, source: LanguageModelConfig) 
     return frozenset(found)
 
 
+def layers_without_positions(
+    config: LanguageModelConfig, source: LanguageModelConfig
+) -> frozenset[str]:
+    """Names of the mechanisms that have no position encoding in layers where the model of the
+    architecture `source` has one."""
+    ours, theirs = config.mechanisms(), source.mechanisms()
+    names = config.layer_pattern
+    return frozenset(
+        names[layer % len(ours)]
+        for layer in range(config.num_layers)
+        if getattr(theirs[layer % len(theirs)], "positions", "none") != "none"
+        and getattr(ours[layer % len(ours)], "positions", "none") == "none"
+    )
+
+
 def _matched(
     config: LanguageModelConfig, source: LanguageModelConfig
 ) -> dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]]:

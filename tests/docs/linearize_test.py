@@ -56,7 +56,8 @@ def test_savings_of_linearized_models_are_those_of_the_record():
     first = [teacher["first_token_seconds"] / x["first_token_seconds"] for x in (log, window)]
     assert "come {:.0f} and {:.0f} times as fast".format(*first) in text
     added = [x["peak_bytes"] / 1e6 for x in (teacher, window)]
-    assert "adds {:.0f} MB to the process with the teacher, and {:.0f} MB".format(*added) in text
+    said = "adds {:.0f} MB to the process with the teacher, and at most {:.0f} MB"
+    assert said.format(*added) in text
     slower = ROWS[BOTH, 1024, 1]["seconds_per_token"]
     assert 1 < slower / ROWS["teacher", 1024, 1]["seconds_per_token"] < 1.1
 

@@ -11,6 +11,7 @@ from flax import nnx
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.models.conversion import (
+    layers_without_positions,
     linear_layers,
     new_parameters,
     shared_weights,
@@ -191,6 +192,13 @@ def test_modules_are_created_once_for_each_architecture(monkeypatch):
         new_parameters(linear_layers(source, "log:features=hedgehog"), replace(source))
         counts.append(len(created))
     assert counts[0] == counts[1] > 0
+
+
+def test_layers_that_lose_their_positions_are_named():
+    source = config("softmax")  # rotary in this block
+    for mechanism, lost in (("taylor", {"taylor"}), ("log_window", set())):
+        assert layers_without_positions(linear_layers(source, mechanism, ["0"]), source) == lost
+    assert not layers_without_positions(config("taylor"), config("linear"))
 
 
 def test_parameters_without_a_place_are_named():

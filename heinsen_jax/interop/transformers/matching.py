@@ -52,7 +52,8 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
     name = min(problems, key=lambda name: (name in is_invalid, len(problems[name])))
     raise UserError(
         f"model: its architecture is that of no supported model of transformers; in the closest "
-        f"one, {name}: {'; '.join(problems[name])}"
+        f"one, {name}: {'; '.join(problems[name])}; change these fields, or save the model with "
+        "heinsen_jax.interop.hub"
     )
 
 

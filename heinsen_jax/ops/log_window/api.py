@@ -104,9 +104,9 @@ def log_window_attention(
         A_ts = LSE_f(P_tf + C_sf) + g_t + sum_(s<r<=t-w) D_r        if t - s >= w
 
     over the tokens s up to t. Q, K and V are the queries, keys and values of a head; P and C are
-    log features f of queries and keys, g is the log weight of earlier tokens, D_r is the log decay
-    of all tokens before token r when it leaves the window, and w is the window size. Both parts are
-    averages, and merge exactly:
+    log features of queries and keys, indexed by f; g is the log weight of earlier tokens; w is the
+    window size; and D_r is the log decay of all tokens before r, applied when r leaves the window.
+    Both parts are averages, and merge exactly:
 
         Y = (Z_1 Y_1 + exp(g) Z_2 Y_2) / (Z_1 + exp(g) Z_2)
 

@@ -90,9 +90,12 @@ class LogWindowState:
         """Return the state of tokens alone.
 
         Args:
-          key, value, key_features, log_decay: those of the tokens.
+          key: `[*B, S, num_kv_heads, key_depth]`.
+          value: `[*B, S, num_kv_heads, value_depth]`.
+          key_features: `[*B, S, num_kv_heads, num_features]`.
+          log_decay: `[*B, S, num_kv_heads]`; None for no decay.
           window_size: w.
-          first: the first token; the tokens before it are ignored.
+          first: `[*B]`, index of the first token; earlier ones are ignored; 0 when None.
         """
         dtype = jnp.promote_types(jnp.result_type(key, value, key_features), jnp.float32)
         decay = None if log_decay is None else log_decay[..., None]

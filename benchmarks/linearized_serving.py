@@ -32,10 +32,10 @@ from heinsen_jax.environment import environment
 from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.study import load_study
-from heinsen_jax.study.linearization import BOTH
+from heinsen_jax.study.linearization import MERGED
 
 STUDY = "linearize_python"
-MODELS = "log, Hedgehog", BOTH, "window of 16", "Gated DeltaNet", f"{BOTH}, 1 of 4 softmax"
+MODELS = "log, Hedgehog", MERGED, "window of 16", "Gated DeltaNet", f"{MERGED}, 1 of 4 softmax"
 ROWS = 1, 8
 NEW = 64  # generated tokens that are measured
 

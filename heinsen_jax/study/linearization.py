@@ -17,22 +17,22 @@ ABOUT = """
 Runs have 1% to 100% of the teacher's training tokens, with other seeds than the teacher's: half of
 them for attention transfer, with peak learning rates of 0.01, the rest for the whole model, with
 0.5 cross-entropy + 0.5 KL(teacher || model) and the teacher's optimizer; all of them for the latter
-if the new layers have no parameters of their own, or with the label "stage 2 only". "softmax,
-trained on" is the teacher after the same training, "from scratch" has no teacher. Learning rates of
-stage 2 were searched for these two, and for up to 30% of the tokens; the rows of 100%, of kept
-layers and of stage 2 only have a quarter of the teacher's peak. Rows of 3% and 30% have two seeds.
-With decay, merged windows initially have time constants up to the length of training sequences,
-log-attention alone up to 4096 tokens. Windows have the teacher's rotary positions, and so has
-"rotary"; the other mechanisms have no positions but those of decay and convolutions, so that
-differences are not of the mechanism alone. "1 of 4 softmax" keeps every fourth layer as it is.
-Tokens are those of both stages.
+if the new layers have no parameters of their own, or with the label "stage 2 only". Its warm-up has
+5% of all updates. "softmax, trained further" is the teacher after the same training, "from scratch"
+has no teacher. Learning rates of stage 2 were searched for these two, and for up to 30% of the
+tokens; the other rows of 100%, and those of kept layers and of stage 2 only, have a quarter of the
+teacher's peak. Rows of 3% and 30% have two seeds. With decay, merged windows initially have time
+constants up to the length of training sequences, log-attention alone up to 4096 tokens. Windows
+have the teacher's rotary positions; the other mechanisms have no positions but those of decay and
+convolutions, so that differences are not of the mechanism alone. "1 of 4 softmax" keeps every
+fourth layer as it is. Tokens are those of both stages.
 """
-TRAINED_ON, FROM_SCRATCH, STAGE_2 = "softmax, trained on", "from scratch", "stage 2 only"
+TRAINED_ON, FROM_SCRATCH, STAGE_2 = "softmax, trained further", "from scratch", "stage 2 only"
 DECAY = "decay=head,max_timescale={length}"
 MECHANISMS = {
     "log, Hedgehog": "log:features=hedgehog,decay=None",
     "log, Hedgehog, decay": "log:features=hedgehog,decay=head",
-    "log, Hedgehog, rotary": "log_window:window_size=1",
+    "window of 1 merged with log": "log_window:window_size=1",
     "window of 16 merged with log": "log_window:window_size=16",
     "window of 64 merged with log": "log_window:window_size=64",
     "window of 16 merged with log, decay": "log_window:window_size=16," + DECAY,
@@ -43,11 +43,11 @@ MECHANISMS = {
     "Taylor": "taylor",
     "Gated DeltaNet": "gated_deltanet",
 }
-KEEPING = "log, Hedgehog", "window of 16 merged with log", "window of 16", "Gated DeltaNet"
-"""Mechanisms with which some softmax layers are kept."""
-KEPT = {"1 of 4 softmax": ("3::4",), "1 of 2 softmax": ("1::2",)}
-BOTH = "window of 16 merged with log"
+MERGED = "window of 16 merged with log"
 """The mechanism of the models from scratch."""
+HYBRID_MECHANISMS = "log, Hedgehog", MERGED, "window of 16", "Gated DeltaNet"
+"""Mechanisms with which some softmax layers are kept."""
+HYBRIDS = {"1 of 4 softmax": ("3::4",), "1 of 2 softmax": ("1::2",)}
 FRACTIONS = 0.01, 0.03, 0.1, 0.3, 1.0
 """Tokens of runs, as fractions of the teacher's."""
 COMPARED = "3%", "30%"
@@ -61,15 +61,15 @@ COLORS = {
     TRAINED_ON: sweeps.COLORS["softmax"],
     "log, Hedgehog": sweeps.COLORS["log"],
     "log, Hedgehog, decay": sweeps.COLORS["log, decay by head"],
-    BOTH: "black",
+    MERGED: "black",
     "window of 16": "C1",
     "Gated DeltaNet": sweeps.COLORS["Gated DeltaNet"],
 }
 
 
 def models(teacher: LanguageModelConfig, length: int) -> sweeps.Sweep:
-    """The teacher's architecture with other attention layers, but for windows that span `length`
-    tokens."""
+    """The teacher's architecture with other attention layers, but for windows of `length` tokens,
+    which are softmax attention."""
     chosen = {
         label: attention.format(length=length)
         for label, attention in MECHANISMS.items()
@@ -78,13 +78,13 @@ def models(teacher: LanguageModelConfig, length: int) -> sweeps.Sweep:
     found: sweeps.Sweep = {TRAINED_ON: {}}
     for label, attention in chosen.items():
         found[label] = {"model": linear_layers(teacher, attention)}
-    for label in KEEPING:
-        for words, keep in KEPT.items():
+    for label in HYBRID_MECHANISMS:
+        for words, keep in HYBRIDS.items():
             found[f"{label}, {words}"] = {"model": linear_layers(teacher, chosen[label], keep)}
-    for label in ("log, Hedgehog", BOTH):
+    for label in ("log, Hedgehog", MERGED):
         found[f"{label}, {STAGE_2}"] = found[label]
     no_teacher: dict[str, FieldValue] = {"distillation": DistillationConfig()}
-    return found | {f"{BOTH}, {FROM_SCRATCH}": found[BOTH] | no_teacher}
+    return found | {f"{MERGED}, {FROM_SCRATCH}": found[MERGED] | no_teacher}
 
 
 def stages(

@@ -4,7 +4,7 @@ import pytest
 
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study import load_study
-from heinsen_jax.study.linearization import BOTH, COMPARED, MECHANISMS, TRAINED_ON
+from heinsen_jax.study.linearization import COMPARED, MECHANISMS, MERGED, TRAINED_ON
 from tests.docs.pages import PAGES_TEXT, read_record, results_of_study, size_in_words, table
 
 ROWS = {(x["model"], x["context"], x["rows"]): x for x in read_record("linearized_serving")["rows"]}
@@ -46,7 +46,7 @@ def test_speeds_of_linearized_models_are_those_of_the_record():
 def test_savings_of_linearized_models_are_those_of_the_record():
     teacher, log, window, hybrid = (
         ROWS[name, 65_536, 1]
-        for name in ("teacher", "log, Hedgehog", BOTH, f"{BOTH}, 1 of 4 softmax")
+        for name in ("teacher", "log, Hedgehog", MERGED, f"{MERGED}, 1 of 4 softmax")
     )
     text = PAGES_TEXT
     faster = [teacher["seconds_per_token"] / x["seconds_per_token"] for x in (log, window, hybrid)]
@@ -58,7 +58,7 @@ def test_savings_of_linearized_models_are_those_of_the_record():
     added = [x["peak_bytes"] / 1e6 for x in (teacher, window)]
     said = "adds {:.0f} MB to the process with the teacher, and at most {:.0f} MB"
     assert said.format(*added) in text
-    slower = ROWS[BOTH, 1024, 1]["seconds_per_token"]
+    slower = ROWS[MERGED, 1024, 1]["seconds_per_token"]
     assert 1 < slower / ROWS["teacher", 1024, 1]["seconds_per_token"] < 1.1
 
 

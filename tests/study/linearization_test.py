@@ -23,7 +23,9 @@ def test_all_models_with_a_budget_have_the_same_tokens(name):
         seeds = [stage.seed for stage in stages]
         assert len({*seeds, teacher.seed}) == len(seeds) + 1
     budgets = [*study.axes["tokens"]]
-    assert all((x, y) in found for x in ("softmax, trained on", "log, Hedgehog") for y in budgets)
+    assert all(
+        (x, y) in found for x in ("softmax, trained further", "log, Hedgehog") for y in budgets
+    )
     assert found["log, Hedgehog", "1%"] == found["window of 16 merged with log", "100%"] == 2
     assert found["log, Hedgehog, stage 2 only", "30%"] == found["linear, elu + 1", "1%"] == 1
     assert ("log, Hedgehog, stage 2 only", "100%") not in found

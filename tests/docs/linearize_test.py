@@ -63,8 +63,8 @@ def test_savings_of_linearized_models_are_those_of_the_record():
 
 
 def study_tables(name: str) -> tuple[list[str], list[str]]:
-    """The rows on a study: the mechanisms with all fractions of the tokens, and the other models.
-    Losses at the longest length, and states there, are those after 30%."""
+    """The rows on a study: the mechanisms with all fractions of the tokens, and the other models,
+    without those that have no results. Losses at the longest length are those after 30%."""
     study, longest = load_study(name), LONGEST[name]
     length = int(longest.partition("_")[2])
     results = {(x.compared["model"], x.compared["tokens"]): x for x in results_of_study(name)}
@@ -78,6 +78,8 @@ def study_tables(name: str) -> tuple[list[str], list[str]]:
             cells.append(f"{found.mean('loss'):.3f}" if found else "")
         found = results.get((model, COMPARED[-1]))
         cells.append(f"{found.mean(longest):.3f}" if found else "")
+        if not any(cells[1:]):
+            continue
         cells.append(size_in_words(LanguageModel.abstract(config).state_size(length)))
         tables[not is_main].append(f"| {' | '.join(cells)} |")
     return tables
@@ -88,3 +90,27 @@ def test_losses_of_linearized_models_are_those_of_the_study(name):
     mechanisms, others = study_tables(name)
     assert table(name) == mechanisms
     assert table(f"{name}, others") == others
+
+
+def test_prose_on_linearized_models_of_shakespeare_is_of_the_study():
+    results = {tuple(x.compared.values()): x for x in results_of_study("linearize_shakespeare")}
+
+    def loss(model: str, tokens: str, metric: str = "loss") -> str:
+        return f"{results[model, tokens].mean(metric):.3f}"
+
+    window, decay = "window of 16", "log, Hedgehog, decay"
+    text, (few, more) = PAGES_TEXT, COMPARED
+    assert f"{loss(window, '1%')} alone and {loss(MERGED, '1%')} merged" in text
+    assert f"from {loss(decay, '1%')} with 1% to {loss(decay, '100%')} with 100%" in text
+    without = [loss(x, more) for x in ("log, Hedgehog", "Taylor", "linear, elu + 1")]
+    assert f"{', '.join(without[:2])} and {without[2]} with 30%" in text
+    longer = [loss(x, more, "loss_1024") for x in (TRAINED_ON, MERGED, f"{MERGED}, decay")]
+    assert "{}, and merged with log-attention {}; with decay {}".format(*longer) in text
+    kept = [loss(f"log, Hedgehog{x}", more) for x in ("", ", 1 of 4 softmax", ", 1 of 2 softmax")]
+    assert "from {} to {} and {}".format(*kept) in text
+    assert results[window, "100%"].mean("loss") < results[decay, "100%"].mean("loss")
+    assert results[window, "100%"].mean("loss") - results[TRAINED_ON, "100%"].mean("loss") < 0.01
+    best = min(x.mean("loss_1024") for x in results.values())
+    assert best == results[window, "100%"].mean("loss_1024")
+    assert f"the smallest at 1,024 of all models, {best:.3f}" in text
+    assert results[MERGED, few].mean("loss") < results[window, few].mean("loss")

@@ -151,7 +151,7 @@ def test_projections_of_queries_keys_and_values_are_those_of_heads(num_kv_heads)
 
 
 def test_gates_do_not_start_from_keys():
-    """What HGRN2 calls keys are the logits of its forget gates."""
+    """The keys of HGRN2 are the logits of its forget gates."""
     sizes = {"key_depth": 8, "value_depth": 8}
     ours = config(Layers("hgrn2", options=sizes))
     new = {name.split(".")[3] for name in new_parameters(ours, config("softmax"))}

@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import jax
 import pydantic
 import tyro
 from rich.console import Console
@@ -178,10 +177,9 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
     with distributed.together():
         for _, _, experiment in stages:
             check_settings(dataset, experiment)
-    is_first = jax.process_index() == 0
-    if options.restart:  # before stage 1, whose interruption would leave one of another stage 1
-        with distributed.process_0_first(), opened(options.workdir) as own:
-            if is_first:
+    with distributed.process_0_first() as is_first:
+        if is_first and options.restart:  # before stage 1, which may be interrupted
+            with opened(options.workdir) as own:
                 own.check_writable()
                 with own.locked():
                     set_aside(own)

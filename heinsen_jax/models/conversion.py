@@ -256,7 +256,7 @@ def _matched(
             first, period = int(in_block[1]), len(of_source)
             for layer in range(first, config.num_layers, len(layers)):
                 pair = layers[first], of_source[layer % period]
-                rest, columns = _in_layer(in_block[2], *pair) or (None, None)
+                rest, columns = _in_layer(in_block[2], *pair)
                 places.append(_Place(f"blocks.{layer % period}.{rest}", layer // period, columns))
         is_known = [place.shape(known) == shape for place in places]
         if any(is_known) and not all(is_known):
@@ -269,20 +269,18 @@ def _matched(
     return found
 
 
-def _in_layer(
-    name: str, ours: Attention, theirs: Attention
-) -> tuple[str, np.ndarray | None] | None:
-    """The name, within a layer of the source, of a parameter of a layer of the model; and its
-    columns, if it is a part of a matrix. None if the source cannot have it."""
+def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.ndarray | None]:
+    """The name, within a layer of the source, of a parameter of a layer of the model, empty if the
+    source cannot have it; and its columns, if it is a part of a matrix."""
     if not isinstance(theirs, HeadedAttention) or not name.startswith("attention."):
         return name, None
     if isinstance(ours, HeadedAttention) and ours.sizes != theirs.sizes:
-        return None  # equal shapes would be those of other heads
+        return "", None  # equal shapes would be those of other heads
     part = _PART.fullmatch(name)
     if part is None or not isinstance(ours, MatrixStateAttention):
         return name, None
     if part[1] not in ours.softmax_projections:
-        return None
+        return "", None
     return f"attention.project{part[2]}", theirs.columns()[part[1]]
 
 

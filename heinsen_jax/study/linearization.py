@@ -27,7 +27,7 @@ have the teacher's rotary positions; the other mechanisms have no positions but 
 convolutions, so that differences are not of the mechanism alone. "1 of 4 softmax" keeps every
 fourth layer as it is. Tokens are those of both stages.
 """
-TRAINED_ON, FROM_SCRATCH, STAGE_2 = "softmax, trained further", "from scratch", "stage 2 only"
+TRAINED_FURTHER, FROM_SCRATCH, STAGE_2 = "softmax, trained further", "from scratch", "stage 2 only"
 DECAY = "decay=head,max_timescale={length}"
 MECHANISMS = {
     "log, Hedgehog": "log:features=hedgehog,decay=None",
@@ -58,7 +58,7 @@ WITHOUT_SEARCH = "100%"
 those without stage 1 have for all fractions."""
 SEEDS = 11, 12
 COLORS = {
-    TRAINED_ON: sweeps.COLORS["softmax"],
+    TRAINED_FURTHER: sweeps.COLORS["softmax"],
     "log, Hedgehog": sweeps.COLORS["log"],
     "log, Hedgehog, decay": sweeps.COLORS["log, decay by head"],
     MERGED: "black",
@@ -75,7 +75,7 @@ def models(teacher: LanguageModelConfig, length: int) -> sweeps.Sweep:
         for label, attention in MECHANISMS.items()
         if f"window_size={length}" not in re.split("[:,]", attention)
     }
-    found: sweeps.Sweep = {TRAINED_ON: {}}
+    found: sweeps.Sweep = {TRAINED_FURTHER: {}}
     for label, attention in chosen.items():
         found[label] = {"model": linear_layers(teacher, attention)}
     for label in HYBRID_MECHANISMS:
@@ -104,11 +104,11 @@ def is_run(labels: Mapping[str, str], middle: str) -> bool:
     """Whether the study runs a combination, given the middle learning rate."""
     model, tokens = labels["model"], labels["tokens"]
     if tokens not in COMPARED and not (
-        model in {TRAINED_ON, *MECHANISMS} and labels["seed"] == str(SEEDS[0])
+        model in {TRAINED_FURTHER, *MECHANISMS} and labels["seed"] == str(SEEDS[0])
     ):
         return False
     is_searched = (
-        model == TRAINED_ON
+        model == TRAINED_FURTHER
         or model.endswith(FROM_SCRATCH)
         or (model in MECHANISMS and tokens != WITHOUT_SEARCH)
     )
@@ -160,7 +160,7 @@ def study(
         search="neighbors",
         extra_metrics=(last,),
         select=lambda labels: is_run(labels, middle),
-        baseline=TRAINED_ON,
+        baseline=TRAINED_FURTHER,
         plots=tuple(
             Points(metric, x="tokens", lines="model", unit=unit, highlighted=COLORS)
             for metric in ("loss", last)

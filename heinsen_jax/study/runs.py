@@ -77,8 +77,8 @@ def _folders(workdir: Path, number: int) -> list[Path]:
 def _measured(stages: Sequence[ExperimentConfig], workdir: Path) -> RunRecord:
     """The record of a run. Stages before the last are evaluated on one batch only."""
     *earlier, last = stages
-    one = [replace(x, training=replace(x.training, evaluation_batches=1)) for x in earlier]
-    stages = [*one, last]
+    stages = [replace(x, training=replace(x.training, evaluation_batches=1)) for x in earlier]
+    stages.append(last)
     begin, metrics, failed, start = time.monotonic(), [], "", None
     with (workdir / LOG_FILE).open("a") as log, contextlib.redirect_stdout(log):
         try:

@@ -4,7 +4,7 @@ import pytest
 
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study import load_study
-from heinsen_jax.study.linearization import COMPARED, MECHANISMS, MERGED, TRAINED_ON
+from heinsen_jax.study.linearization import COMPARED, MECHANISMS, MERGED, TRAINED_FURTHER
 from tests.docs.pages import PAGES_TEXT, read_record, results_of_study, size_in_words, table
 
 ROWS = {(x["model"], x["context"], x["rows"]): x for x in read_record("linearized_serving")["rows"]}
@@ -71,7 +71,7 @@ def study_tables(name: str) -> tuple[list[str], list[str]]:
     models = {runs[0].labels["model"]: runs[0].config.model for runs in study.groups()}
     tables: tuple[list[str], list[str]] = ([], [])
     for model, config in models.items():
-        is_main = model in {TRAINED_ON, *MECHANISMS}
+        is_main = model in {TRAINED_FURTHER, *MECHANISMS}
         cells = [model]
         for tokens in study.axes["tokens"] if is_main else COMPARED:
             found = results.get((model, tokens))
@@ -104,13 +104,18 @@ def test_prose_on_linearized_models_of_shakespeare_is_of_the_study():
     assert f"from {loss(decay, '1%')} with 1% to {loss(decay, '100%')} with 100%" in text
     without = [loss(x, more) for x in ("log, Hedgehog", "Taylor", "linear, elu + 1")]
     assert f"{', '.join(without[:2])} and {without[2]} with 30%" in text
-    longer = [loss(x, more, "loss_1024") for x in (TRAINED_ON, MERGED, f"{MERGED}, decay")]
-    assert "{}, and merged with log-attention {}; with decay {}".format(*longer) in text
+    longer = [loss(x, more, "loss_1024") for x in (TRAINED_FURTHER, MERGED, f"{MERGED}, decay")]
+    assert (
+        "{}, and a window merged with log-attention one of {}, with decay {}".format(*longer)
+        in text
+    )
     kept = [loss(f"log, Hedgehog{x}", more) for x in ("", ", 1 of 4 softmax", ", 1 of 2 softmax")]
     assert "from {} to {} and {}".format(*kept) in text
     assert results[window, "100%"].mean("loss") < results[decay, "100%"].mean("loss")
-    assert results[window, "100%"].mean("loss") - results[TRAINED_ON, "100%"].mean("loss") < 0.01
+    assert (
+        results[window, "100%"].mean("loss") - results[TRAINED_FURTHER, "100%"].mean("loss") < 0.01
+    )
     best = min(x.mean("loss_1024") for x in results.values())
     assert best == results[window, "100%"].mean("loss_1024")
-    assert f"the smallest at 1,024 of all models, {best:.3f}" in text
+    assert f"the smallest loss at 1,024 of all models, {best:.3f}" in text
     assert results[MERGED, few].mean("loss") < results[window, few].mean("loss")

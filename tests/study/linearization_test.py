@@ -43,7 +43,7 @@ def test_only_models_from_scratch_have_no_teacher(name):
         label, stages = runs[0].labels["model"], runs[0].stages
         has_teacher = {stage.distillation.teacher is not None for stage in stages}
         assert has_teacher == {not label.endswith(linearization.FROM_SCRATCH)}
-        if label == linearization.TRAINED_ON:
+        if label == linearization.TRAINED_FURTHER:
             assert stages[-1].model == teacher.model
 
 

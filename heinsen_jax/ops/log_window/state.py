@@ -129,7 +129,7 @@ class LogWindowState:
         """
         if (self.log_decay is None) != (other.log_decay is None):
             raise ValueError(
-                "log_decay: one of the states has none; merge states with decay or without"
+                "log_decay: one of the states has none; merge two with decay, or two without"
             )
         size = self.key.shape[-2]
         slot = jnp.broadcast_to(jnp.arange(size), self.key.shape[:-1])

@@ -107,8 +107,8 @@ FAULTS = {
     ),
     "a second stage without the first": Fault(
         "heinsen_jax/linearize.py",
-        "tuning = replace(tuning, start=folder)",
-        "tuning = replace(tuning, start=None)",
+        "settings = replace(settings, start=folder)",
+        "settings = replace(settings, start=None)",
         "tests/linearize_test.py",
     ),
     "positions that ignore the state": Fault(

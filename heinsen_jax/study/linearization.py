@@ -19,9 +19,10 @@ them for attention transfer, with peak learning rates of 0.01, the rest for the 
 0.5 cross-entropy + 0.5 KL(teacher || model) and the teacher's optimizer; all of them for the latter
 if the new layers have no parameters of their own, or with the label "stage 2 only". Its warm-up has
 5% of all updates. "softmax, trained further" is the teacher after the same training, "from scratch"
-has no teacher. Learning rates of stage 2 were searched for these two, and for up to 30% of the
-tokens; the other rows of 100%, and those of kept layers and of stage 2 only, have a quarter of the
-teacher's peak. Rows of 3% and 30% have two seeds. With decay, merged windows initially have time
+has no teacher. Learning rates of stage 2 were searched for these two, and for up to 10% of the
+tokens; the other rows of 30% and 100%, and those of kept layers and of stage 2 only, have a quarter
+of the teacher's peak. Rows of 3% have two seeds, but for kept layers, stage 2 only and from
+scratch. With decay, merged windows initially have time
 constants up to the length of training sequences, log-attention alone up to 4096 tokens. Windows
 have the teacher's rotary positions; the other mechanisms have no positions but those of decay and
 convolutions, so that differences are not of the mechanism alone. "1 of 4 softmax" keeps every
@@ -36,7 +37,6 @@ MECHANISMS = {
     "window of 16 merged with log": "log_window:window_size=16",
     "window of 64 merged with log": "log_window:window_size=64",
     "window of 16 merged with log, decay": "log_window:window_size=16," + DECAY,
-    "window of 64 merged with log, decay": "log_window:window_size=64," + DECAY,
     "window of 16": "sliding_window:window_size=16",
     "window of 64": "sliding_window:window_size=64",
     "linear, elu + 1": "linear",
@@ -51,12 +51,13 @@ HYBRIDS = {"1 of 4 softmax": ("3::4",), "1 of 2 softmax": ("1::2",)}
 FRACTIONS = 0.01, 0.03, 0.1, 0.3, 1.0
 """Tokens of runs, as fractions of the teacher's."""
 COMPARED = "3%", "30%"
-"""Fractions of which all models are run, with two seeds; of the others, `MECHANISMS` and the
-teacher itself, with one."""
-WITHOUT_SEARCH = "100%"
-"""The fraction for which mechanisms have the middle learning rate, as models with kept layers and
-those without stage 1 have for all fractions."""
+"""Fractions of which all models are run; of the others, `MECHANISMS` and the teacher itself."""
+SEARCHED = "1%", "3%", "10%"
+"""Fractions of which mechanisms have the best learning rate; of the others they have the middle
+one, as models with kept layers and those without stage 1 have of all fractions."""
 SEEDS = 11, 12
+REPEATED = "3%"
+"""The fraction of which `MECHANISMS` and the teacher itself have all seeds."""
 COLORS = {
     TRAINED_FURTHER: sweeps.COLORS["softmax"],
     "log, Hedgehog": sweeps.COLORS["log"],
@@ -103,14 +104,15 @@ def stages(
 def is_run(labels: Mapping[str, str], middle: str) -> bool:
     """Whether the study runs a combination, given the middle learning rate."""
     model, tokens = labels["model"], labels["tokens"]
-    if tokens not in COMPARED and not (
-        model in {TRAINED_FURTHER, *MECHANISMS} and labels["seed"] == str(SEEDS[0])
-    ):
+    is_main = model in {TRAINED_FURTHER, *MECHANISMS}
+    if not is_main and tokens not in COMPARED:
+        return False
+    if labels["seed"] != str(SEEDS[0]) and not (is_main and tokens == REPEATED):
         return False
     is_searched = (
         model == TRAINED_FURTHER
         or model.endswith(FROM_SCRATCH)
-        or (model in MECHANISMS and tokens != WITHOUT_SEARCH)
+        or (model in MECHANISMS and tokens in SEARCHED)
     )
     return is_searched or labels["learning_rate"] == middle
 

@@ -185,6 +185,7 @@ def run_experiment(
             config,
             dry_run=dry_run,
             profile=profile,
+            allow_change=allow_change,
             on_start=lambda: record(files, config, dataset),
             sample_fn=sample,
         )

@@ -26,8 +26,7 @@ import numpy as np
 
 from heinsen_jax.config import load_config
 from heinsen_jax.generate import generate
-from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
-from heinsen_jax.interop.transformers.__main__ import import_model
+from heinsen_jax.interop.transformers import from_pretrained, import_model, to_pretrained
 from heinsen_jax.linearize import Options, linearize
 from heinsen_jax.models import Layers
 from heinsen_jax.train import run_experiment

@@ -68,20 +68,7 @@ class Block(nnx.Module):
         return_state: bool,
         segment_ids: Integer[Array, "*B T"] | None = None,
     ) -> tuple[Features, BlockState | None]:
-        before, after = (None,) * 2 if state is None else state.convolutions, []
-
-        def convolve(x: Features, branch: int) -> Features:
-            if not self.convolutions:
-                return x
-            with jax.named_scope("convolution"):
-                convolution = self.convolutions[branch]
-                x, last = convolution(x, state=before[branch], segment_ids=segment_ids)
-            after.append(last)
-            return x
-
-        with jax.named_scope("norm"):
-            normed = self.norm(x)
-        y = convolve(normed, 0)
+        normed, y, first = self.attention_input(x, state=state, segment_ids=segment_ids)
         with jax.named_scope("attention"):
             options = {"is_causal": self.is_causal, "segment_ids": segment_ids}
             attend = partial(self.attention, y, **options)
@@ -90,14 +77,54 @@ class Block(nnx.Module):
                 y, attention = attend(state=earlier, return_state=True)
             else:
                 y, attention = attend(state=earlier), None
-        before_attention = x
+        x, second = self.after_attention(x, normed, y, state=state, segment_ids=segment_ids)
+        return x, BlockState(attention, first + second) if return_state else None
+
+    def attention_input(
+        self,
+        x: Features,
+        *,
+        state: BlockState | None = None,
+        segment_ids: Integer[Array, "*B T"] | None = None,
+    ) -> tuple[Features, Features, tuple[Array, ...]]:
+        """norm(x), the input of attention, and the state of its convolution, if any, after x."""
+        with jax.named_scope("norm"):
+            normed = self.norm(x)
+        return normed, *self._convolved(normed, 0, state, segment_ids)
+
+    def after_attention(
+        self,
+        x: Features,
+        normed: Features,
+        y: Features,
+        *,
+        state: BlockState | None = None,
+        segment_ids: Integer[Array, "*B T"] | None = None,
+    ) -> tuple[Features, tuple[Array, ...]]:
+        """The result of the block, given norm(x) and the output of attention, and the state of the
+        convolution of the MLP, if any, after x."""
+        before_attention, after = x, ()
         x = (normed if self.kind == "fastformer" else x) + y.astype(x.dtype)
         if self.has_mlp:
             with jax.named_scope("mlp"):
                 y = self.mlp_norm(before_attention if self.is_parallel else x)
-                x = x + self.mlp(convolve(y, 1)).astype(x.dtype)
-        x = constrain(x, "tokens", None)
-        return x, BlockState(attention, tuple(after)) if return_state else None
+                y, after = self._convolved(y, 1, state, segment_ids)
+                x = x + self.mlp(y).astype(x.dtype)
+        return constrain(x, "tokens", None), after
+
+    def _convolved(
+        self,
+        x: Features,
+        branch: int,
+        state: BlockState | None,
+        segment_ids: Integer[Array, "*B T"] | None,
+    ) -> tuple[Features, tuple[Array, ...]]:
+        if not self.convolutions:
+            return x, ()
+        before = None if state is None else state.convolutions[branch]
+        with jax.named_scope("convolution"):
+            x, after = self.convolutions[branch](x, state=before, segment_ids=segment_ids)
+        return x, (after,)
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> BlockState:
         """The state before the first token, with a capacity in tokens."""

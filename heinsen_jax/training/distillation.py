@@ -1,9 +1,12 @@
 """Training of a model to imitate another one, its teacher, from the teacher's weights."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -14,8 +17,8 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
-from heinsen_jax.attention.base import Attention
 from heinsen_jax.data import Batch
+from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.blocks import Block
@@ -27,10 +30,13 @@ from heinsen_jax.training.cross_entropy import distilled_losses
 from heinsen_jax.training.objective import RandomKey
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree, config_dataclass
 
+TEACHER_FILE = "teacher.sha256"
+"""Hash of the weights of the teacher of a run."""
+
 
 @config_dataclass
 class DistillationConfig:
-    """Imitation of a teacher, a model with the same sizes and other attention layers."""
+    """DistillationLosses of a teacher, a model with the same sizes and other attention layers."""
 
     teacher: str | None = None
     """Folder of the teacher, a run or a model folder; no distillation when None."""
@@ -70,7 +76,7 @@ def check_teacher(config: DistillationConfig, model: LanguageModelConfig) -> Non
     new_parameters(model, load_architecture(config.teacher))
 
 
-class Imitation(NamedTuple):
+class DistillationLosses(NamedTuple):
     """Losses of an imitation.
 
     Attributes:
@@ -141,6 +147,34 @@ class Distillation:
         model, _, _ = load_run(self.config.start, best=False, on_host=True)
         return shared_weights(self.model, model)
 
+    @cached_property
+    def weights_hash(self) -> str:
+        """SHA-256 of the teacher's parameters and their names."""
+        found = hashlib.sha256()
+        for name, value in flatten_with_names(nnx.state(self.teacher, nnx.Param)).items():
+            found.update(name.encode())
+            found.update(np.asarray(value).tobytes())
+        return found.hexdigest()
+
+    def check_unchanged(self, workdir: Path) -> None:
+        """Check that the teacher has the weights that a run has recorded, if any.
+
+        Raises:
+          UserError: it has others.
+        """
+        path = workdir / TEACHER_FILE
+        if path.exists() and path.read_text() != self.weights_hash:
+            raise UserError(
+                f"distillation.teacher={self.config.teacher}: its weights have changed since the "
+                f"run in {workdir} recorded them; bring them back, give --allow-change to resume "
+                "with the new ones, or --restart to begin again"
+            )
+
+    def record(self, workdir: Path) -> None:
+        """Record the teacher's weights in a run's folder."""
+        with writing(workdir):
+            write_atomically(workdir / TEACHER_FILE, self.weights_hash.encode())
+
     def parameters(self, mesh: Mesh) -> nnx.State:
         """The teacher's parameters on the devices of a mesh."""
         return put(nnx.state(self.teacher, nnx.Param), mesh)
@@ -167,7 +201,7 @@ class Distillation:
 
     def __call__(
         self, model: LanguageModel, batch: Batch, key: RandomKey, teacher: nnx.State
-    ) -> Imitation:
+    ) -> DistillationLosses:
         del key
         theirs = nnx.merge(nnx.graphdef(self.teacher), teacher)
         segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
@@ -177,7 +211,7 @@ class Distillation:
             is_predicted = jnp.asarray(batch.loss_mask).astype(jnp.int32)
             mask = lax.cummax(is_predicted, axis=1, reverse=True) > 0
             losses = self._attention_errors(model, theirs, tokens, segment_ids, mask)
-            return Imitation(losses, mask)
+            return DistillationLosses(losses, mask)
         features, _ = model.features(tokens, segment_ids=segment_ids)
         of_teacher, _ = theirs.features(tokens, segment_ids=segment_ids)
         losses = distilled_losses(
@@ -188,7 +222,7 @@ class Distillation:
             jnp.asarray(batch.targets),
             divergence_weight=self.config.divergence_weight,
         )
-        return Imitation(losses, jnp.asarray(batch.loss_mask))
+        return DistillationLosses(losses, jnp.asarray(batch.loss_mask))
 
     def _attention_errors(
         self,
@@ -209,13 +243,14 @@ class Distillation:
         ) -> tuple[tuple[Features, Array], None]:
             x, errors = carry
             for place, is_replaced in enumerate(replaced):
-                block: Any = nnx.merge(theirs[place].graph, parameters[1][place])
-                compared = None
+                block = nnx.merge(theirs[place].graph, parameters[1][place])
+                normed, inputs, _ = block.attention_input(x, segment_ids=segment_ids)
+                wanted = block.attention(inputs, segment_ids=segment_ids)
                 if is_replaced:
                     other = nnx.merge(ours[place].graph, parameters[0][place]).attention
-                    block.attention = compared = _Compared(block.attention, other, mask)
-                x, _ = block(x, state=None, return_state=False, segment_ids=segment_ids)
-                errors = errors if compared is None else errors + compared.errors
+                    found = other(inputs, segment_ids=segment_ids)
+                    errors = errors + _relative_errors(found, wanted, mask)
+                x, _ = block.after_attention(x, normed, wanted, segment_ids=segment_ids)
             return (x, errors), None
 
         if model.config.remat:
@@ -245,20 +280,14 @@ def _layers(model: LanguageModel, period: int) -> list[_Stack]:
     return stacks
 
 
-class _Compared:
-    """The teacher's attention layer in a block; `errors` are those of the other one for the inputs
-    of the last call."""
-
-    def __init__(self, teacher: Attention, other: Attention, mask: Bool[Array, "B T"]):
-        self.teacher, self.other, self.mask = teacher, other, mask
-
-    def __call__(self, x: Features, **options: Any) -> Features:
-        y = self.teacher(x, **options)
-        wanted, found = (z.astype(jnp.float32) for z in (y, self.other(x, **options)))
-        total = jnp.sum(jnp.sum(wanted**2, -1) * self.mask)
-        scale = jnp.maximum(total / jnp.maximum(jnp.sum(self.mask), 1), jnp.finfo(jnp.float32).tiny)
-        self.errors = jnp.sum((found - wanted) ** 2, -1) / scale
-        return y
+def _relative_errors(
+    found: Features, wanted: Features, mask: Bool[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Squared errors, relative to the mean square at the tokens of the mask."""
+    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
+    total = jnp.sum(jnp.sum(wanted**2, -1) * mask)
+    mean = jnp.maximum(total / jnp.maximum(jnp.sum(mask), 1), jnp.finfo(jnp.float32).tiny)
+    return jnp.sum((found - wanted) ** 2, -1) / mean
 
 
 def _mechanisms(model: LanguageModelConfig) -> list[tuple[str, dict[str, Any]]]:

@@ -103,6 +103,7 @@ def train(
     *,
     dry_run: bool = False,
     profile: bool = False,
+    allow_change: bool = False,
     on_start: Callable[[], None] = lambda: None,
     sample_fn: SampleFn | None = None,
     trackers: Sequence[Tracker] = (),
@@ -119,14 +120,15 @@ def train(
       dry_run: whether to compile, time a few steps and report the cost of the run, instead of
         training.
       profile: whether to write a trace of a few steps into the run's folder.
+      allow_change: whether to resume a run although the weights of its teacher have changed.
       on_start: called by process 0 before the first step, if any.
       sample_fn: returns the text of a sample, such as `heinsen_jax.generate.sample`; no samples are
         written when None.
       trackers: trackers of the metrics, in addition to `training.trackers`; process 0 calls them.
 
     Raises:
-      UserError: as `check_settings`; all checkpoints of the run are lost; a tracker cannot start;
-        or a file cannot be written.
+      UserError: as `check_settings`; all checkpoints of the run are lost; the weights of its
+        teacher have changed; a tracker cannot start; or a file cannot be written.
       Diverged: `max_consecutive_skips` consecutive updates were skipped.
     """
     cache_compilations(experiment.training.compilation_cache)
@@ -134,7 +136,8 @@ def train(
         mesh = check_settings(dataset, experiment)
     folder = RunFolder(local_path(workdir, "workdir")) if isinstance(workdir, Path) else workdir
     with jax.set_mesh(mesh), folder.published():
-        run = _Run(folder, dataset, experiment, mesh, profile, on_start, sample_fn, trackers)
+        hooks = on_start, sample_fn, trackers
+        run = _Run(folder, dataset, experiment, mesh, profile, allow_change, *hooks)
         return run.dry_run() if dry_run else run()
 
 
@@ -148,6 +151,7 @@ class _Run:
         experiment: Experiment,
         mesh: Mesh,
         profile: bool,
+        allow_change: bool,
         on_start: Callable[[], None],
         sample_fn: SampleFn | None,
         trackers: Sequence[Tracker],
@@ -159,6 +163,7 @@ class _Run:
         self.model = experiment.model
         self.data, self.documents = with_documents(experiment.data, dataset, self.model)
         self.training, self.profile = experiment.training, profile
+        self.allow_change = allow_change
         self.on_start, self.sample_fn = on_start, sample_fn
         self.learning_rates = learning_rates(experiment.optimizer, self.training.steps)
         self.key_data = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
@@ -229,6 +234,8 @@ class _Run:
                 with together():
                     if jax.process_index() == 0:
                         self.on_start()
+                        if self.distillation is not None:
+                            self.distillation.record(self.workdir)
                     self.folder.publish()
                 # Handled until the last save ends, also after an error: its deadline still holds.
                 self.signals = outer.enter_context(Signals(self.training.shutdown_timeout))
@@ -248,7 +255,11 @@ class _Run:
                 )
                 self.checkpoints.record_newest()
         start = self.checkpoints.latest_step()
-        check_alike({"the latest step in --workdir": start})
+        teacher = self.distillation and self.distillation.weights_hash
+        check_alike({"the latest step in --workdir": start, "the weights of the teacher": teacher})
+        if self.distillation is not None and start is not None and not self.allow_change:
+            with together():
+                self.distillation.check_unchanged(self.workdir)
         return start, lost
 
     def _tracked(self, step: int) -> TrackedRun:

@@ -17,7 +17,7 @@ from heinsen_jax.generate import complete, generate
 from heinsen_jax.generate.__main__ import main as generate_main
 from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
-from heinsen_jax.interop.transformers.__main__ import import_model
+from heinsen_jax.interop.transformers import import_model
 from heinsen_jax.linearize_results import recall
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_run

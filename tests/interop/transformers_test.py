@@ -24,8 +24,8 @@ from heinsen_jax.generate.__main__ import main as generate_main
 from heinsen_jax.generate.text import sample
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.harness import HarnessModel
-from heinsen_jax.interop.transformers import from_pretrained, to_pretrained
-from heinsen_jax.interop.transformers.__main__ import import_model, main
+from heinsen_jax.interop.transformers import from_pretrained, import_model, to_pretrained
+from heinsen_jax.interop.transformers.__main__ import main
 from heinsen_jax.interop.transformers.families import family_of
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.models.conversion import linear_layers, shared_weights, with_lora

@@ -1,5 +1,6 @@
 """Imitation of a teacher: the losses, and runs that resume."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -112,10 +113,11 @@ def teacher(small, tmp_path_factory):
     return workdir, run(workdir, chosen), chosen
 
 
-def run(workdir, chosen):
+def run(workdir, chosen, **options):
     workdir.mkdir(exist_ok=True)
     dataset = data.load(chosen.data)
-    return train(workdir, dataset, chosen, on_start=lambda: record(workdir, chosen, dataset))
+    on_start = lambda: record(workdir, chosen, dataset)  # noqa: E731
+    return train(workdir, dataset, chosen, on_start=on_start, **options)
 
 
 def test_transfer_trains_new_parameters_only_and_resumes(teacher, tmp_path):
@@ -168,6 +170,25 @@ def test_the_teacher_is_loaded_into_the_memory_of_the_host(teacher, tmp_path, mo
         distillation = Distillation.of(settings, chosen.model)
         arrays = jax.tree.leaves(nnx.state(distillation.teacher, nnx.Param))
         assert {type(x) for x in [*arrays, *distillation.start().values()]} == {np.ndarray}
+
+
+def test_a_run_resumes_with_the_weights_of_its_teacher(teacher, tmp_path):
+    """Others, as of a teacher that was trained further, are refused, or allowed and recorded."""
+    workdir, _, chosen = teacher
+    changing = shutil.copytree(workdir, tmp_path / "teacher")
+    linear = replace(chosen.model, attention=Layers("log", options={"values": "linear"}))
+    student = replace(chosen, model=linear, distillation=DistillationConfig(teacher=str(changing)))
+    few, more, most = (
+        replace(student, training=replace(student.training, steps=steps)) for steps in (6, 8, 10)
+    )
+    folder = tmp_path / "student"
+    run(folder, few)
+    shutil.rmtree(changing)
+    run(changing, replace(chosen, seed=chosen.seed + 1))
+    with pytest.raises(UserError, match=r"teacher: its weights have changed.*--allow-change"):
+        run(folder, more)
+    assert run(folder, more, allow_change=True).step == 8
+    assert run(folder, most).step == 10
 
 
 @pytest.mark.usefixtures("unchecked")  # a mesh of devices that do not exist

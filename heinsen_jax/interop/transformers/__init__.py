@@ -4,8 +4,8 @@
     python -m heinsen_jax.interop.transformers export --workdir runs/qwen3 --output models/qwen3
 
 `from_pretrained` reads `config.json`, `.safetensors` and `tokenizer.json`; `to_pretrained` writes
-them. Neither needs PyTorch or transformers. Downloads and chat templates need
-`pip install 'heinsen_jax[transformers]'`.
+them; `import_model` writes a folder for the commands of this package. None needs PyTorch or
+transformers. Downloads and chat templates need `pip install 'heinsen_jax[transformers]'`.
 """
 
 import json
@@ -18,9 +18,11 @@ import numpy as np
 from flax import nnx
 
 from heinsen_jax.buckets import local_path
-from heinsen_jax.data import Tokenizer, start_ids, stop_ids
+from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
+from heinsen_jax.data import DataConfig, Tokenizer, save_tokenizer, start_ids, stop_ids
+from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.files import check_new_folder, filling
-from heinsen_jax.data.tokenizer_json import read_json
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
 from heinsen_jax.data.tokenizer_pretrained import (
     GENERATION_FILE,
     TEMPLATE_FILE,
@@ -38,7 +40,7 @@ from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training.weights import SHARD_BYTES, save_weights
 from heinsen_jax.typing import JSON
 
-__all__ = ["from_pretrained", "to_pretrained"]
+__all__ = ["from_pretrained", "import_model", "to_pretrained"]
 
 CONFIG_FILE = "config.json"
 FETCHED = (CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
@@ -103,6 +105,38 @@ def _loaded(
     values = {x.path: place(x.load(leaves[x.path].shape, checkpoint.read)) for x in found}
     tree = jax.tree.unflatten(jax.tree.structure(state), [values[path] for path in leaves])
     return nnx.merge(graph, tree)
+
+
+def import_model(name: str, workdir: str | Path, *, revision: str | None = None) -> Path:
+    """Write the configuration, the weights and the tokenizer of a model of transformers to a new
+    folder, which the commands of this package accept as `--workdir`.
+
+    The optimizer of its configuration is one for further training: AdamW with learning rates up to
+    5e-5.
+
+    Raises:
+      UserError: as `from_pretrained`; or the model has no `tokenizer.json`, or the folder is not
+        empty.
+    """
+    place = local_path(workdir, "--workdir")
+    check_new_folder(place)
+    model, tokenizer = from_pretrained(name, revision=revision, on_host=True)
+    if tokenizer is None:
+        raise UserError(
+            f"{name} has no tokenizer.json; add the file, for example with save_pretrained of its "
+            "tokenizer in transformers"
+        )
+    length = min(DataConfig().sequence_length, model.config.max_length or 10**9)
+    corpus = MODEL + (Path(name).resolve().name if Path(name).is_dir() else name)
+    data = DataConfig(corpus=corpus, tokenizer=TOKENIZER_FILE, sequence_length=length)
+    optimizer = OptimizerConfig(learning_rate=5e-5, end_learning_rate=5e-6)
+    config = as_json(ExperimentConfig(model=model.config, data=data, optimizer=optimizer))
+    with filling(place) as partial:
+        arrays = flatten_with_names(nnx.state(model, nnx.Param))
+        save_weights(partial, arrays, step=0)
+        (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_tokenizer(tokenizer, partial)
+    return place
 
 
 def to_pretrained(

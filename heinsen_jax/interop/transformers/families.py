@@ -342,13 +342,15 @@ def family_of(fields: Mapping[str, JSON], path: Path) -> Family:
             known = {name: x for name, x in known.items() if name not in outer} | {"rope": rope}
         return family.model_validate(known)
     except pydantic.ValidationError as error:
-        problems = "; ".join(explain(problem, given) for problem in error.errors())
+        problems = "; ".join(describe_problem(problem, given) for problem in error.errors())
         raise UserError(f"{path}: {problems}") from None
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
 
 
-def explain(problem: Mapping[str, Any], given: Mapping[str, Given] = MappingProxyType({})) -> str:
+def describe_problem(
+    problem: Mapping[str, Any], given: Mapping[str, Given] = MappingProxyType({})
+) -> str:
     """A message for an error of pydantic, in which `given` fields of rotary positions are named by
     their place in the file."""
     name = ".".join(map(str, problem["loc"]))

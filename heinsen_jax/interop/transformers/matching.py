@@ -8,7 +8,7 @@ import pydantic
 from heinsen_jax.attention.layers import EPSILONS
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.errors import UserError
-from heinsen_jax.interop.transformers.families import FAMILIES, Family, explain
+from heinsen_jax.interop.transformers.families import FAMILIES, Family, describe_problem
 from heinsen_jax.interop.transformers.rope import Rope
 from heinsen_jax.models import LanguageModelConfig
 
@@ -38,7 +38,8 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
             problem = str(error)
             if isinstance(error, pydantic.ValidationError):
                 first = error.errors()[0]
-                problem = f"its field {explain(first)}" if first["loc"] else explain(first)
+                said = describe_problem(first)
+                problem = f"its field {said}" if first["loc"] else said
             problems[name] = [problem]
             is_invalid.add(name)
             continue

@@ -111,6 +111,16 @@ def test_prose_on_linearized_models_of_shakespeare_is_of_the_study():
     )
     kept = [loss(f"log, Hedgehog{x}", more) for x in ("", ", 1 of 4 softmax", ", 1 of 2 softmax")]
     assert "from {} to {} and {}".format(*kept) in text
+    alone = [loss("log, Hedgehog, stage 2 only", x) for x in COMPARED]
+    both = [loss("log, Hedgehog", x) for x in COMPARED]
+    said = "a loss of {} with 3% and {} with 30%, both stages {} and {}"
+    assert said.format(*alone, *both) in text
+    merged, merged_alone = (
+        [results[x, tokens].mean("loss") for tokens in COMPARED]
+        for x in (MERGED, f"{MERGED}, stage 2 only")
+    )
+    assert merged[0] < merged_alone[0]
+    assert merged[1] > merged_alone[1]
     assert results[window, "100%"].mean("loss") < results[decay, "100%"].mean("loss")
     assert (
         results[window, "100%"].mean("loss") - results[TRAINED_FURTHER, "100%"].mean("loss") < 0.01

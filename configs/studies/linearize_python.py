@@ -4,19 +4,35 @@ python train.py --config configs/studies/linearize_python.py --workdir runs/teac
 python -m heinsen_jax.study configs/studies/linearize_python.py --jobs 2
 """
 
+from collections.abc import Mapping
+
 from heinsen_jax.config import ExperimentConfig
 from heinsen_jax.study import Study, linearization, load_study
+from heinsen_jax.study.linearization import HYBRIDS, MAIN, MERGED, STAGE_2
 
 ABOUT = """
 The teacher is softmax attention with rotary positions of the study long_context: 600 updates of
 8 x 512 tokens. Loss in nats per token on the files for validation.
+
+Rows have one seed, and in stage 2 a quarter of the teacher's learning rate.
 """
+MODELS = {*MAIN} - {"window of 1 merged with log"}
+FRACTIONS = "1%", "10%", "100%"
+OTHERS = [f"{model}, {rest}" for model in ("log, Hedgehog", MERGED) for rest in (*HYBRIDS, STAGE_2)]
+"""Models that are run with 10% of the tokens only."""
 LABELS = {"model": "softmax, rotary", "learning_rate": "0.016", "seed": "1"}
 
 
 def get_config() -> ExperimentConfig:
     """The teacher."""
     return load_study("long_context").run(LABELS).config
+
+
+def is_run(labels: Mapping[str, str]) -> bool:
+    model, tokens = labels["model"], labels["tokens"]
+    if labels["seed"] != "11" or labels["learning_rate"] != "0.004":
+        return False
+    return (model in MODELS and tokens in FRACTIONS) or (model in OTHERS and tokens == "10%")
 
 
 def get_study() -> Study:
@@ -27,4 +43,5 @@ def get_study() -> Study:
         folder="runs/teachers/python",
         test_lengths=(2048,),
         unit="nats per token",
+        select=is_run,
     )

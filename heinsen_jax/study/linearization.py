@@ -1,7 +1,7 @@
 """Studies of linearization: a trained model, the teacher, gets other attention layers."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from heinsen_jax.config import ExperimentConfig
@@ -19,12 +19,9 @@ them for attention transfer, with peak learning rates of 0.01, the rest for the 
 0.5 cross-entropy + 0.5 KL(teacher || model) and the teacher's optimizer; all of them for the latter
 if the new layers have no parameters of their own, or with the label "stage 2 only". Its warm-up has
 5% of all updates. "softmax, trained further" is the teacher after the same training, "from scratch"
-has no teacher. Learning rates of stage 2 were searched for these two, and for up to 10% of the
-tokens; the other rows of 30% and 100%, and those of kept layers and of stage 2 only, have a quarter
-of the teacher's peak. Rows of 3% have two seeds, but for kept layers, stage 2 only and from
-scratch. With decay, merged windows initially have time
-constants up to the length of training sequences, log-attention alone up to 4096 tokens. Windows
-have the teacher's rotary positions; the other mechanisms have no positions but those of decay and
+has no teacher. With decay, merged windows initially have time constants up to the length of
+training sequences, log-attention alone up to 4096 tokens. Windows have the
+teacher's rotary positions; the other mechanisms have no positions but those of decay and
 convolutions, so that differences are not of the mechanism alone. "1 of 4 softmax" keeps every
 fourth layer as it is. Tokens are those of both stages.
 """
@@ -45,19 +42,13 @@ MECHANISMS = {
 }
 MERGED = "window of 16 merged with log"
 """The mechanism of the models from scratch."""
+MAIN = TRAINED_FURTHER, *MECHANISMS
 HYBRID_MECHANISMS = "log, Hedgehog", MERGED, "window of 16", "Gated DeltaNet"
 """Mechanisms with which some softmax layers are kept."""
 HYBRIDS = {"1 of 4 softmax": ("3::4",), "1 of 2 softmax": ("1::2",)}
 FRACTIONS = 0.01, 0.03, 0.1, 0.3, 1.0
 """Tokens of runs, as fractions of the teacher's."""
-COMPARED = "3%", "30%"
-"""Fractions of which all models are run; of the others, `MECHANISMS` and the teacher itself."""
-SEARCHED = "1%", "3%", "10%"
-"""Fractions of which mechanisms have the best learning rate; of the others they have the middle
-one, as models with kept layers and those without stage 1 have of all fractions."""
 SEEDS = 11, 12
-REPEATED = "3%"
-"""The fraction of which `MECHANISMS` and the teacher itself have all seeds."""
 COLORS = {
     TRAINED_FURTHER: sweeps.COLORS["softmax"],
     "log, Hedgehog": sweeps.COLORS["log"],
@@ -101,22 +92,6 @@ def stages(
     return attention_transfer(other_batches, first), replace(config, training=rest)
 
 
-def is_run(labels: Mapping[str, str], middle: str) -> bool:
-    """Whether the study runs a combination, given the middle learning rate."""
-    model, tokens = labels["model"], labels["tokens"]
-    is_main = model in {TRAINED_FURTHER, *MECHANISMS}
-    if not is_main and tokens not in COMPARED:
-        return False
-    if labels["seed"] != str(SEEDS[0]) and not (is_main and tokens == REPEATED):
-        return False
-    is_searched = (
-        model == TRAINED_FURTHER
-        or model.endswith(FROM_SCRATCH)
-        or (model in MECHANISMS and tokens in SEARCHED)
-    )
-    return is_searched or labels["learning_rate"] == middle
-
-
 def study(
     title: str,
     about: str,
@@ -124,6 +99,7 @@ def study(
     folder: str,
     test_lengths: tuple[int, ...],
     unit: str,
+    select: Callable[[Mapping[str, str]], bool],
 ) -> Study:
     """The linearizations of a teacher.
 
@@ -134,6 +110,7 @@ def study(
       folder: the folder of its run.
       test_lengths: further lengths of sequences in the evaluation.
       unit: unit of the loss.
+      select: function of labels that returns whether to run their combination.
     """
     rate, updates = teacher.optimizer.learning_rate, teacher.training.steps
     budgets: sweeps.Sweep = {}
@@ -141,8 +118,6 @@ def study(
         steps = round(fraction * updates)
         fields: dict[str, FieldValue] = {"training.steps": steps, "training.evaluate_every": steps}
         budgets[f"{fraction:.0%}"] = fields | {"optimizer.warmup_steps": steps // 20}
-    rates = sweeps.learning_rates(*(rate * 4.0**power for power in range(-3, 2)))
-    middle = [*rates][len(rates) // 2]
     last = f"loss_{test_lengths[-1]}"
     return Study(
         title=title,
@@ -156,12 +131,12 @@ def study(
         axes={
             "model": models(teacher.model, teacher.data.sequence_length),
             "tokens": budgets,
-            "learning_rate": rates,
+            "learning_rate": sweeps.learning_rates(*(rate * 4.0**x for x in range(-3, 2))),
             "seed": sweeps.seeds(*SEEDS),
         },
         search="neighbors",
         extra_metrics=(last,),
-        select=lambda labels: is_run(labels, middle),
+        select=select,
         baseline=TRAINED_FURTHER,
         plots=tuple(
             Points(metric, x="tokens", lines="model", unit=unit, highlighted=COLORS)

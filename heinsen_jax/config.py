@@ -295,10 +295,10 @@ def check_changes(
 
 def _differs(path: Path, content: bytes) -> bool:
     """Whether a manifest exists and has other tokens."""
-    return path.exists() and _splits(path.read_bytes()) != _splits(content)
+    return path.exists() and splits_of(path.read_bytes()) != splits_of(content)
 
 
-def _splits(content: bytes) -> JSON:
+def splits_of(content: bytes) -> JSON:
     """The shards with their hashes in a manifest, or in those of a mixture; None if damaged."""
     try:
         manifest = json.loads(content)

@@ -18,6 +18,7 @@ Rows have one seed, and in stage 2 a quarter of the teacher's learning rate.
 """
 MODELS = {*MAIN} - {"window of 1 merged with log"}
 FRACTIONS = "1%", "10%", "100%"
+RATE = "0.004"
 OTHERS = [f"{model}, {rest}" for model in ("log, Hedgehog", MERGED) for rest in (*HYBRIDS, STAGE_2)]
 """Models that are run with 10% of the tokens only."""
 LABELS = {"model": "softmax, rotary", "learning_rate": "0.016", "seed": "1"}
@@ -29,14 +30,11 @@ def get_config() -> ExperimentConfig:
 
 
 def is_run(labels: Mapping[str, str]) -> bool:
-    model, tokens = labels["model"], labels["tokens"]
-    if labels["seed"] != "11" or labels["learning_rate"] != "0.004":
-        return False
-    return (model in MODELS and tokens in FRACTIONS) or (model in OTHERS and tokens == "10%")
+    return labels["model"] in MODELS or (labels["model"] in OTHERS and labels["tokens"] == "10%")
 
 
 def get_study() -> Study:
-    return linearization.study(
+    study = linearization.study(
         title="Linearization of a model of Python code",
         about=ABOUT,
         teacher=get_config(),
@@ -45,3 +43,5 @@ def get_study() -> Study:
         unit="nats per token",
         select=is_run,
     )
+    study = study.restricted("tokens", FRACTIONS).restricted("learning_rate", [RATE])
+    return study.restricted("seed", ["11"])

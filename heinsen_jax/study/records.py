@@ -15,12 +15,14 @@ class RunRecord(TypedDict):
 
     `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
     each evaluation by the number of updates before it; earlier versions recorded none of them.
-    `before` are the metrics of each earlier stage, of one batch.
+    `content` are hashes of the data and of the weights of the teacher, if any; earlier versions
+    recorded none. `before` are the metrics of each earlier stage, of one batch.
     `seconds` are those since the run was last started or resumed.
     """
 
     labels: NotRequired[dict[str, str]]
     fingerprint: NotRequired[str]
+    content: NotRequired[dict[str, str]]
     metrics: NotRequired[dict[str, float]]
     before: NotRequired[list[dict[str, float]]]
     failed: NotRequired[str]

@@ -19,7 +19,7 @@ from heinsen_jax.study.plots import draw
 from heinsen_jax.study.records import RunRecord, check_measured
 from heinsen_jax.study.report import PLOT_FILE, paragraphs
 from heinsen_jax.study.results import RESULTS_FILE, Recorded, results_of
-from heinsen_jax.study.runs import costs, folder_name
+from heinsen_jax.study.runs import content_of, costs, folder_name
 from heinsen_jax.study.schedule import schedule
 from heinsen_jax.training.settings import check_settings
 
@@ -48,15 +48,13 @@ def run_study(
       reuse: folders of results of other studies; runs with the same settings are copied.
 
     Raises:
-      UserError: the settings of a run are invalid, before any run starts; another process runs this
-        study; no comparison is finished; a folder to reuse has no results, or runs are reused by a
-        report only.
+      UserError: the settings of a run are invalid, or an earlier run had other data or another
+        teacher, before any run starts; another process runs this study; no comparison is finished;
+        a folder to reuse has no results, or runs are reused by a report only.
     """
     if reuse and report_only:
         raise UserError("--reuse adds runs; leave out --report-only")
     others = [_of_other_study(folder) for folder in reuse]
-    if not report_only:
-        _check(study)
     local_path(output, "output")
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -65,6 +63,8 @@ def run_study(
         runs = study.all_runs() if others else ()
         for other in others:
             recorded.reuse(other, runs)
+        if not report_only:
+            _check(study, recorded)
         _run_study(study, output, executor, report_only, recorded)
 
 
@@ -105,10 +105,11 @@ def _metric(study: Study, record: RunRecord) -> float:
     return record.get("metrics", {})[study.metric]
 
 
-def _check(study: Study) -> None:
-    """Check the data and the settings of all runs."""
+def _check(study: Study, recorded: Recorded) -> None:
+    """Check the data and the settings of all runs, and that recorded ones had the same content."""
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
+    contents: dict[tuple[AnyDataConfig, str | None], dict[str, str]] = {}
     runs_by_fingerprint: dict[str, Run] = {}
     for run in study.all_runs():
         if twin := runs_by_fingerprint.get(run.fingerprint):
@@ -124,6 +125,17 @@ def _check(study: Study) -> None:
                     models.add(config.model)
             except (ValueError, NotImplementedError) as error:
                 raise UserError(f"{describe(run.labels)}: {error}") from error
+        then = (recorded.of(run) or {}).get("content", {})
+        key = run.config.data, run.config.distillation.teacher
+        if then and key not in contents:
+            contents[key] = content_of(run.config, datasets[run.config.data])
+        if changed := [name for name, value in then.items() if contents[key].get(name) != value]:
+            files = {"data": "data", "teacher": "weights of distillation.teacher"}
+            raise UserError(
+                f"{describe(run.labels)}: was run with other "
+                f"{' and '.join(files[name] for name in changed)}; bring those back, or give "
+                "another --output"
+            )
 
 
 def _report(study: Study, output: Path, records: Sequence[RunRecord | None]) -> None:

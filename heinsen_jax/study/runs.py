@@ -22,9 +22,10 @@ from flax import nnx
 from heinsen_jax import data, on_ray
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.buckets import absolute_path
-from heinsen_jax.config import ExperimentConfig, as_json, record
-from heinsen_jax.data import DataConfig
+from heinsen_jax.config import ExperimentConfig, as_json, record, splits_of
+from heinsen_jax.data import DataConfig, Dataset, TextDataset
 from heinsen_jax.data.files import write_atomically
+from heinsen_jax.data.units import joint_hash
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
 from heinsen_jax.locks import locked
@@ -33,6 +34,7 @@ from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
 from heinsen_jax.study.grid import Run, describe
 from heinsen_jax.study.records import RunRecord
 from heinsen_jax.training.checkpoint import SAVED_FILE, SavedConfig
+from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.loop import Diverged, train
 from heinsen_jax.training.metrics import read_evaluations
 from heinsen_jax.training.preflight import tokens_per_update
@@ -89,7 +91,13 @@ def _measured(stages: Sequence[ExperimentConfig], workdir: Path) -> RunRecord:
             failed = str(error)
     seconds = round(time.monotonic() - begin, 1)
     curve = {str(step): found for step, found in read_evaluations(workdir).items()}
-    measured = RunRecord(**costs(*stages), seconds=seconds, environment=environment(), curve=curve)
+    measured = RunRecord(
+        content=content_of(last, data.load(last.data)),
+        **costs(*stages),
+        seconds=seconds,
+        environment=environment(),
+        curve=curve,
+    )
     if failed:
         measured["failed"] = failed
     else:
@@ -120,6 +128,17 @@ def _recorded(path: Path) -> RunRecord | None:
         return None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); remove it to repeat the run") from None
+
+
+def content_of(config: ExperimentConfig, dataset: Dataset) -> dict[str, str]:
+    """Hashes of what a run has from files, which may change under the same name: its tokens and
+    the weights of its teacher."""
+    found = {}
+    if isinstance(dataset, TextDataset):
+        found["data"] = joint_hash(json.dumps(splits_of(dataset.content), sort_keys=True))
+    if distillation := Distillation.of(config.distillation, config.model):
+        found["teacher"] = distillation.weights_hash
+    return {name: value[:16] for name, value in found.items()}
 
 
 class Costs(TypedDict):

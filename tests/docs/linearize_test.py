@@ -4,13 +4,15 @@ import pytest
 
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.study import load_study
-from heinsen_jax.study.linearization import COMPARED, MECHANISMS, MERGED, TRAINED_FURTHER
+from heinsen_jax.study.linearization import MAIN, MERGED, TRAINED_FURTHER
 from tests.docs.pages import PAGES_TEXT, read_record, results_of_study, size_in_words, table
 
 ROWS = {(x["model"], x["context"], x["rows"]): x for x in read_record("linearized_serving")["rows"]}
 CONTEXTS = 1024, 16_384, 65_536
 
 
+COMPARED = {"linearize_shakespeare": ("3%", "30%"), "linearize_python": ("10%",)}
+"""Fractions of the tokens of which all models are run."""
 LONGEST = {"linearize_shakespeare": "loss_1024", "linearize_python": "loss_2048"}
 
 
@@ -64,19 +66,20 @@ def test_savings_of_linearized_models_are_those_of_the_record():
 
 def study_tables(name: str) -> tuple[list[str], list[str]]:
     """The rows on a study: the mechanisms with all fractions of the tokens, and the other models,
-    without those that have no results. Losses at the longest length are those after 30%."""
-    study, longest = load_study(name), LONGEST[name]
+    without those that have no results. Losses at the longest length are those after the largest
+    fraction that all models have."""
+    study, longest, compared = load_study(name), LONGEST[name], COMPARED[name]
     length = int(longest.partition("_")[2])
     results = {(x.compared["model"], x.compared["tokens"]): x for x in results_of_study(name)}
     models = {runs[0].labels["model"]: runs[0].config.model for runs in study.groups()}
     tables: tuple[list[str], list[str]] = ([], [])
     for model, config in models.items():
-        is_main = model in {TRAINED_FURTHER, *MECHANISMS}
+        is_main = model in MAIN
         cells = [model]
-        for tokens in study.axes["tokens"] if is_main else COMPARED:
+        for tokens in study.axes["tokens"] if is_main else compared:
             found = results.get((model, tokens))
             cells.append(f"{found.mean('loss'):.3f}" if found else "")
-        found = results.get((model, COMPARED[-1]))
+        found = results.get((model, compared[-1]))
         cells.append(f"{found.mean(longest):.3f}" if found else "")
         if not any(cells[1:]):
             continue
@@ -99,7 +102,7 @@ def test_prose_on_linearized_models_of_shakespeare_is_of_the_study():
         return f"{results[model, tokens].mean(metric):.3f}"
 
     window, decay = "window of 16", "log, Hedgehog, decay"
-    text, (few, more) = PAGES_TEXT, COMPARED
+    text, (few, more) = PAGES_TEXT, COMPARED["linearize_shakespeare"]
     assert f"{loss(window, '1%')} alone and {loss(MERGED, '1%')} merged" in text
     assert f"from {loss(decay, '1%')} with 1% to {loss(decay, '100%')} with 100%" in text
     without = [loss(x, more) for x in ("log, Hedgehog", "Taylor", "linear, elu + 1")]
@@ -111,12 +114,12 @@ def test_prose_on_linearized_models_of_shakespeare_is_of_the_study():
     )
     kept = [loss(f"log, Hedgehog{x}", more) for x in ("", ", 1 of 4 softmax", ", 1 of 2 softmax")]
     assert "from {} to {} and {}".format(*kept) in text
-    alone = [loss("log, Hedgehog, stage 2 only", x) for x in COMPARED]
-    both = [loss("log, Hedgehog", x) for x in COMPARED]
+    alone = [loss("log, Hedgehog, stage 2 only", x) for x in (few, more)]
+    both = [loss("log, Hedgehog", x) for x in (few, more)]
     said = "a loss of {} with 3% and {} with 30%, both stages {} and {}"
     assert said.format(*alone, *both) in text
     merged, merged_alone = (
-        [results[x, tokens].mean("loss") for tokens in COMPARED]
+        [results[x, tokens].mean("loss") for tokens in (few, more)]
         for x in (MERGED, f"{MERGED}, stage 2 only")
     )
     assert merged[0] < merged_alone[0]

@@ -4,7 +4,7 @@ import pytest
 
 from heinsen_jax.config import CONFIGS, load_config
 from heinsen_jax.study import linearization, load_study
-from heinsen_jax.study.linearization import SEEDS
+from heinsen_jax.study.linearization import MERGED, TRAINED_FURTHER
 from tests.docs.pages import results_by_model
 
 NAMES = "linearize_python", "linearize_shakespeare"
@@ -23,18 +23,18 @@ def test_all_models_with_a_budget_have_the_same_tokens(name):
         assert f"{updates / teacher.training.steps:.0%}" == labels["tokens"]
         seeds = [stage.seed for stage in stages]
         assert len({*seeds, teacher.seed}) == len(seeds) + 1
-    budgets = [*study.axes["tokens"]]
-    assert all(
-        (x, y) in found for x in ("softmax, trained further", "log, Hedgehog") for y in budgets
-    )
-    assert found["log, Hedgehog", "1%"] == found["window of 16 merged with log", "100%"] == 2
-    assert found["log, Hedgehog, stage 2 only", "30%"] == found["linear, elu + 1", "1%"] == 1
+    assert all((TRAINED_FURTHER, tokens) in found for tokens in study.axes["tokens"])
+    assert found["log, Hedgehog", "1%"] == found[MERGED, "100%"] == 2
+    assert found["log, Hedgehog, stage 2 only", "10%" if "python" in name else "30%"] == 1
+    assert found["linear, elu + 1", "1%"] == 1
     assert ("log, Hedgehog, stage 2 only", "100%") not in found
+
+
+def test_seeds_of_shakespeare_are_repeated_with_3_percent():
+    study = load_study("linearize_shakespeare")
     first = [runs[0].labels for runs in study.groups()]
-    repeated = {
-        (x["model"], x["tokens"]) for x in first if len(study.other_seed_runs(x)) == len(SEEDS) - 1
-    }
-    main = {linearization.TRAINED_FURTHER, *linearization.MECHANISMS} & {*study.axes["model"]}
+    repeated = {(x["model"], x["tokens"]) for x in first if study.other_seed_runs(x)}
+    main = {*linearization.MAIN} & {*study.axes["model"]}
     assert repeated == {(model, "3%") for model in main}
 
 
@@ -45,7 +45,7 @@ def test_only_models_from_scratch_have_no_teacher(name):
         label, stages = runs[0].labels["model"], runs[0].stages
         has_teacher = {stage.distillation.teacher is not None for stage in stages}
         assert has_teacher == {not label.endswith(linearization.FROM_SCRATCH)}
-        if label == linearization.TRAINED_FURTHER:
+        if label == TRAINED_FURTHER:
             assert stages[-1].model == teacher.model
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -17,7 +18,7 @@ from heinsen_jax.study import runs
 from heinsen_jax.study.__main__ import main
 from heinsen_jax.study.results import RESULTS_FILE
 from heinsen_jax.study.runner import REPORT_FILE, run_study
-from heinsen_jax.study.runs import in_processes
+from heinsen_jax.study.runs import content_of, in_processes
 from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.loop import Diverged, train
 from tests.study.small import BASE, GOOD, PLAIN, SMALLER, STUDIES, STUDY, Fake
@@ -243,6 +244,7 @@ def test_each_stage_starts_from_the_one_before(tmp_path):
     teacher.mkdir()
     dataset = data.load(BASE.data)
     train(teacher, dataset, BASE, on_start=lambda: record(teacher, BASE, dataset))
+    other = replace(BASE, seed=BASE.seed + 1)
     still = replace(BASE.optimizer, learning_rate=1e-9, end_learning_rate=1e-9)
     tuning = replace(
         BASE,
@@ -267,6 +269,28 @@ def test_each_stage_starts_from_the_one_before(tmp_path):
     assert "flops" not in row
     assert [*(tmp_path / "study").rglob("metrics.jsonl")]
     assert not [*(tmp_path / "study").rglob("checkpoints")]
+    shutil.rmtree(teacher)
+    teacher.mkdir()
+    train(teacher, dataset, other, on_start=lambda: record(teacher, other, dataset))
+    with pytest.raises(UserError, match=r"log.*other weights of distillation\.teacher; bring"):
+        run_study(study, tmp_path / "study", Fake(fail_after=0))
+
+
+def test_runs_with_other_text_are_refused(tmp_path):
+    """Under the same name."""
+    text = tmp_path / "text.txt"
+    named = DataConfig(corpus=str(text), cache=str(tmp_path), sequence_length=8, batch_size=2)
+    axes = {"mechanism": {"linear": {}}, "width": {"8": {}}}
+    axes |= {"learning_rate": {"0.01": {}}, "seed": {"0": {}}}
+    model = replace(BASE.model, vocab_size=264)
+    base = replace(BASE, model=model, data=named)
+    study = replace(PLAIN, base=base, axes=axes, extra_metrics=())
+    text.write_text("some text " * 99)
+    run_study(study, tmp_path / "study", Fake(content=content_of(base, data.load(named))))
+    run_study(study, tmp_path / "study", Fake(fail_after=0))
+    text.write_text("other text " * 99)
+    with pytest.raises(UserError, match=r"mechanism linear.*: was run with other data; bring"):
+        run_study(study, tmp_path / "study", Fake(fail_after=0))
 
 
 FILE = """

@@ -52,8 +52,11 @@ GOOD = {"8": "0.01", "16": "0.1"}  # the best learning rate of each width
 class Fake:
     """Simulated runs: accuracy depends on width and learning rate."""
 
-    def __init__(self, fail_after: int = 10**9, failed: str | None = None):
+    def __init__(
+        self, fail_after: int = 10**9, failed: str | None = None, content: dict | None = None
+    ):
         self.done, self.fail_after, self.failed = [], fail_after, failed
+        self.content = content or {}
 
     def __call__(self, runs, folder):
         for run in runs:
@@ -69,4 +72,4 @@ class Fake:
             place |= {"commit": "abc", "uncommitted_changes": False}
             costs = {"parameters": 100, "state_bytes": 10 * int(labels["width"]), "seconds": 1.0}
             self.done.append(labels)
-            yield run, {**row, **costs, "environment": place}
+            yield run, {**row, **costs, "environment": place, "content": self.content}

@@ -7,7 +7,8 @@ weights: the time to the first token after a prompt of each length; the time per
 difference between generating 65 tokens and one, divided by 64, so that copying the state does not
 count; and the memory that the prompt adds to the process at its peak, state included. Times are
 medians of interleaved runs; memory is measured once. Needs an hour on 2 cores of an AMD EPYC. Linux
-only. Writes a JSON record after each context; contexts that are in it are not repeated.
+only. Writes a JSON record after each context; contexts that are in it, of the same machine and
+commit, are not repeated.
 """
 
 import json
@@ -114,11 +115,17 @@ def measure(context: int, options: Options) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> int:
-    found = json.loads(options.output.read_text())["rows"] if options.output.exists() else []
+    found, here = [], environment()
+    if options.output.exists():
+        earlier = json.loads(options.output.read_text())
+        found, then = earlier["rows"], earlier["environment"]
+        if changed := [x for x in here if x != "date" and here[x] != then.get(x)]:
+            names = ", ".join(changed)
+            sys.exit(f"{options.output}: was measured with another {names}; give another --output")
     for context in options.contexts:
         if context not in {row["context"] for row in found}:
             found += measure(context, options)
-            record = {"environment": environment(), "repeats": options.repeats, "rows": found}
+            record = {"environment": here, "repeats": options.repeats, "rows": found}
             options.output.write_text(json.dumps(record, indent=2) + "\n")
     table = Table("context", "rows", "model", "first token s", "tokens/s", "peak MB", "state MB")
     for row in found:

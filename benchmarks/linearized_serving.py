@@ -118,10 +118,8 @@ def main(options: Options) -> int:
     found, here = [], environment()
     if options.output.exists():
         earlier = json.loads(options.output.read_text())
-        found, then = earlier["rows"], earlier["environment"]
-        if changed := [x for x in here if x != "date" and here[x] != then.get(x)]:
-            names = ", ".join(changed)
-            sys.exit(f"{options.output}: was measured with another {names}; give another --output")
+        is_same = all(earlier["environment"].get(x) == here[x] for x in here if x != "date")
+        found = earlier["rows"] if is_same else []
     for context in options.contexts:
         if context not in {row["context"] for row in found}:
             found += measure(context, options)

@@ -103,7 +103,7 @@ class Options:
         bool, tyro.conf.arg(help="repeat both stages; earlier runs are moved into subfolders")
     ] = False
     allow_change: Annotated[
-        bool, tyro.conf.arg(help="resume runs although their data or settings have changed")
+        bool, tyro.conf.arg(help="resume runs although data, settings or the teacher have changed")
     ] = False
 
 

@@ -6,7 +6,7 @@ A configuration is a Python file, a run's config.json, or the name of a shipped 
 clone, `python train.py --config configs/quickstart.py` is the same.
 
 The same command resumes a run that was interrupted or killed, also on other devices; with other
-data, another seed or optimizer, only with --allow-change.
+data, another seed, optimizer or teacher, only with --allow-change.
 
 Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after saving a
 checkpoint; 124 if saving needs longer than --training.shutdown-timeout; 2 after invalid input.
@@ -78,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allow-change",
         action="store_true",
-        help="resume a run although its data, or settings that affect its result, have changed",
+        help="resume a run although its data, its teacher, or settings that affect its result "
+        "have changed",
     )
     parser.add_argument(
         "--dry-run",

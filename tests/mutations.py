@@ -111,6 +111,18 @@ FAULTS = {
         "settings = replace(settings, start=None)",
         "tests/linearize_test.py",
     ),
+    "a teacher that may change": Fault(
+        "heinsen_jax/training/distillation.py",
+        "path.read_text() != self.weights_hash",
+        "not path.read_text()",
+        "tests/training/distillation_test.py",
+    ),
+    "results with another text": Fault(
+        "heinsen_jax/study/runs.py",
+        "if then[name] != now.get(name)",
+        "if name not in now",
+        "tests/study/runner_test.py",
+    ),
     "positions that ignore the state": Fault(
         "heinsen_jax/models/position.py",
         "initial=initial_state.h)",

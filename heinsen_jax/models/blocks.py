@@ -68,16 +68,16 @@ class Block(nnx.Module):
         return_state: bool,
         segment_ids: Integer[Array, "*B T"] | None = None,
     ) -> tuple[Features, BlockState | None]:
-        normed, y, first = self.attention_input(x, state=state, segment_ids=segment_ids)
+        normed, inputs, first = self.attention_input(x, state=state, segment_ids=segment_ids)
         with jax.named_scope("attention"):
             options = {"is_causal": self.is_causal, "segment_ids": segment_ids}
-            attend = partial(self.attention, y, **options)
+            attend = partial(self.attention, inputs, **options)
             earlier = None if state is None else state.attention
             if return_state:
-                y, attention = attend(state=earlier, return_state=True)
+                attended, attention = attend(state=earlier, return_state=True)
             else:
-                y, attention = attend(state=earlier), None
-        x, second = self.after_attention(x, normed, y, state=state, segment_ids=segment_ids)
+                attended, attention = attend(state=earlier), None
+        x, second = self.after_attention(x, normed, attended, state=state, segment_ids=segment_ids)
         return x, BlockState(attention, first + second) if return_state else None
 
     def attention_input(
@@ -87,7 +87,13 @@ class Block(nnx.Module):
         state: BlockState | None = None,
         segment_ids: Integer[Array, "*B T"] | None = None,
     ) -> tuple[Features, Features, tuple[Array, ...]]:
-        """norm(x), the input of attention, and the state of its convolution, if any, after x."""
+        """The input of attention.
+
+        Returns:
+          normed: norm(x), `[..., T, D]`.
+          inputs: convolution(norm(x)), or norm(x) without convolutions, `[..., T, D]`.
+          after: the state of the convolution, if any, after x.
+        """
         with jax.named_scope("norm"):
             normed = self.norm(x)
         return normed, *self._convolved(normed, 0, state, segment_ids)
@@ -96,20 +102,31 @@ class Block(nnx.Module):
         self,
         x: Features,
         normed: Features,
-        y: Features,
+        attended: Features,
         *,
         state: BlockState | None = None,
         segment_ids: Integer[Array, "*B T"] | None = None,
     ) -> tuple[Features, tuple[Array, ...]]:
-        """The result of the block, given norm(x) and the output of attention, and the state of the
-        convolution of the MLP, if any, after x."""
+        """The result of the block, given the output of attention.
+
+        Args:
+          x: input of the block, `[..., T, D]`.
+          normed: norm(x), `[..., T, D]`.
+          attended: output of attention, `[..., T, D]`.
+          state: the state before x.
+          segment_ids: those of the tokens, `[..., T]`.
+
+        Returns:
+          y: the result, `[..., T, D]`.
+          after: the state of the convolution of the MLP, if any, after x.
+        """
         before_attention, after = x, ()
-        x = (normed if self.kind == "fastformer" else x) + y.astype(x.dtype)
+        x = (normed if self.kind == "fastformer" else x) + attended.astype(x.dtype)
         if self.has_mlp:
             with jax.named_scope("mlp"):
-                y = self.mlp_norm(before_attention if self.is_parallel else x)
-                y, after = self._convolved(y, 1, state, segment_ids)
-                x = x + self.mlp(y).astype(x.dtype)
+                inputs = self.mlp_norm(before_attention if self.is_parallel else x)
+                inputs, after = self._convolved(inputs, 1, state, segment_ids)
+                x = x + self.mlp(inputs).astype(x.dtype)
         return constrain(x, "tokens", None), after
 
     def _convolved(

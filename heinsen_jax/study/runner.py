@@ -19,7 +19,7 @@ from heinsen_jax.study.plots import draw
 from heinsen_jax.study.records import RunRecord, check_measured
 from heinsen_jax.study.report import PLOT_FILE, paragraphs
 from heinsen_jax.study.results import RESULTS_FILE, Recorded, results_of
-from heinsen_jax.study.runs import content_of, costs, folder_name
+from heinsen_jax.study.runs import check_content, content_of, costs, folder_name
 from heinsen_jax.study.schedule import schedule
 from heinsen_jax.training.settings import check_settings
 
@@ -55,6 +55,10 @@ def run_study(
     if reuse and report_only:
         raise UserError("--reuse adds runs; leave out --report-only")
     others = [_of_other_study(folder) for folder in reuse]
+    if not report_only:
+        _check(study)
+        for other in others:
+            _check_content(study, other)
     local_path(output, "output")
     with writing(output):
         output.mkdir(parents=True, exist_ok=True)
@@ -64,7 +68,7 @@ def run_study(
         for other in others:
             recorded.reuse(other, runs)
         if not report_only:
-            _check(study, recorded)
+            _check_content(study, recorded)
         _run_study(study, output, executor, report_only, recorded)
 
 
@@ -105,11 +109,10 @@ def _metric(study: Study, record: RunRecord) -> float:
     return record.get("metrics", {})[study.metric]
 
 
-def _check(study: Study, recorded: Recorded) -> None:
-    """Check the data and the settings of all runs, and that recorded ones had the same content."""
+def _check(study: Study) -> None:
+    """Check the data and the settings of all runs."""
     datasets: dict[AnyDataConfig, data.Dataset] = {}
     models: set[LanguageModelConfig] = set()
-    contents: dict[tuple[AnyDataConfig, str | None], dict[str, str]] = {}
     runs_by_fingerprint: dict[str, Run] = {}
     for run in study.all_runs():
         if twin := runs_by_fingerprint.get(run.fingerprint):
@@ -125,17 +128,17 @@ def _check(study: Study, recorded: Recorded) -> None:
                     models.add(config.model)
             except (ValueError, NotImplementedError) as error:
                 raise UserError(f"{describe(run.labels)}: {error}") from error
-        then = (recorded.of(run) or {}).get("content", {})
-        key = run.config.data, run.config.distillation.teacher
-        if then and key not in contents:
-            contents[key] = content_of(run.config, datasets[run.config.data])
-        if changed := [name for name, value in then.items() if contents[key].get(name) != value]:
-            files = {"data": "data", "teacher": "weights of distillation.teacher"}
-            raise UserError(
-                f"{describe(run.labels)}: was run with other "
-                f"{' and '.join(files[name] for name in changed)}; bring those back, or give "
-                "another --output"
-            )
+
+
+def _check_content(study: Study, recorded: Recorded) -> None:
+    """Check that recorded runs had the data and the teachers of now."""
+    contents: dict[tuple[AnyDataConfig, str | None], dict[str, str]] = {}
+    for run in study.all_runs():
+        if then := (recorded.of(run) or {}).get("content"):
+            files = run.config.data, run.config.distillation.teacher
+            if files not in contents:
+                contents[files] = content_of(run.config)
+            check_content(then, contents[files], describe(run.labels))
 
 
 def _report(study: Study, output: Path, records: Sequence[RunRecord | None]) -> None:

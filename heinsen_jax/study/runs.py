@@ -7,13 +7,13 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import pydantic
@@ -23,7 +23,7 @@ from heinsen_jax import data, on_ray
 from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.buckets import absolute_path
 from heinsen_jax.config import ExperimentConfig, as_json, record, splits_of
-from heinsen_jax.data import DataConfig, Dataset, TextDataset
+from heinsen_jax.data import DataConfig, TextDataset
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.environment import environment
@@ -39,6 +39,8 @@ from heinsen_jax.training.loop import Diverged, train
 from heinsen_jax.training.metrics import read_evaluations
 from heinsen_jax.training.preflight import tokens_per_update
 
+CONTENT_FILE = "content.json"
+"""Hashes of the data and of the teacher that a run began with."""
 LOG_FILE = "log.txt"
 RECORD_FILE = "record.json"
 
@@ -57,13 +59,18 @@ def run_one(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
 
     Raises:
       Stopped: a signal stopped the run.
+      UserError: it began with other data or another teacher.
     """
     RunFolder(workdir).check_writable()
     with locked(workdir, wait=True):  # until the process of a killed study has exited
-        finished = _recorded(workdir / RECORD_FILE)
+        configs = pydantic.TypeAdapter(tuple[ExperimentConfig, ...]).validate_python(stages)
+        content = content_of(configs[-1])
+        check_content(_read(workdir / CONTENT_FILE) or content, content, str(workdir))
+        write_atomically(workdir / CONTENT_FILE, json.dumps(content).encode())
+        finished = _read(workdir / RECORD_FILE)
         if finished is None:
-            configs = pydantic.TypeAdapter(tuple[ExperimentConfig, ...]).validate_python(stages)
             finished = _measured(configs, workdir)
+            finished["content"] = content
             write_atomically(workdir / RECORD_FILE, json.dumps(finished).encode())
         for folder in _folders(workdir, len(stages)):
             (folder / SAVED_FILE).unlink(missing_ok=True)
@@ -91,13 +98,7 @@ def _measured(stages: Sequence[ExperimentConfig], workdir: Path) -> RunRecord:
             failed = str(error)
     seconds = round(time.monotonic() - begin, 1)
     curve = {str(step): found for step, found in read_evaluations(workdir).items()}
-    measured = RunRecord(
-        content=content_of(last, data.load(last.data)),
-        **costs(*stages),
-        seconds=seconds,
-        environment=environment(),
-        curve=curve,
-    )
+    measured = RunRecord(**costs(*stages), seconds=seconds, environment=environment(), curve=curve)
     if failed:
         measured["failed"] = failed
     else:
@@ -120,8 +121,8 @@ def _trained(config: ExperimentConfig, workdir: Path, start: Path | None) -> dic
     return ended.metrics
 
 
-def _recorded(path: Path) -> RunRecord | None:
-    """The record that an earlier call of `run_one` recorded."""
+def _read(path: Path) -> Any:
+    """The content of a file of an earlier call of `run_one`, if any."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -130,15 +131,33 @@ def _recorded(path: Path) -> RunRecord | None:
         raise UserError(f"{path} is damaged ({error}); remove it to repeat the run") from None
 
 
-def content_of(config: ExperimentConfig, dataset: Dataset) -> dict[str, str]:
+def content_of(config: ExperimentConfig) -> dict[str, str]:
     """Hashes of what a run has from files, which may change under the same name: its tokens and
     the weights of its teacher."""
-    found = {}
+    found, dataset = {}, data.load(config.data)
     if isinstance(dataset, TextDataset):
         found["data"] = joint_hash(json.dumps(splits_of(dataset.content), sort_keys=True))
     if distillation := Distillation.of(config.distillation, config.model):
         found["teacher"] = distillation.weights_hash
     return {name: value[:16] for name, value in found.items()}
+
+
+def check_content(then: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
+    """Check that a run had the data and the teacher of now.
+
+    Args:
+      then: its hashes, as `content_of` returns them.
+      now: those of its settings now.
+      where: the place in which it is recorded.
+
+    Raises:
+      UserError: it had others.
+    """
+    if changed := sorted(name for name in then if then[name] != now.get(name)):
+        raise UserError(
+            f"{where}: the {' and the '.join(changed)} have changed since; bring them back, or "
+            "give another --output"
+        )
 
 
 class Costs(TypedDict):

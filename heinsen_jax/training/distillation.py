@@ -36,7 +36,7 @@ TEACHER_FILE = "teacher.sha256"
 
 @config_dataclass
 class DistillationConfig:
-    """DistillationLosses of a teacher, a model with the same sizes and other attention layers."""
+    """Imitation of a teacher, a model with the same sizes and other attention layers."""
 
     teacher: str | None = None
     """Folder of the teacher, a run or a model folder; no distillation when None."""
@@ -149,11 +149,11 @@ class Distillation:
 
     @cached_property
     def weights_hash(self) -> str:
-        """SHA-256 of the teacher's parameters and their names."""
+        """SHA-256 of the teacher's parameters, with their names, shapes and dtypes."""
         found = hashlib.sha256()
         for name, value in flatten_with_names(nnx.state(self.teacher, nnx.Param)).items():
-            found.update(name.encode())
-            found.update(np.asarray(value).tobytes())
+            found.update(f"{name} {value.shape} {value.dtype} ".encode())
+            found.update(value.ravel().view(np.uint8))
         return found.hexdigest()
 
     def check_unchanged(self, workdir: Path) -> None:
@@ -181,7 +181,11 @@ class Distillation:
 
     def trained(self, parameters: PyTree) -> PyTree[bool] | None:
         """Whether each parameter is trained; None if all are. With the target "attention", none
-        outside of the replaced attention layers is."""
+        outside of the replaced attention layers is.
+
+        Raises:
+          UserError: none is, since the teacher has all of them.
+        """
         is_attention, pattern = self.config.target == "attention", len(self.model.layers)
         if self.config.trained == "all" and not is_attention:
             return None
@@ -202,6 +206,15 @@ class Distillation:
     def __call__(
         self, model: LanguageModel, batch: Batch, key: RandomKey, teacher: nnx.State
     ) -> DistillationLosses:
+        """The losses of a batch: with the target "attention", errors of the outputs of attention
+        layers at the tokens up to the last prediction; else those of the predictions.
+
+        Args:
+          model: the trained model.
+          batch: the batch.
+          key: not used.
+          teacher: the parameters of the teacher, as `parameters` returns them.
+        """
         del key
         theirs = nnx.merge(nnx.graphdef(self.teacher), teacher)
         segment_ids = None if batch.segment_ids is None else jnp.asarray(batch.segment_ids)[:, :-1]
@@ -283,7 +296,7 @@ def _layers(model: LanguageModel, period: int) -> list[_Stack]:
 def _relative_errors(
     found: Features, wanted: Features, mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Squared errors, relative to the mean square at the tokens of the mask."""
+    """|found - wanted|^2 / mean |wanted|^2, with the mean over the tokens of the mask."""
     found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
     total = jnp.sum(jnp.sum(wanted**2, -1) * mask)
     mean = jnp.maximum(total / jnp.maximum(jnp.sum(mask), 1), jnp.finfo(jnp.float32).tiny)

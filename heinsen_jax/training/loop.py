@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -136,9 +136,19 @@ def train(
         mesh = check_settings(dataset, experiment)
     folder = RunFolder(local_path(workdir, "workdir")) if isinstance(workdir, Path) else workdir
     with jax.set_mesh(mesh), folder.published():
-        hooks = on_start, sample_fn, trackers
-        run = _Run(folder, dataset, experiment, mesh, profile, allow_change, *hooks)
+        options = _Options(profile, allow_change, on_start, sample_fn, trackers)
+        run = _Run(folder, dataset, experiment, mesh, options)
         return run.dry_run() if dry_run else run()
+
+
+class _Options(NamedTuple):
+    """Options of `train`."""
+
+    profile: bool
+    allow_change: bool
+    on_start: Callable[[], None]
+    sample_fn: SampleFn | None
+    trackers: Sequence[Tracker]
 
 
 class _Run:
@@ -150,21 +160,15 @@ class _Run:
         dataset: Dataset,
         experiment: Experiment,
         mesh: Mesh,
-        profile: bool,
-        allow_change: bool,
-        on_start: Callable[[], None],
-        sample_fn: SampleFn | None,
-        trackers: Sequence[Tracker],
+        options: _Options,
     ):
         self.folder, self.workdir = folder, folder.files
         self.dataset, self.mesh = dataset, mesh
-        self.experiment, self.trackers = experiment, trackers
+        self.experiment, self.options = experiment, options
         self.seed = experiment.seed
         self.model = experiment.model
         self.data, self.documents = with_documents(experiment.data, dataset, self.model)
-        self.training, self.profile = experiment.training, profile
-        self.allow_change = allow_change
-        self.on_start, self.sample_fn = on_start, sample_fn
+        self.training = experiment.training
         self.learning_rates = learning_rates(experiment.optimizer, self.training.steps)
         self.key_data = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
         self.graph, self.trained = graph_of(self.model), None
@@ -190,7 +194,8 @@ class _Run:
     def __call__(self) -> TrainingResult:
         is_first = jax.process_index() == 0
         with together():
-            trackers = [*services(self.training.trackers), *self.trackers] if is_first else []
+            given = self.options.trackers
+            trackers = [*services(self.training.trackers), *given] if is_first else []
             tracking = Tracking(trackers, lambda text: self.reporter.line(text))
         with tracking as self.tracking:
             result = self._train()
@@ -233,7 +238,7 @@ class _Run:
                     state = self.checkpoints.restore(start, self.abstract)
                 with together():
                     if jax.process_index() == 0:
-                        self.on_start()
+                        self.options.on_start()
                         if self.distillation is not None:
                             self.distillation.record(self.workdir)
                     self.folder.publish()
@@ -257,9 +262,12 @@ class _Run:
         start = self.checkpoints.latest_step()
         teacher = self.distillation and self.distillation.weights_hash
         check_alike({"the latest step in --workdir": start, "the weights of the teacher": teacher})
-        if self.distillation is not None and start is not None and not self.allow_change:
+        if self.distillation is not None and start is not None:
             with together():
-                self.distillation.check_unchanged(self.workdir)
+                if not self.options.allow_change:
+                    self.distillation.check_unchanged(self.workdir)
+                elif jax.process_index() == 0:
+                    self.distillation.record(self.workdir)
         return start, lost
 
     def _tracked(self, step: int) -> TrackedRun:
@@ -365,7 +373,8 @@ class _Run:
             timeout=training.data_timeout,
             warn=self.reporter.line,
         )
-        delayed_max, tracer = DelayedMax(self.mesh), Tracer(self.workdir, start, self.profile)
+        delayed_max = DelayedMax(self.mesh)
+        tracer = Tracer(self.workdir, start, self.options.profile)
         pending = None  # metrics are fetched a step late, so that the device never waits for us
         for step in range(start + 1, training.steps + 1):
             tracer(step)
@@ -423,9 +432,9 @@ class _Run:
         metrics = self._evaluated(state)
         self.reporter.validation(step, metrics)
         self.checkpoints.save(step, state, loss=metrics["loss"])
-        if self.sample_fn is not None and self.training.sample_tokens:
+        if self.options.sample_fn is not None and self.training.sample_tokens:
             assert self.dataset.tokenizer is not None
-            text = self.sample_fn(
+            text = self.options.sample_fn(
                 nnx.merge(self.graph, state.weights),
                 self.dataset.tokenizer,
                 self.training.sample_prompt,

@@ -6,6 +6,7 @@ import shutil
 import sys
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from heinsen_jax import data
 from heinsen_jax.config import as_json, record
 from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import runs
+from heinsen_jax.study import Study, runs
 from heinsen_jax.study.__main__ import main
 from heinsen_jax.study.results import RESULTS_FILE
 from heinsen_jax.study.runner import REPORT_FILE, run_study
-from heinsen_jax.study.runs import content_of, in_processes
+from heinsen_jax.study.runs import RECORD_FILE, content_of, in_processes, run_one
 from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.loop import Diverged, train
 from tests.study.small import BASE, GOOD, PLAIN, SMALLER, STUDIES, STUDY, Fake
@@ -244,7 +245,6 @@ def test_each_stage_starts_from_the_one_before(tmp_path):
     teacher.mkdir()
     dataset = data.load(BASE.data)
     train(teacher, dataset, BASE, on_start=lambda: record(teacher, BASE, dataset))
-    other = replace(BASE, seed=BASE.seed + 1)
     still = replace(BASE.optimizer, learning_rate=1e-9, end_learning_rate=1e-9)
     tuning = replace(
         BASE,
@@ -269,28 +269,62 @@ def test_each_stage_starts_from_the_one_before(tmp_path):
     assert "flops" not in row
     assert [*(tmp_path / "study").rglob("metrics.jsonl")]
     assert not [*(tmp_path / "study").rglob("checkpoints")]
-    shutil.rmtree(teacher)
-    teacher.mkdir()
-    train(teacher, dataset, other, on_start=lambda: record(teacher, other, dataset))
-    with pytest.raises(UserError, match=r"log.*other weights of distillation\.teacher; bring"):
-        run_study(study, tmp_path / "study", Fake(fail_after=0))
+
+
+def with_text(path: Path) -> Study:
+    """A study of one run, on a text."""
+    text = DataConfig(corpus=str(path), cache=str(path.parent), sequence_length=8, batch_size=2)
+    axes = {"mechanism": {"linear": {}}, "width": {"8": {}}}
+    axes |= {"learning_rate": {"0.01": {}}, "seed": {"0": {}}}
+    base = replace(BASE, model=replace(BASE.model, vocab_size=264), data=text)
+    return replace(PLAIN, base=base, axes=axes, metric="loss", extra_metrics=())
 
 
 def test_runs_with_other_text_are_refused(tmp_path):
-    """Under the same name."""
+    """Under the same name; also those of another study."""
     text = tmp_path / "text.txt"
-    named = DataConfig(corpus=str(text), cache=str(tmp_path), sequence_length=8, batch_size=2)
-    axes = {"mechanism": {"linear": {}}, "width": {"8": {}}}
-    axes |= {"learning_rate": {"0.01": {}}, "seed": {"0": {}}}
-    model = replace(BASE.model, vocab_size=264)
-    base = replace(BASE, model=model, data=named)
-    study = replace(PLAIN, base=base, axes=axes, extra_metrics=())
+    study = with_text(text)
     text.write_text("some text " * 99)
-    run_study(study, tmp_path / "study", Fake(content=content_of(base, data.load(named))))
+    run_study(study, tmp_path / "study", Fake(content=content_of(study.base)))
     run_study(study, tmp_path / "study", Fake(fail_after=0))
     text.write_text("other text " * 99)
-    with pytest.raises(UserError, match=r"mechanism linear.*: was run with other data; bring"):
+    changed = r"mechanism linear.*: the data have changed since; bring"
+    with pytest.raises(UserError, match=changed):
         run_study(study, tmp_path / "study", Fake(fail_after=0))
+    with pytest.raises(UserError, match=changed):
+        run_study(study, tmp_path / "new", Fake(fail_after=0), reuse=[tmp_path / "study"])
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_run_with_another_text_than_it_began_with_is_refused(tmp_path):
+    """Whether it is finished or not."""
+    text, workdir = tmp_path / "text.txt", tmp_path / "run"
+    stages = [as_json(with_text(text).base)]
+    workdir.mkdir()
+    text.write_text("some text " * 99)
+    recorded = run_one(stages, workdir)
+    assert run_one(stages, workdir) == recorded
+    text.write_text("other text " * 99)
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"run: the data have changed since"):
+            run_one(stages, workdir)
+        (workdir / RECORD_FILE).unlink(missing_ok=True)
+
+
+def test_the_content_of_a_run_has_the_weights_of_its_teacher(tmp_path):
+    settings = DistillationConfig(teacher=str(tmp_path))
+    student = replace(BASE, model=replace(BASE.model, attention="log"), distillation=settings)
+    dataset, found = data.load(BASE.data), []
+    for seed in range(2):
+        teacher = replace(BASE, seed=seed)
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        train(tmp_path, dataset, teacher, on_start=partial(record, tmp_path, teacher, dataset))
+        found.append(content_of(student))
+        assert found[-1] == content_of(student)
+    assert [*found[0]] == ["teacher"]
+    assert found[0] != found[1]
+    assert content_of(BASE) == {}
 
 
 FILE = """

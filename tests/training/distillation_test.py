@@ -191,6 +191,21 @@ def test_a_run_resumes_with_the_weights_of_its_teacher(teacher, tmp_path):
     assert run(folder, most).step == 10
 
 
+def test_another_teacher_of_a_finished_run_is_recorded_when_it_is_allowed(teacher, tmp_path):
+    workdir, _, chosen = teacher
+    changing = shutil.copytree(workdir, tmp_path / "teacher")
+    settings = DistillationConfig(teacher=str(changing))
+    student = replace(chosen, training=replace(chosen.training, steps=6), distillation=settings)
+    folder = tmp_path / "student"
+    run(folder, student)
+    shutil.rmtree(changing)
+    run(changing, replace(chosen, seed=chosen.seed + 1))
+    with pytest.raises(UserError, match="its weights have changed"):
+        run(folder, student)
+    run(folder, student, allow_change=True)
+    run(folder, student)
+
+
 @pytest.mark.usefixtures("unchecked")  # a mesh of devices that do not exist
 def test_a_teacher_that_cannot_split_sequences_is_refused(teacher, monkeypatch):
     workdir, _, chosen = teacher

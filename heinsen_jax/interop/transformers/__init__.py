@@ -107,12 +107,20 @@ def _loaded(
     return nnx.merge(graph, tree)
 
 
-def import_model(name: str, workdir: str | Path, *, revision: str | None = None) -> Path:
+def import_model(name: str | Path, workdir: str | Path, *, revision: str | None = None) -> Path:
     """Write the configuration, the weights and the tokenizer of a model of transformers to a new
     folder, which the commands of this package accept as `--workdir`.
 
     The optimizer of its configuration is one for further training: AdamW with learning rates up to
     5e-5.
+
+    Args:
+      name: a folder, or `owner/name` of a repository of the hub, as for `from_pretrained`.
+      workdir: a new or empty folder.
+      revision: branch, tag or commit of the repository.
+
+    Returns:
+      The folder.
 
     Raises:
       UserError: as `from_pretrained`; or the model has no `tokenizer.json`, or the folder is not
@@ -126,8 +134,8 @@ def import_model(name: str, workdir: str | Path, *, revision: str | None = None)
             f"{name} has no tokenizer.json; add the file, for example with save_pretrained of its "
             "tokenizer in transformers"
         )
-    length = min(DataConfig().sequence_length, model.config.max_length or 10**9)
-    corpus = MODEL + (Path(name).resolve().name if Path(name).is_dir() else name)
+    length = min(filter(None, (DataConfig().sequence_length, model.config.max_length)))
+    corpus = MODEL + (Path(name).resolve().name if Path(name).is_dir() else str(name))
     data = DataConfig(corpus=corpus, tokenizer=TOKENIZER_FILE, sequence_length=length)
     optimizer = OptimizerConfig(learning_rate=5e-5, end_learning_rate=5e-6)
     config = as_json(ExperimentConfig(model=model.config, data=data, optimizer=optimizer))

@@ -43,6 +43,7 @@ MECHANISMS = {
 MERGED = "window of 16 merged with log"
 """The mechanism of the models from scratch."""
 MAIN = TRAINED_FURTHER, *MECHANISMS
+"""The models without kept layers, with both stages or the only one that they need."""
 HYBRID_MECHANISMS = "log, Hedgehog", MERGED, "window of 16", "Gated DeltaNet"
 """Mechanisms with which some softmax layers are kept."""
 HYBRIDS = {"1 of 4 softmax": ("3::4",), "1 of 2 softmax": ("1::2",)}

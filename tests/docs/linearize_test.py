@@ -149,3 +149,32 @@ def test_stage_2_alone_is_better_at_the_same_learning_rate():
     assert log.format(*alone, *both) in PAGES_TEXT
     window = "a merged window {:.3f} and {:.3f}, both stages {:.3f} and {:.3f}"
     assert window.format(*merged_alone, *merged) in PAGES_TEXT
+
+
+def test_prose_on_linearized_models_of_python_is_of_the_study():
+    results = {tuple(x.compared.values()): x for x in results_of_study("linearize_python")}
+    text, log = PAGES_TEXT, "log, Hedgehog"
+
+    def loss(model: str, tokens: str = "10%", metric: str = "loss") -> str:
+        return f"{results[model, tokens].mean(metric):.3f}"
+
+    longer, shorter = "window of 64", "window of 16"
+    pair = loss(longer), loss(f"{longer} merged with log")
+    assert "a loss of {} alone and {} merged".format(*pair) in text
+    assert f"the teacher trained further has {loss(TRAINED_FURTHER)}. A window" in text
+    assert f"{loss(shorter)} becomes {loss(MERGED)}" in text
+    others = "Taylor", log, "linear, elu + 1", "Gated DeltaNet"
+    assert [loss(x) for x in others] == sorted(loss(x) for x in others)
+    said = "{}, before log-attention with {}, linear attention with {} and Gated DeltaNet with {}."
+    assert said.format(*map(loss, others)) in text
+    whole = loss(log, "100%"), loss(TRAINED_FURTHER, "100%")
+    assert "at {}, where the teacher trained further has {}.".format(*whole) in text
+    assert f"its loss from {loss(log)} to {loss(f'{log}, decay')};" in text
+    at_2048 = [loss(x, metric="loss_2048") for x in (MERGED, f"{MERGED}, decay")]
+    assert "merged window of 16 from {} to {}".format(*at_2048) in text
+    kept = [loss(f"{log}, {x}") for x in ("1 of 4 softmax", "1 of 2 softmax")]
+    assert "leave log-attention at {} and {}".format(*kept) in text
+    alone = [loss(f"{x}, stage 2 only") for x in (log, MERGED)]
+    assert (
+        "for log-attention, {}, and nearly equal for the merged window, {}".format(*alone) in text
+    )

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from heinsen_jax.buckets import local_path
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batches
-from heinsen_jax.distributed import DelayedMax, check_alike, gather, together
+from heinsen_jax.distributed import DelayedMax, check_alike, gather, process_0_first, together
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, flops_per_token
@@ -239,8 +239,6 @@ class _Run:
                 with together():
                     if jax.process_index() == 0:
                         self.options.on_start()
-                        if self.distillation is not None:
-                            self.distillation.record(self.workdir)
                     self.folder.publish()
                 # Handled until the last save ends, also after an error: its deadline still holds.
                 self.signals = outer.enter_context(Signals(self.training.shutdown_timeout))
@@ -262,11 +260,11 @@ class _Run:
         start = self.checkpoints.latest_step()
         teacher = self.distillation and self.distillation.weights_hash
         check_alike({"the latest step in --workdir": start, "the weights of the teacher": teacher})
-        if self.distillation is not None and start is not None:
-            with together():
-                if not self.options.allow_change:
+        if self.distillation is not None:
+            with process_0_first() as is_first:
+                if is_first and start is not None and not self.options.allow_change:
                     self.distillation.check_unchanged(self.workdir)
-                elif jax.process_index() == 0:
+                if is_first:
                     self.distillation.record(self.workdir)
         return start, lost
 

@@ -43,8 +43,8 @@ from heinsen_jax.typing import JSON
 
 __all__ = ["from_pretrained", "import_model", "to_pretrained"]
 
-THEIR_CONFIG_FILE = "config.json"
-FETCHED = (THEIR_CONFIG_FILE, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
+TRANSFORMERS_CONFIG = "config.json"
+FETCHED = (TRANSFORMERS_CONFIG, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
 FETCHED += (GENERATION_FILE, TEMPLATE_FILE, f"{TEMPLATE_FOLDER}/*.jinja")
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
@@ -75,7 +75,7 @@ def from_pretrained(
     folder = Path(name)
     if not folder.is_dir():
         folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
-    path = folder / THEIR_CONFIG_FILE
+    path = folder / TRANSFORMERS_CONFIG
     fields = read_json(path)
     family = family_of(fields, path)
     try:
@@ -179,7 +179,7 @@ def to_pretrained(
     """
     place = local_path(folder, "folder")
     check_new_folder(place)
-    path = None if like is None else Path(like) / THEIR_CONFIG_FILE
+    path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
     others = {} if path is None else read_json(path)
     only = None if path is None else family_of(others, path).model_type
     family = family_for(model.config, only)
@@ -198,7 +198,7 @@ def to_pretrained(
     fields.pop("dtype", None)
     with filling(place) as partial:
         save_weights(partial, arrays, step=0, shard_bytes=shard_bytes, framework="pt")
-        contents = {THEIR_CONFIG_FILE: fields, GENERATION_FILE: _generation(like, tokenizer)}
+        contents = {TRANSFORMERS_CONFIG: fields, GENERATION_FILE: _generation(like, tokenizer)}
         for file, content in contents.items():
             if content:
                 text = json.dumps(content, indent=2, sort_keys=True) + "\n"

@@ -66,7 +66,7 @@ def parameters(workdir: Path) -> list[np.ndarray]:
 
 REFUSED = {
     "--mesh.context 2 --model.num_layers 2 --model.attention softmax log": (
-        "mesh.context=2 with model.attention='softmax'"
+        "mesh.context=2: model.attention='softmax'"
     ),
     "--mesh.context 4 --data.sequence_length 18": "does not divide data.sequence_length=18",
     "--mesh.tensor 4": "mesh.tensor=4 does not divide model.num_heads=2",

@@ -49,7 +49,7 @@ class LanguageModelState:
     blocks: tuple[BlockState, ...]
 
 
-MAX_UNROLLED = 12
+MAX_UNROLLED = 32
 
 
 class LanguageModel(nnx.Module):

@@ -153,28 +153,44 @@ def test_stage_2_alone_is_better_at_the_same_learning_rate():
 
 def test_prose_on_linearized_models_of_python_is_of_the_study():
     results = {tuple(x.compared.values()): x for x in results_of_study("linearize_python")}
-    text, log = PAGES_TEXT, "log, Hedgehog"
+    text, log, decayed = PAGES_TEXT, "log, Hedgehog", "log, Hedgehog, decay"
 
-    def loss(model: str, tokens: str = "10%", metric: str = "loss") -> str:
-        return f"{results[model, tokens].mean(metric):.3f}"
+    def mean(model: str, tokens: str = "10%") -> float:
+        return results[model, tokens].mean("loss")
+
+    def losses(*models: str, tokens: str = "10%") -> list[str]:
+        return [f"{mean(x, tokens):.3f}" for x in models]
 
     longer, shorter = "window of 64", "window of 16"
-    pair = loss(longer), loss(f"{longer} merged with log")
-    assert "a loss of {} alone and {} merged".format(*pair) in text
-    assert f"the teacher trained further has {loss(TRAINED_FURTHER)}. A window" in text
-    assert f"{loss(shorter)} becomes {loss(MERGED)}" in text
+    said = "With 100% of the tokens it has a loss of {}, where the teacher trained further has {}."
+    assert said.format(*losses(longer, TRAINED_FURTHER, tokens="100%")) in text
+    assert "does not help: {}.".format(*losses(f"{longer} merged with log", tokens="100%")) in text
+    assert "{} becomes {}.".format(*losses(shorter, MERGED, tokens="100%")) in text
+    said = "raises the loss of log-attention from {} to {}; with 100% it lowers it from {} to {},"
+    assert said.format(*losses(log, decayed), *losses(log, decayed, tokens="100%")) in text
+    pair = losses(MERGED, f"{MERGED}, decay", tokens="100%")
+    assert "that of the merged window of 16 from {} to {}.".format(*pair) in text
     others = "Taylor", log, "linear, elu + 1", "Gated DeltaNet"
-    assert [loss(x) for x in others] == sorted(loss(x) for x in others)
+    assert [mean(x) for x in others] == sorted(mean(x) for x in others)
     said = "{}, before log-attention with {}, linear attention with {} and Gated DeltaNet with {}."
-    assert said.format(*map(loss, others)) in text
-    whole = loss(log, "100%"), loss(TRAINED_FURTHER, "100%")
-    assert "at {}, where the teacher trained further has {}.".format(*whole) in text
-    assert f"its loss from {loss(log)} to {loss(f'{log}, decay')};" in text
-    at_2048 = [loss(x, metric="loss_2048") for x in (MERGED, f"{MERGED}, decay")]
-    assert "merged window of 16 from {} to {}".format(*at_2048) in text
-    kept = [loss(f"{log}, {x}") for x in ("1 of 4 softmax", "1 of 2 softmax")]
-    assert "leave log-attention at {} and {}".format(*kept) in text
-    alone = [loss(f"{x}, stage 2 only") for x in (log, MERGED)]
-    assert (
-        "for log-attention, {}, and nearly equal for the merged window, {}".format(*alone) in text
-    )
+    assert said.format(*losses(*others)) in text
+    reached = losses(decayed, "Taylor", "Gated DeltaNet", "linear, elu + 1", tokens="100%")
+    said = "{} against {}, with an eighth of its state; Gated DeltaNet has {} and linear attention"
+    assert f"{said} {{}}.".format(*reached) in text
+    states = [results[x, "100%"].records[0]["state_bytes"] for x in ("Taylor", decayed)]
+    assert 7.5 < states[0] / states[1] < 8.5
+    without_window = *others, decayed
+    at_2048 = {x: results[x, "100%"].mean("loss_2048") for x in (*without_window, MERGED)}
+    said = f"{at_2048[log]:.3f} becomes {at_2048[decayed]:.3f}, the least without a window, and"
+    assert said in text
+    assert min(at_2048, key=lambda x: at_2048[x]) == decayed
+    with_decay = results[f"{MERGED}, decay", "100%"].mean("loss_2048")
+    assert f"{at_2048[MERGED]:.3f} becomes {with_decay:.3f}." in text
+    gap = min(mean(x, "100%") for x in without_window) - mean(TRAINED_FURTHER, "100%")
+    assert f"leave a gap of {gap:.2f}." in text
+    for model, said in ((log, "leave log-attention at {} and {}"), (MERGED, "of 16 at {} and {}")):
+        kept = losses(*(f"{model}, {x}" for x in ("1 of 4 softmax", "1 of 2 softmax")))
+        assert said.format(*kept) in text
+    alone = losses(*(f"{x}, stage 2 only" for x in (log, MERGED)))
+    said = "for log-attention, {}, and nearly equal for the merged window, {}."
+    assert said.format(*alone) in text

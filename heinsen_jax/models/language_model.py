@@ -50,6 +50,7 @@ class LanguageModelState:
 
 
 MAX_UNROLLED = 32
+"""Repeats of the layer pattern: unrolled ones take longer to compile, and hold weights twice."""
 
 
 class LanguageModel(nnx.Module):
@@ -63,8 +64,8 @@ class LanguageModel(nnx.Module):
 
     The layer pattern is scanned, so compile time does not depend on the number of its repeats. For
     a single token, up to `MAX_UNROLLED` repeats are unrolled, since a loop would copy their weights
-    at every step. The state is an argument and a result: a sequence may be fed in chunks of any
-    lengths; the logits equal those of a single call.
+    and states at every step. The state is an argument and a result: a sequence may be fed in
+    chunks of any lengths; the logits equal those of a single call.
 
     Args:
       config: the architecture.
@@ -329,7 +330,7 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
 
     For steps of one token the weights of the layers are unstacked here, outside the loop, and
     stacked again by the function, which XLA cancels: a loop that carried the stack would copy every
-    weight at every token. During the loop, the weights are in memory twice.
+    weight at every token. During the loop, the weights are in memory twice, as are the states.
     """
     repeats = len(jax.tree.leaves(parameters["blocks"])[0])
     split, join = split_and_join(repeats, 1)

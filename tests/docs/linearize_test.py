@@ -1,6 +1,7 @@
 """Figures of docs/linearize.md are those of the committed records."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,8 +16,6 @@ from tests.study.linearization_test import COMPARED
 
 ROWS = {(x["model"], x["context"], x["rows"]): x for x in read_record("linearized_serving")["rows"]}
 CONTEXTS = 1024, 16_384, 65_536
-
-
 LONGEST = {"linearize_shakespeare": "loss_1024", "linearize_python": "loss_2048"}
 
 
@@ -71,7 +70,7 @@ def test_savings_of_linearized_models_are_those_of_the_record():
 def study_tables(name: str) -> tuple[list[str], list[str]]:
     """The rows on a study: the mechanisms with all fractions of the tokens, and the other models,
     without those that have no results. Losses at the longest length are those after the largest
-    fraction that all models have."""
+    fraction of the table."""
     study, longest, compared = load_study(name), LONGEST[name], COMPARED[name]
     length = int(longest.partition("_")[2])
     results = {(x.compared["model"], x.compared["tokens"]): x for x in results_of_study(name)}
@@ -79,11 +78,11 @@ def study_tables(name: str) -> tuple[list[str], list[str]]:
     tables: tuple[list[str], list[str]] = ([], [])
     for model, config in models.items():
         is_main = model in MAIN
-        cells = [model]
-        for tokens in study.axes["tokens"] if is_main else compared:
+        cells, fractions = [model], [*study.axes["tokens"]] if is_main else compared
+        for tokens in fractions:
             found = results.get((model, tokens))
             cells.append(f"{found.mean('loss'):.3f}" if found else "")
-        found = results.get((model, compared[-1]))
+        found = results.get((model, fractions[-1]))
         cells.append(f"{found.mean(longest):.3f}" if found else "")
         if not any(cells[1:]):
             continue
@@ -123,7 +122,8 @@ def test_prose_on_linearized_models_of_shakespeare_is_of_the_study():
         kept = [loss(name + x, more) for x in ("", ", 1 of 4 softmax", ", 1 of 2 softmax")]
         assert "from {} to {} and {}".format(*kept) in text
     assert loss(f"{window}, 1 of 2 softmax", more) == loss(TRAINED_FURTHER, more)
-    longer = [loss(x, more, "loss_1024") for x in (TRAINED_FURTHER, MERGED, f"{MERGED}, decay")]
+    models = TRAINED_FURTHER, MERGED, f"{MERGED}, decay"
+    longer = [loss(x, "100%", "loss_1024") for x in models]
     said = "has a loss of {}, and a window merged with log-attention one of {}, with decay {}"
     assert said.format(*longer) in text
 
@@ -153,44 +153,43 @@ def test_stage_2_alone_is_better_at_the_same_learning_rate():
 
 def test_prose_on_linearized_models_of_python_is_of_the_study():
     results = {tuple(x.compared.values()): x for x in results_of_study("linearize_python")}
-    text, log, decayed = PAGES_TEXT, "log, Hedgehog", "log, Hedgehog, decay"
 
-    def mean(model: str, tokens: str = "10%") -> float:
-        return results[model, tokens].mean("loss")
+    def after(tokens: str, *models: str, metric: str = "loss") -> list[float]:
+        return [results[model, tokens].mean(metric) for model in models]
 
-    def losses(*models: str, tokens: str = "10%") -> list[str]:
-        return [f"{mean(x, tokens):.3f}" for x in models]
+    def check(said: str, *losses: float) -> None:
+        assert said.format(*(f"{x:.3f}" for x in losses)) in PAGES_TEXT
 
+    log, decayed, merged_decayed = "log, Hedgehog", "log, Hedgehog, decay", f"{MERGED}, decay"
     longer, shorter = "window of 64", "window of 16"
-    said = "With 100% of the tokens it has a loss of {}, where the teacher trained further has {}."
-    assert said.format(*losses(longer, TRAINED_FURTHER, tokens="100%")) in text
-    assert "does not help: {}.".format(*losses(f"{longer} merged with log", tokens="100%")) in text
-    assert "{} becomes {}.".format(*losses(shorter, MERGED, tokens="100%")) in text
-    said = "raises the loss of log-attention from {} to {}; with 100% it lowers it from {} to {},"
-    assert said.format(*losses(log, decayed), *losses(log, decayed, tokens="100%")) in text
-    pair = losses(MERGED, f"{MERGED}, decay", tokens="100%")
-    assert "that of the merged window of 16 from {} to {}.".format(*pair) in text
-    others = "Taylor", log, "linear, elu + 1", "Gated DeltaNet"
-    assert [mean(x) for x in others] == sorted(mean(x) for x in others)
-    said = "{}, before log-attention with {}, linear attention with {} and Gated DeltaNet with {}."
-    assert said.format(*losses(*others)) in text
-    reached = losses(decayed, "Taylor", "Gated DeltaNet", "linear, elu + 1", tokens="100%")
-    said = "{} against {}, with an eighth of its state; Gated DeltaNet has {} and linear attention"
-    assert f"{said} {{}}.".format(*reached) in text
-    states = [results[x, "100%"].records[0]["state_bytes"] for x in ("Taylor", decayed)]
+    at_2048 = partial(after, "100%", metric="loss_2048")
+    pair = longer, TRAINED_FURTHER
+    said = "its loss is {}, that of the teacher {}; at 2,048, {} and {}."
+    check(said, *after("100%", *pair), *at_2048(*pair))
+    both = f"{longer} merged with log"
+    check("does not help: {}, and {} at 2,048.", *after("100%", both), *at_2048(both))
+    check("length, where {} becomes {}; at 2,048 only", *after("100%", shorter, MERGED))
+    check("{} alone, {} merged and {} with decay.", *at_2048(shorter, MERGED, merged_decayed))
+    check("raises the loss of log-attention from {} to {};", *after("10%", log, decayed))
+    said = "lowers it from {} to {}, and at 2,048 from {} to {}, below the merged windows of 16."
+    check(said, *after("100%", log, decayed), *at_2048(log, decayed))
+    assert at_2048(decayed) < min(at_2048(MERGED), at_2048(merged_decayed))
+
+    without_window = "Taylor", log, decayed, "linear, elu + 1", "Gated DeltaNet"
+    taylor, _, _, linear, delta = without_window
+    losses = after("10%", *without_window)
+    assert losses == sorted(losses)
+    said = "{}, followed by log-attention ({}; with decay {}), linear attention ({}) and"
+    check(f"{said} Gated DeltaNet ({{}}).", *losses)
+    said = "{} and {}, with an eighth of its state; Gated DeltaNet has {} and linear attention {}."
+    check(said, *after("100%", decayed, taylor, delta, linear))
+    states = [results[x, "100%"].records[0]["state_bytes"] for x in (taylor, decayed)]
     assert 7.5 < states[0] / states[1] < 8.5
-    without_window = *others, decayed
-    at_2048 = {x: results[x, "100%"].mean("loss_2048") for x in (*without_window, MERGED)}
-    said = f"{at_2048[log]:.3f} becomes {at_2048[decayed]:.3f}, the least without a window, and"
-    assert said in text
-    assert min(at_2048, key=lambda x: at_2048[x]) == decayed
-    with_decay = results[f"{MERGED}, decay", "100%"].mean("loss_2048")
-    assert f"{at_2048[MERGED]:.3f} becomes {with_decay:.3f}." in text
-    gap = min(mean(x, "100%") for x in without_window) - mean(TRAINED_FURTHER, "100%")
-    assert f"leave a gap of {gap:.2f}." in text
-    for model, said in ((log, "leave log-attention at {} and {}"), (MERGED, "of 16 at {} and {}")):
-        kept = losses(*(f"{model}, {x}" for x in ("1 of 4 softmax", "1 of 2 softmax")))
-        assert said.format(*kept) in text
-    alone = losses(*(f"{x}, stage 2 only" for x in (log, MERGED)))
-    said = "for log-attention, {}, and nearly equal for the merged window, {}."
-    assert said.format(*alone) in text
+    closest, teacher = min(after("100%", *without_window)), *after("100%", TRAINED_FURTHER)
+    assert f"the closest, has a loss {closest - teacher:.2f} higher." in PAGES_TEXT
+    for model in (log, MERGED):
+        kept = after("10%", *(model + x for x in ("", ", 1 of 4 softmax", ", 1 of 2 softmax")))
+        check("from {} to {} and {}", *kept)
+    check("teacher trained further has {}.", *after("10%", TRAINED_FURTHER))
+    said = "log-attention {} and the merged window {}."
+    check(said, *after("10%", *(f"{x}, stage 2 only" for x in (log, MERGED))))

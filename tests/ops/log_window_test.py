@@ -1,6 +1,6 @@
 """`log_window_attention` against its dense definition in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from heinsen_jax.ops import Chunked, LogWindowState, log_window_attention
+from heinsen_jax.ops.log_attention import mosaic
 
 BATCH, LENGTH, HEADS, GROUPS = 2, 71, 4, 2
 KEY, VALUE, FEATURES, WINDOW = 3, 2, 5, 9
@@ -22,8 +23,8 @@ SEGMENTS = np.stack([SEGMENTS * 70_000, 9 - SEGMENTS]).astype(np.int32)
 
 
 @pytest.fixture(autouse=True)
-def full_precision():
-    """Products of float32 as on CPUs: GPUs round the factors of those of a window to TF32."""
+def full_precision() -> Iterator[None]:
+    """Multiply float32 in full precision: GPUs would use TF32 for scores and values of a window."""
     with jax.default_matmul_precision("float32"):
         yield
 
@@ -234,6 +235,10 @@ def test_arguments_that_do_not_fit_are_refused():
         ours(*arrays[:6], -arrays[6])
     with pytest.raises(ValueError, match=r"query_features must have shape \(2, 5, 4, 5\)"):
         log_window_attention(*arrays[:3], arrays[3][..., 1:], arrays[4], window_size=2)
-    if jax.default_backend() != "gpu":
-        with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
-            ours(*arrays, implementation="gpu")
+
+
+@pytest.mark.skipif(mosaic.is_available(), reason="a GPU is available")
+def test_kernels_need_a_gpu():
+    arrays = [np.float32(x) for x in draw(5)]
+    with pytest.raises(NotImplementedError, match="it needs an NVIDIA GPU"):
+        ours(*arrays, implementation="gpu")

@@ -113,8 +113,9 @@ def log_window_attention(
     where Y_1 and Z_1 are the average and the normalizer of softmax attention over the window, and
     Y_2 and Z_2 those of log-attention over the earlier tokens. Causal only. The cost per token does
     not depend on the number of tokens. Nothing overflows for finite scores; sums and states are at
-    least float32. Products of Y_1 have the precision that `jax.default_matmul_precision` sets, as
-    those of `dot_product_attention`: TF32 on GPUs, unless set; those of Y_2 are exact to rounding.
+    least float32. Products of float32 in Y_1 have the precision that `jax.default_matmul_precision`
+    sets, as in `dot_product_attention`: by default TF32 on GPUs and bfloat16 on TPUs. Those in Y_2
+    have that of `log_attention`.
 
     Args:
       query: Q `[*B, T, num_heads, key_depth]`.

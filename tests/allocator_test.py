@@ -38,6 +38,7 @@ def faults(*arguments: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
 def test_computations_reuse_memory():
     assert faults("keep") < faults() / 2

@@ -150,6 +150,7 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
     assert command(monkeypatch, *arguments) == 0
 
 
+@pytest.mark.nightly
 def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monkeypatch):  # noqa: F811
     chosen = replace(
         small,
@@ -174,6 +175,7 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     assert load_config(tmp_path / "linear/config.json").optimizer.warmup_steps == 0
 
 
+@pytest.mark.nightly
 def test_low_rank_additions_leave_the_matrices_of_the_teacher(
     small,  # noqa: F811
     tmp_path,

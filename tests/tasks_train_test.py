@@ -98,6 +98,7 @@ PARITY = replace(
 )
 
 
+@pytest.mark.nightly
 def test_negative_eigenvalues_track_parity_also_at_twice_the_length(tmp_path):
     metrics = train(tmp_path, data.load(PARITY.data), PARITY).metrics
     assert metrics["accuracy"] > 0.99

@@ -284,6 +284,7 @@ def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.nd
     return f"attention.project{part[2]}", theirs.columns()[part[1]]
 
 
-def _parameters(config: LanguageModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+@cache
+def _parameters(config: LanguageModelConfig) -> Mapping[str, jax.ShapeDtypeStruct]:
     """The shapes and dtypes of the parameters by name."""
     return flatten_with_names(nnx.state(LanguageModel.abstract(config), nnx.Param))

@@ -40,6 +40,7 @@ def limited(place: Path, size: int, *arguments: str) -> subprocess.CompletedProc
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "size",
     [

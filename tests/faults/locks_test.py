@@ -19,6 +19,7 @@ from tests.multi_device.apart import finish, train
 from tests.study.small import SMALLER
 
 
+@pytest.mark.nightly
 def test_a_second_trainer_is_refused_and_the_first_continues(place, tmp_path):
     """The lock of a killed process is released."""
     workdir = tmp_path / "run"

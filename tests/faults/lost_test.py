@@ -62,7 +62,11 @@ def empty_folder(run) -> None:
 
 @pytest.mark.parametrize(
     ("way", "words"),
-    [(damage_all, "is damaged: step"), (remove_folder, "is gone"), (empty_folder, "is gone")],
+    [
+        pytest.param(damage_all, "is damaged: step", marks=pytest.mark.nightly),
+        (remove_folder, "is gone"),
+        (empty_folder, "is gone"),
+    ],
 )
 def test_a_run_without_its_checkpoints_is_not_restarted(
     place, run, way, words, monkeypatch, capsys
@@ -231,6 +235,7 @@ def test_a_device_that_is_out_of_memory_is_one_line(capsys):
     assert_one_line(capsys.readouterr().err, "out of memory (RESOURCE_EXHAUSTED", "shorter")
 
 
+@pytest.mark.nightly
 def test_readers_name_the_step_that_replaces_a_damaged_one(run, monkeypatch, capsys):
     flip(run / "checkpoints/40/default/manifest.ocdbt")
     with pytest.warns(match=r"checkpoints/40 is damaged \(.*\): step \d+ is used"):

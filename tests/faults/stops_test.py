@@ -79,7 +79,9 @@ def test_ctrl_c_during_compilation_ends_immediately(place, tmp_path, program):
     assert err == "\nstopped by SIGINT: nothing to save\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)]
+)
 def test_a_signal_saves_and_the_exit_code_names_it(place, tmp_path, number):
     workdir = tmp_path / "run"
     (process,) = train(place, "--workdir", str(workdir), *ENDLESS)
@@ -132,6 +134,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
 """
 
 
+@pytest.mark.nightly
 def test_a_closed_terminal_saves(place, tmp_path):
     """The terminal can no longer be written to."""
     workdir = tmp_path / "run"
@@ -271,12 +274,13 @@ def children(parent: int) -> set[int]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 @pytest.mark.parametrize(
     ("number", "code"),
     [
         pytest.param(signal.SIGKILL, -9, id="killed"),
-        pytest.param(signal.SIGTERM, 143, id="stopped", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGTERM, 143, id="stopped"),
     ],
 )
 def test_the_processes_of_a_study_end_with_it_and_it_resumes(tmp_path, number, code):

@@ -516,6 +516,7 @@ def test_generation_ends_with_any_of_the_tokens_of_the_model(tmp_path):
     assert json.loads((place / "generation_config.json").read_text()) == values | ends
 
 
+@pytest.mark.nightly
 def test_an_import_has_its_own_tokenizer_wherever_it_is(monkeypatch, capsys, tmp_path):
     import_model(str(FOLDER / "qwen2"), tmp_path / "import")
     moved = (tmp_path / "import").rename(tmp_path / "moved")

@@ -29,6 +29,7 @@ def check(model: dict, meshes: list[dict[str, int]]) -> None:
         assert found["memory_to_begin"] < limit, "what is split is never whole"
 
 
+@pytest.mark.nightly
 def test_a_product_of_axes():
     check(LINEAR, [{"fsdp": 2, "tensor": 2, "context": 2}])
 
@@ -67,7 +68,7 @@ def test_devices_exchange_a_minimum():
     "mechanisms",
     [
         ["linear", "kda"],
-        ["log_window, decay"],
+        pytest.param(["log_window, decay"], marks=pytest.mark.nightly),
         pytest.param(
             [x for x in names() if mechanism(x).capabilities.mergeable], marks=pytest.mark.nightly
         ),

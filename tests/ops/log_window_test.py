@@ -124,7 +124,12 @@ def in_chunks(*arrays: Any, bounds: tuple[int, ...], segment_ids: Any = None) ->
 
 
 @pytest.mark.parametrize(
-    ("segment_ids", "has_decay"), [(None, False), (None, True), (SEGMENTS, True)]
+    ("segment_ids", "has_decay"),
+    [
+        pytest.param(None, False, marks=pytest.mark.nightly),
+        (None, True),
+        (SEGMENTS, True),
+    ],
 )
 @pytest.mark.usefixtures("x64")
 def test_streaming_equals_one_pass(segment_ids, has_decay):
@@ -132,7 +137,7 @@ def test_streaming_equals_one_pass(segment_ids, has_decay):
     arrays = draw(has_decay=has_decay)
 
     def stream(*arrays: Any) -> Any:
-        return in_chunks(*arrays, bounds=(0, 5, 6, 35, 36, 37, LENGTH), segment_ids=segment_ids)
+        return in_chunks(*arrays, bounds=(0, 5, 6, 38, 39, LENGTH), segment_ids=segment_ids)
 
     y, pullback, state = jax.vjp(stream, *arrays, has_aux=True)
     whole = partial(dense, window_size=WINDOW, segment_ids=segment_ids)
@@ -151,7 +156,7 @@ def test_a_state_of_few_tokens_after_a_segment_has_no_others():
     assert packed.num_tokens.tolist() == [[4] * GROUPS] * BATCH
 
 
-@pytest.mark.parametrize("has_decay", [False, True])
+@pytest.mark.parametrize("has_decay", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.usefixtures("x64")
 def test_states_merge(has_decay):
     arrays = draw(has_decay=has_decay)
@@ -164,11 +169,11 @@ def test_states_merge(has_decay):
 
     sizes = GROUPS, KEY, VALUE, FEATURES, WINDOW
     merged = LogWindowState.empty((BATCH,), *sizes, jnp.float64, has_decay=has_decay)
-    for bounds in pairwise((0, 30, 32, 32, 37, 57, LENGTH)):
+    for bounds in pairwise((0, 29, 31, 31, 36, 42, LENGTH)):
         merged = merged.merge(state_of(*bounds))
     _, whole = ours(*arrays, return_state=True)
     assert_close(merged, whole)
-    assert_close(state_of(0, 30).merge(state_of(30, 34)).merge(state_of(34, LENGTH)), whole)
+    assert_close(state_of(0, 36).merge(state_of(36, 42)).merge(state_of(42, LENGTH)), whole)
     segments = np.where(np.arange(LENGTH)[None] < first[:, None], 1, 0)
     _, last = ours(*arrays, segment_ids=segments, return_state=True)
     assert_close(state_of(0, LENGTH, first), last)
@@ -187,7 +192,10 @@ def test_a_decay_of_zero_excludes_the_tokens_before_it():
 
 
 @pytest.mark.usefixtures("as_users_compile")
-@pytest.mark.parametrize(("slope", "has_decay"), [(3.0, False), (-3.0, False), (3.0, True)])
+@pytest.mark.parametrize(
+    ("slope", "has_decay"),
+    [(-3.0, False), (3.0, True), pytest.param(3.0, False, marks=pytest.mark.nightly)],
+)
 def test_large_scores_and_rising_keys(slope, has_decay):
     """Keys change by some nats per token, so that products of exponentials would overflow. Decays
     of as much would underflow."""
@@ -201,7 +209,7 @@ def test_large_scores_and_rising_keys(slope, has_decay):
     with jax.enable_x64(True):
         exact = [np.float64(x) for x in arrays]
         want = jax.tree.map(np.asarray, differentiate(partial(dense, window_size=WINDOW), exact))
-    streamed, _ = in_chunks(*arrays, bounds=(0, 100, 104, 300))
+    streamed, _ = in_chunks(*arrays, bounds=(0, 4, 152, 300))
     np.testing.assert_allclose(streamed, want[0], rtol=0, atol=2e-3)
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(have))
     np.testing.assert_allclose(have[0], want[0], rtol=0, atol=2e-3)

@@ -1,6 +1,8 @@
 """The grid of a study: fields, fingerprints, and the committed studies."""
 
 from dataclasses import replace
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +16,13 @@ from heinsen_jax.study import (
     PowerLawPlot,
     Ranking,
     Run,
+    Study,
     load_study,
 )
 from heinsen_jax.study.runs import costs
 from tests.study.small import BASE, PLAIN, STUDIES, STUDY
 
-ALIKE = "recall", "recall_zoology", "linearize_shakespeare"  # as those of other studies
+ALIKE = "recall", "recall_zoology", "linearize_shakespeare", "hybrids_updates"  # as others
 
 
 def test_a_fingerprint_is_of_what_is_not_a_default():
@@ -108,10 +111,18 @@ def test_fields_that_fit_only_together_are_set_together():
     assert (run.config.model.max_length, run.config.model.positions) == (8, "learned")
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_committed_studies_load_and_all_their_runs_are_different(path):
+@cache  # a worker runs all tests of a study
+def load_with_runs(path: Path) -> tuple[Study, list[Run]]:
     study = load_study(path)
-    first = study.first_seed_runs()
+    return study, study.first_seed_runs()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(x, id=x.stem, marks=pytest.mark.xdist_group(x.stem)) for x in STUDIES],
+)
+def test_committed_studies_load_and_all_their_runs_are_different(path):
+    study, first = load_with_runs(path)
     runs = [run for chosen in first for run in (chosen, *study.other_seed_runs(chosen.labels))]
     assert len({run.fingerprint for run in runs}) == len(runs)
 
@@ -119,12 +130,19 @@ def test_committed_studies_load_and_all_their_runs_are_different(path):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (path.stem in ALIKE))
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=[
+                pytest.mark.xdist_group(path.stem),
+                *[pytest.mark.nightly] * (path.stem in ALIKE),
+            ],
+        )
         for path in STUDIES
     ],
 )
 def test_models_of_committed_studies_can_be_built(path):
-    first = load_study(path).first_seed_runs()
+    _, first = load_with_runs(path)
     models = [run.config.model for run in first]
     names = [model.attention for model in models]
     for run in dict(zip(names, first, strict=True)).values():

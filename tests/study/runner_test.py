@@ -311,6 +311,7 @@ def test_a_run_with_another_text_than_it_began_with_is_refused(tmp_path):
         (workdir / RECORD_FILE).unlink(missing_ok=True)
 
 
+@pytest.mark.nightly
 def test_the_content_of_a_run_has_the_weights_of_its_teacher(tmp_path):
     settings = DistillationConfig(teacher=str(tmp_path))
     student = replace(BASE, model=replace(BASE.model, attention="log"), distillation=settings)

@@ -125,7 +125,7 @@ WAYS = {
     [
         pytest.param("truncated", marks=pytest.mark.nightly),
         pytest.param("emptied", marks=pytest.mark.nightly),
-        "deleted",
+        pytest.param("deleted", marks=pytest.mark.nightly),
         "flipped",
     ],
 )

@@ -47,6 +47,7 @@ def uninterrupted(small, tmp_path_factory):
     return workdir, run(workdir, small)
 
 
+@pytest.mark.nightly
 def test_averaged_weights_are_resumed_and_loaded(small, tmp_path):
     """With Muon and a z-loss, too."""
     chosen = "--optimizer.ema_decay 0.5 --optimizer.name muon --optimizer.schedule constant"

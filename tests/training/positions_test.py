@@ -28,7 +28,7 @@ def test_buckets_double_up_to_the_length(length, ends):
     assert bucket_ends(length) == ends
 
 
-@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("is_packed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_sums_are_those_of_each_token(small, is_packed):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 264, (ROWS, LENGTH + 1)).astype(np.int32)
@@ -62,6 +62,7 @@ def test_sums_are_those_of_each_token(small, is_packed):
         np.testing.assert_allclose(have, np.sum(parts), rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_run_and_its_evaluation_report_the_longest_sequences(
     small, tmp_path, monkeypatch, capsys
 ):

@@ -172,6 +172,7 @@ def test_the_readme_shows_what_training_prints(trained):
         assert without_figures(line) in printed, line
 
 
+@pytest.mark.nightly
 def test_a_killed_run_resumes_bit_for_bit(place, trained):
     workdir = place / "killed"
     process = command(place, *train("--workdir", "killed"))

@@ -303,6 +303,7 @@ def test_the_processes_of_a_study_end_with_it_and_it_resumes(tmp_path, number, c
     assert again.returncode == 143
 
 
+@pytest.mark.nightly
 def test_a_folder_that_is_not_shared_is_refused(place, tmp_path):
     """Each host has a different folder under the same name."""
     for number in range(2):

@@ -34,10 +34,8 @@ def test_a_product_of_axes():
     check(LINEAR, [{"fsdp": 2, "tensor": 2, "context": 2}])
 
 
-@pytest.mark.parametrize(
-    "attention",
-    ["linear", pytest.param("log", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("attention", ["linear", "log"])
 def test_packed_documents(attention):
     """Documents end inside the tokens of a device and at their borders, or span several."""
     model = {"attention": attention, "is_packed": True, "convolution_size": 3}

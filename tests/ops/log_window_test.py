@@ -92,7 +92,7 @@ def assert_close(have: Any, want: Any, **tolerance: Any) -> None:
         (LENGTH, LENGTH - 1, None, True),  # a single query has an earlier token
         (7, 300, None, True),
         (301, 140, "chunked", False),  # scores of the window in tiles
-        (30, 7, "scan", True),
+        pytest.param(30, 7, "scan", True, marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.usefixtures("x64")
@@ -127,7 +127,7 @@ def in_chunks(*arrays: Any, bounds: tuple[int, ...], segment_ids: Any = None) ->
     ("segment_ids", "has_decay"),
     [
         pytest.param(None, False, marks=pytest.mark.nightly),
-        (None, True),
+        pytest.param(None, True, marks=pytest.mark.nightly),
         (SEGMENTS, True),
     ],
 )
@@ -194,7 +194,11 @@ def test_a_decay_of_zero_excludes_the_tokens_before_it():
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize(
     ("slope", "has_decay"),
-    [(-3.0, False), (3.0, True), pytest.param(3.0, False, marks=pytest.mark.nightly)],
+    [
+        pytest.param(3.0, False, marks=pytest.mark.nightly),
+        pytest.param(-3.0, False, marks=pytest.mark.nightly),
+        (3.0, True),
+    ],
 )
 def test_large_scores_and_rising_keys(slope, has_decay):
     """Keys change by some nats per token, so that products of exponentials would overflow. Decays

@@ -44,9 +44,9 @@ def limited(place: Path, size: int, *arguments: str) -> subprocess.CompletedProc
 @pytest.mark.parametrize(
     "size",
     [
-        pytest.param(0, marks=pytest.mark.nightly),  # nothing at all
+        0,  # nothing at all
         20_000,  # the logs, as of a disk that fills while training
-        pytest.param(60_000, marks=pytest.mark.nightly),  # checkpoints, too
+        60_000,  # checkpoints, too
     ],
 )
 def test_a_run_that_cannot_write_ends_immediately_with_an_error(place, tmp_path, size):

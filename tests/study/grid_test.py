@@ -1,8 +1,10 @@
 """The grid of a study: fields, fingerprints, and the committed studies."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,8 @@ from heinsen_jax.study import (
 from heinsen_jax.study.runs import costs
 from tests.study.small import BASE, PLAIN, STUDIES, STUDY
 
-ALIKE = "recall", "recall_zoology", "linearize_shakespeare", "hybrids_updates"  # as others
+ALIKE = "recall", "recall_zoology", "linearize_shakespeare", "hybrids_updates"
+"""Studies whose models are as those of others."""
 
 
 def test_a_fingerprint_is_of_what_is_not_a_default():
@@ -117,30 +120,24 @@ def load_with_runs(path: Path) -> tuple[Study, list[Run]]:
     return study, study.first_seed_runs()
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(x, id=x.stem, marks=pytest.mark.xdist_group(x.stem)) for x in STUDIES],
-)
+def for_each_study(nightly: Collection[str] = ()) -> pytest.MarkDecorator:
+    """Run a test for all studies, for some of them nightly."""
+
+    def param(path: Path) -> Any:
+        marks = [pytest.mark.xdist_group(path.stem), pytest.mark.nightly]
+        return pytest.param(path, id=path.stem, marks=marks[: 1 + (path.stem in nightly)])
+
+    return pytest.mark.parametrize("path", [*map(param, STUDIES)])
+
+
+@for_each_study()
 def test_committed_studies_load_and_all_their_runs_are_different(path):
     study, first = load_with_runs(path)
     runs = [run for chosen in first for run in (chosen, *study.other_seed_runs(chosen.labels))]
     assert len({run.fingerprint for run in runs}) == len(runs)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            path,
-            id=path.stem,
-            marks=[
-                pytest.mark.xdist_group(path.stem),
-                *[pytest.mark.nightly] * (path.stem in ALIKE),
-            ],
-        )
-        for path in STUDIES
-    ],
-)
+@for_each_study(nightly=ALIKE)
 def test_models_of_committed_studies_can_be_built(path):
     _, first = load_with_runs(path)
     models = [run.config.model for run in first]

@@ -1,5 +1,6 @@
 """Options of the commands that generate text."""
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import tyro
 
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Tokenizer
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, printable
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_text_run
 
@@ -36,6 +37,10 @@ class TextOptions:
     ] = None
     seed: Annotated[int, tyro.conf.arg(help="seed of the samples")] = 0
     latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False
+    raw: Annotated[
+        bool,
+        tyro.conf.arg(help="print control characters, which can control a terminal, unescaped"),
+    ] = False
 
     def load(self) -> tuple[LanguageModel, Tokenizer]:
         """Load the model and its tokenizer.
@@ -48,3 +53,18 @@ class TextOptions:
         cache_compilations()
         model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest)
         return model, tokenizer
+
+    def print_part(self, text: str) -> None:
+        """Print a part of a text, with control characters escaped; with --raw its exact bytes, of
+        which those that are not UTF-8 are surrogates in the text."""
+        if not self.raw:
+            print(printable(text, lines=True), end="", flush=True)
+            return
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        sys.stdout.buffer.flush()
+
+    @property
+    def decoding_errors(self) -> str:
+        """How bytes that are not UTF-8 are decoded for `print_part`."""
+        return "surrogateescape" if self.raw else "replace"

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import re
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar, cast, get_args
@@ -31,7 +32,7 @@ from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
-from heinsen_jax.run_folder import RunFolder
+from heinsen_jax.run_folder import RunFolder, check_regular
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.distillation import DistillationConfig
@@ -136,10 +137,11 @@ def find_file(path: str | Path, shipped: Path) -> Path:
     """The file of that path, or of that name in a shipped folder.
 
     Raises:
-      UserError: neither exists; the message lists the shipped names.
+      UserError: neither exists, and the message lists the shipped names; or it is not a file.
     """
     by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
     found = by_name.get(str(path), Path(path))
+    check_regular(found)
     if not found.is_file():
         raise UserError(
             f"{path}: no such file; give an existing file or one of the names {', '.join(by_name)}"
@@ -383,8 +385,8 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
     """Call a function of a Python file and check the type of its result.
 
     Raises:
-      UserError: the file does not define the function, a value is invalid, or the result has
-        another type.
+      UserError: the file does not define the function, raises an error, or the result has another
+        type.
     """
     if path.suffix != ".py":
         raise UserError(f"{path} must be a Python file, .py, that defines {function}()")
@@ -401,6 +403,12 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
         raise
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise UserError(f"{where}: {type(error).__name__}: {explain(error)}") from error
     if not isinstance(returned, kind):
         raise UserError(
             f"{path}: {function}() must return {kind.__name__}, not {type(returned).__name__}"

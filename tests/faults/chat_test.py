@@ -70,7 +70,7 @@ def test_a_byte_that_is_not_utf8_keeps_the_conversation(talk, tmp_path):
 @pytest.mark.parametrize("text", ["a\ud800b", "\udcff"])
 def test_a_surrogate_is_refused(new, text):
     one = new()
-    with pytest.raises(UserError, match="message: .* is not UTF-8; leave it out"):
+    with pytest.raises(UserError, match=r"message: .* is not UTF-8; leave it out"):
         "".join(one.answer(text))
     assert one.state is None
 

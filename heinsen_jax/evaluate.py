@@ -23,7 +23,7 @@ from heinsen_jax.config import ExperimentConfig, load_config
 from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.text import load_text
-from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.run_folder import opened
@@ -145,11 +145,9 @@ def _run_text(
             what = f"the validation text of {what}"
     if max_batches is not None:
         what += f", of which the first {max_batches} batches"
-    print(f"{workdir}, step {step}, on {what}:")
-    for line in documents:
-        print(f"  {line}")
-    for name, value in found.items():
-        print(f"  {name.replace('_', ' ')}: {value:.4f}")
+    lines = [f"{workdir}, step {step}, on {what}:", *(f"  {line}" for line in documents)]
+    lines += [f"  {name.replace('_', ' ')}: {value:.4f}" for name, value in found.items()]
+    print("\n".join(map(printable, lines)))
 
 
 def evaluate_model(
@@ -226,7 +224,7 @@ def _run_tasks(
     except ImportError as error:
         raise UserError(f"--tasks: {error}") from error
     results = harness.run_tasks(model, include_path=include_path, **options)
-    print(harness.table(results))
+    print(printable(harness.table(results), lines=True))
     if output is not None:
         output.write_text(json.dumps(results["results"], indent=2, default=str) + "\n")
 

@@ -29,10 +29,10 @@ from heinsen_jax.data.files import free_name, sha256_of, write_atomically, writi
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.data.units import joint_hash
-from heinsen_jax.errors import UserError, explain
+from heinsen_jax.errors import UserError, check_regular, explain
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
-from heinsen_jax.run_folder import RunFolder, check_regular
+from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.distillation import DistillationConfig

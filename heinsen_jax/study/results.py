@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from heinsen_jax.data.files import write_atomically, writing
-from heinsen_jax.errors import UserError
-from heinsen_jax.run_folder import check_regular
+from heinsen_jax.errors import UserError, check_regular
 from heinsen_jax.study.grid import Run, Study
 from heinsen_jax.study.records import Comparison, RunRecord, is_larger_better
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, cast
 
 from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.sources import Source, SplitName
-from heinsen_jax.data.streams import CHUNK_BYTES, Expansion, ReportingFile, decompressed
+from heinsen_jax.data.streams import CHUNK_BYTES, Expansion, decompressed, reporting
 from heinsen_jax.errors import UserError, explain, extra_module, parse_json
 
 _DAMAGED = (
@@ -62,13 +62,13 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
 
     try:
         buffered = CHUNK_BYTES if in_order else 1
-        with io.BufferedReader(ReportingFile(_open(source), report), buffered) as file:
+        with reporting(_open(source), report, buffered) as file:
             for document in _documents(file, source):
                 if document.text:
                     yield document._replace(split=source.split or document.split)
         if source.sha256:
             read = digest.hexdigest() if in_order else sha256_of(source.path)
-            if read != source.sha256:
+            if read != source.sha256 or (in_order and done != source.size):
                 raise _changed(source)
         on_read(max(0, source.size - done))  # of the columns besides the text
     except _DAMAGED as error:
@@ -101,7 +101,7 @@ def _documents(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     form, _, compression = source.kind.partition(".")
     if compression:
         content = decompressed(file, compression, source.place)
-        file = Expansion(source.place, source.size).limit(content)
+        file = Expansion(source.place, file.tell).limit(content)
     return _READERS[form](file, source)
 
 
@@ -145,13 +145,13 @@ def _read_json(file: io.BufferedReader, source: Source) -> Iterator[Document]:
         return
     _check_encoding(first := start[1], source.place)
     if _spans_lines(first):
-        content = _parse(first + file.read(), source.place, "the file")
+        content = _parse(first + file.read(), f"{source.place}:{start[0]}")
         for item, row in enumerate(content if isinstance(content, list) else [content], start=1):
             yield Document(_text_of(row, f"{source.place}, item {item}", source.text_column))
         return
     for number, line in itertools.chain([start], rows):
         where = f"{source.place}:{number}"
-        yield Document(_text_of(_parse(line, where, "the line"), where, source.text_column))
+        yield Document(_text_of(_parse(line, where), where, source.text_column))
 
 
 def _spans_lines(line: bytes) -> bool:
@@ -164,11 +164,11 @@ def _spans_lines(line: bytes) -> bool:
         return False
 
 
-def _parse(content: bytes, where: str, what: str) -> object:
+def _parse(content: bytes, where: str) -> object:
     try:
         return parse_json(content)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}): fix or remove {what}") from None
+        raise UserError(f"{where} is not JSON ({error}): fix or remove the line") from None
 
 
 def _text_of(row: object, where: str, column: str) -> str:
@@ -197,7 +197,7 @@ def _is_unicode(text: str) -> bool:
 
 def _read_parquet(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     read = extra_module("heinsen_jax.data.parquet").read_texts
-    expansion = Expansion(source.place, source.size)
+    expansion = Expansion(source.place, lambda: source.size)
     for text in read(file, source.place, source.text_column):
         expansion.add(len(text))
         yield Document(text)
@@ -207,14 +207,14 @@ def _read_wikitext(file: io.BufferedReader, source: Source) -> Iterator[Document
     """The articles of the raw training and validation files, without the test set."""
     name = source.place
     members: dict[str, SplitName] = {"wiki.train.raw": "train", "wiki.valid.raw": "validation"}
-    expansion = Expansion(name, source.size)
+    expansion = Expansion(name, lambda: source.size)
     with zipfile.ZipFile(file) as archive:
         paths = {Path(member).name: member for member in archive.namelist()}
         for member, split in members.items():
             if member not in paths:
                 raise UserError(f"{name} contains no {member}: it is not raw WikiText")
             with archive.open(paths[member]) as content:
-                lines = expansion.limit(content)
+                lines = expansion.limit(cast(io.IOBase, content))
                 for article in _articles(_decode(line, name) for line in lines):
                     yield Document(article, split)
 
@@ -233,7 +233,7 @@ def _articles(lines: Iterable[str]) -> Iterator[str]:
 
 def _read_openwebtext(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     """An archive of archives of pages; runs of empty lines are collapsed, as is usual."""
-    expansion = Expansion(source.place, source.size)
+    expansion = Expansion(source.place, file.tell)
     with _open_tar_xz(file, expansion) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".xz"):

@@ -15,7 +15,6 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -26,9 +25,9 @@ import tyro
 
 from heinsen_jax import on_ray
 from heinsen_jax.buckets import local_path
-from heinsen_jax.data.corpora import CORPORA, corpus_sources
-from heinsen_jax.data.download import ensure_downloaded
+from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.files import byte_progress
+from heinsen_jax.data.inputs import HUB, ensure_local, hashed_sources, sources_by_input
 from heinsen_jax.data.manifest import (
     MANIFEST_FILE,
     InputRecord,
@@ -43,8 +42,6 @@ from heinsen_jax.data.sources import (
     Source,
     SplitName,
     TextKind,
-    check_sources,
-    find_sources,
 )
 from heinsen_jax.data.tokenizers import (
     Tokenizer,
@@ -62,18 +59,12 @@ from heinsen_jax.data.units import (
     process_unit,
     read_record,
 )
-from heinsen_jax.errors import UserError, check_regular, command_line, extra_module
+from heinsen_jax.errors import UserError, check_regular, command_line
 from heinsen_jax.locks import LOCK_FILE, locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "tails": 0.1, "document": 0.01}
 FEW_DOCUMENTS = 5
 """With fewer validation documents, on average, a random choice could be empty or unbalanced."""
-
-HUB = "hf://"
-"""Prefix of the names of data sets of the Hugging Face Hub."""
-
-LARGE = 1 << 30
-"""Size of the inputs, in bytes, above which hashing has a progress bar."""
 
 SplitChoice = Literal["auto", "document", "tail", "validation"]
 Executor = Literal["local", "ray"]
@@ -125,7 +116,7 @@ def prepare(
     rule = _split_rule(split, validation_fraction, [*itertools.chain(*by_input.values())])
     _check_output(output)
     found = _tokenizer(tokenizer, output)
-    by_input = _hashed(by_input)
+    by_input = hashed_sources(by_input)
     sources = [*itertools.chain(*by_input.values())]
     recipe = _recipe(by_input, found, rule, text_column)
     try:
@@ -146,46 +137,6 @@ def prepare(
             return _finish(recipe, found, units, output)
     except OSError as error:
         raise UserError(f"output {output} cannot be written: {error}") from error
-
-
-def sources_by_input(
-    inputs: Sequence[str], downloads: Path, text_column: str
-) -> dict[str, list[Source]]:
-    """The sources of each input.
-
-    Raises:
-      UserError: an input is missing, empty or given twice, or needs an extra that is not installed.
-    """
-    if not inputs:
-        raise UserError(
-            f"inputs: none given; give a corpus ({', '.join(CORPORA)}), a file or a folder"
-        )
-    sources: dict[str, list[Source]] = {}
-    for name in inputs:
-        if name in sources:
-            raise UserError(f"input {name} is given twice; give it once")
-        sources[name] = sources_of(name, downloads, text_column)
-        if not sources[name]:
-            raise UserError(f"input {name} contains no text; give one that does")
-    check_sources([source for group in sources.values() for source in group])
-    return sources
-
-
-def sources_of(name: str, downloads: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
-    """The sources of a corpus, a file, a folder or a data set of the Hub.
-
-    Raises:
-      UserError: it does not exist.
-    """
-    if name in CORPORA:
-        return corpus_sources(name, downloads)
-    if name.startswith(HUB):
-        return extra_module("heinsen_jax.data.hub").hub_sources(name, text_column)
-    if not Path(name).exists():
-        raise UserError(
-            f"input {name} does not exist; give one of {', '.join(CORPORA)}, a file or a folder"
-        )
-    return find_sources(Path(name), text_column)
 
 
 def _split_rule(
@@ -235,20 +186,6 @@ def _check_output(output: Path) -> None:
                 f"output {output} has {path.name}, and no {_RECIPE_FILE} of a preparation; give "
                 "the name of a new folder"
             )
-
-
-def _hashed(sources: dict[str, list[Source]]) -> dict[str, list[Source]]:
-    """Hash the sources, with a progress bar for large ones."""
-    total = sum(x.size for x in itertools.chain(*sources.values()) if x.is_local)
-    progress = byte_progress("hashing the inputs", total)
-    with progress if total >= LARGE else nullcontext(lambda count: None) as advance:
-
-        def hashed(source: Source) -> Source:
-            source = source.hashed()
-            advance(source.size if source.is_local else 0)
-            return source
-
-        return {name: [hashed(source) for source in group] for name, group in sources.items()}
 
 
 def _recipe(
@@ -308,13 +245,6 @@ def _brief(value: object) -> str:
             f"{value.name}: {value.files} files, {value.bytes} bytes, hash {value.fingerprint[:8]}"
         )
     return str(value)[:12]
-
-
-def ensure_local(sources: Sequence[Source]) -> None:
-    """Download the files of corpora."""
-    for source in sources:
-        if source.remote is not None:
-            ensure_downloaded(source.remote, source.path)
 
 
 def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:

@@ -13,7 +13,7 @@ from heinsen_jax.errors import UserError
 CHUNK_BYTES = 1 << 20
 
 MAX_EXPANSION = 200
-"""Limit of the decompressed size of a file, as a multiple of its stored size. Compressed text
+"""Limit of the decompressed size of a file, as a multiple of the stored size. Compressed text
 expands 2 to 20 times, a decompression bomb 1,000 times and more."""
 MAX_EXPANSION_VARIABLE = "HEINSEN_JAX_MAX_EXPANSION"
 """Environment variable that replaces `MAX_EXPANSION`."""
@@ -24,9 +24,14 @@ UNLIMITED_BYTES = 64 << 20
 _ZSTANDARD_INPUT_BYTES = 1 << 10
 
 
-class ReportingFile(io.RawIOBase):
-    """A file that calls a function with each block that is read."""
+def reporting(
+    file: io.IOBase, on_read: Callable[[memoryview], None], buffer_bytes: int = CHUNK_BYTES
+) -> io.BufferedReader:
+    """Return a reader of a file that calls a function with each block that is read."""
+    return io.BufferedReader(_ReportingFile(file, on_read), buffer_bytes)
 
+
+class _ReportingFile(io.RawIOBase):
     def __init__(self, file: io.IOBase, on_read: Callable[[memoryview], None]) -> None:
         self._file, self._on_read = file, on_read
         self.mode, self.name = "rb", getattr(file, "name", "")  # as `BinaryIO` has them
@@ -58,12 +63,12 @@ class Expansion:
 
     Args:
       name: name of the file, for messages.
-      stored: size of the file in bytes.
+      stored: returns the number of stored bytes that have been expanded.
     """
 
-    def __init__(self, name: str, stored: int) -> None:
-        self._name, self._factor, self._size = name, _max_expansion(), 0
-        self._limit = max(UNLIMITED_BYTES, stored * self._factor)
+    def __init__(self, name: str, stored: Callable[[], int]) -> None:
+        self._name, self._stored, self._factor = name, stored, _max_expansion()
+        self._size, self._limit = 0, UNLIMITED_BYTES
 
     def add(self, count: int) -> None:
         """Count further bytes.
@@ -72,17 +77,19 @@ class Expansion:
           UserError: there are more than the limit.
         """
         self._size += count
+        if self._size <= self._limit:
+            return
+        self._limit = max(UNLIMITED_BYTES, self._stored() * self._factor)
         if self._size > self._limit:
             raise UserError(
-                f"{self._name} expands to more than {self._limit >> 20} MiB, the limit of "
-                f"{self._factor} times its size: it may be a decompression bomb; decompress it by "
-                f"hand, or set the environment variable {MAX_EXPANSION_VARIABLE} to a larger factor"
+                f"{self._name} expands to more than {self._factor} times its size, as a "
+                "decompression bomb does; if it is text, decompress it by hand, or set the "
+                f"environment variable {MAX_EXPANSION_VARIABLE} to a larger factor"
             )
 
     def limit(self, file: io.IOBase) -> io.BufferedReader:
         """Return a reader of a file with expanded content."""
-        reporting = ReportingFile(file, lambda block: self.add(len(block)))
-        return io.BufferedReader(reporting, CHUNK_BYTES)
+        return reporting(file, lambda block: self.add(len(block)))
 
 
 def _max_expansion() -> int:

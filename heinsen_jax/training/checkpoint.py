@@ -21,7 +21,7 @@ from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import Tokenizer, load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
-from heinsen_jax.errors import UserError, explain, first_line
+from heinsen_jax.errors import UserError, explain, first_line, parse_json
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.pytrees import flatten_with_names
@@ -166,7 +166,7 @@ class Checkpoints:
     def _loss(self, step: int) -> float:
         """The validation loss of a step; infinity if it was not evaluated."""
         try:
-            return json.loads((self.folder / str(step) / METRICS).read_text())["loss"]
+            return parse_json((self.folder / str(step) / METRICS).read_bytes())["loss"]
         except FileNotFoundError:  # another process is removing the step
             return math.inf
 
@@ -217,7 +217,7 @@ class Checkpoints:
     def _newest_saved(self) -> int | None:
         """The step that `record_newest` recorded."""
         try:
-            return int(json.loads(self._saved_file.read_text())["step"])
+            return int(parse_json(self._saved_file.read_bytes())["step"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -451,7 +451,7 @@ def read_config(workdir: Path) -> SavedConfig | None:
     if not path.exists():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     except ValueError as error:

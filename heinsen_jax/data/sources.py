@@ -118,7 +118,8 @@ def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
     Hub, such as `data/train-00000-of-00002.parquet`, then this split is kept, without test files.
 
     Raises:
-      UserError: nothing is there, or a pipe, a device, a link to nothing, or an archive.
+      UserError: the path does not exist; or it, or a file in it, is a pipe, a device, a broken
+        link, or an archive.
     """
     if not path.is_dir():
         _check_file(path)

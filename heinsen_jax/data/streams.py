@@ -20,7 +20,7 @@ MAX_EXPANSION_VARIABLE = "HEINSEN_JAX_MAX_EXPANSION"
 UNLIMITED_BYTES = 64 << 20
 """Decompressed size, in bytes, below which the limit does not apply."""
 
-# zstandard returns all output of its input at once, up to 128 KiB for every 4 bytes.
+# zstandard returns all output of its input in one call, up to 128 KiB for every 4 bytes.
 _ZSTANDARD_INPUT_BYTES = 1 << 10
 
 
@@ -74,7 +74,7 @@ class Expansion:
         """Count further bytes.
 
         Raises:
-          UserError: there are more than the limit.
+          UserError: the sum is above the limit.
         """
         self._size += count
         if self._size <= self._limit:

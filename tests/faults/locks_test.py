@@ -54,8 +54,10 @@ with locked(Path(sys.argv[1])):
 @pytest.fixture
 def held(tmp_path):
     """Yield a folder that another process has locked, and that process."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
+        [sys.executable, "-c", HOLD, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -63,7 +65,7 @@ def held(tmp_path):
     with process:
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
-        yield tmp_path, process
+        yield folder, process
         process.kill()
 
 

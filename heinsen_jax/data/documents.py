@@ -177,8 +177,8 @@ def _text_of(row: object, where: str, column: str) -> str:
     if not isinstance(text := row.get(column), str):
         raise UserError(
             f"{where} has no string under {column!r}, but columns {', '.join(row)}: fix the row, "
-            "or name the column of the texts (text_column); a file is text only if its name ends "
-            "in another way than those of JSON"
+            "or name the column of the texts (text_column); to train on JSON itself, rename the "
+            "file to .txt"
         )
     if not _is_unicode(text):
         raise UserError(

@@ -24,8 +24,8 @@ from heinsen_jax.data.download import Remote, ensure_downloaded
 from heinsen_jax.data.hub import _source as hub_source
 from heinsen_jax.data.manifest import Manifest
 from heinsen_jax.data.prepare import main, prepare
-from heinsen_jax.data.sources import Source, find_sources
-from heinsen_jax.data.tokenizers import byte_tokenizer, save_tokenizer
+from heinsen_jax.data.sources import Kind, Source, find_sources
+from heinsen_jax.data.tokenizers import byte_tokenizer, get_tokenizer, save_tokenizer
 from heinsen_jax.data.train_tokenizer import train_tokenizer
 from heinsen_jax.errors import UserError, parse_json
 from heinsen_jax.locks import LOCK_FILE
@@ -204,7 +204,9 @@ def test_damaged_pages_of_parquet_are_detected(tmp_path):
         texts_of(path)
 
 
-@pytest.mark.parametrize("read", ["config", "record", "metrics", "study", "weights", "split"])
+@pytest.mark.parametrize(
+    "read", ["config", "record", "metrics", "study", "weights", "split", "tokenizer"]
+)
 def test_deeply_nested_json_is_refused_by_name(tmp_path, read):
     path = write(tmp_path / "config.json", DEEP)
     if read == "config":
@@ -222,6 +224,9 @@ def test_deeply_nested_json_is_refused_by_name(tmp_path, read):
         write(tmp_path / "model.safetensors.index.json", DEEP)
         with pytest.raises(UserError, match=r"index\.json is damaged .*nested too deeply"):
             weight_files(tmp_path)
+    elif read == "tokenizer":
+        with pytest.raises(UserError, match=r"tokenizer\.json is damaged .*nested too deeply"):
+            get_tokenizer(str(write(tmp_path / "tokenizer.json", DEEP)))
     else:
         with pytest.raises(UserError, match=r"manifest\.json is damaged"):
             Manifest.parse(DEEP, tmp_path / "manifest.json")
@@ -411,7 +416,8 @@ def test_bombs_in_corpora_are_refused(tmp_path, monkeypatch):
         member.size = len(subset)
         archive.addfile(member, io.BytesIO(subset))
     other = write(tmp_path / "o.tar.xz", lzma.compress(packed.getvalue()))
-    for kind, file in {"wikitext": path, "openwebtext": other}.items():
+    cases: tuple[tuple[Kind, Path], ...] = (("wikitext", path), ("openwebtext", other))
+    for kind, file in cases:
         source = Source("a", file, kind, file.stat().st_size)
         with pytest.raises(UserError, match=f"{file.name} expands to more than"):
             list(read_documents(source, lambda count: None))

@@ -15,7 +15,7 @@ import pydantic
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from heinsen_jax.buckets import move
+from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import (
     AnyDataConfig,
     DataConfig,
@@ -31,11 +31,17 @@ from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
-from heinsen_jax.run_folder import RunFolder
+from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
 from heinsen_jax.sharding import MeshConfig
-from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
+from heinsen_jax.training.checkpoint import (
+    CONFIG_FILE,
+    SAVED_FILE,
+    SavedConfig,
+    newest_saved,
+    read_config,
+)
 from heinsen_jax.training.distillation import DistillationConfig
-from heinsen_jax.training.metrics import METRICS_FILE
+from heinsen_jax.training.metrics import BOARD_FOLDER, METRICS_FILE
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig, plain_values
 from heinsen_jax.typing import JSON, config_dataclass
@@ -54,6 +60,7 @@ AFFECT_RESULT = {
 """Fields of training that, besides its length, affect the result of a run."""
 CONTENT = "data.content"
 SET_ASIDE = "before-restart"
+RESTART_FILE = ".restart"
 DATA_FILE = "data_manifest.json"
 """Manifest of the prepared data of a run."""
 
@@ -205,6 +212,46 @@ def _same_field(config: ExperimentConfig, reason: str) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in fields]
 
 
+def check_folder(run: RunFolder, *, restart: bool) -> None:
+    """Check that a folder is new, empty or a run's, before anything is written into it.
+
+    Raises:
+      UserError: it has files of others, or checkpoints without `config.json`, unless they are set
+        aside.
+    """
+    try:
+        if read_config(run.files) is not None:
+            return
+    except UserError:
+        if not restart:
+            raise
+    steps = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
+    if steps or newest_saved(run.files / SAVED_FILE):
+        if restart:
+            return
+        raise UserError(
+            f"--workdir {run} has checkpoints without {CONFIG_FILE}, so the run's settings are "
+            f"unknown; bring {CONFIG_FILE} back, or give --restart to set the run aside"
+        )
+    names = [path.name for path in run.shared.iterdir() if not _is_of_start(path)]
+    if names:
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        raise UserError(
+            f"--workdir {run} is not the folder of a run: it has {min(names)}{more}; give a new or "
+            "an empty folder"
+        )
+
+
+def _is_of_start(path: AnyPath) -> bool:
+    """Whether a run that has not begun may have this file or folder: a log to which its output is
+    redirected, or what it writes before `config.json`."""
+    name = path.name
+    if name.startswith((".", SET_ASIDE)) or name.endswith((".log", ".out", ".err", ".partial")):
+        return True
+    is_empty = name == METRICS_FILE and not path.read_bytes()
+    return is_empty or name in (SAVED_FILE, BOARD_FOLDER, CHECKPOINT_FOLDER, "log.txt")
+
+
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
     """Check that a run may start or resume in a folder, before its data are loaded.
 
@@ -318,19 +365,32 @@ def _affects_result(name: str) -> bool:
 
 
 def set_aside(run: RunFolder) -> None:
-    """Move the content of a run's folder into its subfolder `before-restart`, the metrics first, so
-    that an interruption cannot lose them."""
+    """Move the content of a run's folder into its subfolder `before-restart`.
+
+    The file `.restart` names that folder meanwhile, so that `complete_restart` can end a move that
+    was interrupted.
+    """
     shared = run.shared
-    held = [path for path in shared.iterdir() if not path.name.startswith((".", SET_ASIDE))]
-    held.sort(key=lambda path: path.name != METRICS_FILE)
-    if held:
-        aside = free_name(shared / SET_ASIDE)
-        with writing(run.files):
-            aside.mkdir()
-            for path in held:
-                move(path, aside / path.name)
-            for path in run.files.iterdir() if run.remote else ():  # copies of moved objects
-                path.unlink()
+    paths = [path for path in shared.iterdir() if not path.name.startswith((".", SET_ASIDE))]
+    intent = shared / RESTART_FILE
+    if not (paths or intent.exists()):
+        return
+    with writing(run.files):
+        if not intent.exists():
+            intent.write_text(free_name(shared / SET_ASIDE).name)
+        aside = shared / intent.read_text()
+        aside.mkdir(exist_ok=True)
+        for path in sorted(paths, key=lambda path: path.name == CONFIG_FILE):  # the settings last
+            move(path, aside / path.name)
+        for path in run.files.iterdir() if run.remote else ():  # copies of moved objects
+            path.unlink()
+        intent.unlink()
+
+
+def complete_restart(run: RunFolder) -> None:
+    """Complete a `set_aside` that was interrupted, if any."""
+    if (run.shared / RESTART_FILE).exists():
+        set_aside(run)
 
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:

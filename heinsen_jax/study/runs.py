@@ -73,7 +73,8 @@ def run_one(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
             finished["content"] = content
             write_atomically(workdir / RECORD_FILE, json.dumps(finished).encode())
         for folder in _folders(workdir, len(stages)):
-            (folder / SAVED_FILE).unlink(missing_ok=True)
+            if (folder / SAVED_FILE).exists():  # no checkpoint is missing
+                write_atomically(folder / SAVED_FILE, b'{"step": 0}')
             shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
     return finished
 

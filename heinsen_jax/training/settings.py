@@ -43,6 +43,9 @@ class TrainingConfig:
     checkpoint_every: pydantic.PositiveInt | None = None
     """Number of steps between checkpoints, in addition to those of evaluations; no others when
     None."""
+    checkpoint_minutes: pydantic.PositiveFloat | None = 10.0
+    """Minutes between checkpoints, in addition to those by steps; the first one within a minute.
+    None disables this."""
     keep_checkpoints: pydantic.PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best one."""
     sample_prompt: str = "\n"

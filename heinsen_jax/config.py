@@ -34,6 +34,7 @@ from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
 from heinsen_jax.run_folder import RunFolder, check_regular
 from heinsen_jax.sharding import MeshConfig
+from heinsen_jax.suggestions import refusal
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
 from heinsen_jax.training.distillation import DistillationConfig
 from heinsen_jax.training.metrics import METRICS_FILE
@@ -120,7 +121,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
         config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
-    return _with_own_tokenizer(config, path)
+    return _with_own_tokenizer(_in_range(config), path)
 
 
 def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfig:
@@ -162,7 +163,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return tyro.cli(
+            changed = tyro.cli(
                 ExperimentConfig,
                 default=config,
                 args=list(arguments),
@@ -175,10 +176,26 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
         if not ended.code:
             print(said.getvalue())
             raise
-        raise UserError(_refusal(config, ended.__context__, said.getvalue())) from None
+        raise UserError(_refusal(config, ended.__context__, said.getvalue(), arguments)) from None
+    return _in_range(changed)
 
 
-def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) -> str:
+def _in_range(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration, if its integers are those of JAX and NumPy.
+
+    Raises:
+      UserError: one of them is not.
+    """
+    for name, value in _flat(as_json(config)).items():
+        limit = 2**63 if name == "seed" else 2**31
+        if isinstance(value, int) and abs(value) >= limit:
+            raise UserError(f"{name}={value} is out of range; give an integer below {limit:,}")
+    return config
+
+
+def _refusal(
+    config: ExperimentConfig, error: BaseException | None, box: str, arguments: Sequence[str]
+) -> str:
     """Describe in one line why tyro refused an argument, from its error or its printed box."""
     cause = error and (error.__cause__ or error.__context__)
     if isinstance(cause, pydantic.ValidationError):
@@ -189,22 +206,8 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
     lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
     body = " ".join(" ".join(lines[1:]).split())  # below its title
     parts = "Perhaps you meant|Arguments similar to|Argument helptext|For full helptext"
-    reason, *rest = re.split(rf" (?={parts})", body)
-    similar = " ".join(x.split(":", 1)[1] for x in rest if x.startswith(("Perhaps", "Arguments")))
-    reason = reason.removeprefix("Error parsing ")
-    names = dict.fromkeys(re.findall(r"--[a-z][\w.-]+", similar)) or _same_field(config, reason)
-    if names:
-        return f"{reason}; perhaps {' or '.join(names)} is meant"
-    if reason.endswith(("True", "False", "true", "false")):
-        return f"{reason}; a switch has no value: --section.field, or --section.no-field"
-    return f"{reason}; --help SECTION lists the fields of a section"
-
-
-def _same_field(config: ExperimentConfig, reason: str) -> list[str]:
-    """Flags of fields that are named in the reason without their section."""
-    given = {x.replace("-", "_") for x in re.findall(r"--([a-z][\w-]+)", reason)}
-    fields = (name for name in _flat(as_json(config)) if name.partition(".")[2] in given)
-    return [f"--{name.replace('_', '-')}" for name in fields]
+    reason = re.split(rf" (?={parts})", body)[0].removeprefix("Error parsing ")
+    return refusal(reason, _flat(as_json(config)), arguments)
 
 
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:

@@ -165,7 +165,6 @@ def test_a_finished_run_is_unchanged(small, uninterrupted, capsys):
     [
         (("--model.vocab_size", "256"), r"model\.vocab_size=256 .* at least 257"),
         (("--training.accumulation_steps", "3"), r"data\.batch_size=8 must be a multiple"),
-        (("--optimizer.warmup_steps", "60"), r"optimizer\.warmup_steps=60"),
         (("--training.sample_prompt", ""), r"training\.sample_prompt is empty"),
     ],
 )

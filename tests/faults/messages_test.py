@@ -3,13 +3,14 @@
 import errno
 import io
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from heinsen_jax import evaluate
+from heinsen_jax import chat, evaluate
 from heinsen_jax.config import ExperimentConfig, load_config, override
 from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.generate import __main__ as generate
@@ -295,6 +296,34 @@ def test_a_prompt_that_is_not_utf8_is_refused(monkeypatch, capsys):
         2,
         "error: --prompt: byte 0xff at character 2 is not UTF-8; leave it out\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("main", "option"),
+    [
+        (generate.main, "--seed"),
+        (generate.main, "--max-new-tokens"),
+        (generate.main, "--num-samples"),
+        (chat.main, "--seed"),
+        (chat.main, "--max-new-tokens"),
+        (evaluate.main, "--sequence-length"),
+        (evaluate.main, "--max-batches"),
+    ],
+)
+def test_integers_out_of_range_are_named(monkeypatch, capsys, main, option):
+    arguments = ["--workdir", "missing", option, "9" * 20]
+    arguments += ["--prompt", "a"] if main is generate.main else []
+    code, err = exits(monkeypatch, capsys, main, *arguments)
+    assert code == 2
+    assert re.fullmatch(rf"error: {option} 9{{20}} is (too large|out of range); give .*\n", err)
+
+
+def test_results_replace_no_file(monkeypatch, capsys, tmp_path):
+    for path in (tmp_path, tmp_path / "mine.json"):
+        path.exists() or path.write_text("mine")
+        arguments = "--workdir", "missing", "--tasks", "x", "--output", str(path)
+        code, err = exits(monkeypatch, capsys, evaluate.main, *arguments)
+        assert (code, err) == (2, f"error: --output {path} exists; give the name of a new file\n")
 
 
 def test_too_many_jobs_are_refused(monkeypatch, capsys):

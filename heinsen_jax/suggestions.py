@@ -17,7 +17,7 @@ OTHER_NAMES = {
     "model.mlp_dim": "d_ff d_mlp ff_dim ffn_dim intermediate_size mlp_size",
     "model.model_dim": "d_model dim n_embd n_embed hidden_size hidden_dim hidden embed_dim emb_dim "
     "embedding_dim width model_size",
-    "model.norm": "normalisation normalization norm_type",
+    "model.norm": "normalization norm_type layer_norm",
     "model.norm_epsilon": "eps epsilon norm_eps layer_norm_eps rms_norm_eps",
     "model.num_heads": "heads n_head n_heads num_head num_attention_heads nhead",
     "model.num_layers": "layers n_layer n_layers num_layer num_hidden_layers n_blocks num_blocks "
@@ -37,7 +37,7 @@ OTHER_NAMES = {
     "max_length block_size context_length context_size context_len context_window n_ctx ctx "
     "ctx_len length",
     "data.text_column": "column text_field",
-    "data.tokenizer": "tok tokeniser tokenizer_name tokenizer_path",
+    "data.tokenizer": "tok tokenizer_name tokenizer_path",
     "data.validation_fraction": "val_fraction val_split val_ratio validation_split test_size",
     "optimizer.beta1": "adam_beta1 b1 betas",
     "optimizer.beta2": "adam_beta2 b2",
@@ -46,7 +46,7 @@ OTHER_NAMES = {
     "optimizer.ema_decay": "ema use_ema",
     "optimizer.end_learning_rate": "min_lr final_lr end_lr lr_end",
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr learn_rate rate",
-    "optimizer.name": "optim optimiser optimizer_name opt",
+    "optimizer.name": "optim optimizer_name opt",
     "optimizer.schedule": "scheduler lr_schedule lr_scheduler lr_scheduler_type",
     "optimizer.warmup_steps": "warmup warm_up warm_up_steps warmup_iters warmup_ratio "
     "num_warmup_steps",
@@ -76,7 +76,7 @@ OTHER_NAMES = {
 """Names of other libraries, by the field or option that they stand for."""
 HINTS = {
     "resume continue resume_from_checkpoint checkpoint ckpt": "the same command resumes a run",
-    "dropout dropout_rate attention_dropout": "there is no dropout; see --optimizer.weight-decay",
+    "dropout dropout_rate attention_dropout": "models have no dropout; leave it out",
     "compile torch_compile jit": "updates are always compiled; leave it out",
     "num_kv_heads n_kv_heads window window_size": "give an option of a mechanism with its name, "
     "as in --model.attention gqa:num_kv_heads=2",
@@ -206,7 +206,7 @@ def _stray(value: str, values: Mapping[str, JSON], arguments: Sequence[str]) -> 
 
 def _suggested(word: str, values: Mapping[str, JSON]) -> list[str]:
     """Options that a word may stand for, the most likely ones."""
-    word = word.replace(":", ".")
+    word = re.sub(r"is(?=e|ation|ing)", "iz", word.replace(":", "."))  # American spelling
     if word.removeprefix("no_") in values and word.startswith("no_"):
         section, _, field = word.removeprefix("no_").rpartition(".")
         return [f"--{section}.no-{field}".replace("_", "-")]

@@ -75,5 +75,5 @@ class TextOptions:
 
     @property
     def decoding_errors(self) -> str:
-        """How bytes that are not UTF-8 are decoded for `print_part`."""
+        """Treatment of bytes that are not UTF-8, as in `bytes.decode`, for `print_part`."""
         return "surrogateescape" if self.raw else "replace"

@@ -75,11 +75,11 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
       >>> warmup_steps(OptimizerConfig(warmup_steps=100), 80)
       8
     """
-    room = steps - _decay_steps(config, steps)
-    if config.warmup_steps <= room:
+    most = steps - _decay_steps(config, steps)
+    if config.warmup_steps <= most:
         return config.warmup_steps
     tenth = min(config.warmup_steps, max(1, steps // 10), steps - 1)
-    if tenth > room:
+    if tenth > most:
         raise UserError(
             f"optimizer.warmup_steps={config.warmup_steps} and "
             f"optimizer.decay_fraction={config.decay_fraction} exceed training.steps={steps}; make "

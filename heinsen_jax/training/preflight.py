@@ -31,8 +31,8 @@ def describe(
     parameters: int,
     compiled: jax.stages.Compiled,
 ) -> list[str]:
-    """Describe a run: model, devices, memory per device, number of tokens, epochs if there
-    are many, validation.
+    """Describe a run: model, devices, memory per device, number of tokens, many epochs,
+    validation.
 
     Args:
       mesh, data, training, dataset: parts of the run.

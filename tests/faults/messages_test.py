@@ -57,11 +57,12 @@ SLIPS = {  # mistaken arguments, and what the message must have
     "--random-seed 1": "--seed is meant",
     "--output-dir runs": "--workdir is meant",
     "--optimizer.betas 0.9 0.95": "--optimizer.beta1 or --optimizer.beta2 is meant",
-    "--dropout 0.1": "there is no dropout",
+    "--dropout 0.1": "models have no dropout",
     "--resume": "the same command resumes a run",
     "--model.window 5": "--model.attention gqa:num_kv_heads=2",
     # British spelling, abbreviations and misspellings
     "--optimiser.learning-rate 1": "--optimizer.learning-rate is meant",
+    "--optimiser adamw": "--optimizer.name is meant",
     "--data.tokeniser bytes": "--data.tokenizer is meant",
     "--train.steps 5": "--training.steps is meant",
     "--optim.lr 1": "--optimizer.learning-rate is meant",
@@ -334,7 +335,7 @@ def test_too_many_jobs_are_refused(monkeypatch, capsys):
 
 
 def test_processes_are_at_most_the_runs(monkeypatch):
-    """And none waits for room in a pipe."""
+    """No process waits until a pipe is read."""
     pools = []
 
     class Pool:

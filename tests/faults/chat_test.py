@@ -123,6 +123,7 @@ def test_the_command_continues_after_a_failure(talk, monkeypatch, error):
 )
 def test_a_template_error_keeps_the_conversation(template):
     model, tokenizer = from_pretrained(GOLDEN_FOLDER / "transformers" / "qwen2")
+    assert tokenizer is not None
     one = Chat(model, tokenizer, max_new_tokens=2, temperature=0.7, top_k=1, seed=1)
     "".join(one.answer("exact"))
     position, messages, good = one.position, one.messages, tokenizer.templates["default"]

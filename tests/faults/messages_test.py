@@ -320,8 +320,9 @@ def test_integers_out_of_range_are_named(monkeypatch, capsys, main, option):
 
 
 def test_results_replace_no_file(monkeypatch, capsys, tmp_path):
-    for path in (tmp_path, tmp_path / "mine.json"):
-        path.exists() or path.write_text("mine")
+    mine = tmp_path / "mine.json"
+    mine.write_text("mine")
+    for path in (tmp_path, mine):
         arguments = "--workdir", "missing", "--tasks", "x", "--output", str(path)
         code, err = exits(monkeypatch, capsys, evaluate.main, *arguments)
         assert (code, err) == (2, f"error: --output {path} exists; give the name of a new file\n")

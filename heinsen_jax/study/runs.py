@@ -27,7 +27,7 @@ from heinsen_jax.data import DataConfig, TextDataset
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.environment import environment
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, failure
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
@@ -272,6 +272,10 @@ def _run_in_pool(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
     except (Stopped, KeyboardInterrupt):
         _Worker.is_stopped = True
         raise
+    except BaseException as error:  # some of other libraries cannot be sent to the parent
+        if (line := failure(error)) is None:
+            raise
+        raise UserError(line) from None
 
 
 def available_cores() -> list[int]:

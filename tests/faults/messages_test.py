@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import chat, evaluate
+from heinsen_jax import chat, distributed, evaluate
 from heinsen_jax.config import ExperimentConfig, load_config, override
 from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.generate import __main__ as generate
@@ -219,6 +219,25 @@ def test_errors_of_input_are_one_line(monkeypatch, capsys, error, words):
 def test_other_errors_keep_their_tracebacks(error):
     with pytest.raises(type(error)):
         fails_with(error)()
+
+
+def test_a_panic_in_one_process_ends_the_others(monkeypatch):
+    sent = []
+    monkeypatch.setattr(distributed, "gather", sent.append)
+    with pytest.raises(PanicException), distributed.together():
+        raise PanicException("index")
+    with pytest.raises(KeyboardInterrupt), distributed.together():
+        raise KeyboardInterrupt
+    assert sent == ["PanicException('index')"]
+
+
+def test_a_panic_in_a_run_of_a_study_is_an_error_of_that_run(monkeypatch, tmp_path):
+    def fail(*_):
+        raise PanicException("index")
+
+    monkeypatch.setattr(runs, "run_one", fail)
+    with pytest.raises(UserError, match=r"cannot process the input \(index\)"):
+        runs._run_in_pool([], tmp_path)
 
 
 def test_a_closed_pipe_is_noticed_although_the_output_is_buffered(monkeypatch):

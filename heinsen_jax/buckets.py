@@ -20,7 +20,7 @@ import fsspec
 from etils import epath
 from fsspec.config import conf
 
-from heinsen_jax.errors import UserError, first_line
+from heinsen_jax.errors import UserError, first_line, printable
 
 # Other processes write, so listings are not cached. `epath` keeps the file system of its first use,
 # which is after this import, unless a program has used `epath` for buckets before.
@@ -230,7 +230,7 @@ class _Lock:
         if is_here and not _is_running(found["pid"]):
             return
         said = f"{self._folder} may be in use by {_described(found)}: waiting for its next sign"
-        print(f"{said}, up to {ABANDONED_AFTER:g} s", file=sys.stderr)
+        print(f"{printable(said)}, up to {ABANDONED_AFTER:g} s", file=sys.stderr)
         deadline = time.monotonic() + ABANDONED_AFTER
         while time.monotonic() < deadline:
             time.sleep(REFRESHED_AFTER / 10)
@@ -252,10 +252,12 @@ class _Lock:
                 if (self._read() or {}).get("id") == self._id:
                     self._write("overwrite")
                 else:
-                    print(f"error: another process has locked {self._folder}", file=sys.stderr)
+                    folder = printable(self._folder)
+                    print(f"error: another process has locked {folder}", file=sys.stderr)
                     os._exit(1)  # not to write into its run
             except Exception as error:  # of the network: tried again
-                print(f"warning: {self._path} cannot be renewed ({error})", file=sys.stderr)
+                failed = printable(f"{self._path} cannot be renewed ({error})")
+                print(f"warning: {failed}", file=sys.stderr)
 
     def release(self, owner: str | None = None) -> None:
         """Remove the lock of an owner, by default of this process."""

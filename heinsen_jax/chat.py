@@ -4,27 +4,56 @@ python -m heinsen_jax.chat --workdir runs/quickstart
 
 The conversation so far is the model's state and is never processed again, unless the chat template
 of a pretrained model changes it. /save FILE writes the state to a file, /load FILE resumes from
-one, /reset starts over, /quit or the end of input ends the chat.
+one, /reset starts over, /quit or the end of input ends the chat. Ctrl-C stops an answer. After any
+error the conversation continues as it was before the line; the part of an answer that was printed
+stays in it.
 """
 
+import io
+import os
+import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import tyro
 
 from heinsen_jax.data import PretrainedTokenizer, Tokenizer, start_ids
-from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.errors import (
+    UserError,
+    command_line,
+    failure,
+    first_line,
+    printable,
+    wants_tracebacks,
+)
 from heinsen_jax.generate import generate, load_state, save_state
 from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one
-from heinsen_jax.generate.text import decode_stream, until_end
+from heinsen_jax.generate.text import check_text, decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
 from heinsen_jax.typing import JSON
 
 HELP = "/save FILE   /load FILE   /reset   /quit"
+
+
+class Position(NamedTuple):
+    """A place in a conversation, replaced as a whole so that an interruption cannot tear it.
+
+    Attributes:
+      state: the model's state; None at the start.
+      read: the tokens in the state.
+      unread: the last sampled token, which is not in the state yet.
+    """
+
+    state: LanguageModelState | None = None
+    read: tuple[int, ...] = ()
+    unread: tuple[int, ...] = ()
 
 
 @dataclass
@@ -36,6 +65,7 @@ class Chat:
       model, tokenizer: the model and its tokenizer.
       max_new_tokens: maximum number of tokens of an answer.
       temperature, top_k, seed, top_p: as for `generate`.
+      decoding_errors: how bytes of an answer that are not UTF-8 are decoded.
 
     Raises:
       UserError: the model cannot generate, or an option is out of its range.
@@ -48,6 +78,7 @@ class Chat:
     top_k: int | None
     seed: int
     top_p: float | None = None
+    decoding_errors: str = "replace"
 
     def __post_init__(self) -> None:
         self.reset()
@@ -61,23 +92,44 @@ class Chat:
 
     def reset(self) -> None:
         """Start over."""
-        self.state: LanguageModelState | None = None
-        self.read: list[int] = []  # the tokens in the state
-        self.unread: list[int] = []  # the last sampled token, which is not in the state yet
+        self.position = Position()
         self.messages: list[dict[str, JSON]] = []
+        self.saved: dict[Path, tuple[int, ...]] = {}  # files that /save may replace
+
+    @property
+    def state(self) -> LanguageModelState | None:
+        """The model's state; None at the start."""
+        return self.position.state
+
+    @property
+    def read(self) -> list[int]:
+        """The tokens in the state."""
+        return [*self.position.read]
+
+    @property
+    def unread(self) -> list[int]:
+        """The last sampled token, which is not in the state yet."""
+        return [*self.position.unread]
 
     def answer(self, line: str) -> Iterator[str]:
-        """Yield the answer of the model to a line. Of an interrupted one, the part that was
-        generated is in the conversation."""
+        """Yield the answer of the model to a line. The part of an interrupted answer that was
+        generated is in the conversation; after an error before any, the line is not."""
+        check_text(line, "message")
+        before = self.position
         messages = [*self.messages, {"role": "user", "content": line}]
-        new = self._tokens(self._after(messages))
         answer = ""
-        for text in decode_stream(
-            self.tokenizer, until_end(new, self.tokenizer, self.max_new_tokens)
-        ):
-            answer += text
-            self.messages = [*messages, {"role": "assistant", "content": answer}]
-            yield text
+        try:
+            tokens = self._tokens(self._after(messages))
+            new = until_end(tokens, self.tokenizer, self.max_new_tokens)
+            for text in decode_stream(self.tokenizer, new, self.decoding_errors):
+                answer += text
+                content = answer.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+                self.messages = [*messages, {"role": "assistant", "content": content}]
+                yield text
+        except BaseException:
+            if len(self.messages) < len(messages):  # no answer yet
+                self.position = before
+            raise
 
     def _after(self, messages: list[dict[str, JSON]]) -> list[int]:
         """The tokens to be processed before the answer to the last message."""
@@ -87,7 +139,7 @@ class Chat:
             return [*start, *self.unread, *self.tokenizer.encode(line)]
         tokens = self.template.apply_chat_template(messages, add_generation_prompt=True)
         if tokens[: len(self.read)] != self.read:  # the template has changed earlier messages
-            self.state, self.read = None, []
+            self.position = Position()
         return tokens[len(self.read) :]
 
     def _tokens(self, tokens: list[int]) -> Iterator[int]:
@@ -98,23 +150,23 @@ class Chat:
             state = jax.device_put(self.model.init_state(()), jax.devices()[0])
         if self.model.remaining(state) < (needed := len(tokens) + self.max_new_tokens):
             raise UserError("the conversation has reached model.max_length: /reset starts over")
-        self.state = self.model.ensure_capacity(state, needed)  # in one call, not per token
+        state = self.model.ensure_capacity(state, needed)  # in one call, not per token
         written = b""
-        for position in range(self.max_new_tokens):
-            new, self.state = generate(
+        for index in range(self.max_new_tokens):
+            new, state = generate(
                 self.model,
                 jnp.asarray(tokens, jnp.int32),
                 1,
                 temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,
-                key=jax.random.fold_in(key, position),
-                state=self.state,
+                key=jax.random.fold_in(key, index),
+                state=state,
                 num_tokens=self.tokenizer.vocab_size,
                 return_state=True,
             )
-            self.read += tokens
-            tokens = self.unread = [int(new[0])]
+            read, tokens = (*self.position.read, *tokens), [int(new[0])]
+            self.position = Position(state, read, (tokens[0],))
             yield tokens[0]
             written += self.tokenizer.token_bytes(tokens[0])
             if self.template is None and written.strip() and written.endswith(b"\n"):
@@ -133,20 +185,40 @@ class Chat:
                     "heinsen_jax.generate.save_state"
                 )
             case "/save", path if path:
-                if self.state is None:
-                    raise UserError("/save: the conversation is empty; write something first")
-                unread = jnp.asarray(self.unread, jnp.int32)
-                before = self.model.ensure_capacity(self.state, len(self.unread))
-                _, state = self.model(unread, state=before, return_state=True)
-                self.state, self.unread = state, []
-                save_state(path, self.model, state)
+                self._save(Path(path))
                 return f"saved in {path}"
             case "/load", path if path:
                 state = load_state(path, self.model)
                 check_one(self.model, state)
-                self.state, self.unread = state, []
+                self.reset()
+                self.position = Position(state)
                 return f"loaded {path}"
         raise UserError(f"{line!r}: unknown command; choose from {HELP}")
+
+    def _save(self, path: Path) -> None:
+        """Write the state to a new file, or to one that this conversation has written.
+
+        Raises:
+          UserError: the conversation is empty, or another file exists.
+        """
+        if self.state is None:
+            raise UserError("/save: the conversation is empty; write something first")
+        if os.path.lexists(path) and self.saved.get(path.absolute()) != _identity(path):
+            raise UserError(
+                f"/save: {path} exists, and this conversation has not saved it; give a new name"
+            )
+        unread = jnp.asarray(self.unread, jnp.int32)
+        before = self.model.ensure_capacity(self.state, len(self.unread))
+        _, state = self.model(unread, state=before, return_state=True)
+        self.position = Position(state, (*self.read, *self.unread))
+        save_state(path, self.model, state)
+        self.saved[path.absolute()] = _identity(path)
+
+
+def _identity(path: Path) -> tuple[int, ...]:
+    """Numbers that change when a file is replaced or written."""
+    status = path.lstat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @command_line
@@ -162,27 +234,52 @@ def main() -> None:
         options.top_k,
         options.seed,
         options.top_p,
+        options.decoding_errors,
     )
+    if isinstance(sys.stdin, io.TextIOWrapper):  # so that `check_text` names an invalid byte
+        sys.stdin.reconfigure(errors="surrogateescape")
     print(HELP)
-    while (line := _line()) not in (None, "/quit"):
+    is_open = True
+    while is_open:
         try:
-            if line.startswith("/"):
-                print(chat.command(line))
-                continue
-            for text in chat.answer(line):
-                print(text, end="", flush=True)
-            print()
-        except UserError as error:
-            print(f"error: {error}")
+            is_open = _turn(chat, options)
         except KeyboardInterrupt:
             print()
+        except (SystemExit, BrokenPipeError):
+            raise
+        except BaseException as error:  # also PanicException: nothing may end the conversation
+            if wants_tracebacks():
+                traceback.print_exc()
+            unknown = f"{type(error).__name__}: {printable(first_line(error))}"
+            print(f"error: {failure(error) or unknown}")
+
+
+def _turn(chat: Chat, options: TextOptions) -> bool:
+    """Process a line of the user; return whether the chat continues."""
+    line = _line()
+    if line is None or line.strip() == "/quit":
+        return False
+    if line.startswith("/"):
+        print(printable(chat.command(line)))
+        return True
+    for text in chat.answer(line):
+        options.print_part(text)
+    print()
+    return True
 
 
 def _line() -> str | None:
-    try:
-        return input("> ")
-    except (EOFError, KeyboardInterrupt):
-        return None
+    """The next line; None at the end of input, or after Ctrl-C twice."""
+    for _ in range(2):
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            print("\nCtrl-C again, or /quit, ends the chat")
+        except UnicodeDecodeError:
+            raise
+        except (EOFError, OSError, RuntimeError, ValueError):  # also a closed or lost stdin
+            return None
+    return None
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import re
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar, cast, get_args
@@ -31,8 +32,9 @@ from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
-from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
+from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder, check_regular
 from heinsen_jax.sharding import MeshConfig
+from heinsen_jax.suggestions import refusal
 from heinsen_jax.training.checkpoint import (
     CONFIG_FILE,
     SAVED_FILE,
@@ -126,7 +128,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
         config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
-    return _with_own_tokenizer(config, path)
+    return _with_own_tokenizer(_in_range(config), path)
 
 
 def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfig:
@@ -143,10 +145,11 @@ def find_file(path: str | Path, shipped: Path) -> Path:
     """The file of that path, or of that name in a shipped folder.
 
     Raises:
-      UserError: neither exists; the message lists the shipped names.
+      UserError: neither exists, and the message lists the shipped names; or it is not a file.
     """
     by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
     found = by_name.get(str(path), Path(path))
+    check_regular(found)
     if not found.is_file():
         raise UserError(
             f"{path}: no such file; give an existing file or one of the names {', '.join(by_name)}"
@@ -167,7 +170,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return tyro.cli(
+            changed = tyro.cli(
                 ExperimentConfig,
                 default=config,
                 args=list(arguments),
@@ -180,10 +183,26 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
         if not ended.code:
             print(said.getvalue())
             raise
-        raise UserError(_refusal(config, ended.__context__, said.getvalue())) from None
+        raise UserError(_refusal(config, ended.__context__, said.getvalue(), arguments)) from None
+    return _in_range(changed)
 
 
-def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) -> str:
+def _in_range(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration, if its integers are those of JAX and NumPy.
+
+    Raises:
+      UserError: one of them is not.
+    """
+    for name, value in _flat(as_json(config)).items():
+        limit = 2**63 if name == "seed" else 2**31
+        if isinstance(value, int) and abs(value) >= limit:
+            raise UserError(f"{name}={value} is out of range; give an integer below {limit:,}")
+    return config
+
+
+def _refusal(
+    config: ExperimentConfig, error: BaseException | None, box: str, arguments: Sequence[str]
+) -> str:
     """Describe in one line why tyro refused an argument, from its error or its printed box."""
     cause = error and (error.__cause__ or error.__context__)
     if isinstance(cause, pydantic.ValidationError):
@@ -194,22 +213,8 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
     lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
     body = " ".join(" ".join(lines[1:]).split())  # below its title
     parts = "Perhaps you meant|Arguments similar to|Argument helptext|For full helptext"
-    reason, *rest = re.split(rf" (?={parts})", body)
-    similar = " ".join(x.split(":", 1)[1] for x in rest if x.startswith(("Perhaps", "Arguments")))
-    reason = reason.removeprefix("Error parsing ")
-    names = dict.fromkeys(re.findall(r"--[a-z][\w.-]+", similar)) or _same_field(config, reason)
-    if names:
-        return f"{reason}; perhaps {' or '.join(names)} is meant"
-    if reason.endswith(("True", "False", "true", "false")):
-        return f"{reason}; a switch has no value: --section.field, or --section.no-field"
-    return f"{reason}; --help SECTION lists the fields of a section"
-
-
-def _same_field(config: ExperimentConfig, reason: str) -> list[str]:
-    """Flags of fields that are named in the reason without their section."""
-    given = {x.replace("-", "_") for x in re.findall(r"--([a-z][\w-]+)", reason)}
-    fields = (name for name in _flat(as_json(config)) if name.partition(".")[2] in given)
-    return [f"--{name.replace('_', '-')}" for name in fields]
+    reason = re.split(rf" (?={parts})", body)[0].removeprefix("Error parsing ")
+    return refusal(reason, _flat(as_json(config)), arguments)
 
 
 def check_folder(run: RunFolder, *, restart: bool) -> None:
@@ -443,8 +448,8 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
     """Call a function of a Python file and check the type of its result.
 
     Raises:
-      UserError: the file does not define the function, a value is invalid, or the result has
-        another type.
+      UserError: the file does not define the function, raises an error, or the result has another
+        type.
     """
     if path.suffix != ".py":
         raise UserError(f"{path} must be a Python file, .py, that defines {function}()")
@@ -461,6 +466,12 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
         raise
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise UserError(f"{where}: {type(error).__name__}: {explain(error)}") from error
     if not isinstance(returned, kind):
         raise UserError(
             f"{path}: {function}() must return {kind.__name__}, not {type(returned).__name__}"

@@ -1,8 +1,12 @@
 """The exception for mistakes of the user, and how command lines report it."""
 
+import contextlib
+import errno
 import functools
 import importlib
+import io
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,9 +23,41 @@ LESS_MEMORY = (
     "--training.accumulation-steps, or --mesh.fsdp over more devices"
 )
 
+_CONTROL = r"\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_UNPRINTABLE = re.compile(f"[{_CONTROL}]")
+_UNPRINTABLE_IN_LINES = re.compile(f"(?![\\n\\t])[{_CONTROL}]")
+_BAD_PATHS = {
+    errno.ENOENT,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENXIO,
+}
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+
 
 class UserError(ValueError):
     """Invalid input. The message is one line that names the field or file and the fix."""
+
+
+def printable(text: object, *, lines: bool = False) -> str:
+    """Escape control characters, which could control a terminal: C0, C1, DEL, overrides of the
+    direction of text, and surrogates.
+
+    Args:
+      text: the text.
+      lines: whether newlines and tabs stay as they are.
+
+    Examples:
+      >>> print(printable("red: \\x1b[31m"))
+      red: \\x1b[31m
+    """
+    pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
+    return pattern.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def explain(error: Exception, within: str = "") -> str:
@@ -38,7 +74,7 @@ def explain(error: Exception, within: str = "") -> str:
     return "; ".join(problems)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """First line of the message of an error, or of its cause."""
     cause = error.__cause__ or error
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)
@@ -48,36 +84,70 @@ def wants_tracebacks() -> bool:
     return bool(os.environ.get(TRACEBACK))
 
 
+def failure(error: BaseException) -> str | None:
+    """Describe in one line an error that is due to the input or the machine's limits, or None."""
+    text = printable(error)
+    match error:
+        case UserError():
+            return text
+        case MemoryError():
+            return f"out of memory ({text}): {LESS_MEMORY}"
+        case RecursionError():
+            return f"the input is nested too deeply ({text}); make it flatter"
+        case RuntimeError() if "Out of memory" in str(error):
+            return f"out of memory ({printable(first_line(error))}): {LESS_MEMORY}"
+        case OSError(filename=name) if name is not None and error.errno in _BAD_PATHS:
+            return f"{printable(os.fsdecode(name))}: {error.strerror}; give another path"
+        case OSError() if error.errno in _FULL:
+            place = "output" if error.filename is None else printable(error.filename)
+            return f"{place} cannot be written ({error.strerror}); free space, and try again"
+        case UnicodeError():
+            return f"the input is not valid text ({text}); give UTF-8"
+        case OverflowError():
+            return f"a number is out of range ({text}); give a smaller one"
+    if type(error).__name__ == "PanicException":  # of libraries in Rust; a BaseException
+        return f"a library cannot process the input ({text}); correct the files of the tokenizer"
+    return None
+
+
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:
-    """Wrap `main` so that errors are one line: exit code 2 after a `UserError` or when a device is
-    out of memory, 130 after Ctrl-C, 141 when the reader of a pipe exits. Warnings are one line,
-    too."""
+    """Wrap `main` so that errors are one line: exit code 2 after a `UserError` or another error
+    that `failure` describes, 130 after Ctrl-C, 141 when the reader of a pipe exits. Warnings are
+    one line, too. Characters that the encoding of stdout lacks are escaped."""
 
     @functools.wraps(main)
     def wrapped() -> int:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
         with warnings.catch_warnings():
             warnings.showwarning = _one_line
             try:
-                return main() or 0
-            except UserError as error:
-                if wants_tracebacks():
-                    raise
-                print(f"error: {error}", file=sys.stderr)
-                return 2
-            except RuntimeError as error:
-                if wants_tracebacks() or "Out of memory" not in str(error):
-                    raise
-                reason = next(iter(str(error).splitlines()))
-                print(f"error: out of memory ({reason}): {LESS_MEMORY}", file=sys.stderr)
-                return 2
+                code = main() or 0
+                if sys.stdout is not None:
+                    sys.stdout.flush()  # here, where errors are caught
+                return code
             except KeyboardInterrupt:
                 print("\ninterrupted", file=sys.stderr)
                 return 130
             except BrokenPipeError:  # the reader has exited, as in `... | head`
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                _discard_output()
                 return 141
+            except BaseException as error:
+                line = failure(error)
+                if line is None or wants_tracebacks():
+                    raise
+                print(f"error: {line}", file=sys.stderr)
+                if isinstance(error, OSError) and error.filename is None:
+                    _discard_output()
+                return 2
 
     return wrapped
+
+
+def _discard_output() -> None:
+    """Redirect stdout, which cannot be written, so that Python can flush it when it exits."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _one_line(
@@ -88,7 +158,7 @@ def _one_line(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    print(f"warning: {message}", file=file or sys.stderr)
+    print(f"warning: {printable(message)}", file=file or sys.stderr)
 
 
 def without_extra(missing: ImportError, extra: str, module: str) -> BaseException:

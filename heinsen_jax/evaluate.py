@@ -23,8 +23,8 @@ from heinsen_jax.config import ExperimentConfig, load_config
 from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.text import load_text
-from heinsen_jax.errors import UserError, command_line
-from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
+from heinsen_jax.errors import UserError, command_line, printable
+from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP, check_count
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.run_folder import opened
 from heinsen_jax.sharding import MeshConfig, make_mesh
@@ -92,6 +92,8 @@ def main() -> None:
             raise UserError(
                 f"--output {output}: folder {output.parent} does not exist; create it first"
             )
+        if output is not None and output.exists():
+            raise UserError(f"--output {output} exists; give the name of a new file")
         if tasks:
             model: dict[str, str | bool | int] = {"workdir": workdir, "latest": latest}
             model["batch_size"] = batch_size or 16
@@ -116,9 +118,8 @@ def _run_text(
 ) -> None:
     if text_column is not None and data is None:
         raise UserError(f"--text-column {text_column} needs --data; leave it out")
-    for option, number in (("max-batches", max_batches), ("sequence-length", sequence_length)):
-        if number is not None and number < 1:
-            raise UserError(f"--{option} {number} must be at least 1")
+    check_count("--max-batches", max_batches)
+    check_count("--sequence-length", sequence_length)
     model, tokenizer, step = load_run(workdir, best=not latest)
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
@@ -145,11 +146,9 @@ def _run_text(
             what = f"the validation text of {what}"
     if max_batches is not None:
         what += f", of which the first {max_batches} batches"
-    print(f"{workdir}, step {step}, on {what}:")
-    for line in documents:
-        print(f"  {line}")
-    for name, value in found.items():
-        print(f"  {name.replace('_', ' ')}: {value:.4f}")
+    lines = [f"{workdir}, step {step}, on {what}:", *(f"  {line}" for line in documents)]
+    lines += [f"  {name.replace('_', ' ')}: {value:.4f}" for name, value in found.items()]
+    print("\n".join(map(printable, lines)))
 
 
 def evaluate_model(
@@ -226,7 +225,7 @@ def _run_tasks(
     except ImportError as error:
         raise UserError(f"--tasks: {error}") from error
     results = harness.run_tasks(model, include_path=include_path, **options)
-    print(harness.table(results))
+    print(printable(harness.table(results), lines=True))
     if output is not None:
         output.write_text(json.dumps(results["results"], indent=2, default=str) + "\n")
 

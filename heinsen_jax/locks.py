@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, printable
 
 LOCK_FILE = ".lock"
 WITHOUT_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
@@ -46,7 +46,8 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
                 f"{folder} is in use by {_owner(path)}; wait until it ends, stop it, or choose "
                 "another folder"
             ) from None
-        print(f"{folder} is in use by {_owner(path)}: waiting until it ends", file=sys.stderr)
+        owner = printable(f"{folder} is in use by {_owner(path)}")
+        print(f"{owner}: waiting until it ends", file=sys.stderr)
         lock.acquire()
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:

@@ -138,10 +138,15 @@ def opened(workdir: str | Path) -> Iterator[RunFolder]:
       workdir: path or gs:// address of the folder.
 
     Raises:
-      UserError: the folder is in a bucket of another kind, or the extra `gcs` is missing.
+      UserError: the folder is in a bucket of another kind, or the extra `gcs` is missing; or a
+        file in it is a pipe or a device.
     """
     if not buckets.is_remote(workdir):
-        yield RunFolder(Path(workdir))
+        folder = Path(workdir)
+        for path in folder.iterdir() if folder.is_dir() else ():
+            if not path.is_dir():
+                check_regular(path)
+        yield RunFolder(folder)
         return
     remote = buckets.bucket_path(str(workdir), "--workdir")
     with tempfile.TemporaryDirectory(prefix="heinsen_jax-") as temporary:
@@ -149,6 +154,14 @@ def opened(workdir: str | Path) -> Iterator[RunFolder]:
         run.files.mkdir()
         run.fetch()
         yield run
+
+
+def check_regular(path: Path) -> None:
+    """Raise UserError if a path exists and is not a file: reading a pipe or a device may never
+    end."""
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "pipe or a device"
+        raise UserError(f"{path} is a {kind}, not a file; give a file")
 
 
 def _version(file: Path) -> tuple[int, int]:

@@ -37,7 +37,7 @@ from heinsen_jax.config import (
     record,
     set_aside,
 )
-from heinsen_jax.errors import command_line
+from heinsen_jax.errors import command_line, printable
 from heinsen_jax.field_help import print_help
 from heinsen_jax.generate import sample
 from heinsen_jax.run_folder import opened
@@ -185,7 +185,9 @@ def run_experiment(
                     set_aside(run)
                 check_tokenizer(files, config, dataset)
                 if changed := check_changes(files, config, dataset, allowed=allow_change):
-                    print(f"changed since the last start: {'; '.join(changed)}", flush=True)
+                    print(
+                        f"changed since the last start: {printable('; '.join(changed))}", flush=True
+                    )
         return train(
             run,
             dataset,

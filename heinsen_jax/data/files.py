@@ -22,7 +22,7 @@ from rich.progress import (
 )
 
 from heinsen_jax.buckets import AnyPath
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, printable
 
 Location = TypeVar("Location", bound=AnyPath)
 
@@ -108,12 +108,12 @@ def byte_progress(
     description: str, total: int, console: Console | None = None
 ) -> Iterator[Callable[[int], None]]:
     """Show the progress in bytes; yield the function that reports further bytes."""
-    console = console or Console(stderr=True)
+    console, description = console or Console(stderr=True), printable(description)
     if not console.is_terminal:
         yield _plain_progress(description, total, console)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
@@ -134,7 +134,9 @@ def _plain_progress(description: str, total: int, console: Console) -> Callable[
         if time.monotonic() - printed > _SECONDS_BETWEEN_LINES:
             printed = time.monotonic()
             console.print(
-                f"{description}: {done / 1e6:.0f} of {total / 1e6:.0f} MB", highlight=False
+                f"{description}: {done / 1e6:.0f} of {total / 1e6:.0f} MB",
+                highlight=False,
+                markup=False,
             )
 
     return advance

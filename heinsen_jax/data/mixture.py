@@ -81,6 +81,20 @@ class MixedDataset:
         total = sum(weights.values())
         return sum(self.sources[n].padding(config) * w / total for n, w in weights.items())
 
+    def epochs(self, config: DataConfig, steps: int) -> dict[str, float]:
+        """Number of epochs of each source in the first updates."""
+        found = dict.fromkeys(self.sources, 0.0)
+        begins = [min(begin, steps) for begin, _ in self._stages]
+        for (_, weights), begin, end in zip(
+            self._stages, begins, [*begins[1:], steps], strict=True
+        ):
+            tokens = (end - begin) * config.batch_size * config.sequence_length
+            for name, weight in weights.items():
+                source = self.sources[name]
+                part = weight / sum(weights.values()) * (1 - source.padding(config))
+                found[name] += part * tokens / source.train_tokens
+        return found
+
     def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
         """Rows of the sources in proportion to the weights of the stage of their step."""
         rows = {

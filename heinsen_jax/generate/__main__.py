@@ -13,8 +13,8 @@ import tyro
 
 from heinsen_jax.data import start_ids
 from heinsen_jax.errors import UserError, command_line
-from heinsen_jax.generate.options import TextOptions
-from heinsen_jax.generate.text import complete, decode_stream, until_end
+from heinsen_jax.generate.options import TextOptions, check_count
+from heinsen_jax.generate.text import check_text, complete, decode_stream, until_end
 from heinsen_jax.generate.tokens import stream
 from heinsen_jax.training.signals import exit_immediately
 
@@ -33,16 +33,16 @@ class PromptOptions(TextOptions):
 @command_line
 def main() -> None:
     options = tyro.cli(PromptOptions, prog="python -m heinsen_jax.generate")
-    if options.num_samples < 1:
-        raise UserError(f"--num-samples {options.num_samples} must be at least 1")
+    check_count("--num-samples", options.num_samples)
     with exit_immediately():
         for text in _continuations(options):
-            print(text, end="", flush=True)
+            options.print_part(text)
     print()
 
 
 def _continuations(options: PromptOptions) -> Iterator[str]:
     """The prompt and its continuation, as it is sampled; of several samples, one after another."""
+    check_text(options.prompt, "--prompt")
     model, tokenizer = options.load()
     prompt, number, key = options.prompt, options.max_new_tokens, jax.random.key(options.seed)
     tokens = [*start_ids(tokenizer), *tokenizer.encode(prompt)]
@@ -72,7 +72,9 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
         num_tokens=tokenizer.vocab_size,
     )
     yield prompt
-    yield from decode_stream(tokenizer, until_end(sampled, tokenizer, number))
+    yield from decode_stream(
+        tokenizer, until_end(sampled, tokenizer, number), options.decoding_errors
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Options of the commands that generate text."""
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,12 +8,20 @@ import tyro
 
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Tokenizer
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, printable
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.training.checkpoint import load_text_run
 
 WORKDIR_HELP = "a run's folder, or a model folder in the format of the Hugging Face Hub"
 LATEST_HELP = "use the latest checkpoint, not the best"
+
+
+def check_count(option: str, number: int | None) -> None:
+    """Raise UserError if a number of tokens, samples or batches is below 1 or too large."""
+    if number is not None and number < 1:
+        raise UserError(f"{option} {number} must be at least 1")
+    if number is not None and number >= 2**31:
+        raise UserError(f"{option} {number} is too large; give less than {2**31:,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +45,10 @@ class TextOptions:
     ] = None
     seed: Annotated[int, tyro.conf.arg(help="seed of the samples")] = 0
     latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False
+    raw: Annotated[
+        bool,
+        tyro.conf.arg(help="print control characters, which can control a terminal, unescaped"),
+    ] = False
 
     def load(self) -> tuple[LanguageModel, Tokenizer]:
         """Load the model and its tokenizer.
@@ -43,8 +56,24 @@ class TextOptions:
         Raises:
           UserError: an option is out of its range, or the folder has no model of text.
         """
-        if self.max_new_tokens < 1:
-            raise UserError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+        check_count("--max-new-tokens", self.max_new_tokens)
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"--seed {self.seed} is out of range; give one below {2**63:,}")
         cache_compilations()
         model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest)
         return model, tokenizer
+
+    def print_part(self, text: str) -> None:
+        """Print a part of a text, with control characters escaped; with --raw its exact bytes, of
+        which those that are not UTF-8 are surrogates in the text."""
+        if not self.raw:
+            print(printable(text, lines=True), end="", flush=True)
+            return
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
+        sys.stdout.buffer.flush()
+
+    @property
+    def decoding_errors(self) -> str:
+        """Treatment of bytes that are not UTF-8, as in `bytes.decode`, for `print_part`."""
+        return "surrogateescape" if self.raw else "replace"

@@ -81,7 +81,7 @@ def complete(
     if not prompts or max_new_tokens == 0:
         return [[""] * num_samples for _ in prompts]
     start = start_ids(tokenizer) if state is None else ()
-    texts = [[*start, *tokenizer.encode(x)] if isinstance(x, str) else [*x] for x in prompts]
+    texts = [[*start, *_encoded(tokenizer, x)] if isinstance(x, str) else [*x] for x in prompts]
     lengths = np.array([len(text) for text in texts])
     tokens = np.zeros((len(texts), max(lengths)), np.int32)
     for row, text in zip(tokens, texts, strict=True):
@@ -181,7 +181,7 @@ def sample(
       temperature: as for `generate`.
       seed: random seed.
     """
-    tokens = tokenizer.encode(prompt)
+    tokens = _encoded(tokenizer, prompt)
     new = generate(
         model,
         jnp.asarray([*start_ids(tokenizer), *tokens], jnp.int32),
@@ -193,10 +193,26 @@ def sample(
     return tokenizer.decode([*tokens, *until_end(iter(new), tokenizer, max_new_tokens)])
 
 
-def decode_stream(tokenizer: Tokenizer, tokens: Iterator[int]) -> Iterator[str]:
+def check_text(text: str, name: str) -> None:
+    """Raise UserError if a text has surrogates, which stand for bytes that are not UTF-8."""
+    for place, letter in enumerate(text):
+        if "\ud800" <= letter <= "\udfff":
+            byte = ord(letter) - 0xDC00
+            what = f"byte {byte:#04x}" if 0x80 <= byte <= 0xFF else f"surrogate {letter!a}"
+            raise UserError(f"{name}: {what} at character {place + 1} is not UTF-8; leave it out")
+
+
+def _encoded(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    check_text(prompt, "prompt")
+    return [*tokenizer.encode(prompt)]
+
+
+def decode_stream(
+    tokenizer: Tokenizer, tokens: Iterator[int], errors: str = "replace"
+) -> Iterator[str]:
     """Decode a stream of tokens that continue a text: each character is yielded with its last
-    byte."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    byte. `errors` says how invalid bytes are decoded, as in `bytes.decode`."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
     for token in tokens:
         yield decoder.decode(tokenizer.token_bytes(token))
     yield decoder.decode(b"", final=True)

@@ -26,7 +26,7 @@ from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
-from heinsen_jax.errors import UserError, command_line, without_extra
+from heinsen_jax.errors import UserError, command_line, printable, without_extra
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
@@ -363,7 +363,7 @@ def main() -> None:
         latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
     ) -> None:
         """Save a run's model in the format of the hub."""
-        print(f"saved in {save_pretrained(workdir, output, best=not latest)}")
+        print(printable(f"saved in {save_pretrained(workdir, output, best=not latest)}"))
 
     def push_run(
         workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
@@ -374,7 +374,8 @@ def main() -> None:
         latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
     ) -> None:
         """Upload a run's model, or a saved one, to the hub."""
-        print(f"pushed to {push(workdir, repo_id, private=private, best=not latest)}")
+        place = push(workdir, repo_id, private=private, best=not latest)
+        print(printable(f"pushed to {place}"))
 
     tyro.extras.subcommand_cli_from_dict(
         {"save": save, "push": push_run},

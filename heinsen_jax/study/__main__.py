@@ -4,6 +4,7 @@ python -m heinsen_jax.study configs/studies/recall.py [--jobs 2 | --executor ray
 """
 
 import contextlib
+import os
 import signal
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,10 @@ import tyro
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.study.grid import load_study
 from heinsen_jax.study.runner import run_study
-from heinsen_jax.study.runs import Stopped, in_processes, on_cluster
+from heinsen_jax.study.runs import Stopped, available_cores, in_processes, on_cluster
 from heinsen_jax.training.signals import unwind_on_signals
+
+MAX_JOBS_PER_CORE = 4
 
 
 @command_line
@@ -50,6 +53,12 @@ def main() -> int:
         """
         if jobs < 1:
             raise UserError(f"--jobs {jobs} must be at least 1")
+        cores = len(available_cores()) or os.cpu_count() or 1
+        if executor == "local" and jobs > MAX_JOBS_PER_CORE * cores:
+            raise UserError(
+                f"--jobs {jobs}: each is a process of JAX, and this machine has {cores} core(s); "
+                f"give at most {MAX_JOBS_PER_CORE * cores}"
+            )
         folder = output or Path("runs") / "studies" / study.stem
         local = partial(in_processes, jobs=jobs)
         cluster = partial(on_cluster, cpus=cpus, gpus=gpus)

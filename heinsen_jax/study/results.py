@@ -8,6 +8,7 @@ from pathlib import Path
 
 from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
+from heinsen_jax.run_folder import check_regular
 from heinsen_jax.study.grid import Run, Study
 from heinsen_jax.study.records import Comparison, RunRecord, is_larger_better
 
@@ -19,6 +20,7 @@ class Recorded:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self._path, self._records = path, {}
+        check_regular(path)
         content = path.read_bytes() if path.exists() else b""
         lines = content.splitlines(keepends=True)
         for number, line in enumerate(lines, 1):

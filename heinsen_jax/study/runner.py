@@ -11,7 +11,7 @@ from heinsen_jax import data
 from heinsen_jax.buckets import local_path
 from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.data.files import writing
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, printable
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.study.grid import Run, Study, describe
@@ -97,9 +97,10 @@ def _run_study(
                 recorded.add(run, record)
                 progress.advance(task)
                 said = record.get("failed") or f"{study.metric} {_metric(study, record):.4f}"
-                console.print(f"{describe(run.labels)}: {said}", highlight=False, markup=False)
+                line = printable(f"{describe(run.labels)}: {said}")
+                console.print(line, highlight=False, markup=False)
     _report(study, output, [recorded.of(run) for run in (*first, *others)])
-    console.print(f"report: {output / REPORT_FILE}")
+    console.print(printable(f"report: {output / REPORT_FILE}"), markup=False)
 
 
 def _metric(study: Study, record: RunRecord) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing.queues import SimpleQueue
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
@@ -27,7 +27,7 @@ from heinsen_jax.data import DataConfig, TextDataset
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.environment import environment
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, failure
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
@@ -191,20 +191,17 @@ def costs(*stages: ExperimentConfig) -> Costs:
 def in_processes(
     runs: Sequence[Run], folder: Callable[[Run], Path], jobs: int
 ) -> Iterator[tuple[Run, RunRecord]]:
-    """Yield each run with its record as they finish, with `jobs` of them at a time, which share the
-    cores.
+    """Yield each run with its record as they finish, with at most `jobs` of them at a time, which
+    share the cores.
 
     Raises:
       Stopped: a signal stopped them.
       UserError: a run is invalid, or its process was killed.
     """
+    jobs = min(jobs, len(runs))
     context = multiprocessing.get_context("spawn")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    shares: SimpleQueue[list[int]] = context.SimpleQueue()
-    for job in range(jobs):
-        shares.put(cores[job::jobs] or cores)
     others = multiprocessing.active_children()
-    with ProcessPoolExecutor(jobs, context, _begin, (shares,)) as pool:
+    with ProcessPoolExecutor(jobs, context, _begin, (context.Value("i", 0), jobs)) as pool:
         waiting = {
             pool.submit(_run_in_pool, [*map(as_json, run.stages)], folder(run)): run for run in runs
         }
@@ -276,15 +273,26 @@ def _run_in_pool(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
     except (Stopped, KeyboardInterrupt):
         _Worker.is_stopped = True
         raise
+    except BaseException as error:  # some of other libraries cannot be sent to the parent
+        if (line := failure(error)) is None:
+            raise
+        raise UserError(line) from None
 
 
-def _begin(shares: SimpleQueue[list[int]]) -> None:
-    """Assign cores to a process, since XLA has one thread per available core; exit with the
-    parent."""
+def available_cores() -> list[int]:
+    """The cores that this process may use; empty where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _begin(begun: "Synchronized[int]", jobs: int) -> None:
+    """Assign cores to a process, the next one of `jobs`, since XLA has one thread per available
+    core; exit with the parent."""
     keep_freed_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    if cores := shares.get():
-        os.sched_setaffinity(0, cores)
+    with begun.get_lock():
+        job, begun.value = begun.value, begun.value + 1
+    if cores := available_cores():
+        os.sched_setaffinity(0, cores[job::jobs] or cores)
 
 
 def _end_with_parent() -> None:

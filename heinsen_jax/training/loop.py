@@ -39,7 +39,7 @@ from heinsen_jax.training.metrics import (
     without_peak,
 )
 from heinsen_jax.training.objective import objective_of
-from heinsen_jax.training.optimizer import learning_rates, make_optimizer
+from heinsen_jax.training.optimizer import describe_warmup, learning_rates, make_optimizer
 from heinsen_jax.training.pacing import InFlight, Requests
 from heinsen_jax.training.positions import Measured
 from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
@@ -370,7 +370,8 @@ class _Run:
 
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
-        return [*describe(*what, self.count, update), *self.documents, *without_peak()]
+        warmup = describe_warmup(self.experiment.optimizer, self.training.steps)
+        return [*describe(*what, self.count, update), *warmup, *self.documents, *without_peak()]
 
     def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)

@@ -25,7 +25,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from heinsen_jax.data.files import writing
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, printable
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
@@ -204,6 +204,7 @@ class Reporter:
     def line(self, text: str) -> None:
         """Print a line."""
         if self.active:
+            text = printable(text, lines=True)
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _record(self, group: str, step: int, metrics: dict[str, float]) -> None:

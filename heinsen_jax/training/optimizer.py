@@ -21,6 +21,8 @@ RMS_OF_ADAM = 0.2
 equation 4)."""
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+FinitePositive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+FiniteNonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
 @config_dataclass
@@ -36,12 +38,13 @@ class OptimizerConfig:
     """Learning rate after the warm-up. one_cycle: a cosine to end_learning_rate. wsd (warm-up,
     stable, decay): constant, then linear to end_learning_rate during decay_fraction of the steps.
     linear: linear to end_learning_rate. constant."""
-    learning_rate: pydantic.PositiveFloat = 6e-4
+    learning_rate: FinitePositive = 6e-4
     """Peak learning rate, after warm-up."""
-    end_learning_rate: pydantic.NonNegativeFloat = 6e-5
+    end_learning_rate: FiniteNonNegative = 6e-5
     """Learning rate at the end of the schedule; unused by constant."""
     warmup_steps: pydantic.NonNegativeInt = 100
-    """Number of steps of linear warm-up."""
+    """Number of steps of linear warm-up. If they do not end before training or its decay, as in
+    short runs, it is a tenth of `training.steps`, and a line says so at the start."""
     decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.2
     """wsd: fraction of the steps during which the learning rate decays."""
     beta1: Fraction = 0.9
@@ -50,7 +53,7 @@ class OptimizerConfig:
     """Decay rate of the second moment (AdamW), or of the momentum (Lion)."""
     momentum: Fraction = 0.95
     """Decay rate of the momentum of Muon."""
-    weight_decay: pydantic.NonNegativeFloat = 0.1
+    weight_decay: FiniteNonNegative = 0.1
     """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
     clip_norm: pydantic.PositiveFloat = 1.0
     """Clip gradients to this global norm."""
@@ -59,26 +62,56 @@ class OptimizerConfig:
     sampled from, and loaded from checkpoints in place of the weights; no average when None."""
 
 
+def warmup_steps(config: OptimizerConfig, steps: int) -> int:
+    """Number of steps of warm-up: `config.warmup_steps` if they end before training or its decay,
+    else a tenth of the steps.
+
+    Raises:
+      UserError: the latter overlap with the decay, too.
+
+    Examples:
+      >>> warmup_steps(OptimizerConfig(warmup_steps=100), 1000)
+      100
+      >>> warmup_steps(OptimizerConfig(warmup_steps=100), 80)
+      8
+    """
+    most = steps - _decay_steps(config, steps)
+    if config.warmup_steps <= most:
+        return config.warmup_steps
+    tenth = min(config.warmup_steps, max(1, steps // 10), steps - 1)
+    if tenth > most:
+        raise UserError(
+            f"optimizer.warmup_steps={config.warmup_steps} and "
+            f"optimizer.decay_fraction={config.decay_fraction} exceed training.steps={steps}; make "
+            "one of them smaller"
+        )
+    return tenth
+
+
+def _decay_steps(config: OptimizerConfig, steps: int) -> int:
+    """Least number of steps after warm-up."""
+    return max(1, round(steps * config.decay_fraction)) if config.schedule == "wsd" else 1
+
+
+def describe_warmup(config: OptimizerConfig, steps: int) -> list[str]:
+    """A line if the warm-up is shortened."""
+    if (warmup := warmup_steps(config, steps)) == config.warmup_steps:
+        return []
+    return [
+        f"warm-up: {warmup:,} updates in place of optimizer.warmup_steps={config.warmup_steps}, "
+        f"which do not fit into training.steps={steps}"
+    ]
+
+
 @lru_cache
 def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
     """Learning rate of every step. The schedule would reach the last rate one step after the end.
 
     Raises:
-      UserError: warm-up is not shorter than training, or overlaps with the decay.
+      UserError: as `warmup_steps`.
     """
-    warmup, peak, last = config.warmup_steps, config.learning_rate, config.end_learning_rate
-    if warmup >= steps:
-        raise UserError(
-            f"optimizer.warmup_steps={warmup} is not less than training.steps={steps}; make it "
-            "smaller, or train for more steps"
-        )
-    is_wsd = config.schedule == "wsd"
-    decay = max(1, round(steps * config.decay_fraction)) if is_wsd else steps - warmup
-    if warmup + decay > steps:
-        raise UserError(
-            f"optimizer.warmup_steps={warmup} and optimizer.decay_fraction={config.decay_fraction} "
-            f"exceed training.steps={steps}; make one of them smaller"
-        )
+    warmup, peak, last = warmup_steps(config, steps), config.learning_rate, config.end_learning_rate
+    decay = _decay_steps(config, steps) if config.schedule == "wsd" else steps - warmup
     match config.schedule:
         case "one_cycle":
             after = optax.cosine_decay_schedule(peak, decay, last / peak)

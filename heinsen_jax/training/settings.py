@@ -25,7 +25,7 @@ from heinsen_jax.typing import JSON, config_dataclass
 class TrainingConfig:
     """Length of training, evaluations, checkpoints, samples and safety limits."""
 
-    steps: pydantic.PositiveInt = 1000
+    steps: Annotated[int, pydantic.Field(gt=0, le=100_000_000)] = 1000
     """Number of updates."""
     accumulation_steps: pydantic.PositiveInt = 1
     """Number of microbatches per update, whose gradients are summed."""

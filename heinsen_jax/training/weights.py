@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from heinsen_jax.data.files import replacing, write_atomically, writing
 from heinsen_jax.errors import UserError
+from heinsen_jax.run_folder import check_regular
 from heinsen_jax.typing import Array
 
 WEIGHTS_FILE = "model.safetensors"
@@ -117,6 +118,7 @@ def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], d
     Raises:
       UserError: the file cannot be read or is damaged; the message ends with the remedy.
     """
+    check_regular(Path(path))
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = dict(file.metadata() or {})

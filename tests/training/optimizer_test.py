@@ -1,5 +1,7 @@
 """Learning-rate schedule, and weight decay by parameter."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,10 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.optimizer import (
     OptimizerConfig,
     decay_mask,
+    describe_warmup,
     learning_rates,
     make_optimizer,
+    warmup_steps,
 )
 
 
@@ -110,9 +114,31 @@ def test_lion_moves_by_signs_and_decays():
     np.testing.assert_allclose(updates["kernel"], [-1.2, 0.8], rtol=1e-5)
 
 
-def test_warm_up_must_end_before_training_does():
-    with pytest.raises(UserError, match=r"optimizer\.warmup_steps=10 .* training\.steps=10"):
-        learning_rates(OptimizerConfig(warmup_steps=10), 10)
+@pytest.mark.parametrize(
+    ("fields", "steps", "warmup"),
+    [
+        ({"warmup_steps": 10}, 11, 10),
+        ({"warmup_steps": 10}, 10, 1),
+        ({"warmup_steps": 100}, 8, 1),
+        ({"warmup_steps": 100}, 80, 8),
+        ({"warmup_steps": 100}, 1, 0),
+        ({"warmup_steps": 90, "schedule": "wsd"}, 100, 10),
+        ({"warmup_steps": 90, "schedule": "wsd"}, 1, 0),
+    ],
+)
+def test_a_warm_up_that_does_not_fit_is_shortened(fields, steps, warmup):
+    """To the schedule of the shorter warm-up, which a line names."""
+    config = OptimizerConfig(**fields)
+    fitting = replace(config, warmup_steps=warmup)
+    assert warmup_steps(config, steps) == warmup
+    np.testing.assert_array_equal(learning_rates(config, steps), learning_rates(fitting, steps))
+    assert describe_warmup(fitting, steps) == []
+    lines = describe_warmup(config, steps)
+    if warmup == config.warmup_steps:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith(f"warm-up: {warmup} updates in place of optimizer.warmup_steps=")
 
 
 def test_gradients_are_clipped_by_their_global_norm():

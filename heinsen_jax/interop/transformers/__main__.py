@@ -12,7 +12,7 @@ from typing import Annotated
 
 import tyro
 
-from heinsen_jax.errors import command_line
+from heinsen_jax.errors import command_line, printable
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.interop.transformers import StoredDtype, import_model, to_pretrained
 from heinsen_jax.training.checkpoint import load_run
@@ -31,7 +31,8 @@ def main() -> None:
         ] = None,
     ) -> None:
         """Write a model of transformers to a folder for the commands of this package."""
-        print(f"imported into {import_model(model, workdir, revision=revision)}")
+        place = import_model(model, workdir, revision=revision)
+        print(printable(f"imported into {place}"))
 
     def write(
         workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
@@ -49,7 +50,7 @@ def main() -> None:
         """Write a run's model for transformers."""
         model, tokenizer, _ = load_run(workdir, best=not latest, on_host=True)
         place = to_pretrained(model, output, tokenizer=tokenizer, like=like, dtype=dtype)
-        print(f"exported to {place}")
+        print(printable(f"exported to {place}"))
 
     tyro.extras.subcommand_cli_from_dict(
         {"import": read, "export": write},

@@ -59,8 +59,8 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         self.query, self.key, self.value = (square(("embed", "heads")) for _ in range(3))
         self.project = square(("heads", "embed"))
         self.norm = layer_norm(width, **options)
-        self.query_weights = parameter(nnx.initializers.zeros, width, **options)
-        self.key_weights = parameter(nnx.initializers.zeros, width, **options)
+        self.query_weights = parameter(nnx.initializers.zeros, width, kind="vector", **options)
+        self.key_weights = parameter(nnx.initializers.zeros, width, kind="vector", **options)
 
     def apply(
         self, x: Features, call: CallArguments[AdditiveStates]

@@ -113,5 +113,7 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
     ) -> AdditiveStates:
         del capacity  # the same for any number of tokens
         sizes = self.num_heads, self.model_dim // self.num_heads, self.config.window_size
-        empty = AdditiveState.empty(batch_shape, *sizes, self.param_dtype)
-        return empty, empty
+        first, second = (
+            AdditiveState.empty(batch_shape, *sizes, self.param_dtype) for _ in range(2)
+        )
+        return first, second

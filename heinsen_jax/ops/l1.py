@@ -25,6 +25,7 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_segments,
     check_tokens,
+    int32_lengths,
     valid_tokens,
     without_padding,
 )
@@ -104,6 +105,7 @@ def l1_attention(
     check_bias(denominator_bias)
     offset = jnp.asarray(query_offset)
     check_array("query_offset", offset, ((),), jnp.integer)
+    offset = int32_lengths(offset)
     check_segments(segment_ids, query, key)
     *batch, length, heads, _ = query.shape
     dtype = jnp.result_type(query, key, value)

@@ -185,9 +185,10 @@ def _checked(edges: Any, length: int, sources: int) -> tuple[Array, Any]:
     edges = np.asarray(edges)
     wrong = np.any((edges < 0) | (edges >= limits), 1)
     if wrong.any():
+        edge = tuple(edges[wrong][0].tolist())
         raise ValueError(
             f"edges must be (destination, source) with destination < {length} and source < "
-            f"{sources}, none negative; edge {np.argmax(wrong)} is {tuple(edges[wrong][0])}"
+            f"{sources}, none negative; edge {np.argmax(wrong)} is {edge}"
         )
     return jnp.asarray(edges, jnp.int32), 1.0
 

@@ -13,7 +13,9 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_segments,
     check_tokens,
+    int32_lengths,
     segment_starts,
+    signed_ids,
     valid_tokens,
     without_padding,
 )
@@ -127,6 +129,8 @@ def dot_product_attention(
     if 0 in (query.shape[-3], key.shape[-3]):
         y = jnp.zeros((*query.shape[:-1], value.shape[-1]))
         return y.astype(jnp.result_type(query, value))
+    if not isinstance(query_offset, int):
+        query_offset = int32_lengths(query_offset)
     window = None if local_window_size is None else masks.reach(local_window_size, is_causal)
     if implementation == "cudnn":
         given = {"segment_ids": segment_ids is not None, "mask as a rule": isinstance(mask, Mask)}
@@ -223,14 +227,22 @@ def _ids(
         return None
     *batch, length, groups = key.shape[:-1]
     size = math.prod(batch)
-    ids = jnp.zeros((*batch, length), jnp.int32) if segment_ids is None else segment_ids
-    query_ids = jnp.zeros((*batch, query.shape[-3]), ids.dtype) if segment_ids is None else ids
+    if segment_ids is None:
+        ids = jnp.zeros((*batch, length), jnp.int32)
+        query_ids = jnp.zeros((*batch, query.shape[-3]), ids.dtype)
+    else:
+        ids = query_ids = signed_ids(segment_ids)
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
-        no_segment = jnp.min(query_ids, initial=0) - 1
-        ids = jnp.where(valid, ids, no_segment)
+        ids = jnp.where(valid, ids, _unused(query_ids))
     query_ids = jnp.repeat(query_ids.reshape(size, query.shape[-3]), groups, 0)
     return query_ids, jnp.repeat(ids.reshape(size, length), groups, 0)
+
+
+def _unused(ids: Array) -> Array:
+    """Return an id `[*B, 1]` that is not among those of the same row `[*B, S]`."""
+    least, most = (f(ids, -1, keepdims=True, initial=0) for f in (jnp.min, jnp.max))
+    return jnp.where(least > jnp.iinfo(ids.dtype).min, least - 1, most + 1)
 
 
 def _decays(

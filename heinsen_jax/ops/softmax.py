@@ -92,8 +92,10 @@ def dot_product_attention(
       scale: factor of the scores; 1 / sqrt(key_depth) when None.
       implementation: "xla" (stores all scores), "tiled" (memory linear in T and S, time
         proportional to the visible pairs, but not under `vmap` over a traced offset; no
-        forward-mode differentiation), "cudnn" (a fused kernel; half precision on GPUs), or
-        None to choose between the first two. A named implementation never falls back to another.
+        forward-mode differentiation, for which JAX raises "can't apply forward-mode autodiff (jvp)
+        to a custom_vjp function"; second derivatives by `grad` of `grad`), "cudnn" (a fused kernel;
+        half precision on GPUs), or None to choose between the first two. A named
+        implementation never falls back to another.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`. Rows without visible keys are 0, with zero gradients.

@@ -14,7 +14,7 @@ from flax import nnx
 from heinsen_jax.typing import Array, DTypeLike, Key
 
 ParameterKind: TypeAlias = Literal["matrix", "embedding", "vector"]
-"""What a parameter is to the optimizer; its variable carries it as the metadata `kind`.
+"""Kind of a parameter for the optimizer, in the metadata `kind` of its variable.
 
 matrix: linear maps, in the last two axes, of hidden features: weight decay; Muon orthogonalizes.
 embedding: tables of vectors, and maps in the embedding: weight decay; Adam under Muon.

@@ -21,7 +21,6 @@ from heinsen_jax.generate.states import (
     to_rows,
 )
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.ops.arguments import signed_ids
 from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
 
 Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
@@ -195,7 +194,7 @@ def _prompts(model: LanguageModel, tokens: ArrayLike) -> Integer[Array, "*B T"]:
     """Prompts, checked, in a dtype that has all ids of the vocabulary."""
     tokens = jnp.asarray(tokens)
     check_prompts(model, tokens)
-    return signed_ids(tokens)
+    return tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
 
 
 def _stream(

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.ops.arguments import signed_ids
 from heinsen_jax.training.cross_entropy import cross_entropy
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, Key
 
@@ -107,7 +106,9 @@ class MaskedTokens:
         self, targets: Integer[Array, "B T"], key: RandomKey
     ) -> tuple[Integer[Array, "B T"], Bool[Array, "B T"]]:
         """The masked input `[B, T]`, and the mask of drawn tokens, the same number in each row."""
-        keys, targets = jax.random.split(key, 3), signed_ids(targets)
+        keys = jax.random.split(key, 3)
+        if targets.dtype.itemsize < 4:  # may lack the id of masked tokens
+            targets = targets.astype(jnp.int32)
         count = max(round(self.fraction * targets.shape[-1]), 1)
         drawn = jax.random.permutation(
             keys[0],

@@ -28,7 +28,7 @@ from tests.ops.catalogue import OPS
 SHORT = {"softmax, xla", "softmax, tiled", "dilated", "tglobal", "l1", "gated, by head", "additive"}
 SHORT |= {"longformer", "memory_compressed, bidirectional"}
 LEAST = {"int8": -128, "uint8": 128, "int32": -(2**31), "uint32": 2**32 - 128}
-"""What is added to ids of at most 127, so that the smallest or the largest id is among them."""
+"""Numbers to add to ids of at most 127, so that the smallest or the largest id is among them."""
 
 
 def draw(*shape: int) -> jax.Array:

@@ -103,7 +103,7 @@ def generate(
       padding: side of the padding.
 
     Returns:
-      The new tokens `[*B, max_new_tokens]`, or the pair (tokens, state).
+      The new tokens `[*B, max_new_tokens]`, of at least 32 bits, or the pair (tokens, state).
 
     Raises:
       UserError: an argument is out of its range, or the model has too few positions; the message
@@ -120,9 +120,8 @@ def generate(
       >>> generate(model, prompts, 5, top_k=1, lengths=[4, 2]).shape
       (2, 5)
     """
-    tokens = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
-    check_prompts(model, tokens)
+    tokens = _prompts(model, tokens)
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
     if max_new_tokens == 0 and return_state:
@@ -187,10 +186,15 @@ def stream(
     Raises:
       UserError: an argument is out of its range; or, later, the model has no further positions.
     """
-    prompt = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
-    check_prompts(model, prompt)
-    return _stream(model, prompt, sampler)
+    return _stream(model, _prompts(model, tokens), sampler)
+
+
+def _prompts(model: LanguageModel, tokens: ArrayLike) -> Integer[Array, "*B T"]:
+    """Prompts, checked, in a dtype that has all ids of the vocabulary."""
+    tokens = jnp.asarray(tokens)
+    check_prompts(model, tokens)
+    return tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
 
 
 def _stream(

@@ -1,25 +1,27 @@
 """Optimizers and learning-rate schedules of optax, with weight decay on matrices and embeddings
 only."""
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pydantic
+from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
+from heinsen_jax.attention.layers import ParameterKind
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array, PyTree, config_dataclass
 
-DECAYED = ("kernel", "embedding", "key_up", "value_up", "of_keys", "of_values")
-"""Parameters with weight decay, by the last part of their name; biases and norms have none."""
 RMS_OF_ADAM = 0.2
 """Root mean square of Muon's updates, so that it has AdamW's learning rates (Liu et al., 2025,
 equation 4)."""
 
+Choice = TypeVar("Choice")
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 FinitePositive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 FiniteNonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
@@ -32,8 +34,8 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon", "lion"] = "adamw"
     """adamw; muon: orthogonalized momentum for the matrices of the layers, AdamW for the other
-    parameters, both with the learning rates of AdamW; lion: needs learning rates that are 3 to 10
-    times smaller, and as much more weight decay."""
+    parameters, such as embeddings, both with the learning rates of AdamW; lion: needs learning
+    rates that are 3 to 10 times smaller, and as much more weight decay."""
     schedule: Literal["one_cycle", "wsd", "linear", "constant"] = "one_cycle"
     """Learning rate after the warm-up. one_cycle: a cosine to end_learning_rate. wsd (warm-up,
     stable, decay): constant, then linear to end_learning_rate during decay_fraction of the steps.
@@ -54,7 +56,8 @@ class OptimizerConfig:
     momentum: Fraction = 0.95
     """Decay rate of the momentum of Muon."""
     weight_decay: FiniteNonNegative = 0.1
-    """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
+    """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate; biases,
+    scales, convolutions and trained tokens have none."""
     clip_norm: pydantic.PositiveFloat = 1.0
     """Clip gradients to this global norm."""
     ema_decay: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
@@ -171,19 +174,32 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _labels(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[str]:
-    """muon for the matrices of the layers, adam for embeddings, norms, biases and single values."""
-
-    def label(path: jax.tree_util.KeyPath, x: Array | jax.ShapeDtypeStruct) -> str:
-        names = {getattr(entry, "key", None) for entry in path}
-        return "muon" if "blocks" in names and "kernel" in names and x.ndim > 2 else "adam"
-
-    return jax.tree_util.tree_map_with_path(label, parameters)
+    """muon for the matrices of the layers, adam for all other parameters."""
+    return _by_kind(parameters, lambda kind: "muon" if kind == "matrix" else "adam")
 
 
 def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
     """Pytree of booleans: the parameters to which weight decay applies."""
+    return _by_kind(parameters, lambda kind: kind != "vector")
 
-    def is_decayed(path: jax.tree_util.KeyPath, _: Array | jax.ShapeDtypeStruct) -> bool:
-        return any(getattr(entry, "key", None) in DECAYED for entry in path)
 
-    return jax.tree_util.tree_map_with_path(is_decayed, parameters)
+def _by_kind(
+    parameters: PyTree[Array | jax.ShapeDtypeStruct], choose: Callable[[str], Choice]
+) -> PyTree[Choice]:
+    """A choice for each parameter by its kind, `attention.layers.ParameterKind`.
+
+    Raises:
+      ValueError: a parameter carries no kind.
+    """
+
+    def one(path: jax.tree_util.KeyPath, node: PyTree) -> PyTree[Choice]:
+        metadata = node.get_metadata() if isinstance(node, nnx.Variable) else {}
+        if metadata.get("kind") not in get_args(ParameterKind):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"parameter {name} has no kind; make it with attention.layers.parameter, or as "
+                f"nnx.Param(..., kind=...) with one of {', '.join(get_args(ParameterKind))}"
+            )
+        return jax.tree.map(lambda _: choose(metadata["kind"]), node)
+
+    return jax.tree.map_with_path(one, parameters, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -20,7 +20,7 @@ import fsspec
 from etils import epath
 from fsspec.config import conf
 
-from heinsen_jax.errors import UserError, first_line, printable
+from heinsen_jax.errors import UserError, first_line, parse_json, printable
 
 # Other processes write, so listings are not cached. `epath` keeps the file system of its first use,
 # which is after this import, unless a program has used `epath` for buckets before.
@@ -273,7 +273,7 @@ class _Lock:
         except FileNotFoundError:
             return None
         with contextlib.suppress(ValueError):
-            found = json.loads(content)
+            found = parse_json(content)
             if isinstance(found, dict) and found.keys() >= OWNER:
                 return found
         return {"id": repr(content)}

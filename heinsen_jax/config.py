@@ -29,10 +29,10 @@ from heinsen_jax.data.files import free_name, sha256_of, write_atomically, writi
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.data.units import joint_hash
-from heinsen_jax.errors import UserError, explain
+from heinsen_jax.errors import UserError, check_regular, explain, parse_json
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
-from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder, check_regular
+from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
 from heinsen_jax.sharding import MeshConfig
 from heinsen_jax.suggestions import refusal
 from heinsen_jax.training.checkpoint import (
@@ -122,7 +122,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
     if path.suffix != ".json":
         return run_file(path, "get_config", ExperimentConfig)
     try:
-        values = json.loads(path.read_text())
+        values = parse_json(path.read_bytes())
         if isinstance(values, dict) and isinstance(values.get("model"), dict):
             values["model"] = with_layers(values["model"])
         config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
@@ -353,7 +353,7 @@ def _differs(path: Path, content: bytes) -> bool:
 def splits_of(content: bytes) -> JSON:
     """The shards with their hashes in a manifest, or in those of a mixture; None if damaged."""
     try:
-        manifest = json.loads(content)
+        manifest = parse_json(content)
         by_name = manifest if "splits" not in manifest else {"": manifest}
         return {name: each["splits"] for name, each in by_name.items()}
     except (ValueError, TypeError, KeyError, AttributeError):

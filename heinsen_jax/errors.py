@@ -5,13 +5,15 @@ import errno
 import functools
 import importlib
 import io
+import json
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 import pydantic
 
@@ -58,6 +60,27 @@ def printable(text: object, *, lines: bool = False) -> str:
     """
     pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
     return pattern.sub(lambda found: ascii(found[0])[1:-1], str(text))
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Parse JSON, in UTF-8 if it is bytes, with or without a byte order mark.
+
+    Raises:
+      ValueError: it is invalid, or nested too deeply.
+    """
+    text = content.decode("utf-8") if isinstance(content, bytes) else content
+    try:
+        return json.loads(text.removeprefix("\ufeff"))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def check_regular(path: Path) -> None:
+    """Raise UserError if a path exists and is not a file: reading a pipe or a device may never
+    end."""
+    if path.exists() and not path.is_file():
+        kind = "folder" if path.is_dir() else "pipe or a device"
+        raise UserError(f"{path} is a {kind}, not a file; give a file")
 
 
 def explain(error: Exception, within: str = "") -> str:

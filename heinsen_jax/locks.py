@@ -13,7 +13,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from heinsen_jax.errors import UserError, printable
+from heinsen_jax.errors import UserError, parse_json, printable
 
 LOCK_FILE = ".lock"
 WITHOUT_LOCKS = errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS
@@ -75,7 +75,7 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 def _owner(path: Path) -> str:
     try:
-        owner = json.loads(path.read_text())
+        owner = parse_json(path.read_bytes())
         return f"process {owner['pid']} on {owner['host']}, since {owner['start']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

@@ -18,7 +18,7 @@ from etils import epath
 
 from heinsen_jax import buckets, locks
 from heinsen_jax.buckets import AnyPath
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, check_regular
 
 CHECKPOINT_FOLDER = "checkpoints"
 
@@ -154,14 +154,6 @@ def opened(workdir: str | Path) -> Iterator[RunFolder]:
         run.files.mkdir()
         run.fetch()
         yield run
-
-
-def check_regular(path: Path) -> None:
-    """Raise UserError if a path exists and is not a file: reading a pipe or a device may never
-    end."""
-    if path.exists() and not path.is_file():
-        kind = "folder" if path.is_dir() else "pipe or a device"
-        raise UserError(f"{path} is a {kind}, not a file; give a file")
 
 
 def _version(file: Path) -> tuple[int, int]:

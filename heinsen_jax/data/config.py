@@ -25,7 +25,7 @@ class DataConfig:
     """Text corpus, tokenizer, and shape of the batches."""
 
     corpus: str = "python-stdlib"
-    """Name of a corpus; a text, .jsonl or Parquet file, or a folder of them; a data set of the
+    """Name of a corpus; a text, JSON or Parquet file, or a folder of them; a data set of the
     Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder, on a
     disk or in a bucket, gs://bucket/folder."""
     mixture: dict[str, pydantic.NonNegativeFloat] | None = None
@@ -38,7 +38,7 @@ class DataConfig:
     """Pairs (step, mixture): from that step on, counted from 0, other weights, also 0, and other
     corpora. Only in configuration files."""
     text_column: str = DEFAULT_COLUMN
-    """Column of the texts in .jsonl and Parquet files."""
+    """Column of the texts in JSON and Parquet files."""
     tokenizer: str = "bytes"
     """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
     folder."""

@@ -1,27 +1,32 @@
 """Documents: each kind of source is read as a stream of documents."""
 
+import codecs
 import gzip
+import hashlib
 import io
+import itertools
 import json
 import lzma
 import re
+import string
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, cast
+from typing import NamedTuple, cast
 
-import zstandard
+from heinsen_jax.data.files import sha256_of
+from heinsen_jax.data.sources import Source, SplitName
+from heinsen_jax.data.streams import CHUNK_BYTES, Expansion, decompressed, reporting
+from heinsen_jax.errors import UserError, explain, extra_module, parse_json
 
-from heinsen_jax.data.sources import Kind, Source, SplitName
-from heinsen_jax.errors import UserError, explain, extra_module
-
-_CHUNK_BYTES = 1 << 20
 _DAMAGED = (
     *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError),
     gzip.BadGzipFile,
 )
+
+_BLANK = string.whitespace.encode() + codecs.BOM_UTF8
 
 
 class Document(NamedTuple):
@@ -36,22 +41,35 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
     """Stream the non-empty documents of a source.
 
     Args:
-      source: the source.
+      source: the source. If it has a hash, then its content is compared with it.
       on_read: called with the number of bytes of each read, and of the parts that need no reading.
-    """
-    done = 0
 
-    def count(number: int) -> None:
+    Raises:
+      UserError: the source is damaged, or cannot be read, or its content has another hash, which is
+        known after the last document.
+    """
+    in_order = source.kind != "parquet"
+    done, digest = 0, hashlib.sha256()
+
+    def report(block: memoryview) -> None:
         nonlocal done
-        done += number
-        on_read(number)
+        done += len(block)
+        if source.sha256 and in_order:
+            digest.update(block)
+            if done > source.size:  # before a file that keeps growing is read to its end
+                raise _changed(source)
+        on_read(len(block))
 
     try:
-        buffered = 1 if source.kind == "parquet" else _CHUNK_BYTES  # it is not read in order
-        with io.BufferedReader(_CountedFile(_open(source), count), buffered) as file:
-            for document in _READERS[source.kind](file, source):
+        buffered = CHUNK_BYTES if in_order else 1
+        with reporting(_open(source), report, buffered) as file:
+            for document in _documents(file, source):
                 if document.text:
                     yield document._replace(split=source.split or document.split)
+        if source.sha256:
+            read = digest.hexdigest() if in_order else sha256_of(source.path)
+            if read != source.sha256 or (in_order and done != source.size):
+                raise _changed(source)
         on_read(max(0, source.size - done))  # of the columns besides the text
     except _DAMAGED as error:
         raise UserError(f"{source.place} is damaged ({error}); get the file again") from error
@@ -66,62 +84,51 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
         ) from error
 
 
-def _open(source: Source) -> BinaryIO:
+def _changed(source: Source) -> UserError:
+    return UserError(
+        f"{source.place} changed while it was prepared; wait until nothing writes to it, or copy "
+        "it, and prepare it again"
+    )
+
+
+def _open(source: Source) -> io.IOBase:
     if source.streamed:
         return extra_module("heinsen_jax.data.hub").open_file(source.streamed.url)
-    return cast(BinaryIO, io.FileIO(source.path))
+    return io.FileIO(source.path)
 
 
-class _CountedFile(io.RawIOBase):
-    """A file that reports the number of bytes of each read."""
-
-    def __init__(self, file: BinaryIO, on_read: Callable[[int], None]) -> None:
-        self._file, self._on_read = file, on_read
-        self.mode, self.name = "rb", getattr(file, "name", "")  # as `BinaryIO` has them
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer) -> int:
-        count = self._file.readinto(buffer)  # type: ignore[attr-defined]
-        self._on_read(count)
-        return count
-
-    def readall(self) -> bytes:
-        content = self._file.read()
-        self._on_read(len(content))
-        return content
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
+def _documents(file: io.BufferedReader, source: Source) -> Iterator[Document]:
+    form, _, compression = source.kind.partition(".")
+    if compression:
+        content = decompressed(file, compression, source.place)
+        file = Expansion(source.place, file.tell).limit(content)
+    return _READERS[form](file, source)
 
 
-def _decode(content: bytes, name: str) -> str:
+def _decode(content: bytes, name: str, encoding: str = "utf-8") -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{name} is not UTF-8 text (byte {error.start}): convert it or leave it out"
         ) from None
 
 
-def _read_text(file: BinaryIO, source: Source) -> Iterator[Document]:
+def _check_encoding(content: bytes, name: str) -> None:
+    """Refuse UTF-16 and UTF-32, whose ASCII characters would be valid UTF-8."""
+    encoding = json.detect_encoding(content[:4])
+    if not encoding.startswith("utf-8"):
+        raise UserError(f"{name} is {encoding[:6].upper()} text; convert it to UTF-8")
+
+
+def _read_text(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     """The file is one document."""
-    yield Document(_decode(file.read(), source.place))
+    content = file.read()
+    _check_encoding(content, source.place)
+    yield Document(_decode(content, source.place, "utf-8-sig"))
 
 
-def _read_gzip_text(file: BinaryIO, source: Source) -> Iterator[Document]:
-    yield Document(_decode(gzip.GzipFile(fileobj=file).read(), source.place))
-
-
-def _read_python(file: BinaryIO, source: Source) -> Iterator[Document]:
+def _read_python(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     """The file is one document, or none if it is not UTF-8."""
     try:
         yield Document(file.read().decode("utf-8"))
@@ -129,28 +136,53 @@ def _read_python(file: BinaryIO, source: Source) -> Iterator[Document]:
         return
 
 
-def _read_jsonl(lines: Iterable[bytes], source: Source) -> Iterator[Document]:
-    """Every line is a JSON object with a document in the text column; blank lines are skipped."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield Document(_text_of_row(line, f"{source.place}:{number}", source.text_column))
+def _read_json(file: io.BufferedReader, source: Source) -> Iterator[Document]:
+    """Objects with a document in the text column: one in each line, without blank lines; or an
+    array of objects, or a single one, over any number of lines."""
+    rows = ((number, line) for number, line in enumerate(file, start=1) if line.strip(_BLANK))
+    start = next(rows, None)
+    if start is None:
+        return
+    _check_encoding(first := start[1], source.place)
+    if _spans_lines(first):
+        content = _parse(first + file.read(), f"{source.place}:{start[0]}")
+        for item, row in enumerate(content if isinstance(content, list) else [content], start=1):
+            yield Document(_text_of(row, f"{source.place}, item {item}", source.text_column))
+        return
+    for number, line in itertools.chain([start], rows):
+        where = f"{source.place}:{number}"
+        yield Document(_text_of(_parse(line, where), where, source.text_column))
 
 
-def _text_of_row(line: bytes, where: str, column: str) -> str:
+def _spans_lines(line: bytes) -> bool:
+    """Whether the first line of a file is an array, or an object that does not end in it."""
     try:
-        row = json.loads(line)
+        return isinstance(parse_json(line), list)
+    except json.JSONDecodeError as error:
+        return error.doc.lstrip().startswith("[") or error.pos >= len(error.doc.rstrip()) > 0
+    except ValueError:
+        return False
+
+
+def _parse(content: bytes, where: str) -> object:
+    try:
+        return parse_json(content)
     except ValueError as error:
         raise UserError(f"{where} is not JSON ({error}): fix or remove the line") from None
+
+
+def _text_of(row: object, where: str, column: str) -> str:
     if not isinstance(row, dict):
         raise UserError(f'{where} is not an object: every row must be {{"{column}": ...}}')
     if not isinstance(text := row.get(column), str):
         raise UserError(
-            f"{where} has no string under {column!r}, but columns {', '.join(row)}: fix the line, "
-            "or name the column of the texts (text_column)"
+            f"{where} has no string under {column!r}, but columns {', '.join(row)}: fix the row, "
+            "or name the column of the texts (text_column); a file is text only if its name ends "
+            "in another way than those of JSON"
         )
     if not _is_unicode(text):
         raise UserError(
-            f"{where} contains an unpaired surrogate, which is invalid UTF-8: fix the line"
+            f"{where} contains an unpaired surrogate, which is invalid UTF-8: fix the row"
         )
     return text
 
@@ -163,58 +195,26 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _read_gzip_jsonl(file: BinaryIO, source: Source) -> Iterator[Document]:
-    return _read_jsonl(gzip.GzipFile(fileobj=file), source)
-
-
-def _read_zstandard_jsonl(file: BinaryIO, source: Source) -> Iterator[Document]:
-    return _read_jsonl(_lines(_zstandard_chunks(file, source.place)), source)
-
-
-def _read_parquet(file: BinaryIO, source: Source) -> Iterator[Document]:
+def _read_parquet(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     read = extra_module("heinsen_jax.data.parquet").read_texts
-    return map(Document, read(file, source.place, source.text_column))
+    expansion = Expansion(source.place, lambda: source.size)
+    for text in read(file, source.place, source.text_column):
+        expansion.add(len(text))
+        yield Document(text)
 
 
-def _zstandard_chunks(file: BinaryIO, name: str) -> Iterator[bytes]:
-    """Decompress frame by frame. (A stream reader would not report a truncated frame.)"""
-    decompressor = zstandard.ZstdDecompressor(max_window_size=2**31)
-    frame = None
-    try:
-        while chunk := file.read(_CHUNK_BYTES):
-            while chunk:
-                frame = frame or decompressor.decompressobj()
-                yield frame.decompress(chunk)
-                chunk = frame.unused_data if frame.eof else b""
-                frame = None if frame.eof else frame
-    except zstandard.ZstdError as error:
-        raise UserError(f"{name} is damaged ({error}); get the file again") from error
-    if frame is not None:
-        raise UserError(f"{name} is truncated: its last frame has no end; get the file again")
-
-
-def _lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    unfinished: list[bytes] = []
-    for chunk in chunks:
-        first, *others = chunk.split(b"\n")
-        unfinished.append(first)
-        if others:
-            yield b"".join(unfinished)
-            yield from others[:-1]
-            unfinished = [others[-1]]
-    yield b"".join(unfinished)
-
-
-def _read_wikitext(file: BinaryIO, source: Source) -> Iterator[Document]:
+def _read_wikitext(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     """The articles of the raw training and validation files, without the test set."""
     name = source.place
     members: dict[str, SplitName] = {"wiki.train.raw": "train", "wiki.valid.raw": "validation"}
+    expansion = Expansion(name, lambda: source.size)
     with zipfile.ZipFile(file) as archive:
         paths = {Path(member).name: member for member in archive.namelist()}
         for member, split in members.items():
             if member not in paths:
                 raise UserError(f"{name} contains no {member}: it is not raw WikiText")
-            with archive.open(paths[member]) as lines:
+            with archive.open(paths[member]) as content:
+                lines = expansion.limit(cast(io.IOBase, content))
                 for article in _articles(_decode(line, name) for line in lines):
                     yield Document(article, split)
 
@@ -231,34 +231,38 @@ def _articles(lines: Iterable[str]) -> Iterator[str]:
     yield "".join(article)
 
 
-def _read_openwebtext(file: BinaryIO, source: Source) -> Iterator[Document]:
+def _read_openwebtext(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     """An archive of archives of pages; runs of empty lines are collapsed, as is usual."""
-    with tarfile.open(fileobj=file, mode="r|xz") as archive:
+    expansion = Expansion(source.place, file.tell)
+    with _open_tar_xz(file, expansion) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".xz"):
-                for page in _pages(_open_member(archive, member), source.place):
+                subset = _open_member(archive, member)
+                for page in _pages(subset, source.place, expansion):
                     yield Document(re.sub(r"\n\n\n+", "\n\n", page).strip())
 
 
-def _pages(subset: io.BufferedReader, name: str) -> Iterator[str]:
-    with tarfile.open(fileobj=subset, mode="r|xz") as archive:
+def _pages(subset: io.BufferedReader, name: str, expansion: Expansion) -> Iterator[str]:
+    with _open_tar_xz(subset, expansion) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(".txt"):
                 yield _decode(_open_member(archive, member).read(), f"{name}: {member.name}")
+
+
+def _open_tar_xz(file: io.BufferedReader, expansion: Expansion) -> tarfile.TarFile:
+    content = expansion.limit(decompressed(file, "xz", ""))
+    return tarfile.open(fileobj=content, mode="r|")
 
 
 def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> io.BufferedReader:
     return cast(io.BufferedReader, archive.extractfile(member))  # None only for what is no file
 
 
-_READERS: dict[Kind, Callable[[BinaryIO, Source], Iterator[Document]]] = {
+_READERS: dict[str, Callable[[io.BufferedReader, Source], Iterator[Document]]] = {
     "text": _read_text,
-    "text.gz": _read_gzip_text,
     "python": _read_python,
-    "jsonl": _read_jsonl,
-    "jsonl.gz": _read_gzip_jsonl,
+    "jsonl": _read_json,
     "parquet": _read_parquet,
-    "jsonl.zst": _read_zstandard_jsonl,
     "wikitext": _read_wikitext,
     "openwebtext": _read_openwebtext,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from heinsen_jax.data.files import byte_progress, replacing, sha256_of
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, check_regular
 
 _TIMEOUT_SECONDS = 30
 _CHUNK_BYTES = 1 << 20
@@ -28,6 +28,7 @@ class Remote:
 
 def ensure_downloaded(remote: Remote, path: Path) -> None:
     """Ensure that `path` contains exactly `remote`; download it if the file does not exist."""
+    check_regular(path)
     if path.exists():
         _check(sha256_of(path), remote, path, f"{path} is not the published file; delete it, or")
         return

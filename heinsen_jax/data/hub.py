@@ -18,6 +18,7 @@ except ImportError as missing:
     raise without_extra(missing, "datasets", __name__) from missing
 
 _NAME = re.compile(r"hf://(?:datasets/)?([^/:]+/[^/:]+)(?:/([^:]+))?(?::(.+))?")
+_TEXT = re.compile(r"(?i)\.(txt|md)(\.(gz|zst|zstd))?$")
 _SPLITS = ("train", "validation", "valid", "val", "dev")
 
 
@@ -32,7 +33,7 @@ def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:
 
     Raises:
       UserError: the name is invalid, the Hub cannot be read, or the data set has no such split or
-        has files of other kinds than Parquet, `.jsonl` and text.
+        has files of other kinds than Parquet, JSON and text.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -68,8 +69,8 @@ def open_file(url: str) -> BinaryIO:
 
 
 def _source(url: str, text_column: str) -> Source:
-    kind = kind_of(re.sub(r"\.json(?=\.|$)", ".jsonl", url))  # rows, too, on the Hub
-    if kind == "text" and not url.endswith((".txt", ".md")):
+    kind = kind_of(url)
+    if kind.startswith("text") and not _TEXT.search(url):
         raise UserError(f"{url}: unsupported kind of file; choose data in Parquet or JSON lines")
     file_system, path = fsspec.url_to_fs(url)
     content = file_system.info(path)

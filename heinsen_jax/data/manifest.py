@@ -10,7 +10,7 @@ import pydantic
 from heinsen_jax.buckets import AnyPath
 from heinsen_jax.data.files import sha256_of, write_atomically
 from heinsen_jax.data.sources import DEFAULT_COLUMN, SplitName
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, check_regular
 
 MANIFEST_FILE = "manifest.json"
 
@@ -102,6 +102,7 @@ class Manifest(Recipe):
     def load(cls, folder: str | Path) -> "Manifest":
         """Read the manifest in `folder` and check that every shard exists with its full size."""
         path = Path(folder) / MANIFEST_FILE
+        check_regular(path)
         try:
             manifest = cls.parse(path.read_bytes(), path)
         except OSError:

@@ -27,7 +27,7 @@ def read_texts(file: BinaryIO, name: str, column: str) -> Iterator[str]:
     """
     row = 0
     try:
-        content = pq.ParquetFile(file)
+        content = pq.ParquetFile(file, page_checksum_verification=True)
         _check_column(content.schema_arrow, name, column)
         for batch in content.iter_batches(ROWS, columns=[column]):
             for value in batch.column(0):
@@ -42,7 +42,9 @@ def read_texts(file: BinaryIO, name: str, column: str) -> Iterator[str]:
         raise UserError(
             f"{name}, row {row}: column {column!r} is not UTF-8 text; fix the row"
         ) from None
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the file, not of its pages
+            raise
         raise UserError(f"{name} is damaged ({error}); get the file again") from error
 
 
@@ -62,6 +64,9 @@ def _check_column(schema: pa.Schema, name: str, column: str) -> None:
 
 
 def _is_text(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        return _is_text(kind.storage_type)
     if pa.types.is_dictionary(kind):
         return _is_text(kind.value_type)
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+    tests = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view
+    return any(is_kind(kind) for is_kind in tests)

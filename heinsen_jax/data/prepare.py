@@ -11,6 +11,8 @@ interrupted preparation resumes with the units without a record, and gives the s
     manifest.json                           written last
 """
 
+import itertools
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,9 +25,9 @@ import tyro
 
 from heinsen_jax import on_ray
 from heinsen_jax.buckets import local_path
-from heinsen_jax.data.corpora import CORPORA, corpus_sources
-from heinsen_jax.data.download import ensure_downloaded
+from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.files import byte_progress
+from heinsen_jax.data.inputs import HUB, ensure_local, hashed_sources, sources_by_input
 from heinsen_jax.data.manifest import (
     MANIFEST_FILE,
     InputRecord,
@@ -40,8 +42,6 @@ from heinsen_jax.data.sources import (
     Source,
     SplitName,
     TextKind,
-    check_sources,
-    find_sources,
 )
 from heinsen_jax.data.tokenizers import (
     Tokenizer,
@@ -59,23 +59,22 @@ from heinsen_jax.data.units import (
     process_unit,
     read_record,
 )
-from heinsen_jax.errors import UserError, command_line, extra_module
-from heinsen_jax.locks import locked
+from heinsen_jax.errors import UserError, check_regular, command_line
+from heinsen_jax.locks import LOCK_FILE, locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "tails": 0.1, "document": 0.01}
 FEW_DOCUMENTS = 5
 """With fewer validation documents, on average, a random choice could be empty or unbalanced."""
 
-HUB = "hf://"
-"""Prefix of the names of data sets of the Hugging Face Hub."""
-
-LARGE = 1 << 30
-"""Size of the inputs, in bytes, above which hashing has a progress bar."""
-
 SplitChoice = Literal["auto", "document", "tail", "validation"]
 Executor = Literal["local", "ray"]
 
 _RECIPE_FILE = "recipe.json"
+_OWN_PARTIAL = re.compile(
+    r"((train|validation)-\d{5}\.bin|unit-\d{5}\.json|(recipe|manifest)\.json|tokenizer[a-z_.]*)"
+    r"\.[0-9a-f]{12}\.partial"
+)
+"""Names of the partial files of a preparation."""
 
 
 def prepare(
@@ -93,10 +92,10 @@ def prepare(
     """Prepare a data set in `output`, or resume an interrupted preparation.
 
     Args:
-      inputs: names of corpora; text files, `.jsonl` and Parquet files, also compressed, and folders
+      inputs: names of corpora; text, JSON and Parquet files, also compressed, and folders
         of them; or data sets of the Hugging Face Hub, `hf://owner/name[/config][:split]`.
       tokenizer: as for `get_tokenizer`.
-      output: folder of the data set; it must not have a data set from other inputs.
+      output: folder of the data set: new, empty, or made by this function from equal inputs.
       validation_fraction: fraction for validation; by default 0.1 with `tail`, else 0.01.
       split: `tail` uses the end of each document for validation, `document` a random part of the
         documents, `validation` everything; `auto` is `tail` for one text file or a folder of few,
@@ -109,15 +108,16 @@ def prepare(
         refusing.
 
     Raises:
-      UserError: an argument is invalid, an input cannot be read, or `output` cannot be written, is
-        in use, or has another data set.
+      UserError: an argument is invalid, an input cannot be read or changes meanwhile, or `output`
+        cannot be written, is in use, or has another data set or other files.
     """
     output = local_path(output, "output")
     by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
-    sources = [source for group in by_input.values() for source in group]
-    rule = _split_rule(split, validation_fraction, sources)
+    rule = _split_rule(split, validation_fraction, [*itertools.chain(*by_input.values())])
+    _check_output(output)
     found = _tokenizer(tokenizer, output)
-    _hash(sources)
+    by_input = hashed_sources(by_input)
+    sources = [*itertools.chain(*by_input.values())]
     recipe = _recipe(by_input, found, rule, text_column)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -126,56 +126,17 @@ def prepare(
         with locked(output, wait=wait):
             if _is_finished(recipe, output):  # the process that held the lock has finished it
                 return Manifest.load(output)
-            for partial in output.glob("*.partial"):  # files of a process that was killed
-                partial.unlink()
+            for path in output.iterdir():
+                if _OWN_PARTIAL.fullmatch(path.name):  # of a process that was killed
+                    path.unlink()
+            recipe.write(output / _RECIPE_FILE)  # first, since it marks the folder as its own
             save_tokenizer(found, output)
-            recipe.write(output / _RECIPE_FILE)
             units = plan_units(recipe, rule, sources)
             left = [unit for unit in units if read_record(unit, output) is None]
             _process(left, output, executor)
             return _finish(recipe, found, units, output)
     except OSError as error:
         raise UserError(f"output {output} cannot be written: {error}") from error
-
-
-def sources_by_input(
-    inputs: Sequence[str], downloads: Path, text_column: str
-) -> dict[str, list[Source]]:
-    """The sources of each input.
-
-    Raises:
-      UserError: an input is missing, empty or given twice, or needs an extra that is not installed.
-    """
-    if not inputs:
-        raise UserError(
-            f"inputs: none given; give a corpus ({', '.join(CORPORA)}), a file or a folder"
-        )
-    sources: dict[str, list[Source]] = {}
-    for name in inputs:
-        if name in sources:
-            raise UserError(f"input {name} is given twice; give it once")
-        sources[name] = sources_of(name, downloads, text_column)
-        if not sources[name]:
-            raise UserError(f"input {name} contains no text; give one that does")
-    check_sources([source for group in sources.values() for source in group])
-    return sources
-
-
-def sources_of(name: str, downloads: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
-    """The sources of a corpus, a file, a folder or a data set of the Hub.
-
-    Raises:
-      UserError: it does not exist.
-    """
-    if name in CORPORA:
-        return corpus_sources(name, downloads)
-    if name.startswith(HUB):
-        return extra_module("heinsen_jax.data.hub").hub_sources(name, text_column)
-    if not Path(name).exists():
-        raise UserError(
-            f"input {name} does not exist; give one of {', '.join(CORPORA)}, a file or a folder"
-        )
-    return find_sources(Path(name), text_column)
 
 
 def _split_rule(
@@ -215,15 +176,16 @@ def _tokenizer(name: str, output: Path) -> Tokenizer:
     return get_tokenizer(name)
 
 
-def _hash(sources: Sequence[Source]) -> None:
-    """Hash the sources, with a progress bar for large ones."""
-    total = sum(source.size for source in sources if source.is_local)
-    if total < LARGE:
+def _check_output(output: Path) -> None:
+    """Refuse a folder whose files are not those of a preparation, such as a run's folder."""
+    if not output.is_dir() or (output / _RECIPE_FILE).exists():
         return
-    with byte_progress("hashing the inputs", total) as advance:
-        for source in sources:
-            if source.is_local and source.identity:
-                advance(source.size)
+    for path in output.iterdir():
+        if path.name != LOCK_FILE and not _OWN_PARTIAL.fullmatch(path.name):
+            raise UserError(
+                f"output {output} has {path.name}, and no {_RECIPE_FILE} of a preparation; give "
+                "the name of a new folder"
+            )
 
 
 def _recipe(
@@ -251,24 +213,28 @@ def _recipe(
 def _is_finished(recipe: Recipe, output: Path) -> bool:
     """Whether `output` has the complete data set already; another data set is an error."""
     path = output / _RECIPE_FILE
+    check_regular(path)
     if not path.exists():
         return False
     try:
         held = Recipe.model_validate_json(path.read_bytes())
     except pydantic.ValidationError:
-        raise UserError(f"{path} is damaged; delete {output} and prepare it again") from None
+        raise UserError(
+            f"{path} is damaged, or not of a preparation; choose another output"
+        ) from None
     wanted = dict(recipe)
     differing = [
         f"{field} ({_brief(value)}, not {_brief(wanted[field])})"
         for field, value in held
         if value != wanted[field]
     ]
-    if differing:
+    is_finished = (output / MANIFEST_FILE).exists()
+    if differing and (is_finished or any(output.glob("unit-*.json"))):
         raise UserError(
             f"{output} holds a data set that differs in {', '.join(differing)}; "
             "choose another output or delete that folder"
         )
-    return (output / MANIFEST_FILE).exists()
+    return is_finished
 
 
 def _brief(value: object) -> str:
@@ -279,13 +245,6 @@ def _brief(value: object) -> str:
             f"{value.name}: {value.files} files, {value.bytes} bytes, hash {value.fingerprint[:8]}"
         )
     return str(value)[:12]
-
-
-def ensure_local(sources: Sequence[Source]) -> None:
-    """Download the files of corpora."""
-    for source in sources:
-        if source.remote is not None:
-            ensure_downloaded(source.remote, source.path)
 
 
 def _process(units: Sequence[Unit], output: Path, executor: Executor) -> None:
@@ -332,11 +291,12 @@ def _finish(recipe: Recipe, tokenizer: Tokenizer, units: Sequence[Unit], output:
 
 
 def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) -> None:
-    """Refuse a data set with an empty split, and remove its recipe so that another may follow."""
+    """Refuse a data set with an empty split, and remove its units so that another may follow."""
     empty = [name for name, split in splits.items() if not split.tokens]
     if not empty or (recipe.split == "validation" and empty == ["train"]):
         return
-    (output / _RECIPE_FILE).unlink(missing_ok=True)
+    for path in output.glob("unit-*.json"):
+        path.unlink()
     if len(empty) == 2:
         names = ", ".join(record.name for record in recipe.inputs)
         raise UserError(f"{names}: contains no text; give a corpus that does")
@@ -358,7 +318,7 @@ SPLIT_HELP = (
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """Prepare a data set from corpora, text, .jsonl and Parquet files, folders of them, or the
+    """Prepare a data set from corpora, text, JSON and Parquet files, folders of them, or the
     Hugging Face Hub."""
 
     inputs: tyro.conf.Positional[tuple[str, ...]]
@@ -373,7 +333,7 @@ class PrepareOptions:
     """Fraction for validation. When None: 0.1 with tail, else 0.01."""
     split: Annotated[SplitChoice, tyro.conf.arg(help=SPLIT_HELP)] = "auto"
     text_column: str = DEFAULT_COLUMN
-    """Column of the texts in .jsonl and Parquet files."""
+    """Column of the texts in JSON and Parquet files."""
     downloads: Path = Path("data/downloads")
     """Folder of downloaded corpora."""
     executor: Executor = "local"

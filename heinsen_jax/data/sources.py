@@ -3,17 +3,16 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
-from typing import Literal, get_args
+from pathlib import Path, PurePosixPath
+from typing import Literal, cast, get_args
 
 from heinsen_jax.data.download import Remote
 from heinsen_jax.data.files import sha256_of
-from heinsen_jax.errors import UserError, extra_module
+from heinsen_jax.errors import UserError, check_regular, extra_module
 
 RowKind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 """Kinds whose documents are in a column."""
-TextKind = Literal["text", "text.gz", "python"]
+TextKind = Literal["text", "text.gz", "text.zst", "python"]
 """Kinds with one document."""
 Kind = RowKind | TextKind | Literal["wikitext", "openwebtext"]
 SplitName = Literal["train", "validation"]
@@ -22,17 +21,14 @@ SPLITS: tuple[SplitName, ...] = ("train", "validation")
 
 DEFAULT_COLUMN = "text"
 
-_KINDS: dict[str, Kind] = {
-    ".txt.gz": "text.gz",
-    ".jsonl": "jsonl",
-    ".jsonl.gz": "jsonl.gz",
-    ".jsonl.zst": "jsonl.zst",
-    ".parquet": "parquet",
-}
-"""Kinds of files by their suffix; all others are text."""
+_FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+"""Formats of files by their suffix, in small letters; all others are text."""
+_COMPRESSIONS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
+_ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lzma", ".lz4"}
+"""Suffixes of archives, of which some are valid UTF-8, and of other compressions."""
 _HUB_FILE = re.compile(
-    r"(?:.*/)?(train|validation|valid|val|dev|test)"
-    r"(?:/\d+|-\d{5}-of-\d{5}(?:-[0-9a-f]+)?)?\.(?:parquet|jsonl|jsonl\.gz|jsonl\.zst)"
+    r"(?:.*/)?(train|validation|valid|val|dev|test)(?:/\d+|-\d{5}-of-\d{5}(?:-[0-9a-f]+)?)?"
+    r"(?i:\.parquet|\.(?:jsonl|ndjson|json)(?:\.(?:gz|zst|zstd))?)"
 )
 """Data files of a split in a folder in the form of the Hugging Face Hub."""
 _HUB_OTHERS = {"README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "dataset_infos.json"}
@@ -65,6 +61,8 @@ class Source:
     """The published split of all its documents, if any."""
     text_column: str = DEFAULT_COLUMN
     """The column of its documents, if it has rows."""
+    sha256: str | None = None
+    """Hash of a local file; None if it was not computed yet."""
 
     @property
     def has_published_split(self) -> bool:
@@ -79,31 +77,37 @@ class Source:
         """Path or address, for messages."""
         return self.streamed.url if self.streamed else str(self.path)
 
-    @cached_property
-    def identity(self) -> tuple[str, str, int, str]:
-        """Key of the content: equal for equal documents. Reads local files.
+    def hashed(self) -> "Source":
+        """A copy with the hash of the content, for which local files are read.
 
         Raises:
           UserError: it cannot be read.
         """
         try:
-            if self.streamed:
-                digest = self.streamed.version
-            else:
-                digest = self.remote.sha256 if self.remote else sha256_of(self.path)
+            return replace(self, sha256=sha256_of(self.path)) if self.is_local else self
         except OSError as error:
             raise UserError(f"{self.path} cannot be read: {error.strerror or error}") from error
+
+    @property
+    def identity(self) -> tuple[str, str, int, str]:
+        """Key of the content: equal for equal documents. Reads local files without a hash."""
+        if self.streamed:
+            digest = self.streamed.version
+        else:
+            digest = self.remote.sha256 if self.remote else self.sha256 or sha256_of(self.path)
         if self.text_column != DEFAULT_COLUMN:
             digest += f" {self.text_column}"
         return (self.name, self.kind, self.size, digest)
 
     @property
-    def version(self) -> tuple[str, int, int | str]:
+    def version(self) -> tuple[str | int, ...]:
         """Key that changes whenever the content may have changed: of a local file, its mtime."""
         if self.streamed:
             return (self.name, self.size, self.streamed.version)
         changed = 0 if self.remote else self.path.stat().st_mtime_ns
-        return (self.name, self.size, changed)
+        # Earlier releases, whose data sets are in caches, read other names of JSON as text.
+        kind = ["rows"] if self.kind.startswith("jsonl") and ".jsonl" not in self.name else []
+        return (self.name, self.size, changed, *kind)
 
 
 def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
@@ -112,13 +116,20 @@ def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
     Hidden files and folders and `__pycache__` are skipped; all others must be text. If the files,
     besides a README, a license and `dataset_infos.json`, are named by split as on the Hugging Face
     Hub, such as `data/train-00000-of-00002.parquet`, then this split is kept, without test files.
+
+    Raises:
+      UserError: nothing is there, or a pipe, a device, a link to nothing, or an archive.
     """
-    if path.is_file():
-        return [_source(path, path.name, text_column)]
     if not path.is_dir():
-        raise UserError(f"input {path}: it does not exist; give a corpus, a text file or a folder")
-    relatives = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    visible = [relative for relative in relatives if not _is_hidden(relative)]
+        _check_file(path)
+        return [_source(path, path.name, text_column)]
+    visible = [
+        relative
+        for file in path.rglob("*")
+        if not _is_hidden(relative := file.relative_to(path)) and not file.is_dir()
+    ]
+    for relative in visible:
+        _check_file(path / relative)
     splits = _hub_splits([relative.as_posix() for relative in visible])
     sources = [
         _source(path / relative, f"{path.resolve().name}/{relative.as_posix()}", text_column)
@@ -128,6 +139,12 @@ def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
         return sources
     named = ((source, splits.get(source.path.relative_to(path).as_posix())) for source in sources)
     return with_splits([(source, name) for source, name in named if name])
+
+
+def _check_file(path: Path) -> None:
+    check_regular(path)
+    if not path.exists():
+        raise UserError(f"input {path}: it does not exist; give a corpus, a text file or a folder")
 
 
 def with_splits(sources: Sequence[tuple[Source, str]]) -> list[Source]:
@@ -165,13 +182,25 @@ def check_sources(sources: Sequence[Source]) -> None:
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a file by its name."""
-    suffix = next(filter(name.endswith, _KINDS), None)
-    return _KINDS[suffix] if suffix else "text"
+    """Return the kind of a file by its name.
+
+    Raises:
+      UserError: it is an archive, or compressed in an unsupported way.
+    """
+    path = PurePosixPath(name.lower())
+    compression = _COMPRESSIONS.get(path.suffix, "")
+    suffix = PurePosixPath(path.stem).suffix if compression else path.suffix
+    kind = _FORMATS.get(suffix, "text") + compression
+    if suffix in _ARCHIVES or kind.startswith("parquet."):
+        raise UserError(
+            f"{name}: unsupported archive or compression; extract it (.gz and .zst of text and of "
+            "lines of JSON are supported)"
+        )
+    return cast(Kind, kind)
 
 
 def _source(path: Path, name: str, text_column: str) -> Source:
-    return Source(name, path, kind_of(path.name), path.stat().st_size, text_column=text_column)
+    return Source(name, path, kind_of(str(path)), path.stat().st_size, text_column=text_column)
 
 
 def _is_hidden(relative: Path) -> bool:

@@ -14,9 +14,10 @@ from heinsen_jax.data.config import MODEL, DataConfig, Documents
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch, RowSequence
 from heinsen_jax.data.fetch import fetch_prepared
+from heinsen_jax.data.inputs import HUB, sources_of
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, numpy_dtype
 from heinsen_jax.data.packing import Plan, Segment, packed_row
-from heinsen_jax.data.prepare import HUB, SplitChoice, prepare, sources_of
+from heinsen_jax.data.prepare import SplitChoice, prepare
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, SplitName
 from heinsen_jax.data.tokenizers import (
     load_tokenizer,

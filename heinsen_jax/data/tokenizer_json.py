@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 
 from heinsen_jax.data.files import write_atomically
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, parse_json
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -229,7 +229,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); restore the file") from None
     except ValueError as error:

@@ -13,7 +13,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 
 from heinsen_jax.data.files import write_atomically
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 SUFFIX = ".tiktoken"
@@ -97,7 +97,7 @@ class TiktokenTokenizer:
         path = folder / _DEFINITION_FILE
         ranks, _ = _read_ranks(folder / _RANKS_FILE)
         try:
-            definition = json.loads(path.read_bytes())
+            definition = parse_json(path.read_bytes())
             tokenizer = cls(
                 definition["name"],
                 definition["pattern"],

@@ -19,9 +19,9 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from heinsen_jax.buckets import local_path
 from heinsen_jax.data.documents import read_documents
 from heinsen_jax.data.files import byte_progress, write_atomically, writing
-from heinsen_jax.data.prepare import ensure_local, sources_by_input
+from heinsen_jax.data.inputs import ensure_local, sources_by_input
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source
-from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, JsonTokenizer, as_json
+from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE, JsonTokenizer, as_json
 from heinsen_jax.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_name
 from heinsen_jax.errors import UserError, command_line
 
@@ -51,11 +51,13 @@ def train_tokenizer(
         exists.
     """
     output = local_path(output, "output")
-    file = output if output.suffix == ".json" else output / TOKENIZER_FILE
+    is_file = output.suffix == ".json"
+    file = output if is_file else output / TOKENIZER_FILE
     if vocab_size < SMALLEST:
         raise UserError(f"vocab_size={vocab_size} must be at least {SMALLEST}")
-    if file.exists():
-        raise UserError(f"output {file} exists; choose another or delete it")
+    for path in (file,) if is_file else (file, output / SETTINGS_FILE):
+        if path.exists():
+            raise UserError(f"output {path} exists; choose another or delete it")
     by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
     sources = [source for group in by_input.values() for source in group]
     with writing(file.parent):
@@ -64,7 +66,7 @@ def train_tokenizer(
     document = _train(sources, vocab_size)
     tokenizer = JsonTokenizer(tokenizer_name(str(output)), file, document, END_OF_TEXT)
     with writing(file.parent):
-        if file == output:
+        if is_file:
             write_atomically(file, as_json(document))
         else:
             tokenizer.save(output)
@@ -107,7 +109,7 @@ class TrainTokenizerOptions:
     vocab_size: int
     """Number of tokens, the 256 bytes and <|endoftext|> among them."""
     text_column: str = DEFAULT_COLUMN
-    """Column of the texts in .jsonl and Parquet files."""
+    """Column of the texts in JSON and Parquet files."""
     downloads: Path = Path("data/downloads")
     """Folder of downloaded corpora."""
 

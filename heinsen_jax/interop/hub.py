@@ -26,7 +26,7 @@ from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
-from heinsen_jax.errors import UserError, command_line, printable, without_extra
+from heinsen_jax.errors import UserError, command_line, parse_json, printable, without_extra
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
@@ -76,7 +76,7 @@ def _save_pretrained(
         save_weights(partial, arrays, step=step, shard_bytes=shard_bytes)
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
-        config = _without_paths(json.loads((run.files / CONFIG_FILE).read_text(encoding="utf-8")))
+        config = _without_paths(parse_json((run.files / CONFIG_FILE).read_bytes()))
         content = json.dumps(config, indent=2) + "\n"
         (partial / CONFIG_FILE).write_text(content, encoding="utf-8")
         if (run.files / METRICS_FILE).exists():

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from heinsen_jax.data.files import write_atomically, writing
-from heinsen_jax.errors import UserError
-from heinsen_jax.run_folder import check_regular
+from heinsen_jax.errors import UserError, check_regular, parse_json
 from heinsen_jax.study.grid import Run, Study
 from heinsen_jax.study.records import Comparison, RunRecord, is_larger_better
 
@@ -25,7 +24,7 @@ class Recorded:
         lines = content.splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
                 self._records[record["fingerprint"]] = record
             except (ValueError, KeyError, TypeError):
                 if line.endswith(b"\n") or number < len(lines):

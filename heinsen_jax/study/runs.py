@@ -27,7 +27,7 @@ from heinsen_jax.data import DataConfig, TextDataset
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.environment import environment
-from heinsen_jax.errors import UserError, failure
+from heinsen_jax.errors import UserError, failure, parse_json
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
@@ -125,7 +125,7 @@ def _trained(config: ExperimentConfig, workdir: Path, start: Path | None) -> dic
 def _read(path: Path) -> Any:
     """The content of a file of an earlier call of `run_one`, if any."""
     try:
-        return json.loads(path.read_text())
+        return parse_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:

@@ -21,7 +21,7 @@ from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import Tokenizer, load_tokenizer
 from heinsen_jax.data.files import free_name, write_atomically, writing
 from heinsen_jax.distributed import gather, process_0_first, together
-from heinsen_jax.errors import UserError, explain, first_line
+from heinsen_jax.errors import UserError, explain, first_line, parse_json
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.layers import with_layers
 from heinsen_jax.pytrees import flatten_with_names
@@ -167,7 +167,7 @@ class Checkpoints:
     def _loss(self, step: int) -> float:
         """The validation loss of a step; infinity if it was not evaluated, or is not a number."""
         try:
-            return -_score(json.loads((self.folder / str(step) / METRICS).read_text()))
+            return -_score(parse_json((self.folder / str(step) / METRICS).read_bytes()))
         except FileNotFoundError:  # another process is removing the step
             return math.inf
 
@@ -454,7 +454,7 @@ def read_config(workdir: Path) -> SavedConfig | None:
     if not path.exists():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     except ValueError as error:
@@ -480,10 +480,10 @@ def newest_saved(path: Path) -> int | None:
     """The step that `Checkpoints.record_newest` recorded: 0 before the first one, -1 if the record
     is damaged, None without a record."""
     try:
-        return int(json.loads(path.read_text())["step"])
+        return int(parse_json(path.read_bytes())["step"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return -1
 
 

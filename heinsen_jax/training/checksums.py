@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 import xxhash
 
 from heinsen_jax.buckets import AnyPath, files_below, write_whole
+from heinsen_jax.errors import parse_json
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     "xxh3_128": xxhash.xxh3_128,
@@ -143,7 +144,7 @@ def _read(folder: AnyPath) -> Checksums | None:
                 continue
             raise
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             hashes = content["files"]
             if content[algorithm] == _hash_of(hashes, algorithm):
                 return Checksums(algorithm, hashes)

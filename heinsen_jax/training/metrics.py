@@ -25,7 +25,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from heinsen_jax.data.files import writing
-from heinsen_jax.errors import UserError, printable
+from heinsen_jax.errors import UserError, parse_json, printable
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
@@ -316,8 +316,8 @@ def _read(path: Path) -> tuple[list[tuple[bytes, dict[str, float]]], list[int]]:
         raise UserError(f"{path} cannot be read ({error.strerror}); make it readable") from None
     for number, line in enumerate(lines, 1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = parse_json(line)
+        except ValueError:
             row = None
         if isinstance(row, dict) and type(row.get("step")) is int and _are_numbers(row):
             rows.append((line.rstrip(b"\r\n") + b"\n", row))

@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.environment import Environment
-from heinsen_jax.errors import UserError, explain
+from heinsen_jax.errors import UserError, explain, parse_json
 from heinsen_jax.typing import JSON
 
 TRACKER_FILE = "tracker.json"
@@ -201,7 +201,7 @@ class _Worker:
 
 def _recorded_ids(path: Path) -> dict[str, str]:
     try:
-        ids = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        ids = parse_json(path.read_bytes()) if path.exists() else {}
     except (OSError, ValueError) as error:
         ids, reason = None, explain(error)
     else:

@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from heinsen_jax.data.files import replacing, write_atomically, writing
-from heinsen_jax.errors import UserError
-from heinsen_jax.run_folder import check_regular
+from heinsen_jax.errors import UserError, check_regular, parse_json
 from heinsen_jax.typing import Array
 
 WEIGHTS_FILE = "model.safetensors"
@@ -148,7 +147,7 @@ def weight_files(folder: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        place = json.loads(path.read_text())["weight_map"]
+        place = parse_json(path.read_bytes())["weight_map"]
         return {name: Path(file).name for name, file in place.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error!r}); fetch it again") from None

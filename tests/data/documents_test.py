@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from heinsen_jax.data import documents
+from heinsen_jax.data import documents, streams
 from heinsen_jax.data.documents import Document, read_documents
 from heinsen_jax.data.sources import Kind, Source, check_sources, find_sources
 from heinsen_jax.errors import UserError
@@ -199,8 +199,11 @@ def test_damaged_zstandard_is_an_error(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.binary(max_size=8).map(lambda chunk: chunk.replace(b"a", b"\n")), max_size=8))
-def test_lines_do_not_depend_on_the_chunks(chunks: list[bytes]) -> None:
-    assert list(documents._lines(chunks)) == b"".join(chunks).split(b"\n")
+def test_lines_do_not_depend_on_the_frames(chunks: list[bytes]) -> None:
+    content = b"".join(map(zstandard.compress, chunks))
+    stored = io.BufferedReader(io.BytesIO(content))
+    file = streams.decompressed(stored, "zst", "a.zst")
+    assert list(io.BufferedReader(file)) == list(io.BytesIO(b"".join(chunks)))
 
 
 def wikitext(path: Path, members: dict[str, str]) -> Path:

@@ -29,9 +29,13 @@ def main() -> None:
         revision: Annotated[
             str | None, tyro.conf.arg(help="branch, tag or commit of the repository")
         ] = None,
+        allow_nonfinite: Annotated[
+            bool, tyro.conf.arg(help="accept weights that are NaN or infinite")
+        ] = False,
     ) -> None:
         """Write a model of transformers to a folder for the commands of this package."""
-        print(f"imported into {import_model(model, workdir, revision=revision)}")
+        place = import_model(model, workdir, revision=revision, allow_nonfinite=allow_nonfinite)
+        print(f"imported into {place}")
 
     def write(
         workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],

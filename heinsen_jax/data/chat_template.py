@@ -59,7 +59,8 @@ class _Worker:
         """Send a request and wait for its answer, at most `MAX_SECONDS`."""
         with self._lock:
             process = self._started()
-            assert process.stdin is not None and process.stdout is not None
+            assert process.stdin is not None
+            assert process.stdout is not None
             timer = threading.Timer(MAX_SECONDS, process.kill)
             timer.start()
             answer = ""

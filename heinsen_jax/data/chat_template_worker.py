@@ -84,7 +84,7 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
 def main() -> None:
     """Answer requests until the input ends."""
     with contextlib.suppress(ImportError, ValueError, OSError):  # some systems have no such limit
-        import resource
+        import resource  # noqa: PLC0415
 
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     print("ready", flush=True)

@@ -241,12 +241,12 @@ def _with_prefix_space(
         for part in _parts(document.get(name))
         if part.get("type") in ("Prepend", "Metaspace")
     ]
-    if kind == "LlamaTokenizer" and config.get("add_prefix_space") is not None and spaces:
-        if any(spaces) != prefix:
-            raise UserError(
-                f"{folder / SETTINGS_FILE}: add_prefix_space={prefix} contradicts "
-                f"{folder / TOKENIZER_FILE}; correct one of the two files"
-            )
+    is_given = kind == "LlamaTokenizer" and config.get("add_prefix_space") is not None
+    if is_given and spaces and any(spaces) != prefix:
+        raise UserError(
+            f"{folder / SETTINGS_FILE}: add_prefix_space={prefix} contradicts "
+            f"{folder / TOKENIZER_FILE}; correct one of the two files"
+        )
     return document
 
 

@@ -102,8 +102,8 @@ def from_pretrained(
         unknown = [x for x in tokenizer.stop_ids if not 0 <= x < config.vocab_size]
         if unknown:
             raise UserError(
-                f"{folder}: eos_token_id={unknown[0]} of {GENERATION_FILE} or {TRANSFORMERS_CONFIG} "
-                f"is no id of the vocabulary of {config.vocab_size}; correct it"
+                f"{folder}: eos_token_id={unknown[0]} of {GENERATION_FILE} or config.json is no id "
+                f"of the vocabulary of {config.vocab_size}; correct it"
             )
     checkpoint = Checkpoint(folder, NAMES[family.model_type], allow_nonfinite=allow_nonfinite)
     checkpoint.check_sizes(config)

@@ -65,7 +65,7 @@ def _now(form: str) -> str:
 
 
 def _answer(request: dict[str, Any]) -> dict[str, str]:
-    """The text of a request, or the reason why there is none."""
+    """The text of a request, or the reason for a refusal."""
     limit, size, parts = request["max_characters"], 0, []
     try:
         for part in _compiled(request["template"]).generate(**request["variables"]):

@@ -137,6 +137,7 @@ def _run_text(
     settings, documents = with_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
+    model.config.warn_beyond_trained_length(settings.longest)
     found = evaluate_model(model, dataset, replace(experiment, data=settings), max_batches)
     what = dataset.name
     if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):

@@ -162,7 +162,9 @@ def generate(
 
 
 def check_capacity(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
-    """Raise UserError if the model has positions for fewer tokens than it will be fed."""
+    """Raise UserError if the model has positions for fewer tokens than it will be fed; warn if it
+    was trained on fewer."""
+    model.config.warn_beyond_trained_length(fed)
     if fed > (left := model.remaining(state)):
         raise UserError(
             f"max_new_tokens={new}: processes {fed} more tokens, but the model has {left} "
@@ -212,6 +214,7 @@ def _stream(
         if (left := left - needed) < 0:
             raise UserError("the sequence has reached model.max_length: generation ends here")
         token, state = next_token(*options, fed, length, state, position)
+        model.config.warn_beyond_trained_length(prompt.shape[-1] + position)
         yield int(token)
         fed, length, needed = token[None], jnp.ones((), jnp.int32), 1
 

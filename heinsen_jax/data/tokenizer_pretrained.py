@@ -108,6 +108,11 @@ class PretrainedTokenizer(JsonTokenizer):
         """Encode a text in which special tokens may be written, such as <|im_end|>."""
         return self._with_special.encode(text, add_special_tokens=False).ids
 
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Tokens that `encode` never produces."""
+        return tuple(sorted(self._special))
+
     def render_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

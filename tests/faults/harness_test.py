@@ -71,7 +71,7 @@ def test_continuations_without_own_tokens_are_refused(folders):
     assert ["is", ""] in refused
     model = HarnessModel(str(folders["qwen2"]))
     for request in refused:
-        with pytest.raises(UserError, match="the continuation .* has no token of its own"):
+        with pytest.raises(UserError, match=r"the continuation .* has no token of its own"):
             model.loglikelihood(made([request]))
 
 

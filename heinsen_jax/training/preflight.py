@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen_jax.data import DataConfig, Dataset, TextDataset
-from heinsen_jax.data.dataset import DataSettings
+from heinsen_jax.data.dataset import DataSettings, MixedRows
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import PyTree
@@ -39,8 +39,11 @@ def describe(
     if available:
         epochs = (1 - _padding(data, dataset)) * total / available
         of_text = f": {epochs:.3g} epochs of {available:,} training tokens"
-    batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
-    measured = min(batches, training.evaluation_batches or batches)
+    rows = dataset.validation_rows(data)[""]
+    splits = [*rows.sources.values()] if isinstance(rows, MixedRows) else [rows]
+    sizes = [math.ceil(len(split) / data.batch_size) for split in splits]
+    batches = sum(sizes)
+    measured = sum(min(size, training.evaluation_batches or size) for size in sizes)
     return [
         f"{parameters:,} parameters on {mesh.size} {device} device(s) in {jax.process_count()} "
         f"process(es): {axes}",

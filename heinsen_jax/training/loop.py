@@ -1,6 +1,7 @@
 """The training loop: from configurations to a trained model in a run's folder."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import shlex
@@ -24,12 +25,13 @@ from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batche
 from heinsen_jax.distributed import check_alike, gather, process_0_first, together
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModel, flops_per_token
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
 from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.evaluate import evaluate
+from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
 from heinsen_jax.training.metrics import (
     PLOT_FILE,
     Reporter,
@@ -238,12 +240,13 @@ class _Run:
                 started = time.monotonic()
                 update = self._compiled()
                 self.reporter.line(f"compiled in {time.monotonic() - started:.1f} s")
-                for line in self._described(update):
+                for line in [*self._described(update), *self._check_memory(update)]:
                     self.reporter.line(line)
                 if start is None:
                     with together():
                         given = self.distillation and self.distillation.start()
                     start, state = 0, init_sharded(self.init, self.abstract, given)
+                    del given
                 else:
                     self.reporter.line(f"continuing {self.folder} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
@@ -327,21 +330,24 @@ class _Run:
     def dry_run(self) -> TrainingResult:
         """Compile, time a few updates, and report the cost of the run."""
         update = self._compiled()
+        described = [*self._described(update), *self._check_memory(update)]
         state = init_sharded(self.init, self.abstract)
         batch = shard_batch(next(self._batches(0)), self.mesh)
         arguments = batch, *self._arguments(0)
         time = time_updates(update, state, arguments, self.training.steps)
-        said = [*self._described(update), time]
         if jax.process_index() == 0:
-            print("\n".join(said))
+            print("\n".join([*described, time]))
         return TrainingResult(0, {})
 
-    def _compiled(self) -> jax.stages.Compiled:
-        """The update, compiled ahead of time for all steps."""
+    def _compiled(
+        self, accumulation_steps: int | None = None, model: LanguageModelConfig | None = None
+    ) -> jax.stages.Compiled:
+        """The update, compiled ahead of time for all steps, without allocating its arguments; with
+        another number of microbatches or computation of the model to learn what they need."""
         step = make_train_step(
-            self.graph,
+            self.graph if model is None else graph_of(model),
             self.transform,
-            accumulation_steps=self.training.accumulation_steps,
+            accumulation_steps=accumulation_steps or self.training.accumulation_steps,
             out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
             objective=self.distillation or self.objective,
             trained=self.trained,
@@ -356,12 +362,40 @@ class _Run:
         segment_ids = tokens if is_separate else None
         labels = of_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
         batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids, labels])
-        return step.lower(self.abstract, batch, *self._arguments(0)).compile()
+        constants = ()
+        if self.distillation is not None:
+            constants = (self.distillation.abstract_parameters(self.mesh),)
+        arguments = self.learning_rates[0], self.key_data, *constants
+        return step.lower(self.abstract, batch, *arguments).compile()
+
+    def _check_memory(self, update: jax.stages.Compiled) -> list[str]:
+        """Check that the devices and this host have the memory of the update, before its arguments
+        are allocated, and describe the memory of the host."""
+        if (memory := memory_of(update)) is None:
+            return []
+
+        def measure(accumulation_steps: int, remat: bool) -> Memory | None:
+            model = dataclasses.replace(self.model, remat=remat)
+            return memory_of(self._compiled(accumulation_steps, model))
+
+        limits = Limits(self.abstract)
+        setting = Setting(
+            self.data.batch_size,
+            self.training.accumulation_steps,
+            self.mesh.shape["data"] * self.mesh.shape["fsdp"],
+            self.model.remat,
+        )
+        check_memory(limits, memory, setting, measure)
+        return [limits.describe(memory)]
 
     @cached_property
     def constants(self) -> tuple[nnx.State, ...]:
         """The parameters of the teacher, if any, on the devices."""
-        return () if self.distillation is None else (self.distillation.parameters(self.mesh),)
+        if self.distillation is None:
+            return ()
+        parameters = jax.block_until_ready(self.distillation.parameters(self.mesh))
+        self.distillation.release()
+        return (parameters,)
 
     def _arguments(self, step: int) -> tuple[np.float32, np.ndarray, *tuple[nnx.State, ...]]:
         """Further arguments of the update: learning rate of a step, counted from 0, the data of the
@@ -537,7 +571,9 @@ class _Run:
         self._print_next_commands()
 
     def _print_next_commands(self) -> None:
-        if self.model.is_causal and self.dataset.tokenizer is not None:
+        # After attention transfer alone, a second stage follows.
+        is_last = self.experiment.distillation.target != "attention"
+        if is_last and self.model.is_causal and self.dataset.tokenizer is not None:
             self.reporter.line("next, generate text:")
             workdir = shlex.quote(str(self.folder))
             command = f'python -m heinsen_jax.generate --workdir {workdir} --prompt "..."'

@@ -8,8 +8,9 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen_jax.data import DataConfig, Dataset, TextDataset
-from heinsen_jax.data.dataset import DataSettings
+from heinsen_jax.data.dataset import DataSettings, MixedRows
 from heinsen_jax.data.mixture import MixedDataset
+from heinsen_jax.training.memory import memory_of
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import PyTree
@@ -48,8 +49,11 @@ def describe(
     of_text = ""
     if available:
         of_text = f": {epochs[THE_DATA]:.3g} epochs of {available:,} training tokens"
-    batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
-    measured = min(batches, training.evaluation_batches or batches)
+    rows = dataset.validation_rows(data)[""]
+    splits = [*rows.sources.values()] if isinstance(rows, MixedRows) else [rows]
+    sizes = [math.ceil(len(split) / data.batch_size) for split in splits]
+    batches = sum(sizes)
+    measured = sum(min(size, training.evaluation_batches or size) for size in sizes)
     return [
         f"{parameters:,} parameters on {mesh.size} {device} device(s) in {jax.process_count()} "
         f"process(es): {axes}",
@@ -82,12 +86,7 @@ def tokens_per_update(data: DataSettings) -> int:
 
 def memory(compiled: jax.stages.Compiled) -> str:
     """Memory per device of a compiled function."""
-    found = compiled.memory_analysis()
-    if found is None:
-        return "an unknown amount"
-    arguments, work = found.argument_size_in_bytes, found.temp_size_in_bytes
-    work += max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} workspace)"
+    return str(memory_of(compiled) or "an unknown amount")
 
 
 def time_updates(
@@ -112,11 +111,3 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} seconds"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

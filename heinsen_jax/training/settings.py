@@ -35,7 +35,8 @@ class TrainingConfig:
     """Number of steps between evaluations, each with a checkpoint and a sample; the last step
     always has one."""
     evaluation_batches: pydantic.PositiveInt | None = None
-    """Number of batches per evaluation, from the start of the validation split; all when None."""
+    """Number of batches per evaluation, from the start of the validation split, or of the split of
+    each corpus of a mixture; all when None."""
     loss_by_position: bool = False
     """Whether evaluations of causal models of text report `loss_<length>_at_<end>` of the longest
     sequences: the mean loss at positions below 16, then below each power of 2, from the one before,

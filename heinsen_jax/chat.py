@@ -123,7 +123,8 @@ class Chat:
             new = until_end(tokens, self.tokenizer, self.max_new_tokens)
             for text in decode_stream(self.tokenizer, new, self.decoding_errors):
                 answer += text
-                self.messages = [*messages, {"role": "assistant", "content": answer}]
+                content = answer.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+                self.messages = [*messages, {"role": "assistant", "content": content}]
                 yield text
         except BaseException:
             if len(self.messages) < len(messages):  # no answer yet
@@ -254,7 +255,7 @@ def main() -> None:
 
 
 def _turn(chat: Chat, options: TextOptions) -> bool:
-    """Process a line of the user; return whether the chat goes on."""
+    """Process a line of the user; return whether the chat continues."""
     line = _line()
     if line is None or line.strip() == "/quit":
         return False

@@ -16,7 +16,7 @@ import pydantic
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from heinsen_jax.buckets import move
+from heinsen_jax.buckets import AnyPath, move
 from heinsen_jax.data import (
     AnyDataConfig,
     DataConfig,
@@ -32,11 +32,18 @@ from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError, check_regular, explain, parse_json
 from heinsen_jax.models import LanguageModelConfig, Layers
 from heinsen_jax.models.layers import Pattern, parse_pattern, with_layers
-from heinsen_jax.run_folder import RunFolder
+from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
 from heinsen_jax.sharding import MeshConfig
-from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, read_config
+from heinsen_jax.suggestions import refusal
+from heinsen_jax.training.checkpoint import (
+    CONFIG_FILE,
+    SAVED_FILE,
+    SavedConfig,
+    newest_saved,
+    read_config,
+)
 from heinsen_jax.training.distillation import DistillationConfig
-from heinsen_jax.training.metrics import METRICS_FILE
+from heinsen_jax.training.metrics import BOARD_FOLDER, METRICS_FILE
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig, plain_values
 from heinsen_jax.typing import JSON, config_dataclass
@@ -55,6 +62,7 @@ AFFECT_RESULT = {
 """Fields of training that, besides its length, affect the result of a run."""
 CONTENT = "data.content"
 SET_ASIDE = "before-restart"
+RESTART_FILE = ".restart"
 DATA_FILE = "data_manifest.json"
 """Manifest of the prepared data of a run."""
 
@@ -120,7 +128,7 @@ def load_config(path: str | Path) -> ExperimentConfig:
         config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
     except ValueError as error:
         raise UserError(f"{path}: {explain(error)}") from error
-    return _with_own_tokenizer(config, path)
+    return _with_own_tokenizer(_in_range(config), path)
 
 
 def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfig:
@@ -162,7 +170,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            return tyro.cli(
+            changed = tyro.cli(
                 ExperimentConfig,
                 default=config,
                 args=list(arguments),
@@ -175,10 +183,26 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
         if not ended.code:
             print(said.getvalue())
             raise
-        raise UserError(_refusal(config, ended.__context__, said.getvalue())) from None
+        raise UserError(_refusal(config, ended.__context__, said.getvalue(), arguments)) from None
+    return _in_range(changed)
 
 
-def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) -> str:
+def _in_range(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration, if its integers are those of JAX and NumPy.
+
+    Raises:
+      UserError: one of them is not.
+    """
+    for name, value in _flat(as_json(config)).items():
+        limit = 2**63 if name == "seed" else 2**31
+        if isinstance(value, int) and abs(value) >= limit:
+            raise UserError(f"{name}={value} is out of range; give an integer below {limit:,}")
+    return config
+
+
+def _refusal(
+    config: ExperimentConfig, error: BaseException | None, box: str, arguments: Sequence[str]
+) -> str:
     """Describe in one line why tyro refused an argument, from its error or its printed box."""
     cause = error and (error.__cause__ or error.__context__)
     if isinstance(cause, pydantic.ValidationError):
@@ -189,22 +213,48 @@ def _refusal(config: ExperimentConfig, error: BaseException | None, box: str) ->
     lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
     body = " ".join(" ".join(lines[1:]).split())  # below its title
     parts = "Perhaps you meant|Arguments similar to|Argument helptext|For full helptext"
-    reason, *rest = re.split(rf" (?={parts})", body)
-    similar = " ".join(x.split(":", 1)[1] for x in rest if x.startswith(("Perhaps", "Arguments")))
-    reason = reason.removeprefix("Error parsing ")
-    names = dict.fromkeys(re.findall(r"--[a-z][\w.-]+", similar)) or _same_field(config, reason)
+    reason = re.split(rf" (?={parts})", body)[0].removeprefix("Error parsing ")
+    return refusal(reason, _flat(as_json(config)), arguments)
+
+
+def check_folder(run: RunFolder, *, restart: bool) -> None:
+    """Check that a folder is new, empty or a run's, before anything is written into it.
+
+    Raises:
+      UserError: it has files of others, or checkpoints without `config.json`, unless they are set
+        aside.
+    """
+    try:
+        if read_config(run.files) is not None:
+            return
+    except UserError:
+        if not restart:
+            raise
+    steps = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
+    if steps or newest_saved(run.files / SAVED_FILE):
+        if restart:
+            return
+        raise UserError(
+            f"--workdir {run} has checkpoints without {CONFIG_FILE}, so the run's settings are "
+            f"unknown; bring {CONFIG_FILE} back, or give --restart to set the run aside"
+        )
+    names = [path.name for path in run.shared.iterdir() if not _is_of_start(path)]
     if names:
-        return f"{reason}; perhaps {' or '.join(names)} is meant"
-    if reason.endswith(("True", "False", "true", "false")):
-        return f"{reason}; a switch has no value: --section.field, or --section.no-field"
-    return f"{reason}; --help SECTION lists the fields of a section"
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        raise UserError(
+            f"--workdir {run} is not the folder of a run: it has {min(names)}{more}; give a new or "
+            "an empty folder"
+        )
 
 
-def _same_field(config: ExperimentConfig, reason: str) -> list[str]:
-    """Flags of fields that are named in the reason without their section."""
-    given = {x.replace("-", "_") for x in re.findall(r"--([a-z][\w-]+)", reason)}
-    fields = (name for name in _flat(as_json(config)) if name.partition(".")[2] in given)
-    return [f"--{name.replace('_', '-')}" for name in fields]
+def _is_of_start(path: AnyPath) -> bool:
+    """Whether a run that has not begun may have this file or folder: a log to which its output is
+    redirected, or what it writes before `config.json`."""
+    name = path.name
+    if name.startswith((".", SET_ASIDE)) or name.endswith((".log", ".out", ".err", ".partial")):
+        return True
+    is_empty = name == METRICS_FILE and not path.read_bytes()
+    return is_empty or name in (SAVED_FILE, BOARD_FOLDER, CHECKPOINT_FOLDER, "log.txt")
 
 
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
@@ -320,19 +370,32 @@ def _affects_result(name: str) -> bool:
 
 
 def set_aside(run: RunFolder) -> None:
-    """Move the content of a run's folder into its subfolder `before-restart`, the metrics first, so
-    that an interruption cannot lose them."""
+    """Move the content of a run's folder into its subfolder `before-restart`.
+
+    The file `.restart` names that folder meanwhile, so that `complete_restart` can end a move that
+    was interrupted.
+    """
     shared = run.shared
-    held = [path for path in shared.iterdir() if not path.name.startswith((".", SET_ASIDE))]
-    held.sort(key=lambda path: path.name != METRICS_FILE)
-    if held:
-        aside = free_name(shared / SET_ASIDE)
-        with writing(run.files):
-            aside.mkdir()
-            for path in held:
-                move(path, aside / path.name)
-            for path in run.files.iterdir() if run.remote else ():  # copies of moved objects
-                path.unlink()
+    paths = [path for path in shared.iterdir() if not path.name.startswith((".", SET_ASIDE))]
+    intent = shared / RESTART_FILE
+    if not (paths or intent.exists()):
+        return
+    with writing(run.files):
+        if not intent.exists():
+            intent.write_text(free_name(shared / SET_ASIDE).name)
+        aside = shared / intent.read_text()
+        aside.mkdir(exist_ok=True)
+        for path in sorted(paths, key=lambda path: path.name == CONFIG_FILE):  # the settings last
+            move(path, aside / path.name)
+        for path in run.files.iterdir() if run.remote else ():  # copies of moved objects
+            path.unlink()
+        intent.unlink()
+
+
+def complete_restart(run: RunFolder) -> None:
+    """Complete a `set_aside` that was interrupted, if any."""
+    if (run.shared / RESTART_FILE).exists():
+        set_aside(run)
 
 
 def identity(config: ExperimentConfig, dataset: Dataset) -> dict[str, JSON]:

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from heinsen_jax.buckets import AnyPath
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, failure
 from heinsen_jax.typing import Array
 
 
@@ -72,8 +72,9 @@ def together() -> Iterator[None]:
     except SystemExit as ended:
         gather(f"exit code {ended.code}; see what it printed")
         raise
-    except Exception as error:
-        gather(str(error) if isinstance(error, UserError) else repr(error))
+    except BaseException as error:  # not KeyboardInterrupt: the others may never answer
+        if isinstance(error, Exception) or failure(error) is not None:
+            gather(str(error) if isinstance(error, UserError) else repr(error))
         raise
     _raise_first(gather(""))
 
@@ -151,9 +152,9 @@ def gather(text: str) -> list[str]:
 
 
 def _raise_first(failures: Sequence[str]) -> None:
-    for number, failure in enumerate(failures):
-        if failure:
-            raise UserError(f"process {number} ended with: {failure}")
+    for number, reason in enumerate(failures):
+        if reason:
+            raise UserError(f"process {number} ended with: {reason}")
 
 
 class DelayedMax:

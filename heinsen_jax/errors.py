@@ -97,7 +97,7 @@ def explain(error: Exception, within: str = "") -> str:
     return "; ".join(problems)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """First line of the message of an error, or of its cause."""
     cause = error.__cause__ or error
     return next(iter(str(cause).strip().splitlines()), type(cause).__name__)

@@ -24,7 +24,7 @@ from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line, printable
-from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
+from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP, check_count
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.run_folder import opened
 from heinsen_jax.sharding import MeshConfig, make_mesh
@@ -92,6 +92,8 @@ def main() -> None:
             raise UserError(
                 f"--output {output}: folder {output.parent} does not exist; create it first"
             )
+        if output is not None and output.exists():
+            raise UserError(f"--output {output} exists; give the name of a new file")
         if tasks:
             model: dict[str, str | bool | int] = {"workdir": workdir, "latest": latest}
             model["batch_size"] = batch_size or 16
@@ -116,9 +118,8 @@ def _run_text(
 ) -> None:
     if text_column is not None and data is None:
         raise UserError(f"--text-column {text_column} needs --data; leave it out")
-    for option, number in (("max-batches", max_batches), ("sequence-length", sequence_length)):
-        if number is not None and number < 1:
-            raise UserError(f"--{option} {number} must be at least 1")
+    check_count("--max-batches", max_batches)
+    check_count("--sequence-length", sequence_length)
     model, tokenizer, step = load_run(workdir, best=not latest)
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
@@ -136,6 +137,7 @@ def _run_text(
     settings, documents = with_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
+    model.config.warn_beyond_trained_length(settings.longest)
     found = evaluate_model(model, dataset, replace(experiment, data=settings), max_batches)
     what = dataset.name
     if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):

@@ -30,6 +30,7 @@ from heinsen_jax.buckets import absolute_path, is_remote
 from heinsen_jax.config import (
     DATA_FILE,
     ExperimentConfig,
+    check_folder,
     check_workdir,
     load_config,
     override,
@@ -170,6 +171,9 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
             stages = _stages(teacher, options, overrides)
         except pydantic.ValidationError as error:
             raise UserError(explain(error)) from None
+        for _, folder, _ in stages:
+            with opened(folder) as own:
+                check_folder(own, restart=options.restart)
         if not options.restart:
             _check_start(stages)
     with distributed.process_0_first():

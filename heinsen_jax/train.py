@@ -8,8 +8,9 @@ clone, `python train.py --config configs/quickstart.py` is the same.
 The same command resumes a run that was interrupted or killed, also on other devices; with other
 data, another seed, optimizer or teacher, only with --allow-change.
 
-Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after saving a
-checkpoint; 124 if saving needs longer than --training.shutdown-timeout; 2 after invalid input.
+Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after the update
+under way and a checkpoint, or immediately after a second signal; 124 if saving needs longer than
+--training.shutdown-timeout; 2 after invalid input.
 HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
 
 On several hosts run the same command on each: docs/pods.md.
@@ -26,8 +27,10 @@ from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.config import (
     ExperimentConfig,
     check_changes,
+    check_folder,
     check_tokenizer,
     check_workdir,
+    complete_restart,
     identity,
     load_config,
     override,
@@ -157,6 +160,9 @@ def run_experiment(
             run.check_writable()
             if jax.process_index() == 0 and not dry_run:
                 held.enter_context(run.locked())
+                complete_restart(run)
+        with distributed.together():
+            check_folder(run, restart=restart)
             if not restart:
                 check_workdir(files, config)
         distributed.check_shared(run.shared)

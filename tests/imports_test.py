@@ -32,7 +32,9 @@ ALLOWED = {
     "evaluate": LOWEST
     | {"allocator", "compilation", "data", "models", "sharding", "training", "config", "generate"}
     | {"run_folder"},
-    "config": LOWEST | {"models", "sharding", "data", "training", "buckets", "run_folder"},
+    "suggestions": LOWEST,
+    "config": LOWEST
+    | {"suggestions", "models", "sharding", "data", "training", "buckets", "run_folder"},
     "field_help": LOWEST | {"config"},
     "train": LOWEST
     | {"allocator", "distributed", "run_folder", "data", "training", "generate", "config"}

@@ -251,7 +251,7 @@ def test_a_folder_that_is_no_run_is_explained(tmp_path, monkeypatch, capsys):
         ("--lora-rank", "0", "lora_rank: .*greater than 0"),
         ("--divergence-weight", "2", "divergence_weight: .*less than or equal to 1"),
         ("--transfer-learning-rate", "0", "--transfer-learning-rate 0.0: must be greater than 0"),
-        ("--optimizer.warmup-steps", "1000", "optimizer.warmup_steps=1000 "),  # of stage 2
+        ("--optimizer.beta1", "2", "--optimizer.beta1: .*less than 1"),  # of stage 2
         ("--transfer-steps", "-1", "--transfer-steps -1: must not be negative"),
         ("--model.num-layers", "2", "--model.num-layers: differs by stage"),
     ],

@@ -281,7 +281,7 @@ TINY = "--config", "tiny.py"
         (
             main,
             (*TINY, "--model.num_layers", "two"),
-            ["error: --model.num-layers: invalid literal for int() with base 10: 'two'"],
+            ["error: --model.num-layers two: not an integer; give digits"],
         ),
         (
             main,

@@ -59,8 +59,8 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         self.query, self.key, self.value = (square(("embed", "heads")) for _ in range(3))
         self.project = square(("heads", "embed"))
         self.norm = layer_norm(width, **options)
-        self.query_weights = parameter(nnx.initializers.zeros, width, **options)
-        self.key_weights = parameter(nnx.initializers.zeros, width, **options)
+        self.query_weights = parameter(nnx.initializers.zeros, width, kind="vector", **options)
+        self.key_weights = parameter(nnx.initializers.zeros, width, kind="vector", **options)
 
     def apply(
         self, x: Features, call: CallArguments[AdditiveStates]
@@ -113,5 +113,7 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
     ) -> AdditiveStates:
         del capacity  # the same for any number of tokens
         sizes = self.num_heads, self.model_dim // self.num_heads, self.config.window_size
-        empty = AdditiveState.empty(batch_shape, *sizes, self.param_dtype)
-        return empty, empty
+        first, second = (
+            AdditiveState.empty(batch_shape, *sizes, self.param_dtype) for _ in range(2)
+        )
+        return first, second

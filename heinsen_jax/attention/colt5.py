@@ -49,8 +49,8 @@ class ConditionalAttention(Attention[ConditionalConfig, Never]):
         self.light = SlidingWindowAttention(*sizes, window, **options)
         self.heavy = SoftmaxAttention(*sizes, **options)
         init = uniform(self.model_dim**-0.5)
-        self.query_router = parameter(init, self.model_dim, **options)
-        self.source_router = parameter(init, self.model_dim, **options)
+        self.query_router = parameter(init, self.model_dim, kind="vector", **options)
+        self.source_router = parameter(init, self.model_dim, kind="vector", **options)
 
     def _route(self, x: Array, router: nnx.Param[Array], max_tokens: int) -> Routing:
         count = min(max_tokens, x.shape[-2])

@@ -34,9 +34,9 @@ class CausalConvolution(nnx.Module):
         small = init(key, (size, features), param_dtype)
         taps = (small - 1 / size).at[-1].set(1.0)
         axes = () if logical_axis is None else (logical_axis,)
-        self.taps = nnx.Param(taps, logical_axes=axes)
+        self.taps = nnx.Param(taps, logical_axes=axes, kind="vector")
         bias = jnp.zeros(features, param_dtype)
-        self.bias = nnx.Param(bias, logical_axes=axes) if use_bias else None
+        self.bias = nnx.Param(bias, logical_axes=axes, kind="vector") if use_bias else None
 
     def __call__(
         self,

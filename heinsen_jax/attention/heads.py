@@ -10,7 +10,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, StateT
-from heinsen_jax.attention.layers import LayerOptions, dense_options, linear, rms_norm
+from heinsen_jax.attention.layers import LayerOptions, dense_options, linear, lora, rms_norm
 from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
 
 
@@ -91,7 +91,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             biased = biased if chosen.output_bias is None else chosen.output_bias
             self.output = linear(mixed, model_dim, axes, use_bias=biased, **options)
         inputs = model_dim if chosen.gated else mixed
-        self.output_lora = nnx.LoRA(inputs, rank, model_dim, **options) if rank else None
+        self.output_lora = lora(inputs, rank, model_dim, **options) if rank else None
 
     def default_kv_heads(self) -> int:
         return self.config.num_kv_heads or self.num_heads
@@ -159,7 +159,7 @@ class HeadProjection(nnx.Linear):
     ) -> None:
         dense = dense_options(inputs, logical_axes)
         super().__init__(inputs, outputs, use_bias=use_bias, **dense, **options)
-        self.lora = nnx.LoRA(inputs, lora_rank, outputs, **options) if lora_rank else None
+        self.lora = lora(inputs, lora_rank, outputs, **options) if lora_rank else None
 
     def heads(
         self,

@@ -52,7 +52,7 @@ class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
         super().setup(**options)
         if bound := self.config.lower_bound:
             logit = nnx.initializers.constant(math.log(bound / (1 - bound)))
-            self.bound = parameter(logit, self.num_heads * self.key_depth, **options)
+            self.bound = parameter(logit, self.num_heads * self.key_depth, kind="vector", **options)
 
     def heads(
         self, x: Features, call: CallArguments[MatrixStates]

@@ -5,13 +5,21 @@ All take the options of a layer, `dtype, param_dtype, rngs`, as keywords.
 
 import math
 from collections.abc import Sequence
-from typing import TypedDict, Unpack
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from heinsen_jax.typing import Array, DTypeLike, Key
+
+ParameterKind: TypeAlias = Literal["matrix", "embedding", "vector"]
+"""Kind of a parameter for the optimizer, in the metadata `kind` of its variable.
+
+matrix: linear maps, in the last two axes, of hidden features: weight decay; Muon orthogonalizes.
+embedding: tables of vectors, and maps in the embedding: weight decay; Adam under Muon.
+vector: biases, scales, rates, filters by feature, trained tokens: no weight decay; Adam under Muon.
+"""
 
 EPSILONS = {"layer": 1e-5, "rms": 1e-6}
 """Default epsilons of norms."""
@@ -36,8 +44,8 @@ class DenseOptions(TypedDict):
 
     kernel_init: nnx.Initializer
     bias_init: nnx.Initializer
-    kernel_metadata: dict[str, tuple[str, ...]]
-    bias_metadata: dict[str, tuple[str, ...]]
+    kernel_metadata: dict[str, Any]
+    bias_metadata: dict[str, Any]
 
 
 def linear(
@@ -46,22 +54,24 @@ def linear(
     logical_axes: tuple[str, ...],
     *,
     use_bias: bool = True,
+    kind: ParameterKind = "matrix",
     **options: Unpack[LayerOptions],
 ) -> nnx.Linear:
     """A dense layer with weight and bias ~ U(+-1/sqrt(fan_in)) and logical axes (`sharding`); with
-    no axes it is replicated."""
-    return nnx.Linear(
-        inputs, outputs, use_bias=use_bias, **dense_options(inputs, logical_axes), **options
-    )
+    no axes it is replicated. The weight is of the given kind."""
+    dense = dense_options(inputs, logical_axes, kind)
+    return nnx.Linear(inputs, outputs, use_bias=use_bias, **dense, **options)
 
 
-def dense_options(inputs: int, logical_axes: tuple[str, ...]) -> DenseOptions:
-    """Initializers and logical axes of a dense layer with this number of inputs."""
+def dense_options(
+    inputs: int, logical_axes: tuple[str, ...], kind: ParameterKind = "matrix"
+) -> DenseOptions:
+    """Initializers and metadata of a dense layer with this number of inputs."""
     return {
         "kernel_init": uniform(inputs**-0.5),
         "bias_init": uniform(inputs**-0.5),
-        "kernel_metadata": {"logical_axes": logical_axes},
-        "bias_metadata": {"logical_axes": logical_axes[1:]},
+        "kernel_metadata": {"logical_axes": logical_axes, "kind": kind},
+        "bias_metadata": {"logical_axes": logical_axes[1:], "kind": "vector"},
     }
 
 
@@ -105,12 +115,13 @@ def layer_norm(
     size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
 ) -> nnx.LayerNorm:
     """Layer normalization, in the dtype of the parameters."""
+    metadata = {"logical_axes": ("embed",), "kind": "vector"}
     return nnx.LayerNorm(
         size,
         epsilon=epsilon or EPSILONS["layer"],
         param_dtype=jnp.dtype(options["param_dtype"]),
-        scale_metadata={"logical_axes": ("embed",)},
-        bias_metadata={"logical_axes": ("embed",)},
+        scale_metadata=metadata,
+        bias_metadata=metadata,
         rngs=options["rngs"],
     )
 
@@ -119,19 +130,30 @@ def rms_norm(
     size: int, *, epsilon: float | None = None, **options: Unpack[LayerOptions]
 ) -> nnx.RMSNorm:
     """RMS normalization, in the dtype of the parameters."""
-    epsilon, param_dtype = epsilon or EPSILONS["rms"], jnp.dtype(options["param_dtype"])
-    return nnx.RMSNorm(size, epsilon=epsilon, param_dtype=param_dtype, rngs=options["rngs"])
+    return nnx.RMSNorm(
+        size,
+        epsilon=epsilon or EPSILONS["rms"],
+        param_dtype=jnp.dtype(options["param_dtype"]),
+        scale_metadata={"kind": "vector"},
+        rngs=options["rngs"],
+    )
 
 
 NORMS = {"layer": layer_norm, "rms": rms_norm}
 
 
+def lora(inputs: int, rank: int, outputs: int, **options: Unpack[LayerOptions]) -> nnx.LoRA:
+    """x A B, for A of few columns and B initially 0."""
+    metadata = {"kind": "matrix"}
+    return nnx.LoRA(inputs, rank, outputs, a_metadata=metadata, b_metadata=metadata, **options)
+
+
 def parameter(
-    init: nnx.Initializer, *shape: int, **options: Unpack[LayerOptions]
+    init: nnx.Initializer, *shape: int, kind: ParameterKind, **options: Unpack[LayerOptions]
 ) -> nnx.Param[Array]:
     """A single parameter."""
     param_dtype = jnp.dtype(options["param_dtype"])
-    return nnx.Param(init(options["rngs"].params(), shape, param_dtype))
+    return nnx.Param(init(options["rngs"].params(), shape, param_dtype), kind=kind)
 
 
 def uniform(bound: float) -> nnx.Initializer:

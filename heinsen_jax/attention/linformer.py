@@ -35,8 +35,8 @@ class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
         super().setup(**options)
         shape = self.config.max_length, self.config.rank
         init = uniform(self.config.max_length**-0.5)
-        self.of_keys = parameter(init, *shape, **options)
-        self.of_values = parameter(init, *shape, **options)
+        self.of_keys = parameter(init, *shape, kind="matrix", **options)
+        self.of_values = parameter(init, *shape, kind="matrix", **options)
 
     def flops(self, length: int, is_causal: bool = True) -> float:
         del length, is_causal

@@ -102,8 +102,10 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         super().setup(**options)
         if self.config.features == "hedgehog":
             shape = self.num_heads, self.key_depth, self.key_depth
-            self.query_features = parameter(identity, *shape, **options)
-            self.key_features = parameter(identity, self.num_kv_heads, *shape[1:], **options)
+            self.query_features = parameter(identity, *shape, kind="matrix", **options)
+            self.key_features = parameter(
+                identity, self.num_kv_heads, *shape[1:], kind="matrix", **options
+            )
         if self.config.features == "product":
             if self.key_depth % 2:
                 raise ValueError(

@@ -99,13 +99,17 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
             self.config.rotated(self.key_depth)
         if self.config.features == "hedgehog":
             shape = self.key_depth, self.key_depth
-            self.query_features = parameter(identity, self.num_heads, *shape, **options)
-            self.key_features = parameter(identity, self.num_kv_heads, *shape, **options)
+            self.query_features = parameter(
+                identity, self.num_heads, *shape, kind="matrix", **options
+            )
+            self.key_features = parameter(
+                identity, self.num_kv_heads, *shape, kind="matrix", **options
+            )
         zeros = nnx.initializers.zeros
-        self.log_weight = parameter(zeros, self.num_heads, self.key_depth, **options)
+        self.log_weight = parameter(zeros, self.num_heads, self.key_depth, kind="vector", **options)
         depth, is_hedgehog = self.key_depth, self.config.features == "hedgehog"
         neutral = nnx.initializers.constant(math.log(depth / 2 if is_hedgehog else 1 / depth))
-        self.log_weight_bias = parameter(neutral, self.num_heads, **options)
+        self.log_weight_bias = parameter(neutral, self.num_heads, kind="vector", **options)
         if self.config.decay is not None:
             longest = self.config.max_timescale
             self.decay_proj = decay_projection(

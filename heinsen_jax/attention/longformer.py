@@ -121,11 +121,11 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
         dtype = jnp.dtype(self.dtype or self.param_dtype)
         window = WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)
-        first = [
+        first = tuple(
             jnp.zeros((*batch_shape, self.config.num_global_tokens, *shape), dtype)
-            for shape in shapes
-        ]
-        return LongformerState(window, (*first, *first))
+            for shape in (*shapes, *shapes)
+        )
+        return LongformerState(window, first)
 
 
 def _kept(old: Array, new: Array, num_tokens: Array) -> Array:

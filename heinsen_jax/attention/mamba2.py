@@ -59,7 +59,7 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
             self.model_dim, self.num_heads, ("embed", "heads"), use_bias=False, **options
         )
         self.to_log_decay = SoftplusDecay((self.num_heads,), (self.num_heads,), **options)
-        self.skip = parameter(nnx.initializers.ones, self.num_heads, **options)
+        self.skip = parameter(nnx.initializers.ones, self.num_heads, kind="vector", **options)
 
     def gates(self, x: Features) -> Gates:
         step, log_decay = self.to_log_decay(self.step(x))

@@ -284,9 +284,9 @@ class SoftplusDecay(nnx.Module):
     def __init__(
         self, rates: tuple[int, ...], biases: tuple[int, ...], **options: Unpack[LayerOptions]
     ) -> None:
-        self.log_rate = parameter(log_of_uniform(1, 16), *rates, **options)
+        self.log_rate = parameter(log_of_uniform(1, 16), *rates, kind="vector", **options)
         bias = inverse_softplus_of_log_uniform(1e-3, 0.1)
-        self.bias = parameter(bias, *biases, **options)
+        self.bias = parameter(bias, *biases, kind="vector", **options)
 
     def __call__(self, x: Array) -> tuple[Array, Array]:
         x = in_float32(x)

@@ -49,9 +49,9 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
         def parameters(depth: int) -> nnx.Dict:
             init = uniform((factor * depth) ** -0.5)
             return nnx.Dict(
-                kernel=parameter(init, groups, factor, depth, depth, **options),
-                bias=parameter(init, groups, depth, **options),
-                null=parameter(init, groups, depth, **options),
+                kernel=parameter(init, groups, factor, depth, depth, kind="matrix", **options),
+                bias=parameter(init, groups, depth, kind="vector", **options),
+                null=parameter(init, groups, depth, kind="vector", **options),
             )
 
         self.of_keys, self.of_values = parameters(self.key_depth), parameters(self.value_depth)

@@ -63,8 +63,12 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         self.down = dense(model_dim, self.rank + self.rotary_depth, ("embed", "mlp"))
         self.norm = rms_norm(self.rank, **options)
         init = uniform(self.rank**-0.5)
-        self.key_up = parameter(init, num_heads, self.rank, self.key_depth, **options)
-        self.value_up = parameter(init, num_heads, self.rank, self.value_depth, **options)
+        self.key_up = parameter(
+            init, num_heads, self.rank, self.key_depth, kind="matrix", **options
+        )
+        self.value_up = parameter(
+            init, num_heads, self.rank, self.value_depth, kind="matrix", **options
+        )
         self.output = dense(num_heads * self.value_depth, model_dim, ("heads", "embed"))
 
     def apply(

@@ -48,7 +48,7 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
             self.value_depth, epsilon=1e-6, use_bias=False, use_scale=False, **norm_options
         )
         values = self.num_heads * self.value_depth
-        self.norm_scale = parameter(nnx.initializers.ones, values, **options)
+        self.norm_scale = parameter(nnx.initializers.ones, values, kind="vector", **options)
         axes = "embed", "heads"
         self.input_gate, self.forget_gate = (
             linear(self.model_dim, self.num_heads, axes, **options) for _ in range(2)

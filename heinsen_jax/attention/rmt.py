@@ -49,7 +49,7 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
         self.attention = SoftmaxAttention(self.model_dim, self.num_heads, **options)
         self.norm = layer_norm(self.model_dim, **options)
         shape = self.config.num_memories, self.model_dim
-        self.memory = parameter(nnx.initializers.normal(1.0), *shape, **options)
+        self.memory = parameter(nnx.initializers.normal(1.0), *shape, kind="vector", **options)
 
     def apply(
         self, x: Features, call: CallArguments[SegmentState]

@@ -94,8 +94,8 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
         super().setup(**options)
         self.global_norm = rms_norm(self.model_dim, **options)
         init, shape = uniform(0.02), (self.config.num_buckets, self.num_heads)
-        self.local_bias = parameter(init, *shape, **options)
-        self.global_bias = parameter(init, *shape, **options)
+        self.local_bias = parameter(init, *shape, kind="vector", **options)
+        self.global_bias = parameter(init, *shape, kind="vector", **options)
 
     def apply(
         self, x: Features, call: CallArguments[TransientGlobalState]

@@ -1,78 +1,106 @@
 """Chat templates of tokenizers: Jinja, as the library transformers renders them."""
 
-import datetime
-import functools
+import atexit
+import contextlib
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 from heinsen_jax.errors import UserError, without_extra
 
 try:
-    from jinja2 import Template, TemplateError, nodes
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    import jinja2
 except ImportError as missing:
     raise without_extra(missing, "transformers", __name__) from missing
 
-
-class _Generation(Extension):
-    """`{% generation %}`, which marks answers of the model: its content."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+MAX_SECONDS = 5.0
+"""Time for one template; its process is ended then."""
+MAX_CHARACTERS = 20_000_000
+"""Length of a rendered text."""
+_REMEDY = "change the messages, or the template in the files of the tokenizer"
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:
     """Render a template in a sandbox, since templates are code from others.
 
+    A process of its own renders it, with limits of time, memory and output.
+
     Raises:
-      UserError: the template is invalid, or refuses the variables.
+      UserError: the template is invalid, exceeds a limit, or refuses the variables.
     """
+    request = {
+        "template": template,
+        "variables": dict(variables),
+        "max_characters": MAX_CHARACTERS,
+    }
     try:
-        return _compiled(template).render(**variables)
-    except (TemplateError, TypeError, ValueError) as error:
-        raise UserError(
-            f"chat template: {error}; change the messages, or the template in the files of the "
-            "tokenizer"
-        ) from None
+        line = json.dumps(request)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(f"chat template: {error}; give messages of JSON values") from None
+    answer = _worker.answer(line)
+    if "error" in answer:
+        raise UserError(f"chat template: {answer['error']}; {_REMEDY}")
+    return answer["text"]
 
 
-@functools.lru_cache(maxsize=8)
-def _compiled(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _now
-    return environment.from_string(template)
+class _Worker:
+    """The process, which starts at the first request, and again after it was ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+
+    def answer(self, line: str) -> dict[str, str]:
+        """Send a request and wait for its answer, at most `MAX_SECONDS`."""
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            timer = threading.Timer(MAX_SECONDS, process.kill)
+            timer.start()
+            answer = ""
+            try:
+                with contextlib.suppress(OSError):  # it has ended
+                    process.stdin.write(line + "\n")
+                    process.stdin.flush()
+                    answer = process.stdout.readline()
+            finally:
+                timer.cancel()
+                if not answer.endswith("\n"):
+                    self.end()
+        if not answer.endswith("\n"):
+            return {"error": f"it needs more than {MAX_SECONDS:g} s, or too much memory"}
+        return json.loads(answer)
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            path = Path(__file__).with_name("chat_template_worker.py")
+            paths = os.pathsep.join([str(Path(jinja2.__file__).parents[1]), *sys.path[1:]])
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(path)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is for its parent
+                env={**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8"},
+            )
+            assert self._process.stdout is not None
+            self._process.stdout.readline()  # it is ready: its start does not count
+        return self._process
+
+    def end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without escapes for HTML, which Jinja's own filter adds."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
+_worker = _Worker()
+atexit.register(_worker.end)

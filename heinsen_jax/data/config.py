@@ -30,7 +30,8 @@ class DataConfig:
     disk or in a bucket, gs://bucket/folder."""
     mixture: dict[str, pydantic.NonNegativeFloat] | None = None
     """Several corpora in place of `corpus`, each with a weight: rows of training in proportion to
-    the weights; evaluation of all, and of each by its name."""
+    the weights. Validation metrics are means of each corpus's by these weights, or by those of the
+    last of `mixture_stages`; metrics of each corpus have its name."""
     mixture_stages: Annotated[
         tuple[tuple[pydantic.PositiveInt, dict[str, pydantic.NonNegativeFloat]], ...],
         tyro.conf.Fixed,

@@ -46,6 +46,34 @@ class RowSequence(Sequence[Batch]):
         return self.row(places) if isinstance(places, int) else [self.row(i) for i in places]
 
 
+class MixedRows(RowSequence):
+    """Validation rows of several sources. Their metrics are means of the sources' metrics by
+    weight, whatever the sizes of the sources.
+
+    The rows alternate between the sources in proportion to their sizes, so that the first ones are
+    a sample of all.
+
+    Attributes:
+      sources: the rows of each source by its name.
+      weights: the weight of each source; their sum is 1.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Sequence[Batch]], weights: Mapping[str, float]
+    ) -> None:
+        self.sources = sources
+        self.weights = weights
+        places = [(name, row) for name, rows in sources.items() for row in range(len(rows))]
+        self._order = sorted(places, key=lambda x: (x[1] + 0.5) / len(sources[x[0]]))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def row(self, index: int) -> Batch:
+        name, row = self._order[index]
+        return self.sources[name][row]
+
+
 @runtime_checkable
 class DataSettings(Protocol):
     """Fields that the configuration of every data set has."""
@@ -105,5 +133,6 @@ class Dataset(Protocol[Settings_contra]):
 
     def validation_rows(self, config: Settings_contra) -> Mapping[str, Sequence[Batch]]:
         """Validation rows, always the same, by name: "" for rows of the training length, others for
-        further lengths. All rows of a name have one length; padding is masked."""
+        further lengths. All rows of a name have one length; padding is masked. `MixedRows` are
+        measured source by source."""
         ...

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 
 from heinsen_jax.data.config import DataConfig, Documents
-from heinsen_jax.data.dataset import Batch, RowSequence
+from heinsen_jax.data.dataset import Batch, MixedRows
 from heinsen_jax.data.text import TokenDataset, load_text
 from heinsen_jax.errors import UserError
 
@@ -51,6 +51,14 @@ class MixedDataset:
         self._stages = [*zip(begins, weights, strict=True)]
 
     @property
+    def validation_weights(self) -> dict[str, float]:
+        """The weight of each source in validation metrics; their sum is 1. They are the weights of
+        the last stage at all steps, so that the losses of all checkpoints are comparable."""
+        weights = self._stages[-1][1]
+        total = sum(weights.values())
+        return {name: weights.get(name, 0.0) / total for name in self.sources}
+
+    @property
     def vocab_size(self) -> int:
         return next(iter(self.sources.values())).vocab_size
 
@@ -61,8 +69,9 @@ class MixedDataset:
 
     @property
     def bytes_per_token(self) -> float:
-        splits = [source.manifest.splits["validation"] for source in self.sources.values()]
-        return sum(x.bytes for x in splits) / sum(x.tokens for x in splits)
+        """The mean of the sources' bytes per token, by `validation_weights`."""
+        weights = self.validation_weights
+        return sum(w * self.sources[name].bytes_per_token for name, w in weights.items() if w)
 
     @property
     def content(self) -> bytes:
@@ -80,6 +89,20 @@ class MixedDataset:
         weights = self._stages[0][1]
         total = sum(weights.values())
         return sum(self.sources[n].padding(config) * w / total for n, w in weights.items())
+
+    def epochs(self, config: DataConfig, steps: int) -> dict[str, float]:
+        """Number of epochs of each source in the first updates."""
+        found = dict.fromkeys(self.sources, 0.0)
+        begins = [min(begin, steps) for begin, _ in self._stages]
+        for (_, weights), begin, end in zip(
+            self._stages, begins, [*begins[1:], steps], strict=True
+        ):
+            tokens = (end - begin) * config.batch_size * config.sequence_length
+            for name, weight in weights.items():
+                source = self.sources[name]
+                part = weight / sum(weights.values()) * (1 - source.padding(config))
+                found[name] += part * tokens / source.train_tokens
+        return found
 
     def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
         """Rows of the sources in proportion to the weights of the stage of their step."""
@@ -104,13 +127,14 @@ class MixedDataset:
         return row
 
     def validation_rows(self, config: DataConfig) -> dict[str, Sequence[Batch]]:
-        """Rows of all sources, at each length; and those of each source, by its name."""
-        of_source = {name: x.validation_rows(config) for name, x in self.sources.items()}
-        lengths = next(iter(of_source.values()))
-        together = {
-            length: _Interleaved([x[length] for x in of_source.values()]) for length in lengths
+        """`MixedRows` of all sources, at each length; and the rows of each source, by its name."""
+        by_source = {name: x.validation_rows(config) for name, x in self.sources.items()}
+        weights = self.validation_weights
+        mixed = {
+            length: MixedRows({name: x[length] for name, x in by_source.items()}, weights)
+            for length in next(iter(by_source.values()))
         }
-        return {**together, **{name: rows[""] for name, rows in of_source.items()}}
+        return {**mixed, **{name: rows[""] for name, rows in by_source.items()}}
 
 
 TextDataset: TypeAlias = TokenDataset | MixedDataset
@@ -145,21 +169,3 @@ def _mix(
     chosen = {name: weight for name, weight in weights.items() if weight}
     unused = [rows[name].slice(slice(used[name], None)) for name in chosen]
     return grain.MapDataset.mix(unused, [*chosen.values()])
-
-
-class _Interleaved(RowSequence):
-    """Rows of several sequences, in proportion to their lengths everywhere, so that the first rows
-    are a sample of all."""
-
-    def __init__(self, parts: Sequence[Sequence[Batch]]) -> None:
-        self._parts = parts
-        sizes = [len(part) for part in parts]
-        rows = [(part, row) for part, size in enumerate(sizes) for row in range(size)]
-        self._order = sorted(rows, key=lambda place: (place[1] + 0.5) / sizes[place[0]])
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def row(self, index: int) -> Batch:
-        part, row = self._order[index]
-        return self._parts[part][row]

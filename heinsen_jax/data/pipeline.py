@@ -1,7 +1,7 @@
 """Input pipeline: every training batch is a pure function of (seed, step)."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, overload
 
 import grain
@@ -93,8 +93,25 @@ def validation_batches(
     All batches have the full shape, and all processes yield the same number; the last batch has
     masked padding. `max_batches` limits the number.
     """
+    return row_batches(
+        dataset.validation_rows(config)[name],
+        config,
+        max_batches=max_batches,
+        process_index=process_index,
+        process_count=process_count,
+    )
+
+
+def row_batches(
+    rows: Sequence[Batch],
+    config: DataSettings,
+    *,
+    max_batches: int | None = None,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Iterator[Batch]:
+    """`validation_batches` of given rows."""
     local_batch = _local_batch(config, process_count)
-    rows = dataset.validation_rows(config)[name]
     padding = jax.tree.map(np.zeros_like, rows[0])
     count = math.ceil(len(rows) / config.batch_size)
     for step in range(count if max_batches is None else min(count, max_batches)):

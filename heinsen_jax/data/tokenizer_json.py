@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 
 from heinsen_jax.data.files import write_atomically
+from heinsen_jax.data.tokenizer_panics import refusing_panics
 from heinsen_jax.errors import UserError, parse_json
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -128,13 +129,20 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         try:  # the method for batches is three times as fast
-            (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            with refusing_panics(*self._refusal(text)):
+                (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:  # unpaired surrogates, which tiktoken replaces, too
             return self.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
         ids = found.ids
         if self._special.isdisjoint(ids):
             return ids
         return [x for token in ids for x in self._without_special(token)]
+
+    def _refusal(self, text: str) -> tuple[str, str]:
+        return (
+            f"tokenizer {self.name} cannot encode a text of {len(text)} characters",
+            "shorten the text, or choose another tokenizer",
+        )
 
     def _without_special(self, token: int) -> list[int]:
         """The token; or its characters if it is special, since Unigram and word-level models find
@@ -187,7 +195,7 @@ class JsonTokenizer:
         try:
             name, fingerprint = (config["heinsen_jax"][key] for key in ("name", "fingerprint"))
             tokenizer = cls.of(name, path, read_json(path), config)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{config_path} is damaged ({error!r}); restore the file") from None
         if tokenizer.fingerprint != fingerprint:
             raise UserError(
@@ -205,7 +213,7 @@ def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
     document = read_json(path)
     if not isinstance(document.get("model"), dict):
         raise UserError(f"{path} defines no tokenizer; give a tokenizer.json of Hugging Face")
-    added = document.get("added_tokens") or []
+    added = added_tokens(document, path)
     found = sorted({token["content"] for token in added if token.get("special")} & ENDS_OF_TEXT)
     if len(found) == 1:
         return JsonTokenizer(name, path, document, found[0])
@@ -242,7 +250,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[RustTokenizer, int]:
     """Build the tokenizer, without the parts that shorten or pad texts; `end_of_text` is special.
     Return its id, too."""
-    added = document.get("added_tokens") or []
+    added = added_tokens(document, path)
     end = next((token["id"] for token in added if token["content"] == end_of_text), None)
     if end is None:
         end = parsed(path, document).token_to_id(end_of_text)
@@ -261,9 +269,32 @@ def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[R
     return tokenizer, end
 
 
+def added_tokens(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    """The added tokens of a `tokenizer.json`.
+
+    Raises:
+      UserError: one has no id or no content, or two have the same id.
+    """
+    tokens = document.get("added_tokens") or []
+    found: dict[int, dict[str, Any]] = {}
+    for token in tokens if isinstance(tokens, list) else [tokens]:
+        match token:
+            case {"id": int(number), "content": str()} if number not in found and number >= 0:
+                found[number] = token
+            case _:
+                raise UserError(
+                    f"{path}: added_tokens has {token!r}, which is no object with an id of its "
+                    "own and content; correct it"
+                )
+    return [*found.values()]
+
+
 def parsed(path: Path, document: Mapping[str, Any]) -> RustTokenizer:
     """Build the tokenizer of a document."""
     try:
-        return RustTokenizer.from_str(json.dumps(document))
+        with refusing_panics(f"{path} cannot be read as a tokenizer", "restore it"):
+            return RustTokenizer.from_str(json.dumps(document))
+    except UserError:
+        raise
     except Exception as error:  # the library raises no narrower class
         raise UserError(f"{path} cannot be read as a tokenizer ({error}); restore it") from None

@@ -7,6 +7,13 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
+from heinsen_jax.data.tokenizer_files import (
+    DEFAULT,
+    merged_files,
+    special_tokens_of,
+    stop_ids_of,
+    templates_of,
+)
 from heinsen_jax.data.tokenizer_json import (
     SETTINGS_FILE,
     TOKENIZER_FILE,
@@ -15,15 +22,10 @@ from heinsen_jax.data.tokenizer_json import (
     read_json,
     tokenizer_of_json,
 )
+from heinsen_jax.data.tokenizer_panics import refusing_panics
 from heinsen_jax.errors import UserError, extra_module
 
-TEMPLATE_FILE = "chat_template.jinja"
-TEMPLATE_FOLDER = "additional_chat_templates"
-GENERATION_FILE = "generation_config.json"
-CONFIG_FILE = "config.json"
-DEFAULT, WITH_TOOLS = "default", "tool_use"
-FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"
-"""Flags of an added token."""
+WITH_TOOLS = "tool_use"
 _NO_VARIABLES: Mapping[str, Any] = {}
 
 
@@ -53,10 +55,10 @@ class PretrainedTokenizer(JsonTokenizer):
         self, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         self._config = {k: v for k, v in config.items() if k != "chat_template"}
-        self.special_tokens = _special_tokens(config)
+        self.special_tokens = special_tokens_of(config)
         super().__init__(name, path, document, self.special_tokens["eos_token"])
         self._path = path
-        self.templates = _templates(config.get("chat_template"), path.with_name(SETTINGS_FILE))
+        self.templates = templates_of(config.get("chat_template"), path.with_name(SETTINGS_FILE))
         self.start_ids = self._start_ids(config.get("add_bos_token"))
         others = config.get("heinsen_jax", {}).get("stop_ids", ())
         self.stop_ids = tuple(dict.fromkeys([self.end_of_text_id, *others]))
@@ -106,7 +108,13 @@ class PretrainedTokenizer(JsonTokenizer):
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Encode a text in which special tokens may be written, such as <|im_end|>."""
-        return self._with_special.encode(text, add_special_tokens=False).ids
+        with refusing_panics(*self._refusal(text)):
+            return self._with_special.encode(text, add_special_tokens=False).ids
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """Tokens that `encode` never produces."""
+        return tuple(sorted(self._special))
 
     def render_chat_template(
         self,
@@ -159,21 +167,17 @@ class PretrainedTokenizer(JsonTokenizer):
 def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
     """The tokenizer in the folder of a pretrained model; None without `tokenizer.json`.
 
-    Its end of text is the `eos_token` in `tokenizer_config.json`, or else that of
+    Its files are merged as in transformers 5. Its end of text is their `eos_token`, or else that of
     `tokenizer_of_json`. Its other stop tokens are the `eos_token_id` in `generation_config.json`,
     or else in the model's `config.json`.
     """
-    path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
+    path = folder / TOKENIZER_FILE
     if not path.exists():
         return None
-    config = read_json(config_path) if config_path.exists() else {}
-    document = _with_added_tokens(read_json(path), config, path)
-    if "eos_token" not in _special_tokens(config):
+    document, config = merged_files(folder)
+    if "eos_token" not in special_tokens_of(config):
         config = config | {"eos_token": tokenizer_of_json(path, name).end_of_text}
-    templates = _templates(config.get("chat_template"), config_path) | _template_files(folder)
-    pairs = [{"name": name, "template": template} for name, template in templates.items()]
-    config = config | {"chat_template": pairs or None}
-    config = config | {"heinsen_jax": {"stop_ids": _stop_ids(folder)}}
+    config = config | {"heinsen_jax": {"stop_ids": stop_ids_of(folder)}}
     return PretrainedTokenizer(name, path, document, config)
 
 
@@ -184,103 +188,3 @@ def is_saved_pretrained(folder: Path) -> bool:
         case {"heinsen_jax": {"is_pretrained": True}}:
             return True
     return False
-
-
-def _stop_ids(folder: Path) -> list[int]:
-    """The tokens that end generation by the files of a model, if any."""
-    for path in (folder / GENERATION_FILE, folder / CONFIG_FILE):
-        match read_json(path).get("eos_token_id") if path.exists() else None:
-            case None:
-                continue
-            case int(token):
-                return [token]
-            case [*tokens] if all(isinstance(token, int) for token in tokens):
-                return tokens
-            case other:
-                raise UserError(
-                    f"{path}: eos_token_id={other!r} must be an id or a list of ids; correct it"
-                )
-    return []
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name, such as `bos_token`."""
-    found = {}
-    for name, value in config.items():
-        match value:
-            case str(token) | {"content": str(token)} if name.endswith("_token"):
-                found[name] = token
-    return found
-
-
-def _with_added_tokens(
-    document: Mapping[str, Any], config: Mapping[str, Any], path: Path
-) -> Mapping[str, Any]:
-    """The content of `tokenizer.json`, with the tokens that only `added_tokens_decoder` of
-    `tokenizer_config.json` has.
-
-    Raises:
-      UserError: the two files have different tokens for an id.
-    """
-    added = [*(document.get("added_tokens") or [])]
-    known = {token["id"]: token["content"] for token in added}
-    missing = []
-    tokens = config.get("added_tokens_decoder") or {}
-    if not isinstance(tokens, Mapping):
-        raise UserError(
-            f"{path.with_name(SETTINGS_FILE)}: added_tokens_decoder must map ids to objects; "
-            "correct it"
-        )
-    for number, token in tokens.items():
-        match token:
-            case {"content": str(content)} if number.isdecimal():
-                number = int(number)
-            case _:
-                raise UserError(
-                    f"{path.with_name(SETTINGS_FILE)}: added_tokens_decoder[{number!r}]={token!r} "
-                    "does not map an id to an object with content; correct it"
-                )
-        if number not in known:
-            flags = {name: bool(token.get(name)) for name in FLAGS}
-            missing.append({"id": number, "content": content, **flags})
-        elif known[number] != content:
-            raise UserError(
-                f"{path}: token {number} is {known[number]}, but {content} in "
-                f"{path.with_name(SETTINGS_FILE)}; correct one of the two files"
-            )
-    if not missing:
-        return document
-    merged = {**document, "added_tokens": sorted([*added, *missing], key=lambda x: x["id"])}
-    tokenizer = parsed(path, merged)
-    for token in missing:
-        if tokenizer.token_to_id(token["content"]) != token["id"]:
-            raise UserError(
-                f"{path.with_name(SETTINGS_FILE)}: token {token['content']} cannot have the id "
-                f"{token['id']} after the tokens of {path}; correct one of the two files"
-            )
-    return merged
-
-
-def _template_files(folder: Path) -> dict[str, str]:
-    """Chat templates by name in files of their own."""
-    files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
-    files |= {DEFAULT: folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).exists() else {}
-    return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-
-
-def _templates(given: Any, path: Path) -> dict[str, str]:
-    """Chat templates by name."""
-    match given:
-        case None:
-            return {}
-        case str(template):
-            return {DEFAULT: template}
-        case [*several]:
-            found = {}
-            for one in several:
-                match one:
-                    case {"name": str(name), "template": str(template)}:
-                        found[name] = template
-            if len(found) == len(several):
-                return found
-    raise UserError(f"{path}: chat_template must be a text, or texts with names; correct it")

@@ -13,6 +13,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 
 from heinsen_jax.data.files import write_atomically
+from heinsen_jax.data.tokenizer_panics import refusing_panics
 from heinsen_jax.errors import UserError, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
@@ -42,9 +43,10 @@ class TiktokenTokenizer:
             raise UserError(f"tokenizer {name} has no {END_OF_TEXT}; give it that special token")
         self.name = name
         self._pattern, self._ranks, self._special_tokens = pattern, ranks, special_tokens
-        self._encoding = tiktoken.Encoding(
-            name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
-        )
+        with refusing_panics(f"tokenizer {name} cannot be built", "restore its files"):
+            self._encoding = tiktoken.Encoding(
+                name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special_tokens
+            )
         self._is_bytes = (pattern, ranks) == (_BYTE_PATTERN, _BYTE_RANKS)
         self.vocab_size = self._encoding.max_token_value + 1
         self.end_of_text_id = special_tokens[END_OF_TEXT]
@@ -54,22 +56,20 @@ class TiktokenTokenizer:
         self.fingerprint = digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        return self._encoding.encode_ordinary(text)
+        with refusing_panics(*self._refusal(text)):
+            return self._encoding.encode_ordinary(text)
 
     def encode_to_numpy(self, text: str) -> np.ndarray:
         if self._is_bytes:
             return np.frombuffer(text.encode("utf-8"), np.uint8)
-        try:
+        with refusing_panics(*self._refusal(text)):
             return self._encoding.encode_to_numpy(text, disallowed_special=())
-        except BaseException as error:
-            if (
-                type(error).__name__ != "PanicException"
-            ):  # tiktoken's panics do not derive from Exception
-                raise
-            raise UserError(
-                f"tokenizer {self.name} cannot encode a document of {len(text)} characters "
-                f"({error}): break up its long runs of white space or choose another tokenizer"
-            ) from None
+
+    def _refusal(self, text: str) -> tuple[str, str]:
+        return (
+            f"tokenizer {self.name} cannot encode a document of {len(text)} characters",
+            "break up its long runs of white space or choose another tokenizer",
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
@@ -107,7 +107,9 @@ class TiktokenTokenizer:
             unchanged = definition["fingerprint"] == tokenizer.fingerprint
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); restore the file") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except UserError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{path} is damaged ({error!r}); restore the file") from None
         if not unchanged:
             raise UserError(

@@ -13,7 +13,7 @@ import tyro
 
 from heinsen_jax.data import start_ids
 from heinsen_jax.errors import UserError, command_line
-from heinsen_jax.generate.options import TextOptions
+from heinsen_jax.generate.options import TextOptions, check_count
 from heinsen_jax.generate.text import check_text, complete, decode_stream, until_end
 from heinsen_jax.generate.tokens import stream
 from heinsen_jax.training.signals import exit_immediately
@@ -33,8 +33,7 @@ class PromptOptions(TextOptions):
 @command_line
 def main() -> None:
     options = tyro.cli(PromptOptions, prog="python -m heinsen_jax.generate")
-    if options.num_samples < 1:
-        raise UserError(f"--num-samples {options.num_samples} must be at least 1")
+    check_count("--num-samples", options.num_samples)
     with exit_immediately():
         for text in _continuations(options):
             options.print_part(text)

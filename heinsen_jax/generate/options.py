@@ -16,6 +16,14 @@ WORKDIR_HELP = "a run's folder, or a model folder in the format of the Hugging F
 LATEST_HELP = "use the latest checkpoint, not the best"
 
 
+def check_count(option: str, number: int | None) -> None:
+    """Raise UserError if a number of tokens, samples or batches is below 1 or too large."""
+    if number is not None and number < 1:
+        raise UserError(f"{option} {number} must be at least 1")
+    if number is not None and number >= 2**31:
+        raise UserError(f"{option} {number} is too large; give less than {2**31:,}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """Options of commands that load a model and sample text from it."""
@@ -48,8 +56,9 @@ class TextOptions:
         Raises:
           UserError: an option is out of its range, or the folder has no model of text.
         """
-        if self.max_new_tokens < 1:
-            raise UserError(f"--max-new-tokens {self.max_new_tokens} must be at least 1")
+        check_count("--max-new-tokens", self.max_new_tokens)
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"--seed {self.seed} is out of range; give one below {2**63:,}")
         cache_compilations()
         model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest)
         return model, tokenizer
@@ -66,5 +75,5 @@ class TextOptions:
 
     @property
     def decoding_errors(self) -> str:
-        """How bytes that are not UTF-8 are decoded for `print_part`."""
+        """Treatment of bytes that are not UTF-8, as in `bytes.decode`, for `print_part`."""
         return "surrogateescape" if self.raw else "replace"

@@ -103,7 +103,7 @@ def generate(
       padding: side of the padding.
 
     Returns:
-      The new tokens `[*B, max_new_tokens]`, or the pair (tokens, state).
+      The new tokens `[*B, max_new_tokens]`, of at least 32 bits, or the pair (tokens, state).
 
     Raises:
       UserError: an argument is out of its range, or the model has too few positions; the message
@@ -120,9 +120,8 @@ def generate(
       >>> generate(model, prompts, 5, top_k=1, lengths=[4, 2]).shape
       (2, 5)
     """
-    tokens = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
-    check_prompts(model, tokens)
+    tokens = _prompts(model, tokens)
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
     if max_new_tokens == 0 and return_state:
@@ -163,7 +162,9 @@ def generate(
 
 
 def check_capacity(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
-    """Raise UserError if the model has positions for fewer tokens than it will be fed."""
+    """Raise UserError if the model has positions for fewer tokens than it will be fed; warn if it
+    was trained on fewer."""
+    model.config.warn_beyond_trained_length(fed)
     if fed > (left := model.remaining(state)):
         raise UserError(
             f"max_new_tokens={new}: processes {fed} more tokens, but the model has {left} "
@@ -187,10 +188,15 @@ def stream(
     Raises:
       UserError: an argument is out of its range; or, later, the model has no further positions.
     """
-    prompt = jnp.asarray(tokens)
     sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
-    check_prompts(model, prompt)
-    return _stream(model, prompt, sampler)
+    return _stream(model, _prompts(model, tokens), sampler)
+
+
+def _prompts(model: LanguageModel, tokens: ArrayLike) -> Integer[Array, "*B T"]:
+    """Prompts, checked, in a dtype that has all ids of the vocabulary."""
+    tokens = jnp.asarray(tokens)
+    check_prompts(model, tokens)
+    return tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
 
 
 def _stream(
@@ -208,6 +214,7 @@ def _stream(
         if (left := left - needed) < 0:
             raise UserError("the sequence has reached model.max_length: generation ends here")
         token, state = next_token(*options, fed, length, state, position)
+        model.config.warn_beyond_trained_length(prompt.shape[-1] + position)
         yield int(token)
         fed, length, needed = token[None], jnp.ones((), jnp.int32), 1
 

@@ -33,7 +33,7 @@ from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.run_folder import RunFolder, opened
 from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, load_run, read_config
 from heinsen_jax.training.metrics import METRICS_FILE, read_evaluations
-from heinsen_jax.training.weights import SHARD_BYTES, has_weights, save_weights
+from heinsen_jax.training.weights import SHARD_BYTES, check_finite, has_weights, save_weights
 from heinsen_jax.typing import JSON, Array
 
 try:
@@ -109,19 +109,25 @@ def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_pretrained(
-    name: str | Path, *, revision: str | None = None
+    name: str | Path, *, revision: str | None = None, allow_nonfinite: bool = False
 ) -> tuple[LanguageModel, Tokenizer | None]:
     """Load the model and its tokenizer from a folder or a repository of the hub.
 
     Args:
       name: a model folder, a run's folder, or `owner/name`.
       revision: branch, tag or commit of the repository.
+      allow_nonfinite: whether weights may be NaN or infinite.
 
     Raises:
-      UserError: neither a folder nor a repository of this name exists.
+      UserError: neither a folder nor a repository of this name exists; or a weight is NaN or
+        infinite.
     """
     folder = name if Path(name).is_dir() else download(str(name), revision, FETCHED)
-    return load_run(folder)[:2]
+    model, tokenizer, _ = load_run(folder)
+    if not allow_nonfinite:
+        for path, value in flatten_with_names(nnx.state(model, nnx.Param)).items():
+            check_finite(value, path, Path(folder), "set allow_nonfinite=True to load it")
+    return model, tokenizer
 
 
 def download(name: str, revision: str | None, files: Sequence[str]) -> Path:

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.training.weights import check_finite
 from heinsen_jax.typing import ArrayLike
 
 __all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]
@@ -108,12 +109,13 @@ def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
     return arrays
 
 
-def from_file(path: str | Path, *, num_heads: int) -> LanguageModel:
+def from_file(path: str | Path, *, num_heads: int, allow_nonfinite: bool = False) -> LanguageModel:
     """`from_state_dict` for a file: .safetensors, or one of `torch.save(model.state_dict(), path)`
     with any other suffix.
 
     Raises:
-      UserError: the file is damaged, or has other content.
+      UserError: the file is damaged, or has other content; or, without `allow_nonfinite`, a value
+        is NaN or infinite.
       ValueError: as `from_state_dict`.
     """
     path = Path(path)
@@ -124,6 +126,8 @@ def from_file(path: str | Path, *, num_heads: int) -> LanguageModel:
             f"{path} holds no state dict, of tensors by name ({found}); save the model's "
             "state_dict() alone, torch.save(model.state_dict(), path)"
         )
+    for name, value in ({} if allow_nonfinite else arrays).items():
+        check_finite(value, name, path, "save it again, or set allow_nonfinite=True")
     return from_state_dict(arrays, num_heads=num_heads)
 
 
@@ -156,7 +160,7 @@ def _each_layer(name: str, num_layers: int) -> list[str]:
 
 
 _FREE = {"vocab_size", "model_dim", "num_layers", "num_heads", "key_depth", "value_depth"}
-_FREE |= {"dtype", "param_dtype", "remat", "remat_policy"}
+_FREE |= {"trained_length", "dtype", "param_dtype", "remat", "remat_policy"}
 
 
 def _check_published(config: LanguageModelConfig) -> None:

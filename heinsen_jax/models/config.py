@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from functools import cache
 from typing import Literal, NamedTuple
@@ -118,6 +119,9 @@ class LanguageModelConfig:
     blocks decay and llama, else that of the embedding style."""
     max_length: pydantic.PositiveInt | None = None
     """Maximum sequence length, in tokens, with learned positions; None with others."""
+    trained_length: pydantic.PositiveInt | None = None
+    """Number of positions that a pretrained model was trained on, if known; longer sequences are
+    processed with a warning."""
     convolution_size: pydantic.PositiveInt | None = None
     """Kernel size, in tokens, of a causal depthwise convolution at the start of each residual
     branch. When None: 4 in the decay block, no convolution in the others."""
@@ -222,6 +226,15 @@ class LanguageModelConfig:
     def layer_pattern(self) -> tuple[str, ...]:
         """The mechanisms of `layers`."""
         return tuple(layer.mechanism for layer in self.layers)
+
+    def warn_beyond_trained_length(self, length: int) -> None:
+        """Warn, once, if a sequence is longer than those that the model was trained on."""
+        if self.trained_length is not None and length > self.trained_length:
+            warnings.warn(
+                f"model.trained_length={self.trained_length}: a sequence is longer than those that "
+                "the model was trained on, and results may be poor; use shorter ones",
+                stacklevel=2,
+            )
 
     def mechanisms(self) -> list[AttentionConfig]:
         """The configurations of `layers`."""

@@ -95,7 +95,9 @@ class LanguageModel(nnx.Module):
             norm = NORMS[config.norm_kind]
             self.norm = norm(config.model_dim, epsilon=config.norm_epsilon, **options)
         else:
-            self.bias = parameter(nnx.initializers.zeros, config.vocab_size, **options)
+            self.bias = parameter(
+                nnx.initializers.zeros, config.vocab_size, kind="vector", **options
+            )
 
         def stack(index: int) -> Block:
             def one(rngs: nnx.Rngs) -> Block:
@@ -276,7 +278,7 @@ def _embedding(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
         config.model_dim,
         param_dtype=jnp.dtype(config.param_dtype),
         embedding_init=uniform(config.model_dim**-0.5),
-        embedding_metadata={"logical_axes": ("vocab", "embed")},
+        embedding_metadata={"logical_axes": ("vocab", "embed"), "kind": "embedding"},
         rngs=rngs,
     )
 

@@ -34,7 +34,7 @@ class PositionRecurrence(nnx.Module):
     """
 
     def __init__(self, model_dim: int, **options: Unpack[LayerOptions]):
-        self.dense = linear(model_dim, 2 * model_dim, ("embed", "mlp"), **options)
+        self.dense = linear(model_dim, 2 * model_dim, ("embed", "mlp"), kind="embedding", **options)
 
     def __call__(
         self, x: Features, *, state: Float[Array, "*B D"], segment_ids: SegmentIds | None = None
@@ -112,7 +112,9 @@ class LearnedPositions(nnx.Module):
     def __init__(
         self, max_length: int, model_dim: int, *, has_norm: bool, **options: Unpack[LayerOptions]
     ):
-        self.embedding = parameter(uniform(model_dim**-0.5), max_length, model_dim, **options)
+        self.embedding = parameter(
+            uniform(model_dim**-0.5), max_length, model_dim, kind="embedding", **options
+        )
         self.norm = layer_norm(model_dim, **options) if has_norm else None
 
     def __call__(

@@ -102,10 +102,27 @@ def check_decay(name: str, log_decay: Array | None) -> None:
         )
 
 
+def signed_ids(ids: Array) -> Array:
+    """Return ids as int32 or int64: equal where they are equal, and of unchanged order unless they
+    are unsigned numbers of 32 or 64 bits. Sums with other numbers would exceed small dtypes."""
+    ids = jnp.asarray(ids)
+    if ids.dtype in (jnp.uint32, jnp.uint64):
+        return ids.view(f"int{8 * ids.dtype.itemsize}")
+    return ids.astype(jnp.promote_types(ids.dtype, jnp.int32))
+
+
+def int32_lengths(lengths: Array) -> Array:
+    """Return numbers of tokens as int32; those above its largest value are as large."""
+    lengths = jnp.asarray(lengths)
+    if lengths.dtype.itemsize >= 4:
+        lengths = jnp.minimum(lengths, np.array(np.iinfo(np.int32).max, lengths.dtype))
+    return lengths.astype(jnp.int32)
+
+
 def valid_tokens(key_value_seq_lengths: Array, batch: tuple[int, ...], length: int) -> Array:
     """Return the mask of valid tokens `[*B, S]`, given their number `[*B]`, or the first one and
     the one past the last `[*B, 2]`."""
-    bounds = jnp.asarray(key_value_seq_lengths)
+    bounds = int32_lengths(key_value_seq_lengths)
     bounds = bounds[..., None] if bounds.ndim == len(batch) else bounds
     index = jnp.arange(length).reshape((1,) * len(batch) + (length,))
     inside = index < bounds[..., -1:]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from heinsen_jax.ops.arguments import segment_starts
+from heinsen_jax.ops.arguments import segment_starts, signed_ids
 from heinsen_jax.ops.layout import varying_like
 from heinsen_jax.typing import Array
 
@@ -73,6 +73,7 @@ def over_context(
         )
     edges, last, options = None, {}, {}
     if segment_ids is not None:
+        segment_ids = signed_ids(segment_ids)
         options = {"segment_ids": segment_ids}
         begin = _last_begin(segment_ids)
         bounds = jnp.stack([begin, jnp.full_like(begin, segment_ids.shape[-1])], -1)
@@ -134,7 +135,6 @@ def _joins(edges: Array) -> tuple[Array, Array]:
 def _in_floats(x: Array) -> Array:
     """Split integers `[3, ...]` into parts `[3, parts, ...]` that float32 represents, to gather
     them together with the states."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.int32))
     parts = [(x >> shift) & 0xFFFF for shift in range(0, 8 * x.dtype.itemsize, 16)]
     return jnp.stack(parts, 1).astype(jnp.float32)
 

@@ -25,6 +25,7 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_segments,
     check_tokens,
+    int32_lengths,
     valid_tokens,
     without_padding,
 )
@@ -67,8 +68,11 @@ def l1_attention(
         Y_t = sum_s exp(S_ts) V_s / (b + sum_s exp(S_ts))
 
     over the keys s visible to t, where K is the head dimension of keys and b the denominator bias.
-    Time is proportional to the number of visible pairs, memory linear in T and S. Supports
-    reverse-mode derivatives only.
+    Time is proportional to the number of visible pairs, memory linear in T and S. Derivatives
+    are in reverse mode only, and second ones, by `grad` of `grad`, only if not causal. For others
+    JAX raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function" or "Reverse-mode
+    differentiation does not work for lax.while_loop"; `l1_sparse_attention` has those of second
+    order, given the causal edges.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
@@ -104,6 +108,7 @@ def l1_attention(
     check_bias(denominator_bias)
     offset = jnp.asarray(query_offset)
     check_array("query_offset", offset, ((),), jnp.integer)
+    offset = int32_lengths(offset)
     check_segments(segment_ids, query, key)
     *batch, length, heads, _ = query.shape
     dtype = jnp.result_type(query, key, value)

@@ -67,7 +67,9 @@ def l1_sparse_attention(
         Y_d = sum_{e to d} P_e V_s
 
     where K is the head dimension of keys and b the denominator bias. An edge listed twice counts
-    twice; the order of edges affects only rounding. Supports reverse-mode derivatives only.
+    twice; the order of edges affects only rounding. Derivatives are in
+    reverse mode only: second ones by `grad` of `grad`; for forward mode JAX raises "can't apply
+    forward-mode autodiff (jvp) to a custom_vjp function".
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.
@@ -185,9 +187,10 @@ def _checked(edges: Any, length: int, sources: int) -> tuple[Array, Any]:
     edges = np.asarray(edges)
     wrong = np.any((edges < 0) | (edges >= limits), 1)
     if wrong.any():
+        edge = tuple(edges[wrong][0].tolist())
         raise ValueError(
             f"edges must be (destination, source) with destination < {length} and source < "
-            f"{sources}, none negative; edge {np.argmax(wrong)} is {tuple(edges[wrong][0])}"
+            f"{sources}, none negative; edge {np.argmax(wrong)} is {edge}"
         )
     return jnp.asarray(edges, jnp.int32), 1.0
 

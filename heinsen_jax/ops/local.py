@@ -9,7 +9,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from heinsen_jax.ops import masks
-from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens
+from heinsen_jax.ops.arguments import check_heads, check_same_length, check_tokens, int32_lengths
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.ops.softmax import Implementation, dot_product_attention
 from heinsen_jax.typing import Array, Keys, Lengths, Mixed, Query, Segments, Values
@@ -108,7 +108,9 @@ def dilated_attention(
         x = jnp.pad(x, [(0, 0)] * axis + [(0, rows * dilation - length)] + [(0, 0)] * after)
         return jnp.swapaxes(x.reshape(*batch, rows, dilation, *x.shape[axis + 1 :]), axis, axis + 1)
 
-    bounds = jnp.asarray(length if key_value_seq_lengths is None else key_value_seq_lengths)
+    bounds = jnp.asarray(length, jnp.int32)
+    if key_value_seq_lengths is not None:
+        bounds = int32_lengths(key_value_seq_lengths)
     bounds = bounds[..., None] if bounds.ndim in (0, axis) else bounds
     bounds = jnp.broadcast_to(bounds[..., None, :], (*batch, dilation, bounds.shape[-1]))
     first = jnp.arange(dilation).reshape((1,) * axis + (dilation, 1))

@@ -20,6 +20,7 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_same_length,
     check_tokens,
+    int32_lengths,
     without_padding,
 )
 from heinsen_jax.ops.masks import Mask
@@ -358,7 +359,7 @@ def _attend_whole(
     if lengths is None:
         return attend(query, key, value, query_offset=extra if pad == "left" else 0)
     query, key, value = without_padding(query, key, value, lengths)
-    bounds = jnp.clip(lengths, 0, length)
+    bounds = jnp.clip(int32_lengths(lengths), 0, length)
     bounds = bounds[..., None] if bounds.ndim == key.ndim - 3 else bounds
     start = bounds[..., 0] if bounds.shape[-1] == 2 else jnp.zeros_like(bounds[..., 0])
     count = jnp.maximum(bounds[..., -1] - start, 0)

@@ -289,6 +289,33 @@ def split_exact(x: Array, quantum: float) -> Array:
     return jnp.stack([coarse, x - coarse])
 
 
+def running_sums(x: Array, axis: int, quantum: float) -> tuple[Array, Array, Array]:
+    """Return running sums of x <= 0 as the sums of two arrays, without gradient; and the rests of
+    at most half a quantum, whose sums are not taken.
+
+    The arrays are multiples of 2^24 quanta, and multiples of the quantum below that; differences
+    of each are exact in float32, and so is their sum if it is below 2^24 quanta. The quantum is a
+    power of two. Values below `smallest_term` count as that.
+    """
+    x = jnp.maximum(x, smallest_term(x.shape[axis], quantum))
+    coarse = lax.stop_gradient(jnp.round(x / quantum))
+    units = coarse.astype(jnp.int32)
+    # Integers wrap around; sums of up to 2^21 low parts, and of the high ones, do not.
+    low = jnp.cumsum(units & 0x3FF, axis, dtype=jnp.int32)
+    high = jnp.cumsum(units >> 10, axis, dtype=jnp.int32) + (low >> 10)
+    small = ((high & 0x3FFF) << 10) | (low & 0x3FF)
+    return (
+        (2.0**24 * quantum) * (high >> 14).astype(x.dtype),
+        quantum * small.astype(x.dtype),
+        x - quantum * coarse,
+    )
+
+
+def smallest_term(length: int, quantum: float) -> float:
+    """Return the least value that `running_sums` over this length represents."""
+    return -quantum * min(2.0**30, 2.0**40 / max(length, 1))
+
+
 def divide_or_zero(numerator: Array, total: Array) -> Array:
     """numerator / total; 0, without gradient, if the total is too small to divide by."""
     limits = jnp.finfo(total.dtype)

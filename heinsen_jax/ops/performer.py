@@ -119,7 +119,8 @@ def performer_attention(
         kernel="relu". It biases weights by about epsilon.
       initial_state, return_state: a `HeinsenAttentionState` with M key features, as in
         `heinsen_attention`, or a `LinearAttentionState` with kernel="relu".
-      implementation: "log_space"; "published": features relative to the largest one, for keys over
+      implementation: "log_space", with first derivatives in reverse mode only, as the "chunked" one
+        of `log_attention`; "published": features relative to the largest one, for keys over
         all positions, later ones included, plus epsilon (1e-4 when None) and, if causal, another
         1e-6 per feature in the normalizer; None selects the first. kernel="relu" has a single form.
 

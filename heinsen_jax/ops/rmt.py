@@ -37,9 +37,10 @@ class SegmentState:
 
     @classmethod
     def start(cls, memory: Array, segment_length: int) -> SegmentState:
-        """Return the state before the first token, with initial memory `[*B, M, D]`."""
+        """Return the state before the first token, with a copy of the initial memory `[*B, M, D]`,
+        which may be a parameter, while the state may be donated."""
         tokens = jnp.zeros((*memory.shape[:-2], segment_length, memory.shape[-1]), memory.dtype)
-        return cls(memory, tokens, jnp.zeros((), jnp.int32))
+        return cls(jnp.copy(memory), tokens, jnp.zeros((), jnp.int32))
 
     def close(self, layer: Layer) -> SegmentState:
         """End the segment here: its memory is written after the tokens so far.

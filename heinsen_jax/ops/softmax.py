@@ -13,14 +13,16 @@ from heinsen_jax.ops.arguments import (
     check_heads,
     check_segments,
     check_tokens,
+    int32_lengths,
     segment_starts,
+    signed_ids,
     valid_tokens,
     without_padding,
 )
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.linear_recurrence import linear_recurrence
 from heinsen_jax.ops.masks import Mask
-from heinsen_jax.ops.numerics import safe_log, split_exact, where_empty
+from heinsen_jax.ops.numerics import running_sums, safe_log, where_empty
 from heinsen_jax.typing import (
     Array,
     Bool,
@@ -38,7 +40,7 @@ Implementation = Literal["xla", "tiled", "cudnn"]
 Pair = tuple[Array, Array]  # of queries and keys
 NAMES = ("xla", "tiled", "cudnn")
 
-QUANTUM = 2.0**-8  # of the part of a decay whose sums are exact
+QUANTUM = 2.0**-8  # of the parts of sums of decays whose differences are exact
 SMALL = 256 * 256  # scores per head up to which storing them all is fastest
 
 
@@ -84,13 +86,16 @@ def dot_product_attention(
       key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
         the first valid key and the one past the last.
       query_offset: position of the first query among the keys. May be traced, as with a cache.
-      log_decay: `[*B, S, num_heads]`, finite and <= 0, of causal attention: a forget gate (FoX), or
-        constant, as in ALiBi. D is accurate to rounding for sums up to 65,000 nats in float32.
+      log_decay: `[*B, S, num_heads]`, <= 0, of causal attention: a forget gate (FoX), or constant,
+        as in ALiBi. D is accurate to rounding in float32, whatever the sum of all decays is.
+        Decays below -4e9 / S, or below -4e6, count as that; -inf does, too.
       scale: factor of the scores; 1 / sqrt(key_depth) when None.
       implementation: "xla" (stores all scores), "tiled" (memory linear in T and S, time
         proportional to the visible pairs, but not under `vmap` over a traced offset; no
-        forward-mode differentiation), "cudnn" (a fused kernel; half precision on GPUs), or
-        None to choose between the first two. A named implementation never falls back to another.
+        forward-mode differentiation, for which JAX raises "can't apply forward-mode autodiff (jvp)
+        to a custom_vjp function"; second derivatives by `grad` of `grad`), "cudnn" (a fused kernel;
+        half precision on GPUs), or None to choose between the first two. A named
+        implementation never falls back to another.
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`. Rows without visible keys are 0, with zero gradients.
@@ -126,6 +131,8 @@ def dot_product_attention(
     if 0 in (query.shape[-3], key.shape[-3]):
         y = jnp.zeros((*query.shape[:-1], value.shape[-1]))
         return y.astype(jnp.result_type(query, value))
+    if not isinstance(query_offset, int):
+        query_offset = int32_lengths(query_offset)
     window = None if local_window_size is None else masks.reach(local_window_size, is_causal)
     if implementation == "cudnn":
         given = {"segment_ids": segment_ids is not None, "mask as a rule": isinstance(mask, Mask)}
@@ -176,7 +183,7 @@ def folded_attention(
 ) -> tuple[Float[Array, "X R T V"], Float[Array, "X R T"]]:
     """Return the output, and log Z: the logarithm of the sum of the exponentials of a query's
     scores. `query` is scaled, heads are folded, ids are `[X, T]` and `[X, S]`, decays
-    `[X, R, T, 2]` and `[X, R, S, 2]`; bias and mask are of any shape with `X R T S` elements."""
+    `[X, R, T, 3]` and `[X, R, S, 3]`; bias and mask are of any shape with `X R T S` elements."""
     is_static = isinstance(offset, int)
     if implementation is None:
         length, sources = query.shape[2], key.shape[1]
@@ -222,14 +229,22 @@ def _ids(
         return None
     *batch, length, groups = key.shape[:-1]
     size = math.prod(batch)
-    ids = jnp.zeros((*batch, length), jnp.int32) if segment_ids is None else segment_ids
-    query_ids = jnp.zeros((*batch, query.shape[-3]), ids.dtype) if segment_ids is None else ids
+    if segment_ids is None:
+        ids = jnp.zeros((*batch, length), jnp.int32)
+        query_ids = jnp.zeros((*batch, query.shape[-3]), ids.dtype)
+    else:
+        ids = query_ids = signed_ids(segment_ids)
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, tuple(batch), length)
-        no_segment = jnp.min(query_ids, initial=0) - 1
-        ids = jnp.where(valid, ids, no_segment)
+        ids = jnp.where(valid, ids, _unused(query_ids))
     query_ids = jnp.repeat(query_ids.reshape(size, query.shape[-3]), groups, 0)
     return query_ids, jnp.repeat(ids.reshape(size, length), groups, 0)
+
+
+def _unused(ids: Array) -> Array:
+    """Return an id `[*B, 1]` that is not among those of the same row `[*B, S]`."""
+    least, most = (f(ids, -1, keepdims=True, initial=0) for f in (jnp.min, jnp.max))
+    return jnp.where(least > jnp.iinfo(ids.dtype).min, least - 1, most + 1)
 
 
 def _decays(
@@ -240,21 +255,22 @@ def _decays(
     key_value_seq_lengths: Array | None,
     offset: int | Array,
 ) -> Pair | None:
-    """Return the sums of decays up to each query `[X, R, T, 2]` and each key `[X, R, S, 2]`, in
-    two parts: multiples of a quantum, whose sums are exact, and rests."""
+    """Return the sums of decays up to each query `[X, R, T, 3]` and each key `[X, R, S, 3]`, in
+    parts: two of multiples of a quantum, whose differences are exact, and the sums of the rests."""
     if log_decay is None:
         return None
     log_decay = log_decay.astype(jnp.promote_types(log_decay.dtype, jnp.float32))
     if key_value_seq_lengths is not None:
         valid = valid_tokens(key_value_seq_lengths, log_decay.shape[:-2], log_decay.shape[-2])
         log_decay = jnp.where(valid[..., None], log_decay, 0)
-    parts = jnp.moveaxis(split_exact(log_decay, QUANTUM), 0, -1)
-    axis = parts.ndim - 3
+    axis = log_decay.ndim - 2
+    large, small, rest = running_sums(log_decay, axis, QUANTUM)
     if segment_ids is None:
-        of_key = jnp.cumsum(parts, axis)
+        rest = jnp.cumsum(rest, axis)
     else:  # from the start of each segment, so that no cotangent of another one is added
-        starts = segment_starts(segment_ids, None)[..., None, None]
-        of_key = linear_recurrence(1 - starts.astype(parts.dtype), parts, axis=axis)
+        starts = segment_starts(segment_ids, None)[..., None]
+        rest = linear_recurrence(1 - starts.astype(rest.dtype), rest, axis=axis)
+    of_key = jnp.stack([large, small, rest], -1)
     of_query = jax.lax.dynamic_slice_in_dim(of_key, offset, query.shape[-3], axis)
     return fold_heads(of_query, key.shape[-2]), fold_heads(of_key, key.shape[-2])
 
@@ -263,8 +279,8 @@ def _dense(query, key, value, rule, ids, decays, bias, mask, offset) -> tuple[Ar
     scores = jnp.einsum("xrtk,xsk->xrts", query, key)
     if decays is not None:
         of_query, of_key = (jnp.moveaxis(x, -1, 0) for x in decays)
-        coarse, fine = of_query[..., :, None] - of_key[..., None, :]
-        scores = scores + coarse + fine
+        large, small, rest = of_query[..., :, None] - of_key[..., None, :]
+        scores = scores + (large + small) + rest
     if bias is not None:
         scores = scores + bias.reshape(scores.shape)
     length, sources = scores.shape[2:]

@@ -10,7 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from heinsen_jax.ops.arguments import check_array, check_heads, check_same_length, valid_tokens
+from heinsen_jax.ops.arguments import (
+    check_array,
+    check_heads,
+    check_same_length,
+    int32_lengths,
+    valid_tokens,
+)
 from heinsen_jax.ops.layout import fold_heads, unfold_heads
 from heinsen_jax.ops.numerics import where_empty
 from heinsen_jax.typing import Array, Features, Float, Integer, Keys, Lengths, Mixed, Query, Values
@@ -232,7 +238,7 @@ class _BlockLayout(NamedTuple):
 
 
 def _block_layout(lengths: Array, length: int, size: int, is_causal: bool) -> _BlockLayout:
-    lengths = jnp.clip(lengths, 0, length)
+    lengths = jnp.clip(int32_lengths(lengths), 0, length)
     valid = valid_tokens(lengths, lengths.shape, length)
     complete = lengths // size
     own = jnp.broadcast_to(jnp.arange(length) // size, valid.shape)

@@ -30,6 +30,7 @@ from heinsen_jax.typing import Array
 SIZE = 128  # rows of a tile
 OVERHEAD = 1.0  # fixed cost of a block on a CPU, in key tiles computed in the same time
 OVERHEAD_ELSEWHERE = 8.0
+PARTS = 3  # of sums of decays
 WIDTH = 2  # key tiles of a block that may be skipped
 
 
@@ -54,8 +55,8 @@ class _SoftmaxTiles(NamedTuple):
     """Operands in tiles of C tokens, for X batch entries and key/value heads of R query heads each.
 
     query `[I, X, R C, K]`, key `[J + 1, X, C, K]`, value `[J + 1, X, C, V]`; segment ids
-    `[I, X, C]` and `[J + 1, X, C]`, or None; sums of decays in two parts, `[I, X, R C, 2]` and
-    `[J + 1, X, C, 2 R]`, or None; and the position of the first query, if it is traced. The last
+    `[I, X, C]` and `[J + 1, X, C]`, or None; sums of decays in parts, `[I, X, R C, 3]` and
+    `[J + 1, X, C, 3 R]`, or None; and the position of the first query, if it is traced. The last
     tile of keys is padding.
     """
 
@@ -84,14 +85,14 @@ def attention(
     """Return Y `[X, R, T, V]` and the log of the sum of exp(S), log Z `[X, R, T]`, for query
     `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query with id `[X, T]` attends to the keys
     with the same id `[X, S]` that the mask allows; Y = 0 and log Z = -inf if none. The difference
-    of the sums of decays `[X, R, T, 2]` and `[X, R, S, 2]`, each in two parts, is added to the
-    scores; the first part is not differentiated. `offset` is that of the queries if the problem
+    of the sums of decays `[X, R, T, 3]` and `[X, R, S, 3]`, each in three parts, is added to the
+    scores; only the last part is differentiated. `offset` is that of the queries if the problem
     has none."""
     length = query.shape[2]
     if query_decay is not None and key_decay is not None:
         query_decay = _tiles(query_decay, 0)
         folds, heads, sources, _ = key_decay.shape
-        keys = jnp.moveaxis(key_decay, 1, 2).reshape(folds, 1, sources, 2 * heads)
+        keys = jnp.moveaxis(key_decay, 1, 2).reshape(folds, 1, sources, PARTS * heads)
         key_decay = _tiles(keys, 1)
     tiles = _SoftmaxTiles(
         _tiles(query, 0),
@@ -214,13 +215,13 @@ def _backward(problem: Problem, residuals, cotangents: tuple[Array, Array]):
         d_key_decay = sums.key_decay
         if d_key_decay is not None and sums.query_decay is not None:
             # The sums of a query are nearly 0, but they cancel the rounding errors of the others.
-            of_query = jnp.stack([jnp.zeros_like(d_scores[..., 0]), jnp.sum(d_scores, -1)], -1)
+            of_query = jnp.pad(jnp.sum(d_scores, -1, keepdims=True), _only_last(3, 2))
             d_query_decay = _set_row(row, sums.query_decay, d_query_decay + of_query)
             heads, columns_of = query.shape[1] // SIZE, d_scores.shape[-1]
             d_fine = -jnp.sum(d_scores.reshape(len(query), heads, SIZE, columns_of), 2)
-            both = jnp.stack([jnp.zeros_like(d_fine), d_fine], 2)
-            both = both.reshape(len(query), 2 * heads, columns_of)
-            d_key_decay = _add_columns(columns, d_key_decay, both)
+            of_key = jnp.pad(d_fine[:, :, None], _only_last(4, 2))
+            of_key = of_key.reshape(len(query), PARTS * heads, columns_of)
+            d_key_decay = _add_columns(columns, d_key_decay, of_key)
         return _SoftmaxTiles(
             _set_row(row, sums.query, d_query + d_scores @ key),
             _add_columns(columns, sums.key, d_key),
@@ -232,6 +233,13 @@ def _backward(problem: Problem, residuals, cotangents: tuple[Array, Array]):
     floats = tiles._replace(query_ids=None, key_ids=None, offset=None)
     zeros = jax.tree.map(jnp.zeros_like, floats)
     return (_over_blocks(problem, step, zeros, tiles),)
+
+
+def _only_last(ndim: int, axis: int) -> list[tuple[int, int]]:
+    """Widths that pad a single part of decays with zeros before it."""
+    widths = [(0, 0)] * ndim
+    widths[axis] = PARTS - 1, 0
+    return widths
 
 
 def _row(tree, row: Array):
@@ -277,13 +285,13 @@ def _scores(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array):
     scores = jnp.einsum("xrk,xlk->xrl", query, key)
     by_head = scores.reshape(len(query), query.shape[1] // SIZE, SIZE, scores.shape[-1])
     if tiles.query_decay is not None and tiles.key_decay is not None:
-        of_query = _row(tiles.query_decay, row).reshape(*by_head.shape[:3], 1, 2)
+        of_query = _row(tiles.query_decay, row).reshape(*by_head.shape[:3], 1, PARTS)
         of_key = _columns(tiles.key_decay, columns).reshape(
-            len(query), by_head.shape[3], by_head.shape[1], 2
+            len(query), by_head.shape[3], by_head.shape[1], PARTS
         )
         of_key = jnp.transpose(of_key, (3, 0, 2, 1))[:, :, :, None]
-        coarse, fine = jnp.moveaxis(of_query, -1, 0) - of_key
-        by_head = by_head + coarse + fine
+        large, small, rest = jnp.moveaxis(of_query, -1, 0) - of_key
+        by_head = by_head + (large + small) + rest
     return jnp.where(visible, by_head, -jnp.inf).reshape(scores.shape), key, value
 
 

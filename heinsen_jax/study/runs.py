@@ -27,7 +27,7 @@ from heinsen_jax.data import DataConfig, TextDataset
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.data.units import joint_hash
 from heinsen_jax.environment import environment
-from heinsen_jax.errors import UserError, parse_json
+from heinsen_jax.errors import UserError, failure, parse_json
 from heinsen_jax.locks import locked
 from heinsen_jax.models import LanguageModel, flops_per_token
 from heinsen_jax.run_folder import CHECKPOINT_FOLDER, RunFolder
@@ -73,7 +73,8 @@ def run_one(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
             finished["content"] = content
             write_atomically(workdir / RECORD_FILE, json.dumps(finished).encode())
         for folder in _folders(workdir, len(stages)):
-            (folder / SAVED_FILE).unlink(missing_ok=True)
+            if (folder / SAVED_FILE).exists():  # no checkpoint is missing
+                write_atomically(folder / SAVED_FILE, b'{"step": 0}')
             shutil.rmtree(folder / CHECKPOINT_FOLDER, ignore_errors=True)
     return finished
 
@@ -272,6 +273,10 @@ def _run_in_pool(stages: Sequence[SavedConfig], workdir: Path) -> RunRecord:
     except (Stopped, KeyboardInterrupt):
         _Worker.is_stopped = True
         raise
+    except BaseException as error:  # some of other libraries cannot be sent to the parent
+        if (line := failure(error)) is None:
+            raise
+        raise UserError(line) from None
 
 
 def available_cores() -> list[int]:

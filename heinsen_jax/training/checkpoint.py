@@ -39,7 +39,8 @@ from heinsen_jax.typing import JSON, Array, PyTree
 CONFIG_FILE = "config.json"
 
 SAVED_FILE = "last_checkpoint.json"
-"""Records the newest step that was saved, so that lost checkpoints are noticed."""
+"""Records the newest step that was saved, 0 before the first, so that lost checkpoints are
+noticed."""
 
 REMOVED_WITHIN = 2.0
 """Seconds that a reader waits for the removal of a step by another process."""
@@ -164,9 +165,9 @@ class Checkpoints:
         return None
 
     def _loss(self, step: int) -> float:
-        """The validation loss of a step; infinity if it was not evaluated."""
+        """The validation loss of a step; infinity if it was not evaluated, or is not a number."""
         try:
-            return parse_json((self.folder / str(step) / METRICS).read_bytes())["loss"]
+            return -_score(parse_json((self.folder / str(step) / METRICS).read_bytes()))
         except FileNotFoundError:  # another process is removing the step
             return math.inf
 
@@ -178,16 +179,24 @@ class Checkpoints:
                     write_checksums(folder)
             self._run.publish()
 
-    def record_newest(self) -> None:
-        """Record the newest step. (Orbax has no callback after a step gets its final name.)"""
+    def record_newest(self, default: int | None = None) -> None:
+        """Record the newest step, or `default` without any. (Orbax has no callback after a step
+        gets its final name.)"""
         if self._manager is None or jax.process_index() != 0:
             return
-        if steps := self._finished():
-            with writing(self._saved_file.parent):
-                write_atomically(self._saved_file, json.dumps({"step": max(steps)}).encode())
+        newest = max(self._finished(), default=default)
+        if newest is None:
+            return
+        with writing(self._saved_file.parent):
+            write_atomically(self._saved_file, json.dumps({"step": newest}).encode())
 
-    def check_lost(self, remedy: str) -> None:
+    def check_lost(self, remedy: str, *, recorded: int = 0) -> None:
         """Check that a run without checkpoints never had any.
+
+        Args:
+          remedy: end of the message.
+          recorded: last step of the run's metrics, which shows that it was trained if the record
+            of its newest checkpoint is missing, too.
 
         Raises:
           UserError: it had; the message says what happened, and ends with the remedy.
@@ -196,7 +205,8 @@ class Checkpoints:
             return
         reasons = [f"step {step} ({reason})" for step, reason in sorted(self.damaged.items())]
         earlier = [path.name for path in sorted(self.folder.glob("damaged-*"))]
-        if not (reasons or earlier or self._saved_file.exists()):
+        saved = newest_saved(self._saved_file)
+        if not (reasons or earlier or saved or (saved is None and recorded)):
             return
         found = "is damaged: " + ", ".join(reasons or earlier) if reasons or earlier else "is gone"
         raise UserError(f"{self.folder}: every checkpoint of this run {found}; {remedy}")
@@ -207,19 +217,12 @@ class Checkpoints:
             f"{self.folder / str(step)} is damaged ({reason})"
             for step, reason in sorted(self.damaged.items())
         ]
-        latest, newest = self._newest(), self._newest_saved()
+        latest, newest = self._newest(), newest_saved(self._saved_file)
         if latest is not None and newest is not None and latest < newest not in self.damaged:
             path = self.folder / str(newest)
             if not path.exists():  # another process may have saved it since this was opened
                 found.append(f"{path} was saved, and is gone")
         return found
-
-    def _newest_saved(self) -> int | None:
-        """The step that `record_newest` recorded."""
-        try:
-            return int(parse_json(self._saved_file.read_bytes())["step"])
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
 
     def _newest(self) -> int | None:
         """The newest step without known damage."""
@@ -473,6 +476,17 @@ def read_config(workdir: Path) -> SavedConfig | None:
     return cast(SavedConfig, config)
 
 
+def newest_saved(path: Path) -> int | None:
+    """The step that `Checkpoints.record_newest` recorded: 0 before the first one, -1 if the record
+    is damaged, None without a record."""
+    try:
+        return int(parse_json(path.read_bytes())["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        return -1
+
+
 def _no_run(run: RunFolder) -> str:
     """Error message for a path without a run."""
     workdir, said = run.files, f"{run} holds no run ({CONFIG_FILE} is missing)"
@@ -485,7 +499,7 @@ def _no_run(run: RunFolder) -> str:
 
 
 def _no_checkpoint(run: RunFolder) -> str:
-    if (run.files / SAVED_FILE).exists():
+    if newest_saved(run.files / SAVED_FILE):
         return f"{run.checkpoints} is gone; bring it back, or train the run again"
     return f"{run} has no checkpoint yet; start its training again"
 
@@ -512,4 +526,6 @@ def _is_being_removed(folder: AnyPath) -> bool:
 
 
 def _score(metrics: dict[str, float]) -> float:
-    return -metrics["loss"]
+    """The negative loss, which the best step has largest; a loss that is not a number is never
+    the best."""
+    return -math.inf if math.isnan(metrics["loss"]) else -metrics["loss"]

@@ -24,7 +24,7 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.blocks import Block
 from heinsen_jax.models.conversion import new_parameters, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.sharding import put
+from heinsen_jax.sharding import put, shardings
 from heinsen_jax.training.checkpoint import load_architecture, load_run
 from heinsen_jax.training.cross_entropy import distilled_losses
 from heinsen_jax.training.objective import RandomKey
@@ -178,6 +178,21 @@ class Distillation:
     def parameters(self, mesh: Mesh) -> nnx.State:
         """The teacher's parameters on the devices of a mesh."""
         return put(nnx.state(self.teacher, nnx.Param), mesh)
+
+    def abstract_parameters(self, mesh: Mesh) -> nnx.State:
+        """Shapes, dtypes and shardings of `parameters`."""
+        shapes = nnx.state(LanguageModel.abstract(self.teacher.config), nnx.Param)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            shapes,
+            shardings(shapes, mesh),
+        )
+
+    def release(self) -> None:
+        """Free the teacher's copy in the memory of this host. Its graph remains, so that the losses
+        can be computed with the parameters on the devices."""
+        weights = LanguageModel.abstract(self.teacher.config)
+        nnx.update(self.teacher, nnx.state(weights, nnx.Param))
 
     def trained(self, parameters: PyTree) -> PyTree[bool] | None:
         """Whether each parameter is trained; None if all are. With the target "attention", none

@@ -1,14 +1,16 @@
 """Evaluation: loss, perplexity, accuracy and bits per byte on the validation split."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from heinsen_jax.data import Batch, Dataset, validation_batches
-from heinsen_jax.data.dataset import Settings
+from heinsen_jax.data import Batch, Dataset
+from heinsen_jax.data.dataset import MixedRows, Settings
+from heinsen_jax.data.pipeline import row_batches
 from heinsen_jax.errors import UserError
 from heinsen_jax.sharding import shard_batch, share_of_process
 from heinsen_jax.training.positions import Measured, bucket_ends
@@ -33,45 +35,84 @@ def evaluate(
       for causal models of text `bits_per_byte`; `loss_<length>` and `accuracy_<length>` for each
       of the data's `test_lengths`, or `accuracy_<name>` for other tests of a task; with
       `step_by_position`, which measures the longest rows, `loss_<length>_at_<end>` for each of
-      their `bucket_ends` with a prediction.
+      their `bucket_ends` with a prediction. For a mixture, all are means of the sources' metrics by
+      the mixture's weights, whatever the sizes of their validation splits, and `loss_<source>` and
+      `accuracy_<source>` are those of each source.
     """
     metrics: dict[str, float] = {}
     by_position: dict[str, float] = {}
     process_index, process_count = share_of_process(mesh)
-    lengths: dict[str, int] = {}
     rows_by_name = dataset.validation_rows(config)
-    if step_by_position is not None:
-        lengths = {name: rows[0].loss_mask.shape[-1] for name, rows in rows_by_name.items()}
-    longest = max(lengths, key=lambda name: lengths[name], default=None)
-    for name in rows_by_name:
-        batches = validation_batches(
-            dataset,
-            config,
-            name=name,
-            max_batches=max_batches,
-            process_index=process_index,
-            process_count=process_count,
-        )
-        measure = step_by_position if step_by_position and name == longest else step
-        sums = [np.zeros(())] * 3
-        for index, batch in enumerate(batches):
-            measured = measure(parameters, shard_batch(batch, mesh), index)
-            sums = [old + np.asarray(new) for old, new in zip(sums, measured, strict=True)]
-        total, correct, count = (float(x.sum()) for x in sums)
-        if not count:
-            raise UserError(
-                "validation text: no token was masked, since it is too short; give more text"
+    lengths = {name: rows[0].loss_mask.shape[-1] for name, rows in rows_by_name.items()}
+    longest = max(lengths, key=lambda name: lengths[name])
+    measured: dict[int, _Means] = {}  # a mixture's rows include those of its sources
+
+    def means(rows: Sequence[Batch], name: str) -> _Means:
+        if isinstance(rows, MixedRows):
+            chosen = {source: weight for source, weight in rows.weights.items() if weight}
+            sources = [means(rows.sources[source], name) for source in chosen]
+            return _weighted_means(sources, [*chosen.values()])
+        if id(rows) not in measured:
+            batches = row_batches(
+                rows,
+                config,
+                max_batches=max_batches,
+                process_index=process_index,
+                process_count=process_count,
             )
-        if name == longest:
-            length = lengths[name]
-            for end, of_bucket, number in zip(bucket_ends(length), sums[0], sums[2], strict=True):
-                if number:
-                    by_position[f"loss_{length}_at_{end}"] = float(of_bucket / number)
-        loss, accuracy = total / count, correct / count
+            measure = step_by_position if step_by_position and name == longest else step
+            sums = [np.zeros(())] * 3
+            for index, batch in enumerate(batches):
+                added = measure(parameters, shard_batch(batch, mesh), index)
+                sums = [np.asarray(old + new) for old, new in zip(sums, added, strict=True)]
+            measured[id(rows)] = _means(sums, lengths[name])
+        return measured[id(rows)]
+
+    for name, rows in rows_by_name.items():
+        found = means(rows, name)
+        if step_by_position is not None and name == longest:
+            for end, loss in found.by_end.items():
+                by_position[f"loss_{lengths[name]}_at_{end}"] = loss
         if name:
-            metrics |= {f"loss_{name}": loss, f"accuracy_{name}": accuracy}
+            metrics |= {f"loss_{name}": found.loss, f"accuracy_{name}": found.accuracy}
             continue
-        metrics |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "accuracy": accuracy}
+        perplexity = math.exp(min(found.loss, 700.0))
+        metrics |= {"loss": found.loss, "perplexity": perplexity, "accuracy": found.accuracy}
         if is_causal and dataset.bytes_per_token is not None:
-            metrics["bits_per_byte"] = loss / math.log(2) / dataset.bytes_per_token
+            metrics["bits_per_byte"] = found.loss / math.log(2) / dataset.bytes_per_token
     return metrics | by_position
+
+
+@dataclass(frozen=True)
+class _Means:
+    """Mean loss, accuracy, and the mean loss of each bucket of positions, by its end."""
+
+    loss: float
+    accuracy: float
+    by_end: dict[int, float] = field(default_factory=dict)
+
+
+def _means(sums: Sequence[np.ndarray], length: int) -> _Means:
+    """The means of the sums that a step returns, added over batches."""
+    total, correct, count = (float(x.sum()) for x in sums)
+    if not count:
+        raise UserError(
+            "validation text: no token was masked, since it is too short; give more text"
+        )
+    by_end = {}
+    if sums[0].ndim:
+        buckets = zip(bucket_ends(length), sums[0], sums[2], strict=True)
+        by_end = {end: float(loss / number) for end, loss, number in buckets if number}
+    return _Means(total / count, correct / count, by_end)
+
+
+def _weighted_means(sources: Sequence[_Means], weights: Sequence[float]) -> _Means:
+    """The means over sources; for a bucket, over those that have predictions in it."""
+    by_end = {}
+    for end in sorted({end for source in sources for end in source.by_end}):
+        pairs = [
+            (w, x.by_end[end]) for w, x in zip(weights, sources, strict=True) if end in x.by_end
+        ]
+        by_end[end] = sum(w * loss for w, loss in pairs) / sum(w for w, _ in pairs)
+    pairs = [*zip(weights, sources, strict=True)]
+    return _Means(sum(w * x.loss for w, x in pairs), sum(w * x.accuracy for w, x in pairs), by_end)

@@ -1,7 +1,9 @@
 """The training loop: from configurations to a trained model in a run's folder."""
 
 import contextlib
+import dataclasses
 import json
+import math
 import shlex
 import signal
 import time
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +22,16 @@ from jax.sharding import Mesh
 from heinsen_jax.buckets import local_path
 from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batches
-from heinsen_jax.distributed import DelayedMax, check_alike, gather, process_0_first, together
+from heinsen_jax.distributed import check_alike, gather, process_0_first, together
 from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModel, flops_per_token
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
 from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.evaluate import evaluate
+from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
 from heinsen_jax.training.metrics import (
     PLOT_FILE,
     Reporter,
@@ -38,7 +41,9 @@ from heinsen_jax.training.metrics import (
     without_peak,
 )
 from heinsen_jax.training.objective import objective_of
-from heinsen_jax.training.optimizer import learning_rates, make_optimizer
+from heinsen_jax.training.optimizer import describe_warmup, learning_rates, make_optimizer
+from heinsen_jax.training.pacing import InFlight, Requests
+from heinsen_jax.training.positions import Measured
 from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
 from heinsen_jax.training.profiling import Clock, Tracer
 from heinsen_jax.training.settings import (
@@ -63,6 +68,14 @@ from heinsen_jax.training.trackers import TrackedRun, Tracker, Tracking
 
 class Diverged(UserError):
     """Too many consecutive updates were skipped."""
+
+
+class _Stopped(Exception):
+    """A signal interrupted an evaluation."""
+
+    def __init__(self, signal_number: int):
+        super().__init__(signal_number)
+        self.signal = signal_number
 
 
 @runtime_checkable
@@ -216,8 +229,8 @@ class _Run:
                         self.workdir, start_step=start or 0, steps=steps, log=self.tracking.log
                     )
                     self.reporter = files.enter_context(reporter)
-                for words in lost:
-                    self.reporter.line(f"warning: {words}: step {start} is used")
+                for line in lost:
+                    self.reporter.line(line)
                 if start is not None and start >= steps:
                     return self._finished(start)
                 with together():
@@ -227,12 +240,13 @@ class _Run:
                 started = time.monotonic()
                 update = self._compiled()
                 self.reporter.line(f"compiled in {time.monotonic() - started:.1f} s")
-                for line in self._described(update):
+                for line in [*self._described(update), *self._check_memory(update)]:
                     self.reporter.line(line)
                 if start is None:
                     with together():
                         given = self.distillation and self.distillation.start()
                     start, state = 0, init_sharded(self.init, self.abstract, given)
+                    del given
                 else:
                     self.reporter.line(f"continuing {self.folder} from step {start}")
                     state = self.checkpoints.restore(start, self.abstract)
@@ -249,15 +263,24 @@ class _Run:
         return result
 
     def _start(self) -> tuple[int | None, list[str]]:
-        """The step to resume from, or None for a new run; and descriptions of lost checkpoints."""
+        """The step to resume from, or None for a new run; and warnings about lost steps."""
         with together():
             lost = self.checkpoints.losses()
+            recorded = 0
             if jax.process_index() == 0:
+                recorded = max((int(row["step"]) for row in read_metrics(self.workdir)), default=0)
                 self.checkpoints.check_lost(
-                    "bring one back, or give --restart to set the run aside and begin at step 1"
+                    "bring one back, or give --restart to set the run aside and begin at step 1",
+                    recorded=recorded,
                 )
-                self.checkpoints.record_newest()
+                self.checkpoints.record_newest(default=0)
         start = self.checkpoints.latest_step()
+        lost = [f"warning: {words}: step {start} is used" for words in lost]
+        if start is None and recorded:
+            lost.append(
+                f"warning: the run ended after step {recorded}, before its first checkpoint: it "
+                "begins at step 1"
+            )
         teacher = self.distillation and self.distillation.weights_hash
         check_alike({"the latest step in --workdir": start, "the weights of the teacher": teacher})
         if self.distillation is not None:
@@ -307,21 +330,24 @@ class _Run:
     def dry_run(self) -> TrainingResult:
         """Compile, time a few updates, and report the cost of the run."""
         update = self._compiled()
+        described = [*self._described(update), *self._check_memory(update)]
         state = init_sharded(self.init, self.abstract)
         batch = shard_batch(next(self._batches(0)), self.mesh)
         arguments = batch, *self._arguments(0)
         time = time_updates(update, state, arguments, self.training.steps)
-        said = [*self._described(update), time]
         if jax.process_index() == 0:
-            print("\n".join(said))
+            print("\n".join([*described, time]))
         return TrainingResult(0, {})
 
-    def _compiled(self) -> jax.stages.Compiled:
-        """The update, compiled ahead of time for all steps."""
+    def _compiled(
+        self, accumulation_steps: int | None = None, model: LanguageModelConfig | None = None
+    ) -> jax.stages.Compiled:
+        """The update, compiled ahead of time for all steps, without allocating its arguments; with
+        another number of microbatches or computation of the model to learn what they need."""
         step = make_train_step(
-            self.graph,
+            self.graph if model is None else graph_of(model),
             self.transform,
-            accumulation_steps=self.training.accumulation_steps,
+            accumulation_steps=accumulation_steps or self.training.accumulation_steps,
             out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
             objective=self.distillation or self.objective,
             trained=self.trained,
@@ -336,12 +362,40 @@ class _Run:
         segment_ids = tokens if is_separate else None
         labels = of_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
         batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids, labels])
-        return step.lower(self.abstract, batch, *self._arguments(0)).compile()
+        constants = ()
+        if self.distillation is not None:
+            constants = (self.distillation.abstract_parameters(self.mesh),)
+        arguments = self.learning_rates[0], self.key_data, *constants
+        return step.lower(self.abstract, batch, *arguments).compile()
+
+    def _check_memory(self, update: jax.stages.Compiled) -> list[str]:
+        """Check that the devices and this host have the memory of the update, before its arguments
+        are allocated, and describe the memory of the host."""
+        if (memory := memory_of(update)) is None:
+            return []
+
+        def measure(accumulation_steps: int, remat: bool) -> Memory | None:
+            model = dataclasses.replace(self.model, remat=remat)
+            return memory_of(self._compiled(accumulation_steps, model))
+
+        limits = Limits(self.abstract)
+        setting = Setting(
+            self.data.batch_size,
+            self.training.accumulation_steps,
+            self.mesh.shape["data"] * self.mesh.shape["fsdp"],
+            self.model.remat,
+        )
+        check_memory(limits, memory, setting, measure)
+        return [limits.describe(memory)]
 
     @cached_property
     def constants(self) -> tuple[nnx.State, ...]:
         """The parameters of the teacher, if any, on the devices."""
-        return () if self.distillation is None else (self.distillation.parameters(self.mesh),)
+        if self.distillation is None:
+            return ()
+        parameters = jax.block_until_ready(self.distillation.parameters(self.mesh))
+        self.distillation.release()
+        return (parameters,)
 
     def _arguments(self, step: int) -> tuple[np.float32, np.ndarray, *tuple[nnx.State, ...]]:
         """Further arguments of the update: learning rate of a step, counted from 0, the data of the
@@ -350,7 +404,8 @@ class _Run:
 
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
-        return [*describe(*what, self.count, update), *self.documents, *without_peak()]
+        warmup = describe_warmup(self.experiment.optimizer, self.training.steps)
+        return [*describe(*what, self.count, update), *warmup, *self.documents, *without_peak()]
 
     def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)
@@ -364,47 +419,74 @@ class _Run:
         )
 
     def _steps(self, state: TrainState, start: int, update: jax.stages.Compiled) -> TrainingResult:
-        training, clock, metrics = self.training, Clock(start), {}
+        training, metrics = self.training, {}
+        self.clock, self.losses = Clock(start), []
         batches = with_timeout(
             self._batches(start),
             self.dataset.name,
             timeout=training.data_timeout,
             warn=self.reporter.line,
+            is_stopped=self._is_stopped_alone,
         )
-        delayed_max = DelayedMax(self.mesh)
         tracer = Tracer(self.workdir, start, self.options.profile)
-        pending = None  # metrics are fetched a step late, so that the device never waits for us
+        in_flight = InFlight(self._completed)
+        self.requests = Requests(self.mesh, self.signals, training.checkpoint_minutes)
         for step in range(start + 1, training.steps + 1):
             tracer(step)
-            batch = shard_batch(next(batches), self.mesh)
-            state, measured = update(state, batch, *self._arguments(step - 1))
-            last, stopped_by = step == training.steps, delayed_max(self.signals.first)
-            evaluates = step % training.evaluate_every == 0 or last or stopped_by
-            saves = training.checkpoint_every and step % training.checkpoint_every == 0
-            if pending is not None:
-                self._report(*pending, clock)
-                pending = None
-            if step % training.log_every == 0 or last:
-                pending = step, measured
-            if (evaluates or saves) and pending is not None:  # a checkpoint includes its metrics
-                self._report(*pending, clock)
-                pending = None
+            if (rows := next(batches, None)) is None:  # stopped while no batch came
+                in_flight.drain()
+                return self._stopped(step - 1, state, metrics, self.signals.first)
+            state, measured = update(
+                state, shard_batch(rows, self.mesh), *self._arguments(step - 1)
+            )
+            in_flight.add(step, measured)
+            signal_number, is_due = self.requests()
+            is_last, every = step == training.steps, training.checkpoint_every
+            evaluates = step % training.evaluate_every == 0 or is_last
+            saves = is_due or (every is not None and step % every == 0)
+            if not (evaluates or saves or signal_number):
+                continue
+            in_flight.drain()  # a checkpoint includes its metrics
+            if signal_number or is_last:
+                tracer(step, last=True)
+            if signal_number:
+                return self._stopped(step, state, metrics, signal_number)
             if evaluates:
-                if stopped_by or last:
-                    tracer(step, last=True)
-                if stopped_by and not last:
-                    self.checkpoints.save(step, state)
-                    return TrainingResult(step, metrics, stopped_by)
                 is_first = not metrics  # the first evaluation includes compilation
-                with self.reporter.untimed() if is_first else contextlib.nullcontext():
-                    metrics = self._evaluate_and_save(step, state)
-                clock.restart(step)
-            elif saves:
+                try:
+                    with self.reporter.untimed() if is_first else contextlib.nullcontext():
+                        metrics = self._evaluate_and_save(step, state)
+                except _Stopped as stopped:
+                    return self._stopped(step, state, metrics, stopped.signal)
+            else:
                 self.checkpoints.save(step, state)
+            self.requests.restart()
+            self.clock.restart(step)
         return TrainingResult(training.steps, metrics)
 
-    def _report(self, step: int, measured: Metrics, clock: Clock) -> None:
+    def _is_stopped_alone(self) -> bool:
+        """Whether a run of one process got a signal. Several processes agree after each update."""
+        return jax.process_count() == 1 and self.signals.first != 0
+
+    def _stopped(
+        self, step: int, state: TrainState, metrics: dict[str, float], signal_number: int
+    ) -> TrainingResult:
+        self.checkpoints.save(step, state)
+        return TrainingResult(step, metrics, signal_number)
+
+    def _completed(self, step: int, measured: Metrics) -> None:
+        """Report a complete update, if it is one of `log_every`, with the mean loss of the updates
+        since the last report that were not skipped."""
         values = {name: float(x) for name, x in measured.items()}
+        if not values["consecutive_skips"]:
+            self.losses.append(values["loss"])
+        if step % self.training.log_every == 0 or step == self.training.steps:
+            if self.losses:
+                values["loss"] = math.fsum(self.losses) / len(self.losses)
+            self.losses.clear()
+            self._report(step, values)
+
+    def _report(self, step: int, values: dict[str, float]) -> None:
         skips = int(values.pop("consecutive_skips"))
         if skips:
             self.reporter.line(
@@ -419,7 +501,7 @@ class _Run:
             )
         tokens = tokens_per_update(self.data)
         values["learning_rate"] = float(self.learning_rates[step - 1])
-        values["tokens_per_second"] = rate = tokens * clock.steps_per_second(step)
+        values["tokens_per_second"] = rate = tokens * self.clock.steps_per_second(step)
         utilization = model_flops_utilization(rate, self.flops_per_token)
         if utilization is not None:
             values["mfu"] = utilization
@@ -427,10 +509,11 @@ class _Run:
 
     def _evaluate_and_save(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluate, save a checkpoint, and write a sample."""
-        metrics = self._evaluated(state)
+        metrics = self._evaluated(state, lambda: self.requests()[0])
         self.reporter.validation(step, metrics)
         self.checkpoints.save(step, state, loss=metrics["loss"])
-        if self.options.sample_fn is not None and self.training.sample_tokens:
+        is_stopped = self.requests()[0] != 0
+        if self.options.sample_fn is not None and self.training.sample_tokens and not is_stopped:
             assert self.dataset.tokenizer is not None
             text = self.options.sample_fn(
                 nnx.merge(self.graph, state.weights),
@@ -442,16 +525,33 @@ class _Run:
             self.reporter.sample(step, text)
         return metrics
 
-    def _evaluated(self, state: TrainState) -> dict[str, float]:
+    def _evaluated(
+        self, state: TrainState, signal_number: Callable[[], int] = lambda: 0
+    ) -> dict[str, float]:
+        """Evaluate.
+
+        Raises:
+          _Stopped: `signal_number`, called before each batch, returned one.
+        """
+
+        def stoppable(step: Callable[..., Measured]) -> Callable[..., Measured]:
+            def stoppable_step(*arguments: Any) -> Measured:
+                if number := signal_number():
+                    raise _Stopped(number)
+                return step(*arguments)
+
+            return stoppable_step
+
+        by_position = self.step_by_position
         return evaluate(
-            self.evaluation_step,
+            stoppable(self.evaluation_step),
             state.weights,
             self.dataset,
             self.data,
             self.mesh,
             max_batches=self.training.evaluation_batches,
             is_causal=self.model.is_causal,
-            step_by_position=self.step_by_position,
+            step_by_position=None if by_position is None else stoppable(by_position),
         )
 
     def _conclude(self, result: TrainingResult) -> None:
@@ -471,7 +571,9 @@ class _Run:
         self._print_next_commands()
 
     def _print_next_commands(self) -> None:
-        if self.model.is_causal and self.dataset.tokenizer is not None:
+        # After attention transfer alone, a second stage follows.
+        is_last = self.experiment.distillation.target != "attention"
+        if is_last and self.model.is_causal and self.dataset.tokenizer is not None:
             self.reporter.line("next, generate text:")
             workdir = shlex.quote(str(self.folder))
             command = f'python -m heinsen_jax.generate --workdir {workdir} --prompt "..."'

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from types import TracebackType
 
 import jax
 import matplotlib.figure
+from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -27,6 +29,7 @@ from heinsen_jax.errors import UserError, parse_json, printable
 
 METRICS_FILE = "metrics.jsonl"
 PLOT_FILE = "loss.png"
+BOARD_FOLDER = "tensorboard"
 SHOWN_FIRST = "loss", "tokens_per_second"
 SHORT_NAMES = {"tokens_per_second": "tokens/s"}
 FLUSH_SECONDS = 30
@@ -117,7 +120,7 @@ class Reporter:
         with writing(workdir):
             rows, damaged = _read(path)
             _keep(path, [line for line, row in rows if row["step"] <= start_step])
-            self._board = _Board(workdir / "tensorboard", start_step + 1)
+            self._board = _Board(workdir / BOARD_FOLDER, start_step)
             self._file = path.open("a", encoding="utf-8")
         if damaged:
             self.line(f"{_damage(path, damaged)}: left out")
@@ -240,11 +243,17 @@ class _Board:
     """TensorBoard events, written synchronously. The writer thread of tensorboardX's
     `SummaryWriter` dies when a disk is full, and its caller then blocks forever."""
 
-    def __init__(self, folder: Path, purge_step: int):
+    def __init__(self, folder: Path, start_step: int):
         folder.mkdir(exist_ok=True)
-        self._writer, self._flushed = EventsWriter(str(folder / "events")), time.monotonic()
-        start = SessionLog(status=SessionLog.START)  # hides events of a killed run after this step
-        self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+        for path in folder.glob("events.out.tfevents.*"):
+            _drop_after(path, start_step)
+        suffix = uuid.uuid4().hex[:8]  # the name's time is in seconds
+        self._writer = EventsWriter(str(folder / "events"), f".{suffix}")
+        self._flushed = time.monotonic()
+        # Hides later events of a killed run where files stay, as in a bucket.
+        start = SessionLog(status=SessionLog.START)
+        event = Event(wall_time=time.time(), step=start_step + 1, session_log=start)
+        self._writer.write_event(event)
 
     def add(self, step: int, values: Summary) -> None:
         self._writer.write_event(Event(wall_time=time.time(), step=step, summary=values))
@@ -254,6 +263,25 @@ class _Board:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Remove events after a step from a file, which TensorBoard's default loader would show: they
+    are of a process that was killed before its next checkpoint. A record is its length (8 bytes),
+    a checksum (4), the event, and a checksum (4)."""
+    content, kept, start = path.read_bytes(), [], 0
+    while start < len(content):
+        end = start + 16 + int.from_bytes(content[start : start + 8], "little")
+        if end > len(content):  # truncated by a kill
+            break
+        try:
+            event = Event.FromString(content[start + 12 : end - 4])
+        except DecodeError:  # damaged, also for TensorBoard
+            break
+        if event.step <= step or event.HasField("session_log"):
+            kept.append(content[start:end])
+        start = end
+    _keep(path, kept)
 
 
 def read_metrics(workdir: Path) -> list[dict[str, float]]:

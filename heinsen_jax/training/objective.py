@@ -107,6 +107,8 @@ class MaskedTokens:
     ) -> tuple[Integer[Array, "B T"], Bool[Array, "B T"]]:
         """The masked input `[B, T]`, and the mask of drawn tokens, the same number in each row."""
         keys = jax.random.split(key, 3)
+        if targets.dtype.itemsize < 4:  # may lack the id of masked tokens
+            targets = targets.astype(jnp.int32)
         count = max(round(self.fraction * targets.shape[-1]), 1)
         drawn = jax.random.permutation(
             keys[0],

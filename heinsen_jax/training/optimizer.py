@@ -1,26 +1,30 @@
 """Optimizers and learning-rate schedules of optax, with weight decay on matrices and embeddings
 only."""
 
+from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pydantic
+from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
+from heinsen_jax.attention.layers import ParameterKind
 from heinsen_jax.errors import UserError
 from heinsen_jax.typing import Array, PyTree, config_dataclass
 
-DECAYED = ("kernel", "embedding", "key_up", "value_up", "of_keys", "of_values")
-"""Parameters with weight decay, by the last part of their name; biases and norms have none."""
 RMS_OF_ADAM = 0.2
 """Root mean square of Muon's updates, so that it has AdamW's learning rates (Liu et al., 2025,
 equation 4)."""
 
+Choice = TypeVar("Choice")
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
+FinitePositive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+FiniteNonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 
 
 @config_dataclass
@@ -30,18 +34,19 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon", "lion"] = "adamw"
     """adamw; muon: orthogonalized momentum for the matrices of the layers, AdamW for the other
-    parameters, both with the learning rates of AdamW; lion: needs learning rates that are 3 to 10
-    times smaller, and as much more weight decay."""
+    parameters, such as embeddings, both with the learning rates of AdamW; lion: needs learning
+    rates that are 3 to 10 times smaller, and as much more weight decay."""
     schedule: Literal["one_cycle", "wsd", "linear", "constant"] = "one_cycle"
     """Learning rate after the warm-up. one_cycle: a cosine to end_learning_rate. wsd (warm-up,
     stable, decay): constant, then linear to end_learning_rate during decay_fraction of the steps.
     linear: linear to end_learning_rate. constant."""
-    learning_rate: pydantic.PositiveFloat = 6e-4
+    learning_rate: FinitePositive = 6e-4
     """Peak learning rate, after warm-up."""
-    end_learning_rate: pydantic.NonNegativeFloat = 6e-5
+    end_learning_rate: FiniteNonNegative = 6e-5
     """Learning rate at the end of the schedule; unused by constant."""
     warmup_steps: pydantic.NonNegativeInt = 100
-    """Number of steps of linear warm-up."""
+    """Number of steps of linear warm-up. If they do not end before training or its decay, as in
+    short runs, it is a tenth of `training.steps`, and a line says so at the start."""
     decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.2
     """wsd: fraction of the steps during which the learning rate decays."""
     beta1: Fraction = 0.9
@@ -50,8 +55,9 @@ class OptimizerConfig:
     """Decay rate of the second moment (AdamW), or of the momentum (Lion)."""
     momentum: Fraction = 0.95
     """Decay rate of the momentum of Muon."""
-    weight_decay: pydantic.NonNegativeFloat = 0.1
-    """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate."""
+    weight_decay: FiniteNonNegative = 0.1
+    """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate; biases,
+    scales, convolutions and trained tokens have none."""
     clip_norm: pydantic.PositiveFloat = 1.0
     """Clip gradients to this global norm."""
     ema_decay: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
@@ -59,26 +65,56 @@ class OptimizerConfig:
     sampled from, and loaded from checkpoints in place of the weights; no average when None."""
 
 
+def warmup_steps(config: OptimizerConfig, steps: int) -> int:
+    """Number of steps of warm-up: `config.warmup_steps` if they end before training or its decay,
+    else a tenth of the steps.
+
+    Raises:
+      UserError: the latter overlap with the decay, too.
+
+    Examples:
+      >>> warmup_steps(OptimizerConfig(warmup_steps=100), 1000)
+      100
+      >>> warmup_steps(OptimizerConfig(warmup_steps=100), 80)
+      8
+    """
+    most = steps - _decay_steps(config, steps)
+    if config.warmup_steps <= most:
+        return config.warmup_steps
+    tenth = min(config.warmup_steps, max(1, steps // 10), steps - 1)
+    if tenth > most:
+        raise UserError(
+            f"optimizer.warmup_steps={config.warmup_steps} and "
+            f"optimizer.decay_fraction={config.decay_fraction} exceed training.steps={steps}; make "
+            "one of them smaller"
+        )
+    return tenth
+
+
+def _decay_steps(config: OptimizerConfig, steps: int) -> int:
+    """Least number of steps after warm-up."""
+    return max(1, round(steps * config.decay_fraction)) if config.schedule == "wsd" else 1
+
+
+def describe_warmup(config: OptimizerConfig, steps: int) -> list[str]:
+    """A line if the warm-up is shortened."""
+    if (warmup := warmup_steps(config, steps)) == config.warmup_steps:
+        return []
+    return [
+        f"warm-up: {warmup:,} updates in place of optimizer.warmup_steps={config.warmup_steps}, "
+        f"which do not fit into training.steps={steps}"
+    ]
+
+
 @lru_cache
 def learning_rates(config: OptimizerConfig, steps: int) -> np.ndarray:
     """Learning rate of every step. The schedule would reach the last rate one step after the end.
 
     Raises:
-      UserError: warm-up is not shorter than training, or overlaps with the decay.
+      UserError: as `warmup_steps`.
     """
-    warmup, peak, last = config.warmup_steps, config.learning_rate, config.end_learning_rate
-    if warmup >= steps:
-        raise UserError(
-            f"optimizer.warmup_steps={warmup} is not less than training.steps={steps}; make it "
-            "smaller, or train for more steps"
-        )
-    is_wsd = config.schedule == "wsd"
-    decay = max(1, round(steps * config.decay_fraction)) if is_wsd else steps - warmup
-    if warmup + decay > steps:
-        raise UserError(
-            f"optimizer.warmup_steps={warmup} and optimizer.decay_fraction={config.decay_fraction} "
-            f"exceed training.steps={steps}; make one of them smaller"
-        )
+    warmup, peak, last = warmup_steps(config, steps), config.learning_rate, config.end_learning_rate
+    decay = _decay_steps(config, steps) if config.schedule == "wsd" else steps - warmup
     match config.schedule:
         case "one_cycle":
             after = optax.cosine_decay_schedule(peak, decay, last / peak)
@@ -138,19 +174,32 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _labels(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[str]:
-    """muon for the matrices of the layers, adam for embeddings, norms, biases and single values."""
-
-    def label(path: jax.tree_util.KeyPath, x: Array | jax.ShapeDtypeStruct) -> str:
-        names = {getattr(entry, "key", None) for entry in path}
-        return "muon" if "blocks" in names and "kernel" in names and x.ndim > 2 else "adam"
-
-    return jax.tree_util.tree_map_with_path(label, parameters)
+    """muon for the matrices of the layers, adam for all other parameters."""
+    return _by_kind(parameters, lambda kind: "muon" if kind == "matrix" else "adam")
 
 
 def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]:
     """Pytree of booleans: the parameters to which weight decay applies."""
+    return _by_kind(parameters, lambda kind: kind != "vector")
 
-    def is_decayed(path: jax.tree_util.KeyPath, _: Array | jax.ShapeDtypeStruct) -> bool:
-        return any(getattr(entry, "key", None) in DECAYED for entry in path)
 
-    return jax.tree_util.tree_map_with_path(is_decayed, parameters)
+def _by_kind(
+    parameters: PyTree[Array | jax.ShapeDtypeStruct], choose: Callable[[str], Choice]
+) -> PyTree[Choice]:
+    """A choice for each parameter by its kind, `attention.layers.ParameterKind`.
+
+    Raises:
+      ValueError: a parameter carries no kind.
+    """
+
+    def one(path: jax.tree_util.KeyPath, node: PyTree) -> PyTree[Choice]:
+        metadata = node.get_metadata() if isinstance(node, nnx.Variable) else {}
+        if metadata.get("kind") not in get_args(ParameterKind):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(
+                f"parameter {name} has no kind; make it with attention.layers.parameter, or as "
+                f"nnx.Param(..., kind=...) with one of {', '.join(get_args(ParameterKind))}"
+            )
+        return jax.tree.map(lambda _: choose(metadata["kind"]), node)
+
+    return jax.tree.map_with_path(one, parameters, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -8,11 +8,20 @@ import jax
 from jax.sharding import Mesh
 
 from heinsen_jax.data import DataConfig, Dataset, TextDataset
-from heinsen_jax.data.dataset import DataSettings
+from heinsen_jax.data.dataset import DataSettings, MixedRows
+from heinsen_jax.data.mixture import MixedDataset
+from heinsen_jax.training.memory import memory_of
 from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import PyTree
 
+MANY_EPOCHS = 4
+THE_DATA = "the data"
+_REPEATED = (
+    "{epochs:.3g} epochs of {name}: beyond 4, repeated data improve a model less and less "
+    "(Muennighoff et al., 2023, arXiv:2305.16264); use more data or fewer steps, or watch the "
+    "validation loss"
+)
 TIMED = 3  # updates, of which the first does not count
 
 
@@ -24,7 +33,8 @@ def describe(
     parameters: int,
     compiled: jax.stages.Compiled,
 ) -> list[str]:
-    """Describe a run: model, devices, memory per device, number of tokens, validation.
+    """Describe a run: model, devices, memory per device, number of tokens, many epochs,
+    validation.
 
     Args:
       mesh, data, training, dataset: parts of the run.
@@ -35,28 +45,39 @@ def describe(
     axes = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     update, available = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
+    epochs = _epochs(data, training, dataset)
     of_text = ""
     if available:
-        epochs = (1 - _padding(data, dataset)) * total / available
-        of_text = f": {epochs:.3g} epochs of {available:,} training tokens"
-    batches = math.ceil(len(dataset.validation_rows(data)[""]) / data.batch_size)
-    measured = min(batches, training.evaluation_batches or batches)
+        of_text = f": {epochs[THE_DATA]:.3g} epochs of {available:,} training tokens"
+    rows = dataset.validation_rows(data)[""]
+    splits = [*rows.sources.values()] if isinstance(rows, MixedRows) else [rows]
+    sizes = [math.ceil(len(split) / data.batch_size) for split in splits]
+    batches = sum(sizes)
+    measured = sum(min(size, training.evaluation_batches or size) for size in sizes)
     return [
         f"{parameters:,} parameters on {mesh.size} {device} device(s) in {jax.process_count()} "
         f"process(es): {axes}",
         f"{memory(compiled)} of each device's memory",
         f"{data.batch_size:,} x {data.sequence_length:,} = {update:,} tokens an update, {total:,} "
         f"in all{of_text}",
+        *(_REPEATED.format(epochs=x, name=n) for n, x in epochs.items() if x > MANY_EPOCHS),
         f"validation: the first {measured:,} of {batches:,} batches"
         if measured < batches
         else f"validation: {batches:,} batches",
     ]
 
 
-def _padding(data: DataSettings, dataset: Dataset) -> float:
+def _epochs(data: DataSettings, training: TrainingConfig, dataset: Dataset) -> dict[str, float]:
+    """Number of epochs of each part of the data, by its name."""
+    padding = 0.0
+    if isinstance(data, DataConfig) and isinstance(dataset, MixedDataset):
+        return dataset.epochs(data, training.steps)
     if isinstance(data, DataConfig) and isinstance(dataset, TextDataset):
-        return dataset.padding(data)
-    return 0.0
+        padding = dataset.padding(data)
+    if not dataset.train_tokens:
+        return {}
+    total = training.steps * tokens_per_update(data)
+    return {THE_DATA: (1 - padding) * total / dataset.train_tokens}
 
 
 def tokens_per_update(data: DataSettings) -> int:
@@ -65,12 +86,7 @@ def tokens_per_update(data: DataSettings) -> int:
 
 def memory(compiled: jax.stages.Compiled) -> str:
     """Memory per device of a compiled function."""
-    found = compiled.memory_analysis()
-    if found is None:
-        return "an unknown amount"
-    arguments, work = found.argument_size_in_bytes, found.temp_size_in_bytes
-    work += max(found.output_size_in_bytes - found.alias_size_in_bytes, 0)
-    return f"{_bytes(arguments + work)} ({_bytes(arguments)} state, {_bytes(work)} workspace)"
+    return str(memory_of(compiled) or "an unknown amount")
 
 
 def time_updates(
@@ -95,11 +111,3 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} seconds"
-
-
-def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"

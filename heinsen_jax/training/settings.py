@@ -25,7 +25,7 @@ from heinsen_jax.typing import JSON, config_dataclass
 class TrainingConfig:
     """Length of training, evaluations, checkpoints, samples and safety limits."""
 
-    steps: pydantic.PositiveInt = 1000
+    steps: Annotated[int, pydantic.Field(gt=0, le=100_000_000)] = 1000
     """Number of updates."""
     accumulation_steps: pydantic.PositiveInt = 1
     """Number of microbatches per update, whose gradients are summed."""
@@ -35,7 +35,8 @@ class TrainingConfig:
     """Number of steps between evaluations, each with a checkpoint and a sample; the last step
     always has one."""
     evaluation_batches: pydantic.PositiveInt | None = None
-    """Number of batches per evaluation, from the start of the validation split; all when None."""
+    """Number of batches per evaluation, from the start of the validation split, or of the split of
+    each corpus of a mixture; all when None."""
     loss_by_position: bool = False
     """Whether evaluations of causal models of text report `loss_<length>_at_<end>` of the longest
     sequences: the mean loss at positions below 16, then below each power of 2, from the one before,
@@ -43,6 +44,9 @@ class TrainingConfig:
     checkpoint_every: pydantic.PositiveInt | None = None
     """Number of steps between checkpoints, in addition to those of evaluations; no others when
     None."""
+    checkpoint_minutes: pydantic.PositiveFloat | None = 10.0
+    """Minutes between checkpoints, in addition to those by steps; the first one within a minute.
+    None disables this."""
     keep_checkpoints: pydantic.PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best one."""
     sample_prompt: str = "\n"

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -42,22 +43,27 @@ def _unwind(number: int) -> None:
 
 
 class Signals:
-    """Context manager that records SIGTERM, SIGHUP and SIGINT instead of obeying them.
+    """Context manager that records SIGTERM, SIGHUP and SIGINT instead of obeying them, and says so
+    immediately, except for SIGHUP.
 
-    A second SIGINT interrupts immediately. A process that is still in the context `deadline`
-    seconds after the first signal exits with the code `TOO_LATE`.
+    A further SIGINT or SIGTERM ends the process immediately with 128 plus its number, like
+    `exit_immediately`. It does not count within `REPEATED` seconds of the first signal, since a
+    wrapper may forward what the terminal has sent already. A process that is still in the context
+    `deadline` seconds after the first signal exits with the code `TOO_LATE`.
     """
+
+    REPEATED = 0.5
 
     def __init__(self, deadline: float):
         self._deadline = deadline
         self._timer: threading.Timer | None = None
-        self._is_interrupted = False
+        self._received_at = 0.0
         self._caught = contextlib.ExitStack()
         self.first = 0
         """Number of the first signal; 0 before any."""
 
     def __enter__(self) -> "Signals":
-        self._caught.enter_context(_caught(self._interrupt, self._start_timer))
+        self._caught.enter_context(_caught(self._record, self._receive))
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -65,24 +71,28 @@ class Signals:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _interrupt(self, number: int) -> None:
+    def _record(self, number: int) -> None:
         self.first = self.first or number
-        if number == signal.SIGINT and self._is_interrupted:
-            raise KeyboardInterrupt
-        self._is_interrupted = True
 
-    def _start_timer(self, number: int) -> None:
+    def _receive(self, number: int) -> None:
+        self._record(number)
+        now = time.monotonic()
         if self._timer is None:
-            self.first = self.first or number
+            self._received_at = now
             self._timer = threading.Timer(self._deadline, self._give_up)
             self._timer.daemon = True
             self._timer.start()
+            if number in (signal.SIGINT, signal.SIGTERM):  # SIGHUP: the terminal is closed
+                os.write(2, b"\nstopping after this update; once more to exit now\n")
+        elif number in (signal.SIGINT, signal.SIGTERM) and now - self._received_at > self.REPEATED:
+            name = signal.Signals(number).name
+            _end(f"\nstopped by {name}: the last saved step stands", 128 + number)
 
     def _give_up(self) -> None:
         _end(
-            f"error: stopped by {signal.Signals(self.first).name}, and nothing could be saved in "
-            f"the {self._deadline:g} s of training.shutdown_timeout: the last saved step stands. "
-            "Give more time, or checkpoint_every fewer steps",
+            f"error: stopped by {signal.Signals(self.first).name}, and the update under way could "
+            f"not be saved in the {self._deadline:g} s of training.shutdown_timeout: the last "
+            "saved step stands. Give more time, or save more often by training.checkpoint_minutes",
             TOO_LATE,
         )
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Generic, TypeVar, cast
 from heinsen_jax.errors import UserError
 
 T = TypeVar("T")
+
+POLL = 0.2
+"""Seconds between two looks at a stop."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +25,12 @@ class Item(Generic[T]):
 
 
 def with_timeout(
-    batches: Iterator[T], source: str | Path, *, timeout: float, warn: Callable[[str], None]
+    batches: Iterator[T],
+    source: str | Path,
+    *,
+    timeout: float,
+    warn: Callable[[str], None],
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Iterator[T]:
     """Iterate over batches, with a warning about a slow source and an error for a dead one.
 
@@ -33,6 +42,7 @@ def with_timeout(
       source: name of their source.
       timeout: seconds to wait for a batch; a warning is issued after a tenth of them.
       warn: called with a line of text.
+      is_stopped: whether to end the iterator instead of waiting; called a few times a second.
 
     Raises:
       UserError: no batch came in time.
@@ -52,7 +62,7 @@ def with_timeout(
     try:
         wanted.put(True)
         while True:
-            taken = _wait(read, source, timeout, warn)
+            taken = _wait(read, source, timeout, warn, is_stopped)
             if isinstance(taken.error, StopIteration):
                 return
             if taken.error is not None:
@@ -64,16 +74,23 @@ def with_timeout(
 
 
 def _wait(
-    read: "queue.SimpleQueue[T]", source: str | Path, timeout: float, warn: Callable[[str], None]
-) -> T:
-    try:
-        return read.get(timeout=timeout / 10)
-    except queue.Empty:
-        warn(f"warning: no batch came from {source} in {timeout / 10:g} s: still waiting")
-    try:
-        return read.get(timeout=timeout * 9 / 10)
-    except queue.Empty:
-        raise UserError(
-            f"data: no batch arrived from {source} in {timeout:g} s; check its disk or network; "
-            "training.data_timeout sets the limit"
-        ) from None
+    read: "queue.SimpleQueue[Item[T]]",
+    source: str | Path,
+    timeout: float,
+    warn: Callable[[str], None],
+    is_stopped: Callable[[], bool],
+) -> Item[T]:
+    start, is_warned = time.monotonic(), False
+    while (waited := time.monotonic() - start) < timeout:
+        try:
+            return read.get(timeout=min(POLL, timeout / 10))
+        except queue.Empty:
+            if is_stopped():
+                return Item(error=StopIteration())
+        if waited > timeout / 10 and not is_warned:
+            warn(f"warning: no batch came from {source} in {timeout / 10:g} s: still waiting")
+            is_warned = True
+    raise UserError(
+        f"data: no batch arrived from {source} in {timeout:g} s; check its disk or network; "
+        "training.data_timeout sets the limit"
+    )

@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from heinsen_jax.data.files import replacing, write_atomically, writing
-from heinsen_jax.errors import UserError, parse_json
-from heinsen_jax.run_folder import check_regular
+from heinsen_jax.errors import UserError, check_regular, parse_json
 from heinsen_jax.typing import Array
 
 WEIGHTS_FILE = "model.safetensors"
@@ -56,6 +55,7 @@ def save_weights(
     if len(shards) == 1:
         (folder / INDEX_FILE).unlink(missing_ok=True)  # the index of earlier shards
     else:
+        (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # a single file precedes an index
         total = sum(x.nbytes for x in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": place}
         with writing(folder):
@@ -143,15 +143,27 @@ def _hash_of(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> s
 
 
 def weight_files(folder: Path) -> dict[str, str] | None:
-    """The file of each array, from the index of shards; None without an index."""
+    """The file of each array, from the index of shards; None if a single file has all arrays.
+
+    As in transformers, a single file precedes an index: shards beside it are from another model.
+    """
     path = folder / INDEX_FILE
-    if not path.exists():
+    if (folder / WEIGHTS_FILE).exists() or not path.exists():
         return None
     try:
         place = parse_json(path.read_bytes())["weight_map"]
-        return {name: Path(file).name for name, file in place.items()}
+        outside = {file for file in place.values() if Path(file).name != file}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error!r}); fetch it again") from None
+    if outside:
+        raise UserError(f"{path}: {min(outside)!r} is no file of this folder; correct the index")
+    return place
+
+
+def check_finite(value: Array | np.ndarray, name: str, path: Path, remedy: str) -> None:
+    """Refuse a tensor with NaN or infinite values."""
+    if not np.isfinite(np.asarray(value)).all():
+        raise UserError(f"{path}: tensor {name} has NaN or infinite values; {remedy}")
 
 
 def _mismatch(path: Path, name: str, what: str) -> str:

@@ -492,6 +492,8 @@ def test_start_tokens_of_pretrained_models_precede_each_document(tmp_path: Path)
         tokenizer = pretrained_tokenizer(path.parent, "tiny")
         assert tokenizer is not None
         save_tokenizer(tokenizer, model)
+        saved = model / "tokenizer_config.json"
+        saved.write_text(json.dumps(json.loads(saved.read_text()) | changes))
         return prepare([str(folder)], str(model), tmp_path / out, split="validation")
 
     manifest, tokenizer = prepared("out"), load_tokenizer(model)

@@ -89,7 +89,7 @@ FAILURES = [
 @pytest.mark.parametrize("after", [0, 2])
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_a_failed_answer_keeps_the_conversation(new, monkeypatch, error, after):
-    """The line is forgotten if there is no answer; else a part of the answer stays."""
+    """Without the line if it has no answer; else with a part of the answer."""
     one = new()
     "".join(one.answer("a"))
     read, unread, messages = one.read, one.unread, one.messages
@@ -123,6 +123,7 @@ def test_the_command_continues_after_a_failure(talk, monkeypatch, error):
 )
 def test_a_template_error_keeps_the_conversation(template):
     model, tokenizer = from_pretrained(GOLDEN_FOLDER / "transformers" / "qwen2")
+    assert tokenizer is not None
     one = Chat(model, tokenizer, max_new_tokens=2, temperature=0.7, top_k=1, seed=1)
     "".join(one.answer("exact"))
     position, messages, good = one.position, one.messages, tokenizer.templates["default"]
@@ -134,6 +135,15 @@ def test_a_template_error_keeps_the_conversation(template):
     tokenizer.templates["default"] = good
     "".join(one.answer("cost"))
     assert len(one.messages) == 4
+
+
+def test_bytes_that_are_not_utf8_stay_out_of_messages(new, monkeypatch):
+    """With --raw, too, since a chat template could not be encoded with them."""
+    one = new()
+    one.decoding_errors = "surrogateescape"
+    monkeypatch.setattr(one, "_tokens", lambda _: iter(b"a\xff"))
+    assert "".join(one.answer("b")) == "a\udcff"
+    assert one.messages[-1]["content"] == "a\ufffd"
 
 
 def test_save_replaces_only_files_of_the_conversation(new, tmp_path):

@@ -2,12 +2,15 @@
 
 import random
 import shutil
+import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from heinsen_jax import distributed
 from tests.multi_device.apart import finish, kill_all, train
 
 CONFIG = """
@@ -71,3 +74,13 @@ def assert_one_line(err: str, *words: str) -> None:
     assert err.count("\n") == 1, err
     for word in words:
         assert word in err
+
+
+def said(main, monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
+    """Run a command in this process; return its exit code and errors."""
+    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)  # only at the start
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", message=".*: step [0-9]+ is used")
+        code = main()
+    return code, capsys.readouterr().err

@@ -4,7 +4,6 @@ import json
 import shutil
 import sys
 import threading
-import warnings
 from pathlib import Path
 
 import jax
@@ -25,7 +24,7 @@ from heinsen_jax.training import checksums, loop, weights
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.metrics import read_metrics
 from heinsen_jax.training.weights import load_hashed, save_hashed
-from tests.faults.conftest import assert_one_line
+from tests.faults.conftest import assert_one_line, said
 from tests.multi_device.apart import finish, train
 
 
@@ -36,16 +35,6 @@ def flip(path, place=None, bit=1) -> None:
     path.write_bytes(content)
 
 
-def said(main, monkeypatch, capsys, *arguments: str) -> tuple[int, str]:
-    """Run a command in this process; return its exit code and errors."""
-    monkeypatch.setattr(distributed, "initialize", lambda *_, **__: None)  # only at the start
-    monkeypatch.setattr(sys, "argv", ["command", *arguments])
-    with warnings.catch_warnings():
-        warnings.filterwarnings("always", message=".*: step [0-9]+ is used")
-        code = main()
-    return code, capsys.readouterr().err
-
-
 def damage_all(run) -> None:
     for step in (run / "checkpoints").iterdir():
         flip(step / "default/manifest.ocdbt")
@@ -53,6 +42,11 @@ def damage_all(run) -> None:
 
 def remove_folder(run) -> None:
     shutil.rmtree(run / "checkpoints")
+
+
+def remove_folder_and_record(run) -> None:
+    remove_folder(run)
+    (run / "last_checkpoint.json").unlink()
 
 
 def empty_folder(run) -> None:
@@ -66,6 +60,7 @@ def empty_folder(run) -> None:
         pytest.param(damage_all, "is damaged: step", marks=pytest.mark.nightly),
         (remove_folder, "is gone"),
         (empty_folder, "is gone"),
+        (remove_folder_and_record, "is gone"),  # metrics.jsonl shows that the run has trained
     ],
 )
 def test_a_run_without_its_checkpoints_is_not_restarted(
@@ -108,7 +103,7 @@ def test_restart_sets_the_run_aside(place, run):
 def test_a_run_without_a_checkpoint_yet_starts_again(place, run, monkeypatch, capsys):
     """The run was killed before its first checkpoint, with rows in metrics.jsonl."""
     remove_folder(run)
-    (run / "last_checkpoint.json").unlink()
+    (run / "last_checkpoint.json").write_text('{"step": 0}')
     monkeypatch.chdir(place)
     few = "--workdir", str(run), "--training.steps", "20"
     assert said(main, monkeypatch, capsys, "--config", "tiny.py", *few) == (0, "")

@@ -1,5 +1,7 @@
 """Learning-rate schedule, and weight decay by parameter."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +13,15 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.training.optimizer import (
     OptimizerConfig,
     decay_mask,
+    describe_warmup,
     learning_rates,
     make_optimizer,
+    warmup_steps,
 )
+
+
+def param(value, kind="matrix"):
+    return nnx.Param(value, kind=kind)
 
 
 def default_parameters():
@@ -57,12 +65,12 @@ def test_learning_rate_warms_up_linearly_and_decays_along_a_cosine():
 def test_an_update_is_that_of_adamw_at_the_rate():
     """Also its decay: gradients of 1 at first move a parameter by the rate, and decay by more."""
     config = OptimizerConfig(weight_decay=0.1)
-    parameters = {"kernel": jnp.full(1, 2.0), "bias": jnp.full(1, 2.0)}
+    parameters = {"w": param(jnp.full(1, 2.0)), "b": param(jnp.full(1, 2.0), "vector")}
     optimizer = make_optimizer(config)
     gradients = jax.tree.map(jnp.ones_like, parameters)
     updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
-    np.testing.assert_allclose(updates["kernel"], -1.2, rtol=1e-5)
-    np.testing.assert_allclose(updates["bias"], -1.0, rtol=1e-5)
+    np.testing.assert_allclose(updates["w"][...], -1.2, rtol=1e-5)
+    np.testing.assert_allclose(updates["b"][...], -1.0, rtol=1e-5)
 
 
 def test_schedules():
@@ -86,16 +94,15 @@ def test_muon_orthogonalizes_the_matrices_of_layers_only():
     """Singular values of an update are those of an orthogonal matrix up to 30%, times the factor
     that gives it the root mean square of AdamW; other parameters have Adam's."""
     config = OptimizerConfig(name="muon", weight_decay=0.0, clip_norm=1e9)
-    shapes = {"kernel": (2, 8, 24), "scale": (2, 8), "taps": (2, 3, 4)}
-    layers = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-    parameters = {"blocks": layers, "embed": {"embedding": jnp.zeros((9, 8))}}
+    shapes = {"matrix": (2, 8, 24), "vector": (2, 3, 4), "embedding": (9, 8)}
+    parameters = {kind: param(jnp.zeros(shape), kind) for kind, shape in shapes.items()}
     optimizer = make_optimizer(config)
     keys = iter(jax.random.split(jax.random.key(0), 9))
     gradients = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), parameters)
     updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
-    singular = np.linalg.svd(updates["blocks"].pop("kernel"))[1] / (0.2 * 24**0.5)
+    singular = np.linalg.svd(updates.pop("matrix")[...])[1] / (0.2 * 24**0.5)
     np.testing.assert_allclose(singular, 1, atol=0.35)
-    gradients["blocks"].pop("kernel")
+    gradients.pop("matrix")
     adam = jax.tree.map(lambda x: -jnp.sign(x), gradients)
     for have, want in zip(*map(jax.tree.leaves, (updates, adam)), strict=True):
         np.testing.assert_allclose(have, want, atol=1e-4)
@@ -103,20 +110,42 @@ def test_muon_orthogonalizes_the_matrices_of_layers_only():
 
 def test_lion_moves_by_signs_and_decays():
     config = OptimizerConfig(name="lion", weight_decay=0.1)
-    parameters = {"kernel": jnp.full(2, 2.0)}
+    parameters = {"w": param(jnp.full(2, 2.0))}
     optimizer = make_optimizer(config)
-    gradients = {"kernel": jnp.array([1.0, -1e-3])}
+    gradients = {"w": param(jnp.array([1.0, -1e-3]))}
     updates, _ = optimizer.update(gradients, optimizer.init(parameters), parameters)
-    np.testing.assert_allclose(updates["kernel"], [-1.2, 0.8], rtol=1e-5)
+    np.testing.assert_allclose(updates["w"][...], [-1.2, 0.8], rtol=1e-5)
 
 
-def test_warm_up_must_end_before_training_does():
-    with pytest.raises(UserError, match=r"optimizer\.warmup_steps=10 .* training\.steps=10"):
-        learning_rates(OptimizerConfig(warmup_steps=10), 10)
+@pytest.mark.parametrize(
+    ("fields", "steps", "warmup"),
+    [
+        ({"warmup_steps": 10}, 11, 10),
+        ({"warmup_steps": 10}, 10, 1),
+        ({"warmup_steps": 100}, 8, 1),
+        ({"warmup_steps": 100}, 80, 8),
+        ({"warmup_steps": 100}, 1, 0),
+        ({"warmup_steps": 90, "schedule": "wsd"}, 100, 10),
+        ({"warmup_steps": 90, "schedule": "wsd"}, 1, 0),
+    ],
+)
+def test_a_warm_up_that_does_not_fit_is_shortened(fields, steps, warmup):
+    """To the schedule of the shorter warm-up, which a line names."""
+    config = OptimizerConfig(**fields)
+    fitting = replace(config, warmup_steps=warmup)
+    assert warmup_steps(config, steps) == warmup
+    np.testing.assert_array_equal(learning_rates(config, steps), learning_rates(fitting, steps))
+    assert describe_warmup(fitting, steps) == []
+    lines = describe_warmup(config, steps)
+    if warmup == config.warmup_steps:
+        assert lines == []
+    else:
+        (line,) = lines
+        assert line.startswith(f"warm-up: {warmup} updates in place of optimizer.warmup_steps=")
 
 
 def test_gradients_are_clipped_by_their_global_norm():
-    parameters = {"kernel": jnp.zeros(4), "bias": jnp.zeros(1)}
+    parameters = {"w": param(jnp.zeros(4)), "b": param(jnp.zeros(1), "vector")}
     config = OptimizerConfig(clip_norm=1.0, warmup_steps=1, weight_decay=0.0)
     optimizer = make_optimizer(config)
 
@@ -126,5 +155,5 @@ def test_gradients_are_clipped_by_their_global_norm():
         return state[1][0].mu
 
     large, larger = moments(10.0), moments(1e6)
-    np.testing.assert_allclose(large["kernel"], larger["kernel"], rtol=1e-5)
-    np.testing.assert_allclose(large["kernel"], 0.1 / 5**0.5, rtol=1e-5)
+    np.testing.assert_allclose(large["w"][...], larger["w"][...], rtol=1e-5)
+    np.testing.assert_allclose(large["w"][...], 0.1 / 5**0.5, rtol=1e-5)

@@ -22,16 +22,17 @@ from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
 from heinsen_jax.data import DataConfig, Tokenizer, save_tokenizer, start_ids, stop_ids
 from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.files import check_new_folder, filling
-from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
-from heinsen_jax.data.tokenizer_pretrained import (
+from heinsen_jax.data.tokenizer_files import (
+    ADDED_TOKENS_FILE,
     GENERATION_FILE,
+    SPECIAL_TOKENS_FILE,
     TEMPLATE_FILE,
     TEMPLATE_FOLDER,
-    PretrainedTokenizer,
-    pretrained_tokenizer,
 )
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, read_json
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, pretrained_tokenizer
 from heinsen_jax.errors import UserError, explain, extra_module
-from heinsen_jax.interop.transformers.checkpoint import Checkpoint
+from heinsen_jax.interop.transformers.checkpoint import Checkpoint, check_format
 from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of
 from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.interop.transformers.tensors import NAMES, entries
@@ -45,13 +46,18 @@ __all__ = ["from_pretrained", "import_model", "to_pretrained"]
 
 TRANSFORMERS_CONFIG = "config.json"
 FETCHED = (TRANSFORMERS_CONFIG, "model*.safetensors", "model.safetensors.index.json", "tokenizer*")
-FETCHED += (GENERATION_FILE, TEMPLATE_FILE, f"{TEMPLATE_FOLDER}/*.jinja")
+FETCHED += (GENERATION_FILE, SPECIAL_TOKENS_FILE, ADDED_TOKENS_FILE)
+FETCHED += (TEMPLATE_FILE, f"{TEMPLATE_FOLDER}/*.jinja")
 
 StoredDtype = Literal["float32", "bfloat16", "float16"]
 
 
 def from_pretrained(
-    name: str | Path, *, revision: str | None = None, on_host: bool = False
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    on_host: bool = False,
+    allow_nonfinite: bool = False,
 ) -> tuple[LanguageModel, PretrainedTokenizer | None]:
     """Load a model of transformers and its tokenizer.
 
@@ -61,6 +67,7 @@ def from_pretrained(
       revision: branch, tag or commit of the repository.
       on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
         on its first device.
+      allow_nonfinite: whether weights may be NaN or infinite.
 
     Returns:
       The model, with parameters in float32; and its tokenizer, or None without `tokenizer.json`.
@@ -73,6 +80,8 @@ def from_pretrained(
         others. Files are checked before weights are read.
     """
     folder = Path(name)
+    if folder.is_file() or (folder.is_dir() and not (folder / TRANSFORMERS_CONFIG).exists()):
+        check_format(folder)
     if not folder.is_dir():
         folder = extra_module("heinsen_jax.interop.hub").download(str(name), revision, FETCHED)
     path = folder / TRANSFORMERS_CONFIG
@@ -81,7 +90,7 @@ def from_pretrained(
     try:
         config = family.to_model()
         config.abstract_layers()  # refuses sizes that do not fit
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UserError(f"{path}: {explain(error)}; correct that file") from None
     tokenizer = pretrained_tokenizer(folder, Path(name).name)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
@@ -89,17 +98,26 @@ def from_pretrained(
             f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
             f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
         )
-    return _loaded(folder, family.model_type, config, on_host), tokenizer
+    if tokenizer is not None:
+        unknown = [x for x in tokenizer.stop_ids if not 0 <= x < config.vocab_size]
+        if unknown:
+            raise UserError(
+                f"{folder}: eos_token_id={unknown[0]} of {GENERATION_FILE} or config.json is no id "
+                f"of the vocabulary of {config.vocab_size}; correct it"
+            )
+    checkpoint = Checkpoint(folder, NAMES[family.model_type], allow_nonfinite=allow_nonfinite)
+    checkpoint.check_sizes(config)
+    if config.tie_embeddings:
+        checkpoint.check_tied()
+    return _loaded(checkpoint, family.model_type, config, on_host), tokenizer
 
 
 def _loaded(
-    folder: Path, model_type: str, config: LanguageModelConfig, on_host: bool
+    checkpoint: Checkpoint, model_type: str, config: LanguageModelConfig, on_host: bool
 ) -> LanguageModel:
     graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
-    checkpoint = Checkpoint(folder, NAMES[model_type])
-    if config.tie_embeddings:
-        checkpoint.check_tied()
+    checkpoint.check_count({name: x.shape for name, x in leaves.items()})
     found = entries(model_type, config, leaves)
     checkpoint.check({k: v for x in found for k, v in x.shapes(leaves[x.path].shape)})
     place = np.asarray if on_host else jnp.asarray
@@ -108,7 +126,13 @@ def _loaded(
     return nnx.merge(graph, tree)
 
 
-def import_model(name: str | Path, workdir: str | Path, *, revision: str | None = None) -> Path:
+def import_model(
+    name: str | Path,
+    workdir: str | Path,
+    *,
+    revision: str | None = None,
+    allow_nonfinite: bool = False,
+) -> Path:
     """Write the configuration, the weights and the tokenizer of a model of transformers to a new
     folder, which the commands of this package accept as `--workdir`.
 
@@ -119,6 +143,7 @@ def import_model(name: str | Path, workdir: str | Path, *, revision: str | None 
       name: a folder, or `owner/name` of a repository of the hub, as for `from_pretrained`.
       workdir: a new or empty folder.
       revision: branch, tag or commit of the repository.
+      allow_nonfinite: whether weights may be NaN or infinite.
 
     Returns:
       The folder.
@@ -129,7 +154,9 @@ def import_model(name: str | Path, workdir: str | Path, *, revision: str | None 
     """
     place = local_path(workdir, "--workdir")
     check_new_folder(place)
-    model, tokenizer = from_pretrained(name, revision=revision, on_host=True)
+    model, tokenizer = from_pretrained(
+        name, revision=revision, on_host=True, allow_nonfinite=allow_nonfinite
+    )
     if tokenizer is None:
         raise UserError(
             f"{name} has no tokenizer.json; add the file, for example with save_pretrained of its "

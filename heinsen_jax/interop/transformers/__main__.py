@@ -29,9 +29,12 @@ def main() -> None:
         revision: Annotated[
             str | None, tyro.conf.arg(help="branch, tag or commit of the repository")
         ] = None,
+        allow_nonfinite: Annotated[
+            bool, tyro.conf.arg(help="accept weights that are NaN or infinite")
+        ] = False,
     ) -> None:
         """Write a model of transformers to a folder for the commands of this package."""
-        place = import_model(model, workdir, revision=revision)
+        place = import_model(model, workdir, revision=revision, allow_nonfinite=allow_nonfinite)
         print(printable(f"imported into {place}"))
 
     def write(

@@ -1,5 +1,6 @@
 """Files of a checkpoint of transformers: `.safetensors`, single or in shards."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +12,14 @@ from safetensors import SafetensorError, safe_open
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.tensors import Names
-from heinsen_jax.training.weights import INDEX_FILE, WEIGHTS_FILE, has_weights, weight_files
+from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.training.weights import (
+    INDEX_FILE,
+    WEIGHTS_FILE,
+    check_finite,
+    has_weights,
+    weight_files,
+)
 
 DTYPES = "F32", "F16", "BF16"
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
@@ -34,29 +42,24 @@ class Checkpoint:
       folder: the folder.
       names: names of modules of its family. All but the readout share a prefix, which files of a
         model without its readout lack.
+      allow_nonfinite: whether values may be NaN or infinite.
 
     Raises:
       UserError: a file is missing or damaged, or has a tensor of another dtype.
     """
 
-    def __init__(self, folder: Path, names: Names) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, names: Names, *, allow_nonfinite: bool = False) -> None:
+        self.folder, self._allow_nonfinite = folder, allow_nonfinite
+        self._names = names
         if not has_weights(folder):
-            others = sorted(path.name for path in folder.glob("*.bin"))
-            found = f"only {others[0]}, in another format" if others else "no weights"
+            check_format(folder)
             raise UserError(
-                f"{folder} has {found}; give a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
+                f"{folder} has no weights; give a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
             )
         place = weight_files(folder)
         files = [WEIGHTS_FILE] if place is None else sorted(set(place.values()))
         self._files = {folder / name: _open(folder / name) for name in files}
-        found = {x.name: x for path in self._files for x in self._tensors(path)}
-        for name, file in ({} if place is None else place).items():
-            if name not in found or found[name].path.name != file:
-                raise UserError(
-                    f"{folder / file} has no tensor {name}, which {INDEX_FILE} says it has; fetch "
-                    "both again"
-                )
+        found = self._merged({} if place is None else place)
         self.embedding, self.readout = (f"{names[x][0]}.weight" for x in ("embed", "unembed"))
         prefix = self.embedding.partition(".")[0] + "."
         is_bare = not any(name.startswith(prefix) for name in found)
@@ -65,6 +68,64 @@ class Checkpoint:
             for name, tensor in found.items()
             if not BUFFERS.search(name)
         }
+
+    def _merged(self, place: Mapping[str, str]) -> dict[str, Tensor]:
+        """The tensors of all files, from those that the index names.
+
+        Raises:
+          UserError: a file lacks a tensor of the index, or files have different values for one.
+        """
+        copies: dict[str, list[Tensor]] = {}
+        for path in self._files:
+            for tensor in self._tensors(path):
+                copies.setdefault(tensor.name, []).append(tensor)
+        found = {}
+        for name, file in place.items():
+            if not any(x.path.name == file for x in copies.get(name, [])):
+                raise UserError(
+                    f"{self.folder / file} has no tensor {name}, which {INDEX_FILE} says it has; "
+                    "fetch both again"
+                )
+        for name, (first, *others) in copies.items():
+            for other in others:
+                if not np.array_equal(self._raw(first), self._raw(other), equal_nan=True):
+                    raise UserError(
+                        f"{other.path}: tensor {name} differs from the one in {first.path.name}; "
+                        "fetch both again"
+                    )
+            found[name] = first
+        return found
+
+    def check_sizes(self, config: LanguageModelConfig) -> None:
+        """Compare the sizes in `config.json` with the files, before names are built or memory is
+        allocated for them.
+
+        Raises:
+          UserError: they differ.
+        """
+        embedding = self.tensors.get(self.embedding)
+        self.check(
+            {self.embedding: (config.vocab_size, config.model_dim)},
+            {} if embedding is None else {self.embedding: embedding},
+        )
+        pattern = self._names["blocks.0.norm"][0].replace(".", r"\.").replace("{}", r"(\d+)")
+        matches = (re.match(pattern, name) for name in self.tensors)
+        layers = {match[1] for match in matches if match}
+        if len(layers) != config.num_layers:
+            raise UserError(
+                f"{self.folder}: config.json describes {config.num_layers} layers, but the weights "
+                f"have {len(layers)}; correct that file, or fetch the weights again"
+            )
+
+    def check_count(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Refuse a model with a parameter larger than all tensors of the files."""
+        total = sum(math.prod(x.shape) for x in self.tensors.values())
+        for name, shape in shapes.items():
+            if math.prod(shape) > total:
+                raise UserError(
+                    f"{self.folder}: config.json describes a parameter {name} of {[*shape]}, but "
+                    f"all tensors have {total} values; correct that file, or choose another model"
+                )
 
     def _tensors(self, path: Path) -> list[Tensor]:
         found = []
@@ -79,39 +140,54 @@ class Checkpoint:
             found.append(Tensor(path, name, tuple(part.get_shape())))
         return found
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Compare names and shapes with those that the model needs.
+    def check(
+        self,
+        expected: Mapping[str, tuple[int, ...]],
+        tensors: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Compare names and shapes of the tensors, all when None, with those that the model needs.
 
         Raises:
           UserError: they differ; the message names a tensor.
         """
-        for name in sorted(expected.keys() ^ self.tensors.keys()):
+        tensors = self.tensors if tensors is None else tensors
+        for name in sorted(expected.keys() ^ tensors.keys()):
             if name in expected:
                 fix = "fetch the files again"
                 if name == self.readout:
                     fix += ", or set tie_word_embeddings to true in config.json"
                 raise UserError(f"{self.folder}: tensor {name} is missing; {fix}")
             raise UserError(
-                f"{self.tensors[name].path}: tensor {name} is no part of the model that "
+                f"{tensors[name].path}: tensor {name} is no part of the model that "
                 "config.json describes; correct that file, or choose another model"
             )
         for name, shape in expected.items():
-            if (tensor := self.tensors[name]).shape != shape:
+            if (tensor := tensors[name]).shape != shape:
                 raise UserError(
                     f"{tensor.path}: tensor {name} has shape {[*tensor.shape]}, but config.json "
                     f"describes {[*shape]}; correct that file, or choose another model"
                 )
 
     def read(self, name: str) -> np.ndarray:
-        """The values of a tensor, in float32."""
-        return self._values(self.tensors[name])
+        """The values of a tensor, in float32.
+
+        Raises:
+          UserError: a value is NaN or infinite, and `allow_nonfinite` is not set.
+        """
+        value = self._values(tensor := self.tensors[name])
+        if not self._allow_nonfinite:
+            check_finite(value, tensor.name, tensor.path, "fetch it again, or --allow-nonfinite")
+        return value
 
     def _values(self, tensor: Tensor) -> np.ndarray:
+        return self._raw(tensor).astype(np.float32)
+
+    def _raw(self, tensor: Tensor) -> np.ndarray:
         try:
             value = self._files[tensor.path].get_tensor(tensor.name)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{tensor.path} cannot be read ({error}); fetch it again") from None
-        return np.asarray(value).astype(np.float32)
+        return np.asarray(value)
 
     def check_tied(self) -> None:
         """Leave out the readout of a model with tied embeddings, if the files have it, too.
@@ -122,11 +198,32 @@ class Checkpoint:
         ours, other = self.tensors.get(self.embedding), self.tensors.pop(self.readout, None)
         if ours is None or other is None:
             return
-        if not np.array_equal(self._values(ours), self._values(other)):
+        if not np.array_equal(self._values(ours), self._values(other), equal_nan=True):
             raise UserError(
                 f"{other.path}: tensor {other.name} differs from {ours.name}, but config.json says "
                 "that both are tied; set tie_word_embeddings to false there"
             )
+
+
+def check_format(path: Path) -> None:
+    """Refuse a file or folder whose weights are in another format."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    folder = f"a folder with config.json and {WEIGHTS_FILE}"
+    for file in files:
+        if file.suffix == ".gguf":
+            raise UserError(
+                f"{file} has the format GGUF of llama.cpp, which is not read; give the original "
+                f"model, or convert it to {folder}: with transformers, "
+                f"from_pretrained(..., gguf_file={file.name!r}) and save_pretrained"
+            )
+    for file in files:
+        if file.suffix in (".bin", ".pt", ".pth"):
+            raise UserError(
+                f"{path} has only {file.name}, in another format; give a folder with "
+                f"{WEIGHTS_FILE} or {INDEX_FILE}"
+            )
+    if path.is_file():
+        raise UserError(f"{path} is a file; give {folder}")
 
 
 def _open(path: Path) -> Any:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import pydantic
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.errors import UserError
@@ -18,6 +18,7 @@ from heinsen_jax.interop.transformers.rope import (
     Fields,
     Given,
     Rope,
+    Size,
     given_fields,
     place_of,
 )
@@ -32,7 +33,7 @@ IRRELEVANT = {
     *("is_llama_config", "transformers.js_config", "torchscript", "tf_legacy_loss"),
     # tokens, and lengths that no parameter depends on
     *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id"),
-    *("tokenizer_class", "prefix", "max_position_embeddings", "n_ctx"),
+    *("tokenizer_class", "prefix", "n_ctx"),
     # training
     *("initializer_range", "gradient_checkpointing", "pretraining_tp"),
     *("attention_dropout", "hidden_dropout", "classifier_dropout"),
@@ -73,7 +74,7 @@ class Family(Fields):
     `rope_scaling`."""
     default_fraction: ClassVar[float] = 1.0
 
-    vocab_size: PositiveInt
+    vocab_size: Size
     tie_word_embeddings: bool = False
     is_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
     tie_encoder_decoder: Literal[False] = pydantic.Field(False, exclude=True)
@@ -87,6 +88,8 @@ class Family(Fields):
     def to_json(self) -> dict[str, JSON]:
         """The fields as versions 4 and 5 of transformers read them."""
         found = self.model_dump(exclude={"rope"})
+        if found.get("max_position_embeddings", ...) is None:  # transformers has a default
+            del found["max_position_embeddings"]
         rope = getattr(self, "rope", None)
         if rope is not None:
             plain = {old: getattr(rope, new) for new, old in self.rope_names.items()}
@@ -119,10 +122,11 @@ class LlamaLike(Family):
 
     rope_names: ClassVar = {"rope_theta": "rope_theta"}
 
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    max_position_embeddings: Size | None = None
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: PositiveFloat = 1e-6
     rope: Rope = Rope()
@@ -157,6 +161,7 @@ class LlamaLike(Family):
             mlp_dim=self.intermediate_size,
             use_bias=of.mlp_bias or None,
             norm_epsilon=self.rms_norm_eps,
+            trained_length=self.max_position_embeddings,
             qk_norm=of.qk_norm,
             tie_embeddings=self.tie_word_embeddings,
             num_heads=self.num_attention_heads,
@@ -171,8 +176,8 @@ class Llama(LlamaLike):
     model_type = "llama"
     architecture = "LlamaForCausalLM"
 
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
     rope_interleaved: Literal[False] = pydantic.Field(False, exclude=True)
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -188,9 +193,9 @@ class Mistral(LlamaLike):
     model_type = "mistral"
     architecture = "MistralForCausalLM"
 
-    num_key_value_heads: PositiveInt | None
-    head_dim: PositiveInt | None = None
-    sliding_window: PositiveInt | None
+    num_key_value_heads: Size | None
+    head_dim: Size | None = None
+    sliding_window: Size | None
 
     def variant(self) -> Variant:
         return Variant(self.num_key_value_heads, self.head_dim, window=self.sliding_window)
@@ -199,10 +204,10 @@ class Mistral(LlamaLike):
 class QwenLike(LlamaLike):
     """Fields of Qwen, whose sliding windows are unsupported."""
 
-    num_key_value_heads: PositiveInt | None
+    num_key_value_heads: Size | None
     use_sliding_window: Literal[False] = False
     use_mrope: Literal[False] = pydantic.Field(False, exclude=True)
-    sliding_window: PositiveInt | None = pydantic.Field(None, exclude=True)
+    sliding_window: Size | None = pydantic.Field(None, exclude=True)
     max_window_layers: int | None = pydantic.Field(None, exclude=True)
     layer_types: list[Literal["full_attention"]] | None = pydantic.Field(None, exclude=True)
 
@@ -213,7 +218,7 @@ class Qwen2(QwenLike):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
 
-    head_dim: PositiveInt | None = None
+    head_dim: Size | None = None
 
     def variant(self) -> Variant:
         return Variant(self.num_key_value_heads, self.head_dim, bias=True)
@@ -225,7 +230,7 @@ class Qwen3(QwenLike):
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
 
-    head_dim: PositiveInt | None = 128
+    head_dim: Size | None = 128
     attention_bias: bool = False
 
     def variant(self) -> Variant:
@@ -239,11 +244,11 @@ class GPT2(Family):
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
 
-    n_positions: PositiveInt
-    n_embd: PositiveInt
-    n_layer: PositiveInt
-    n_head: PositiveInt
-    n_inner: PositiveInt | None = None
+    n_positions: Size
+    n_embd: Size
+    n_layer: Size
+    n_head: Size
+    n_inner: Size | None = None
     activation_function: Activation = "gelu_new"
     layer_norm_epsilon: PositiveFloat = 1e-5
     tie_word_embeddings: bool = True
@@ -276,10 +281,11 @@ class GPTNeoX(Family):
     rope_names: ClassVar = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     default_fraction = 0.25
 
-    hidden_size: PositiveInt
-    intermediate_size: PositiveInt
-    num_hidden_layers: PositiveInt
-    num_attention_heads: PositiveInt
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    max_position_embeddings: Size | None = None
     hidden_act: Activation = "gelu"
     layer_norm_eps: PositiveFloat = 1e-5
     rope: Rope = Rope(partial_rotary_factor=0.25)
@@ -297,6 +303,7 @@ class GPTNeoX(Family):
             mlp=ACTIVATIONS[self.hidden_act],
             mlp_dim=self.intermediate_size,
             norm_epsilon=self.layer_norm_eps,
+            trained_length=self.max_position_embeddings,
             parallel_branches=self.use_parallel_residual,
             tie_embeddings=self.tie_word_embeddings,
             positions="none",

@@ -83,6 +83,7 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
             "mlp_bias": config.mlp_has_bias,
             "sliding_window": getattr(options, "window_size", None),
             "n_positions": config.max_length,
+            "max_position_embeddings": config.trained_length,
             "use_parallel_residual": config.parallel_branches,
         }
     )
@@ -93,7 +94,7 @@ def resolved(config: LanguageModelConfig) -> dict[str, Any]:
     found: dict[str, Any] = dataclasses.asdict(config)
     for name in ("attention", "key_depth", "value_depth", "qk_norm", "use_bias", "mlp_ratio"):
         del found[name]
-    for name in ("dtype", "param_dtype", "remat", "remat_policy"):
+    for name in ("trained_length", "dtype", "param_dtype", "remat", "remat_policy"):
         del found[name]
     found |= {
         "block": "fastformer" if config.block == "fastformer" else "pre-norm",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import PositiveFloat
 
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.attention.rotary import PositionsConfig
@@ -26,10 +26,15 @@ SCALING = {
 """Options of mechanisms by the names of fields: those of every type, and of each."""
 
 
+Size = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
+
+
 class Fields(pydantic.BaseModel):
     """Fields of a JSON object; others are refused."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False
+    )
 
 
 class Rope(Fields):
@@ -41,7 +46,7 @@ class Rope(Fields):
     factor: PositiveFloat | None = None
     low_freq_factor: PositiveFloat | None = None
     high_freq_factor: PositiveFloat | None = None
-    original_max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: Size | None = None
 
     @pydantic.model_validator(mode="after")
     def _has_the_fields_of_its_type(self) -> "Rope":

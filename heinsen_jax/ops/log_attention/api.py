@@ -124,7 +124,10 @@ def log_attention(
         "chunked" (matrix products over chunks, by the cheapest tier that is exact for the inputs;
         or a `Chunked` with other sizes), "gpu" (experimental kernels for NVIDIA's Hopper generation
         and later), or None to choose by shape. A named implementation never falls back to another.
-        "chunked" and "gpu" support reverse-mode derivatives only.
+        "reference" and "scan" have derivatives of any order and mode; "chunked" and "gpu", which
+        None may choose, first derivatives in reverse mode only. With those, JAX raises "can't apply
+        forward-mode autodiff (jvp) to a custom_vjp function" or, for second derivatives,
+        "Linearization failed to produce known values".
 
     Returns:
       log Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogAttentionState`. Rows

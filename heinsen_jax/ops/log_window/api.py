@@ -135,7 +135,8 @@ def log_window_attention(
       initial_state: state after the preceding tokens; the empty state when None.
       return_state: whether to also return the state after all T tokens, in the dtype of the initial
         state.
-      implementation: of log-attention, as in `log_attention`; without "reference".
+      implementation: of log-attention, as in `log_attention`; without "reference". For second and
+        forward-mode derivatives, give "scan".
 
     Returns:
       Y `[*B, T, num_heads, value_depth]`, or a pair of it and a `LogWindowState`.

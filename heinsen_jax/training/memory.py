@@ -1,0 +1,259 @@
+"""Memory that an update needs, compared with the memory that devices and this host have."""
+
+import ctypes
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from heinsen_jax.distributed import gather
+from heinsen_jax.errors import UserError
+from heinsen_jax.typing import PyTree
+
+UNLIMITED = 1 << 60
+"""A cgroup limit at or above this is none."""
+
+
+class Memory(NamedTuple):
+    """Bytes of an update on one device.
+
+    Attributes:
+      arguments: the state, the parameters of a teacher, and a batch.
+      workspace: activations, gradients, and outputs that do not replace arguments.
+    """
+
+    arguments: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.workspace
+
+    def __str__(self) -> str:
+        parts = f"{bytes_text(self.arguments)} state, {bytes_text(self.workspace)} workspace"
+        return f"{bytes_text(self.total)} ({parts})"
+
+
+class Setting(NamedTuple):
+    """What the memory of an update depends on, besides the model.
+
+    Attributes:
+      batch_size: sequences per update.
+      accumulation_steps: microbatches per update.
+      parts: devices that share the sequences of a microbatch.
+      remat: whether activations are recomputed.
+    """
+
+    batch_size: int
+    accumulation_steps: int
+    parts: int
+    remat: bool
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a microbatch on one device."""
+        return self.batch_size // (self.accumulation_steps * self.parts)
+
+
+def memory_of(compiled: jax.stages.Compiled) -> Memory | None:
+    """Memory of a compiled update; None if the compiler does not tell."""
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        return None
+    outputs = max(analysis.output_size_in_bytes - analysis.alias_size_in_bytes, 0)
+    return Memory(analysis.argument_size_in_bytes, analysis.temp_size_in_bytes + outputs)
+
+
+class Limits:
+    """The memory that a run may allocate, before it has allocated its state.
+
+    On CPUs the devices share the memory of the host. A checkpoint is copied there while training
+    continues, and initial weights are read there.
+
+    Args:
+      state: shapes, dtypes and shardings of the state.
+    """
+
+    def __init__(self, state: PyTree) -> None:
+        self._on_cpu = jax.local_devices()[0].platform == "cpu"
+        self._copies = sum(map(_local_bytes, jax.tree.leaves(state)))
+        return_freed_memory()
+        self.used = resident_memory()
+        self.host = _smallest(available_host_memory())
+        self.device = None if self._on_cpu else _smallest(available_device_memory())
+
+    def host_bytes(self, memory: Memory) -> int:
+        """Bytes of this host that the run will allocate.
+
+        On CPUs the workspace counts twice. While a checkpoint is written, the state is in new
+        places, some of them in the freed workspace, and the next one needs a place of its own.
+        """
+        on_devices = len(jax.local_devices()) * (memory.total + memory.workspace)
+        return self._copies + (on_devices if self._on_cpu else 0)
+
+    def allow(self, memory: Memory) -> bool:
+        is_low = self.host is not None and self.host_bytes(memory) > self.host
+        return not is_low and (self.device is None or memory.total <= self.device)
+
+    def describe(self, memory: Memory) -> str:
+        """The memory of this host at the peak, and the part of it that is available."""
+        peak = bytes_text(self.used + self.host_bytes(memory))
+        text = f"about {peak} of this host's memory at the peak, {bytes_text(self.used)} now"
+        return text if self.host is None else f"{text}, {bytes_text(self.host)} available"
+
+    def shortage(self, memory: Memory) -> str:
+        if self.device is not None and memory.total > self.device:
+            need, have, place = memory.total, self.device, "each device"
+        else:
+            need, have, place = self.host_bytes(memory), self.host or 0, "this host"
+        return (
+            f"training needs another {bytes_text(need)} of the memory of {place}, which has "
+            f"{bytes_text(have)} available"
+        )
+
+
+def check_memory(
+    limits: Limits,
+    memory: Memory,
+    setting: Setting,
+    measure: Callable[[int, bool], Memory | None],
+) -> None:
+    """Check that an update fits into the memory, before it is allocated.
+
+    Args:
+      limits: the memory that is available.
+      memory: the memory of the update.
+      setting: its batch size, accumulation and rematerialization.
+      measure: the memory of an update with other `accumulation_steps` and `remat`.
+
+    Raises:
+      UserError: it does not fit; the message names settings that do.
+    """
+    if limits.allow(memory):
+        return
+    most, choices = setting.batch_size // setting.parts, []
+    for remat in dict.fromkeys((setting.remat, True)):
+        smallest = memory if (remat, setting.rows) == (setting.remat, 1) else measure(most, remat)
+        if smallest is None or not limits.allow(smallest):
+            continue
+        slope = smallest.workspace  # an upper bound, since a part of it does not grow with rows
+        if remat == setting.remat and setting.rows > 1:
+            slope = (memory.workspace - smallest.workspace) / (setting.rows - 1)
+        fitting = (
+            rows
+            for rows in range(most, 0, -1)
+            if most % rows == 0 and limits.allow(_with_rows(smallest, slope, rows))
+        )
+        rows = next(fitting, 1)
+        small = f"data.batch_size={rows * setting.parts} with training.accumulation_steps=1"
+        also = "" if remat == setting.remat else "model.remat=True and "
+        choices.append(f"{also}training.accumulation_steps={most // rows}, or {also}{small}")
+    remedy = (
+        f"set {'; or '.join(choices)}"
+        if choices
+        else "one sequence at a time with model.remat=True does not fit either: set a smaller "
+        "data.sequence_length, or use a smaller model, or more memory"
+    )
+    raise UserError(
+        f"data.batch_size={setting.batch_size} with "
+        f"training.accumulation_steps={setting.accumulation_steps}: {limits.shortage(memory)}; "
+        f"{remedy}"
+    )
+
+
+def _with_rows(smallest: Memory, slope: float, rows: int) -> Memory:
+    return smallest._replace(workspace=math.ceil(smallest.workspace + slope * (rows - 1)))
+
+
+def available_host_memory() -> int | None:
+    """Bytes that this host, and the control groups of this process, can still give; None if the
+    system does not tell."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":") for line in text.splitlines())
+    found = [1024 * int(fields["MemAvailable"].split()[0])] if "MemAvailable" in fields else []
+    return min([*found, *cgroup_memory()], default=None)
+
+
+def cgroup_memory(
+    groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> list[int]:
+    """Bytes below the limit of each control group of this process, version 2 or 1; its page cache
+    counts as free."""
+    if not groups.exists():
+        return []
+    found = []
+    for line in groups.read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        base = root if not controllers else root / "memory"
+        files = ("memory.max", "memory.current", "inactive_file")
+        if controllers:
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        own = base / name.lstrip("/")
+        for folder in {base, own, *(x for x in own.parents if x.is_relative_to(base))}:
+            try:
+                limit, used = (int((folder / file).read_text()) for file in files[:2])
+                rows = (x.split() for x in (folder / "memory.stat").read_text().splitlines())
+                cached = {key: int(value) for key, value in rows}.get(files[2], 0)
+            except (OSError, ValueError):  # no such group, or "max"
+                continue
+            if limit < UNLIMITED:
+                found.append(max(limit - used + cached, 0))
+    return found
+
+
+def available_device_memory() -> int | None:
+    """Bytes that each local device can still allocate; None if one does not tell."""
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    if not all(x and "bytes_limit" in x for x in stats):
+        return None
+    return min(x["bytes_limit"] - x.get("bytes_in_use", 0) for x in stats)
+
+
+def resident_memory() -> int:
+    """Resident bytes of this process; 0 if the system does not tell."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return 1024 * int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def return_freed_memory() -> None:
+    """Return memory that this process has freed to the system, such as that of an earlier run. Only
+    the GNU C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
+
+
+def bytes_text(count: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} GB"
+
+
+def _smallest(available: int | None) -> int | None:
+    """The smallest number of all processes, so that they decide alike."""
+    numbers = [int(x) for x in gather("" if available is None else str(available)) if x]
+    return min(numbers, default=None)
+
+
+def _local_bytes(x: jax.ShapeDtypeStruct) -> int:
+    """Bytes of the parts of an array on this host, each once."""
+    if x.sharding is None:
+        return math.prod(x.shape) * x.dtype.itemsize
+    places = x.sharding.addressable_devices_indices_map(x.shape).values()
+    count = len({str(place) for place in places})
+    return count * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -1,7 +1,8 @@
 """Sources: the files of documents that an input consists of."""
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Literal, cast, get_args
@@ -124,11 +125,7 @@ def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
     if not path.is_dir():
         _check_file(path)
         return [_source(path, path.name, text_column)]
-    visible = [
-        relative
-        for file in path.rglob("*")
-        if not _is_hidden(relative := file.relative_to(path)) and not file.is_dir()
-    ]
+    visible = [file.relative_to(path) for file in _visible_files(path)]
     for relative in visible:
         _check_file(path / relative)
     splits = _hub_splits([relative.as_posix() for relative in visible])
@@ -204,5 +201,14 @@ def _source(path: Path, name: str, text_column: str) -> Source:
     return Source(name, path, kind_of(str(path)), path.stat().st_size, text_column=text_column)
 
 
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+def _visible_files(folder: Path) -> Iterator[Path]:
+    def refuse(error: OSError) -> None:
+        raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+    for place, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        yield from (Path(place, name) for name in names if not _is_hidden(name))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__"

@@ -493,6 +493,21 @@ def test_links_to_nothing_are_named(tmp_path):
         find_sources(tmp_path / "in")
 
 
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    for name in ("in/a.txt", "in/b/c.txt", "in/.hidden/d.txt"):
+        write(tmp_path / name, b"text")
+    scan = os.scandir
+
+    def refuse(path):
+        if Path(path).name in ("b", ".hidden"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match="in/b cannot be read: Permission denied"):
+        find_sources(tmp_path / "in")
+
+
 def test_a_run_s_folder_keeps_its_tokenizer(tmp_path):
     run = tmp_path / "run"
     run.mkdir()

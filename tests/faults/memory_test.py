@@ -100,7 +100,7 @@ def test_training_is_refused_before_it_allocates(small, tmp_path, monkeypatch): 
         with pytest.raises(Allocates):
             train(workdir, dataset, override(small, [f"--{field}", value]))
     with pytest.raises(Allocates):
-        train(workdir, dataset, override(small, ["--model.remat", "True"]))
+        train(workdir, dataset, override(small, ["--model.remat"]))
 
 
 @pytest.mark.parametrize(

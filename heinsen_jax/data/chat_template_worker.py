@@ -15,6 +15,11 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
 MEMORY_BYTES = 2**30
 
 
@@ -83,10 +88,9 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
 
 def main() -> None:
     """Answer requests until the input ends."""
-    with contextlib.suppress(ImportError, ValueError, OSError):  # some systems have no such limit
-        import resource  # noqa: PLC0415
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    if resource is not None:
+        with contextlib.suppress(ValueError, OSError):  # some systems have no such limit
+            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), flush=True)

@@ -111,11 +111,6 @@ class PretrainedTokenizer(JsonTokenizer):
         with refusing_panics(*self._refusal(text)):
             return self._with_special.encode(text, add_special_tokens=False).ids
 
-    @property
-    def special_ids(self) -> tuple[int, ...]:
-        """Tokens that `encode` never produces."""
-        return tuple(sorted(self._special))
-
     def render_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

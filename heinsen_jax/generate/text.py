@@ -35,7 +35,6 @@ def complete(
     top_p: float | None = None,
     key: Shaped[Array, "..."] | None = None,
     state: LanguageModelState | None = None,
-    hidden: Sequence[int] = (),
 ) -> list[list[str]]:
     """Continue each prompt: `num_samples` texts each.
 
@@ -53,8 +52,6 @@ def complete(
       num_samples: samples per prompt.
       temperature, top_k, top_p, key: as for `generate`.
       state: state of one sequence that precedes every prompt; None at the start.
-      hidden: tokens that are left out of the texts, such as special tokens. Stop strings are also
-        found in them.
 
     Raises:
       UserError: an argument is out of its range; the message names it.
@@ -99,7 +96,7 @@ def complete(
     state, independent_rows = init_rows(model, len(texts), capacity, state)
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
     of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
-    writer = _Writer(model, tokenizer, stop, of_rows, independent_rows, hidden)
+    writer = _Writer(model, tokenizer, stop, of_rows, independent_rows)
     fed, lengths = padded(
         jnp.asarray(tokens), jnp.asarray(lengths), max_length=model.config.max_length
     )
@@ -116,7 +113,6 @@ class _Writer:
     stop: Sequence[str]
     sampler: Sampler
     independent_rows: bool
-    hidden: Sequence[int] = ()
 
     def write(
         self,
@@ -134,15 +130,7 @@ class _Writer:
                 break
             carry, new = further_tokens(*options, CHECK_EVERY, carry, position, CHECK_EVERY)
             rows = np.concatenate([rows, np.asarray(new)], 1)
-        return [self.shown(row[:max_new_tokens]) for row in rows]
-
-    def shown(self, row: np.ndarray) -> str:
-        """The text of new tokens up to the one with which it ends, without hidden tokens."""
-        if self.hidden:
-            lengths = range(1, len(row))
-            row = row[: next((n for n in lengths if self.ended(row[:n])[1]), len(row))]
-            row = row[~np.isin(row, self.hidden)]
-        return self.ended(row)[0]
+        return [self.ended(row[:max_new_tokens])[0] for row in rows]
 
     def ended(self, row: np.ndarray) -> tuple[str, bool]:
         """The text of new tokens, and whether it has ended."""

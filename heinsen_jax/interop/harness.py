@@ -12,11 +12,9 @@ import collections
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, Required, TypeAlias, TypedDict, runtime_checkable
 
 import jax
 import numpy as np
@@ -38,7 +36,7 @@ from heinsen_jax.interop.harness_batches import (
 )
 from heinsen_jax.models import LanguageModelState
 from heinsen_jax.training.checkpoint import load_text_run
-from heinsen_jax.typing import JSON
+from heinsen_jax.typing import JSON, Array, Key
 
 try:
     from lm_eval.__main__ import cli_evaluate
@@ -48,14 +46,10 @@ try:
     from lm_eval.result_schema import EvalResults
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
-
-    from heinsen_jax.interop.harness_options import batch_size_of, generation_options
 except ImportError as missing:
     raise without_extra(missing, "harness", __name__) from missing
 
 CHUNK = 512  # tokens of a document per forward pass
-CONTINUED = "<<the answer continues here>> "
-"""Mark of the end of an answer's beginning. Templates that trim messages remove its space."""
 GIVEN, WANTED = slice(None, -1), slice(1, None)
 
 Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -70,28 +64,32 @@ class Instance(Protocol):
     def args(self) -> tuple: ...
 
 
+class CompleteKeywords(TypedDict, total=False):
+    """Keyword arguments of `complete`."""
+
+    stop: Required[list[str]]
+    max_new_tokens: Required[int]
+    top_k: int | None
+    top_p: float | None
+    temperature: float
+    key: Key[Array, ""]
+
+
 class HarnessModel(TemplateLM):
     """Language model of a run or of a hub folder, with the interface of the harness.
 
     A context is processed once for all continuations that are compared after it, and only its state
-    is kept. Documents are processed as one stream of any length. Results equal those of the
-    harness's own model of Hugging Face (`hf`): with a `max_length`, longer requests are cut on the
-    left, and documents are processed in windows.
+    is kept. Documents are processed as one stream of any length; with trained position embeddings,
+    tokens attend to at most `max_length` tokens.
 
     Args:
       workdir: folder of a run or of a saved model; `pretrained` is an alias.
-      batch_size: sequences per batch; `auto` is 16, or `max_batch_size` if that is smaller.
+      batch_size: sequences per batch.
       max_gen_toks: maximum number of generated tokens, unless the task sets it.
       latest: whether to load the latest checkpoint instead of the best one.
       share: whether contexts are processed once; otherwise each continuation is processed together
         with its context, for comparison.
-      max_length: maximum number of tokens of a context with its continuation; that of the model's
-        position embeddings when None.
-      add_bos_token: whether texts begin with the token for it; as the tokenizer does when None.
     """
-
-    _max_length: int | None = None
-    add_bos_token: bool | None = None
 
     def __init__(
         self,
@@ -101,9 +99,6 @@ class HarnessModel(TemplateLM):
         max_gen_toks: int | str = 256,
         latest: bool = False,
         share: bool = True,
-        max_length: int | None = None,
-        add_bos_token: bool | None = None,
-        max_batch_size: int | str | None = None,
         **unknown: JSON,
     ) -> None:
         super().__init__()
@@ -113,35 +108,20 @@ class HarnessModel(TemplateLM):
                 "model_args: workdir is missing; give workdir=FOLDER of a run or of a saved model"
             )
         given = {name for name, x in unknown.items() if x is not None}
-        if strange := given - {"device"}:
+        if strange := given - {"max_batch_size", "device"}:
             raise UserError(
                 f"model_args {min(strange)}={unknown[min(strange)]!r}: unknown argument; choose "
-                "from workdir, batch_size, max_gen_toks, latest, share, max_length, add_bos_token"
+                "from workdir, batch_size, max_gen_toks, latest, share"
             )
-        if max_length is not None and (not str(max_length).isdecimal() or int(max_length) < 2):
-            raise UserError(f"model_args max_length={max_length}: must be an integer >= 2")
-        self.batch_size = batch_size_of(batch_size, max_batch_size)
-        self.max_gen_toks, self.share = int(max_gen_toks), share
-        self._max_length = None if max_length is None else int(max_length)
-        self.add_bos_token = add_bos_token
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:
+            raise UserError(f"batch_size={batch_size}: must be an integer >= 1")
+        self.batch_size, self.max_gen_toks, self.share = int(batch_size), int(max_gen_toks), share
         self.model, self.encoding, self.step = load_text_run(self.folder, best=not latest)
         if not self.model.config.is_causal:
             raise UserError(
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
-        reach = self.model.config.max_length
-        if reach is not None and self._max_length is not None and self._max_length > reach:
-            raise UserError(
-                f"model_args max_length={max_length}: the model has positions of {reach} tokens; "
-                "choose at most these"
-            )
         self.graph, self.parameters = nnx.split(self.model)
-
-    @property
-    def max_length(self) -> int | None:
-        """Maximum number of tokens that are processed together; None: any number."""
-        reach = self.model.config.max_length
-        return reach if self._max_length is None else self._max_length
 
     @property
     def eot_token_id(self) -> int:
@@ -149,24 +129,14 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token before empty contexts and documents: that for the beginning of texts, if the
-        tokenizer has one, or else the end-of-text token."""
-        return next(iter(self._bos_ids()), self.eot_token_id)
-
-    def _bos_ids(self) -> list[int]:
-        """The token for the beginning of texts, also if the tokenizer does not add it."""
-        tokenizer = self.encoding
-        if not isinstance(tokenizer, PretrainedTokenizer):
-            return []
-        bos = tokenizer.special_tokens.get("bos_token", "")
-        return tokenizer.encode_with_special_tokens(bos) or [*tokenizer.start_ids]
+        """The token before documents whose complete likelihood is measured."""
+        return next(iter(start_ids(self.encoding)), self.eot_token_id)
 
     @property
     def tokenizer_name(self) -> str:
         """Name of the tokenizer and its chat templates, for the harness's cache of requests."""
         content = json.dumps([self.encoding.fingerprint, {**self._templates}])
-        name = self.encoding.name.replace("/", "__")
-        return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+        return f"{self.encoding.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
     def get_model_info(self) -> dict[str, int]:
         """Return the metadata that the harness writes with its results."""
@@ -177,8 +147,6 @@ class HarnessModel(TemplateLM):
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The text of a conversation in the template of the tokenizer, for `--apply_chat_template`.
-        Without a generation prompt, the last message is the beginning of an answer, and its turn is
-        not ended.
 
         Raises:
           UserError: the tokenizer has no template, or the template refuses the conversation.
@@ -189,30 +157,9 @@ class HarnessModel(TemplateLM):
                 "leave it out"
             )
         assert isinstance(self.encoding, PretrainedTokenizer)
-        chat = [dict(message) for message in chat_history]
-        others = [message for message in chat if message["role"] != "system"]
-        if not add_generation_prompt:
-            chat[-1]["content"] += CONTINUED
-        render = partial(
-            self.encoding.render_chat_template, add_generation_prompt=add_generation_prompt
+        return self.encoding.render_chat_template(
+            chat_history, add_generation_prompt=add_generation_prompt
         )
-        try:
-            text = render(chat)
-        except UserError as error:
-            if len(others) == len(chat):
-                raise
-            warnings.warn(f"{error}: the system message is left out", stacklevel=2)
-            text = render(others)
-        if add_generation_prompt:
-            return text
-        text, tag, rest = text.rpartition(CONTINUED.strip())
-        if not tag:
-            raise UserError(
-                f"--apply_chat_template: the chat template of {self.folder} leaves out the "
-                "beginning of an answer, which a task gives (gen_prefix); leave "
-                "--apply_chat_template out"
-            )
-        return text if rest.startswith(" ") else text.rstrip()
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template, for the record of the harness."""
@@ -238,49 +185,16 @@ class HarnessModel(TemplateLM):
             ids = tokenizer.encode_with_special_tokens(string)
         else:
             ids = [*tokenizer.encode(string)]
-        if add_special_tokens is None:
-            add_special_tokens = self.add_bos_token
-        start = [*start_ids(tokenizer)] if add_special_tokens in (None, True) else []
-        if add_special_tokens and not start:
-            start = self._bos_ids()
+        start = [] if add_special_tokens is False else [*start_ids(tokenizer)]
         return ids if ids[: len(start)] == start else [*start, *ids]
-
-    def loglikelihood(
-        self, requests: Sequence[Instance], disable_tqdm: bool = False
-    ) -> list[tuple[float, bool]]:
-        """Return (log p, whether greedy decoding yields it) of continuations after contexts.
-
-        Raises:
-          UserError: a continuation has no token after its context.
-        """
-        del disable_tqdm
-        texts: list[tuple[str, str]] = [request.args for request in requests]
-        return self._loglikelihood_tokens([(pair, *self._encode_pair(*pair)) for pair in texts])
-
-    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Encode both, with white space at the end of the context as part of the continuation. The
-        prefix token precedes a continuation without context."""
-        if context:
-            before, ids = super()._encode_pair(context, continuation)
-        else:
-            before, ids = [], self.tok_encode(continuation, add_special_tokens=False)
-        if not before:
-            ids = ids if ids[:1] == [self.prefix_token_id] else [self.prefix_token_id, *ids]
-            before, ids = ids[:1], ids[1:]
-        if not ids:
-            raise UserError(
-                f"the continuation {continuation!r} after the context {context[-40:]!r} has no "
-                "token of its own; begin it with a space, or end the context with a complete word"
-            )
-        return before, ids
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **unused: JSON
     ) -> list[tuple[float, bool]]:
         """Return (log p, whether greedy decoding yields it) of continuations after contexts."""
         del unused
-        within = self._within_max_length(requests)
-        cut = [self._cut(context, continuation) for context, continuation in within]
+        self._check_lengths([context + continuation for _, context, continuation in requests])
+        cut = [self._cut(context, continuation) for _, context, continuation in requests]
         found = [(math.nan, False)] * len(requests)
         groups: dict[tuple[int, ...] | int, list[int]] = {}
         for number, (before, _) in enumerate(cut):
@@ -313,38 +227,14 @@ class HarnessModel(TemplateLM):
             return (), context + continuation
         return tuple(context[:-1]), context[-1:] + continuation
 
-    def _within_max_length(self, requests: Sequence[Request]) -> list[tuple[list[int], list[int]]]:
-        """Cut contexts on the left where they exceed the maximum length with their
-        continuations."""
-        pairs = [(context, continuation) for _, context, continuation in requests]
-        if (length := self.max_length) is None:
-            return pairs
-        longest = max((len(continuation) for _, continuation in pairs), default=0)
-        if longest > length:
-            raise UserError(
-                f"{self.folder}: a continuation has {longest} tokens, more than the maximum length "
-                f"{length}; shorten it"
-            )
-        excess = [max(0, len(a) + len(b) - length - 1) for a, b in pairs]
-        self._warn_of_cut(excess, length)
-        return [(a[more:], b) for (a, b), more in zip(pairs, excess, strict=True)]
-
-    def _warn_of_cut(self, excess: Sequence[int], length: int) -> None:
-        if count := sum(map(bool, excess)):
-            warnings.warn(
-                f"{self.folder}: {count} of {len(excess)} contexts are cut on the left, by up to "
-                f"{max(excess)} tokens, to the maximum length of {length} tokens",
-                stacklevel=3,
-            )
-
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return log p of documents, each after the prefix token."""
+        """Return log p of documents, each after the end-of-text token."""
         del disable_tqdm
-        texts = [self.tok_encode(request.args[0]) for request in requests]
-        length = self.max_length
-        found = self._streamed(texts) if length is None else self._windowed(texts, length)
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        max_length = self.model.config.max_length
+        found = self._streamed(texts) if max_length is None else self._windowed(texts, max_length)
         for request, value in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
         return found
@@ -367,11 +257,13 @@ class HarnessModel(TemplateLM):
         return found.tolist()
 
     def _windowed(self, texts: list[list[int]], length: int) -> list[float]:
-        """Split tokens into windows of at most `length`, each after one token of context; the last
-        one has more, since it is complete."""
+        """Split tokens into windows of at most `max_length`, with at least half of it as
+        context."""
         windows, of = [], []
         for number, text in enumerate(texts):
-            for window in get_rolling_token_windows(text, self.prefix_token_id, length, 1):
+            for window in get_rolling_token_windows(
+                text, self.prefix_token_id, length, length // 2 + 1
+            ):
                 windows.append((None, *make_disjoint_window(window)))
                 of.append(number)
         found = np.zeros(len(texts))
@@ -389,38 +281,43 @@ class HarnessModel(TemplateLM):
             context, options = request.args[0], repr(sorted(request.args[1].items()))
             alike.setdefault((options, repetitions[context, options]), []).append(number)
             repetitions[context, options] += 1
-        options = {
-            group: generation_options(requests[numbers[0]].args[1], self.max_gen_toks, group[1])
-            for group, numbers in alike.items()
-        }
-        tokenizer = self.encoding
-        hidden = tokenizer.special_ids if isinstance(tokenizer, PretrainedTokenizer) else ()
-        for group, numbers in alike.items():
-            room = self._room(options[group]["max_new_tokens"])
-            contexts = [self.tok_encode(requests[n].args[0]) for n in numbers]
-            if room is not None:
-                self._warn_of_cut([max(0, len(tokens) - room) for tokens in contexts], room)
-                contexts = [tokens[-room:] for tokens in contexts]
-            prompts = [tokens or [self.prefix_token_id] for tokens in contexts]
-            for part in batches(self.batch_size, [*zip(numbers, prompts, strict=True)]):
-                tokens = [tokens for _, tokens in part]
-                texts = complete(self.model, self.encoding, tokens, hidden=hidden, **options[group])
-                for (number, _), (text,) in zip(part, texts, strict=True):
+        for (_, repetition), numbers in alike.items():
+            options = self._options(requests[numbers[0]].args[1], repetition)
+            for part in batches(self.batch_size, numbers):
+                encoded = (self.tok_encode(requests[number].args[0]) for number in part)
+                contexts = [tokens or [self.prefix_token_id] for tokens in encoded]
+                texts = complete(self.model, self.encoding, contexts, **options)
+                for number, (text,) in zip(part, texts, strict=True):
                     found[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _room(self, max_new_tokens: int) -> int | None:
-        """Maximum number of tokens of contexts; None: any number."""
-        if (length := self.max_length) is None:
-            return None
-        if max_new_tokens >= length:
+    def _options(self, given: Mapping[str, Any], repetition: int) -> CompleteKeywords:
+        """Return the keyword arguments of `complete` for a task's settings; repeated requests draw
+        different samples."""
+        given = dict(given)
+        until = given.pop("until", None) or []
+        stop = [until] if isinstance(until, str) else [*until]
+        max_new_tokens = int(given.pop("max_gen_toks", self.max_gen_toks))
+        temperature, top_k, top_p = map(given.pop, ("temperature", "top_k", "top_p"), [None] * 3)
+        is_random = given.pop("do_sample", temperature not in (None, 0, 0.0))
+        key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), repetition)
+        if given:
             raise UserError(
-                f"generation_kwargs.max_gen_toks={max_new_tokens}: must be less than the maximum "
-                f"length {length} of {self.folder}; reduce it by model_args max_gen_toks or "
-                "--gen_kwargs"
+                f"generation_kwargs.{min(given)}={given[min(given)]!r}: unknown argument; choose "
+                "from until, max_gen_toks, do_sample, temperature, top_k, top_p, seed"
             )
-        return length - max_new_tokens
+        options: CompleteKeywords = {"stop": stop, "max_new_tokens": max_new_tokens}
+        if not is_random or temperature == 0:
+            return {**options, "top_k": 1}
+        temperature = 1.0 if temperature is None else temperature
+        return {
+            **options,
+            "key": key,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
 
     def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
@@ -446,6 +343,14 @@ class HarnessModel(TemplateLM):
         options = self.graph, self.parameters, independent_rows, self.encoding.vocab_size
         log_p, is_likeliest, state = predict(*options, tokens, targets, state)
         return np.asarray(log_p), np.asarray(is_likeliest), state
+
+    def _check_lengths(self, texts: list[list[int]]) -> None:
+        longest, max_length = max(map(len, texts), default=0), self.model.config.max_length
+        if max_length is not None and longest - 1 > max_length:
+            raise UserError(
+                f"{self.folder}: a context with its continuation has {longest} tokens, more than "
+                f"model.max_length={max_length}; reduce --num_fewshot"
+            )
 
 
 register_model("heinsen_jax")(HarnessModel)

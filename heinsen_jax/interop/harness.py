@@ -116,7 +116,9 @@ class HarnessModel(HarnessTexts):
             )
         self.batch_size = positive_or_auto(batch_size, "batch_size", BATCH_SIZE)
         self.max_gen_toks, self.share = positive_or_auto(max_gen_toks, "max_gen_toks"), share
-        self.requested_length = max_length and positive_or_auto(max_length, "max_length")
+        self.requested_length = (
+            None if max_length is None else positive_or_auto(max_length, "max_length")
+        )
         self.model, self.encoding, self.step = load_text_run(self.folder, best=not latest)
         if not self.model.config.is_causal:
             raise UserError(
@@ -159,16 +161,16 @@ class HarnessModel(HarnessTexts):
     ) -> list[tuple[float, bool]]:
         """Return (log p, whether greedy decoding yields it) of continuations after contexts."""
         del unused
-        pieces: list[tuple[list[int], list[int]]] = []
+        parts: list[tuple[list[int], list[int]]] = []
         owners: list[int] = []
         for number, (_, context, continuation) in enumerate(requests):
             some = windows(context, continuation, self.max_length)
-            pieces += some
+            parts += some
             owners += [number] * len(some)
         sizes = [len(context) + len(continuation) for _, context, continuation in requests]
         self._warn_cut(sum(size - 1 > (self.max_length or size) for size in sizes))
         results = [(0.0, True)] * len(requests)
-        for number, (value, is_likeliest) in zip(owners, self._score(pieces), strict=True):
+        for number, (value, is_likeliest) in zip(owners, self._score(parts), strict=True):
             total, all_likeliest = results[number]
             results[number] = total + value, all_likeliest and is_likeliest
         for (texts, *_), result in zip(requests, results, strict=True):
@@ -295,10 +297,10 @@ class HarnessModel(HarnessTexts):
     def _prompts(self, contexts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
         """Encode contexts, cut on the left so that new tokens fit in `max_length`."""
         prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        room = None if self.max_length is None else self.max_length - max_new_tokens
-        if room is not None:
-            self._warn_cut(sum(len(prompt) > room for prompt in prompts))
-            prompts = [prompt[-room:] for prompt in prompts]
+        space = None if self.max_length is None else self.max_length - max_new_tokens
+        if space is not None:
+            self._warn_cut(sum(len(prompt) > space for prompt in prompts))
+            prompts = [prompt[-space:] for prompt in prompts]
         return prompts
 
     def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:

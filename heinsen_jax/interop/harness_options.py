@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Required, TypedDict
+from typing import Any, Required, TypedDict, cast
 
 import jax
 
@@ -65,7 +65,7 @@ def generation_options(
         if name in given and not re.fullmatch("[1-9][0-9]*", str(given[name])):
             raise _error(name, given[name], "must be an integer >= 1")
     own = {name: value for name, value in given.items() if name not in NEUTRAL}
-    settings: Mapping[str, Any] = normalize_gen_kwargs({**own, "until": until}, max_new_tokens)
+    settings = cast("dict[str, Any]", normalize_gen_kwargs({**own, "until": until}, max_new_tokens))
     limit = settings["max_gen_toks"]
     if max_length is not None and limit >= max_length:
         raise _error(
@@ -82,7 +82,7 @@ def generation_options(
 
 
 def positive_or_auto(value: int | str, name: str, default: int | None = None) -> int:
-    """Return an integer >= 1; the default for `auto` and `auto:N`, where there is one.
+    """Return an integer >= 1; the default for `auto` and `auto:N`, if given.
 
     Raises:
       UserError: the value is neither.

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from heinsen_jax.data import start_ids
 from heinsen_jax.data.tokenizer_pretrained import DEFAULT, PretrainedTokenizer
@@ -44,15 +45,11 @@ class HarnessTexts(TemplateLM):
 
     @property
     def _bos(self) -> list[int]:
+        """The tokenizer's start token, whether or not texts begin with it."""
         tokenizer = self.encoding
-        bos = self._special_tokens.get("bos_token")
-        known = bos is not None and isinstance(tokenizer, PretrainedTokenizer)
-        return tokenizer.encode_with_special_tokens(bos)[:1] if known else []
-
-    @property
-    def _special_tokens(self) -> Mapping[str, str]:
-        tokenizer = self.encoding
-        return tokenizer.special_tokens if isinstance(tokenizer, PretrainedTokenizer) else {}
+        if not isinstance(tokenizer, PretrainedTokenizer):
+            return []
+        return tokenizer.encode_with_special_tokens(tokenizer.special_tokens.get("bos_token", ""))
 
     @property
     def tokenizer_name(self) -> str:
@@ -77,18 +74,19 @@ class HarnessTexts(TemplateLM):
                 "leave it out"
             )
         assert isinstance(self.encoding, PretrainedTokenizer)
-        options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": not add_generation_prompt,
-        }
+        render = partial(
+            self.encoding.render_chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
         try:
-            return self.encoding.render_chat_template(chat_history, **options)
+            return render(chat_history)
         except UserError as error:
             rest = [message for message in chat_history if message["role"] != "system"]
             if len(rest) == len(chat_history):
                 raise
             logger.warning("%s; rendered without system messages", error)
-            return self.encoding.render_chat_template(rest, **options)
+            return render(rest)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template, for the record of the harness."""

@@ -38,7 +38,7 @@ def folders(tmp_path_factory):
     return folders
 
 
-def request(kind: str, arguments) -> Instance:
+def request(kind: Any, arguments) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=tuple(arguments), idx=0)
 
 
@@ -63,7 +63,7 @@ def test_answers_equal_the_harness_own_model(folders, case, kind):
 
 
 def test_refused_by_the_harness_own_model(folders):
-    """Where it ends with an error, answers are neither certain nor better than all others."""
+    """Requests that end it with an error have answers that are not certain, or are refused."""
     for case in CASES[:1] + CASES[3:4]:
         model = HarnessModel(folders[case["checkpoint"]], **case["options"])
         asked = [args for name, args, want in case["answers"] if name == KINDS[0] and want is None]
@@ -121,6 +121,30 @@ OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+SHIPPED: dict[str, list] = {
+    "do_sample": [False, True],
+    "temperature": [0, 0.0, 0.2, 0.7, 0.8, 1],
+    "top_p": [0.95],
+    "num_beams": [1],
+    "until": [[], ["\n", "Q:"]],
+    "max_gen_toks": [3, 32768],
+    "max_new_tokens": [16, 256],
+}
+"""Values of `generation_kwargs` in the tasks of lm-eval 0.4.13, except for one with 10 beams."""
+
+
+@pytest.mark.parametrize("do_sample", [None, False, True])
+def test_options_of_shipped_tasks_are_accepted(do_sample):
+    keywords = {"max_new_tokens": 9, "max_length": None, "end_of_text": ""}
+    for name, values in SHIPPED.items():
+        for value in values:
+            given = {"do_sample": do_sample, name: value}
+            options = generation_options(given, 0, **keywords)
+            is_random = given["do_sample"] or (do_sample is None and given.get("temperature"))
+            is_random = is_random and given.get("temperature") not in (0, 0.0)
+            assert ("key" in options) == bool(is_random)
+
+
 @pytest.mark.parametrize(("given", "change"), OPTIONS)
 def test_options_of_tasks(given, change):
     keywords = {"max_new_tokens": 9, "max_length": None, "end_of_text": "<eos>"}
@@ -130,7 +154,7 @@ def test_options_of_tasks(given, change):
 @pytest.mark.parametrize("given", [{"do_sample": True}, {"temperature": 0.2, "top_p": 0.95}])
 def test_sampling_options_of_tasks(given):
     keywords = {"max_new_tokens": 9, "max_length": None, "end_of_text": ""}
-    options = generation_options(given, 0, **keywords)
+    options: Any = generation_options(given, 0, **keywords)
     assert "key" in options
     assert options["temperature"] == given.get("temperature", 1.0)
     assert options["top_p"] == given.get("top_p")

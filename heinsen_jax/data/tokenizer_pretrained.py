@@ -26,6 +26,8 @@ from heinsen_jax.data.tokenizer_panics import refusing_panics
 from heinsen_jax.errors import UserError, extra_module
 
 WITH_TOOLS = "tool_use"
+MARK = "\ufdd0"
+"""End of a message to be continued: a code point that no text contains."""
 _NO_VARIABLES: Mapping[str, Any] = {}
 
 
@@ -111,15 +113,39 @@ class PretrainedTokenizer(JsonTokenizer):
         with refusing_panics(*self._refusal(text)):
             return self._with_special.encode(text, add_special_tokens=False).ids
 
+    def without_special_tokens(self, text: str) -> str:
+        """A decoded text as transformers returns it with `skip_special_tokens`."""
+        for token in self._added.values():
+            if token.special:
+                text = text.replace(token.content, "")
+        return text.removeprefix(" ") if self._spelling.strips_space else text
+
     def render_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] = _NO_VARIABLES,
     ) -> str:
-        """The text of a conversation; arguments as for `apply_chat_template`."""
+        """The text of a conversation; arguments as for `apply_chat_template`.
+
+        With `continue_final_message`, it ends with the content of the last message, which the model
+        continues.
+        """
+        if continue_final_message:
+            *_, last = messages
+            content = last["content"]
+            marked = [*messages[:-1], {**last, "content": f"{content}{MARK} "}]
+            text = self.render_chat_template(marked, tools=tools, variables=variables)
+            before, mark, after = text.rpartition(MARK)
+            if not mark or content.strip() not in before:
+                raise UserError(
+                    f"{self.name}: the chat template changes the last message, {content!r}, so "
+                    "that it cannot be continued; leave the beginning of the answer out"
+                )
+            return before if after.startswith(" ") else before.rstrip()
         has_own = tools is not None and WITH_TOOLS in self.templates
         template = self.templates.get(WITH_TOOLS if has_own else DEFAULT)
         if template is None:

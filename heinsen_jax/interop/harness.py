@@ -9,12 +9,10 @@ module registers it for `lm_eval.simple_evaluate(model="heinsen_jax", ...)`. Nee
 """
 
 import collections
-import hashlib
-import json
-import math
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Required, TypeAlias, TypedDict, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
@@ -22,7 +20,7 @@ from flax import nnx
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.data import start_ids
-from heinsen_jax.data.tokenizer_pretrained import DEFAULT, PretrainedTokenizer
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
 from heinsen_jax.generate.states import has_independent_rows, init_rows, select_rows
@@ -33,14 +31,16 @@ from heinsen_jax.interop.harness_batches import (
     padded_row,
     predict,
     read_contexts,
+    windows,
 )
+from heinsen_jax.interop.harness_options import generation_options, positive_or_auto
+from heinsen_jax.interop.harness_texts import HarnessTexts
 from heinsen_jax.models import LanguageModelState
 from heinsen_jax.training.checkpoint import load_text_run
-from heinsen_jax.typing import JSON, Array, Key
+from heinsen_jax.typing import JSON
 
 try:
     from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.result_schema import EvalResults
@@ -49,8 +49,11 @@ try:
 except ImportError as missing:
     raise without_extra(missing, "harness", __name__) from missing
 
+BATCH_SIZE = 16
 CHUNK = 512  # tokens of a document per forward pass
 GIVEN, WANTED = slice(None, -1), slice(1, None)
+ARGUMENTS = "workdir, batch_size, max_gen_toks, max_length, add_bos_token, latest, share"
+logger = logging.getLogger(__name__)
 
 Request: TypeAlias = tuple[tuple[str, str] | None, list[int], list[int]]
 """Text and tokens of a context and its continuation."""
@@ -64,39 +67,37 @@ class Instance(Protocol):
     def args(self) -> tuple: ...
 
 
-class CompleteKeywords(TypedDict, total=False):
-    """Keyword arguments of `complete`."""
-
-    stop: Required[list[str]]
-    max_new_tokens: Required[int]
-    top_k: int | None
-    top_p: float | None
-    temperature: float
-    key: Key[Array, ""]
-
-
-class HarnessModel(TemplateLM):
+class HarnessModel(HarnessTexts):
     """Language model of a run or of a hub folder, with the interface of the harness.
 
-    A context is processed once for all continuations that are compared after it, and only its state
-    is kept. Documents are processed as one stream of any length; with trained position embeddings,
-    tokens attend to at most `max_length` tokens.
+    Requests are encoded, and cut if they are too long, as the harness's own Hugging Face model does
+    (`lm_eval.models.huggingface.HFLM`). A context is processed once for all continuations that are
+    compared after it, and only its state is kept. Without a maximum length, documents are processed
+    as one stream; otherwise in windows of `max_length` tokens.
 
     Args:
       workdir: folder of a run or of a saved model; `pretrained` is an alias.
-      batch_size: sequences per batch.
+      batch_size: sequences per batch; `auto` or `auto:N` is the default size, without measuring
+        memory.
       max_gen_toks: maximum number of generated tokens, unless the task sets it.
+      max_length: maximum number of tokens that a prediction attends to; longer requests are cut on
+        the left. None: the length of trained position embeddings, if the model has them.
+      add_bos_token: whether texts begin with the tokenizer's start token; None: as it is trained.
       latest: whether to load the latest checkpoint instead of the best one.
       share: whether contexts are processed once; otherwise each continuation is processed together
         with its context, for comparison.
     """
 
+    requested_length: int | None = None
+
     def __init__(
         self,
         workdir: str | None = None,
         pretrained: str | None = None,
-        batch_size: int | str = 16,
+        batch_size: int | str = BATCH_SIZE,
         max_gen_toks: int | str = 256,
+        max_length: int | str | None = None,
+        add_bos_token: bool | None = None,
         latest: bool = False,
         share: bool = True,
         **unknown: JSON,
@@ -111,91 +112,85 @@ class HarnessModel(TemplateLM):
         if strange := given - {"max_batch_size", "device"}:
             raise UserError(
                 f"model_args {min(strange)}={unknown[min(strange)]!r}: unknown argument; choose "
-                "from workdir, batch_size, max_gen_toks, latest, share"
+                f"from {ARGUMENTS}"
             )
-        if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise UserError(f"batch_size={batch_size}: must be an integer >= 1")
-        self.batch_size, self.max_gen_toks, self.share = int(batch_size), int(max_gen_toks), share
+        self.batch_size = positive_or_auto(batch_size, "batch_size", BATCH_SIZE)
+        self.max_gen_toks, self.share = positive_or_auto(max_gen_toks, "max_gen_toks"), share
+        self.requested_length = (
+            None if max_length is None else positive_or_auto(max_length, "max_length")
+        )
         self.model, self.encoding, self.step = load_text_run(self.folder, best=not latest)
         if not self.model.config.is_causal:
             raise UserError(
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
         self.graph, self.parameters = nnx.split(self.model)
+        positions = self.model.config.max_length
+        if positions is not None and (self.requested_length or 0) > positions:
+            raise UserError(
+                f"model_args max_length={max_length}: the model has {positions} positions; choose "
+                "at most as many"
+            )
+        if add_bos_token not in (None, False) and not (start_ids(self.encoding) or self._bos):
+            raise UserError(
+                f"model_args add_bos_token={add_bos_token}: the tokenizer of {self.folder} has no "
+                "bos_token; leave it out"
+            )
+        self.add_bos_token = add_bos_token
 
     @property
-    def eot_token_id(self) -> int:
-        return self.encoding.end_of_text_id
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token before documents whose complete likelihood is measured."""
-        return next(iter(start_ids(self.encoding)), self.eot_token_id)
-
-    @property
-    def tokenizer_name(self) -> str:
-        """Name of the tokenizer and its chat templates, for the harness's cache of requests."""
-        content = json.dumps([self.encoding.fingerprint, {**self._templates}])
-        return f"{self.encoding.name}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+    def max_length(self) -> int | None:
+        """Maximum number of tokens that a prediction attends to; None if any."""
+        return self.requested_length or self.model.config.max_length
 
     def get_model_info(self) -> dict[str, int]:
         """Return the metadata that the harness writes with its results."""
         sizes = jax.tree.map(lambda x: x.size, self.parameters)
         return {"model_num_parameters": sum(jax.tree.leaves(sizes)), "model_step": self.step}
 
-    def apply_chat_template(
-        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
-    ) -> str:
-        """The text of a conversation in the template of the tokenizer, for `--apply_chat_template`.
-
-        Raises:
-          UserError: the tokenizer has no template, or the template refuses the conversation.
-        """
-        if DEFAULT not in self._templates:
-            raise UserError(
-                f"--apply_chat_template: the tokenizer of {self.folder} has no chat template; "
-                "leave it out"
-            )
-        assert isinstance(self.encoding, PretrainedTokenizer)
-        return self.encoding.render_chat_template(
-            chat_history, add_generation_prompt=add_generation_prompt
-        )
-
-    def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """The template, for the record of the harness."""
-        if chat_template not in (True, False, DEFAULT):
-            raise UserError(
-                f"--apply_chat_template {chat_template}: templates cannot be chosen by name; leave "
-                "the name out"
-            )
-        return self._templates.get(DEFAULT) if chat_template else None
-
-    @property
-    def _templates(self) -> Mapping[str, str]:
-        tokenizer = self.encoding
-        return tokenizer.templates if isinstance(tokenizer, PretrainedTokenizer) else {}
-
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: JSON
-    ) -> list[int]:
-        """Encode a text as transformers does: special tokens of an imported model may be written in
-        it, and those with which documents start precede it, unless it begins with them."""
-        tokenizer = self.encoding
-        if isinstance(tokenizer, PretrainedTokenizer):
-            ids = tokenizer.encode_with_special_tokens(string)
-        else:
-            ids = [*tokenizer.encode(string)]
-        start = [] if add_special_tokens is False else [*start_ids(tokenizer)]
-        return ids if ids[: len(start)] == start else [*start, *ids]
+    def loglikelihood(
+        self, requests: Sequence[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return (log p, whether greedy decoding yields it) of continuations after contexts."""
+        del disable_tqdm
+        pairs = [request.args for request in requests]
+        return self._loglikelihood_tokens([(pair, *self._encode_pair(*pair)) for pair in pairs])
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], **unused: JSON
     ) -> list[tuple[float, bool]]:
         """Return (log p, whether greedy decoding yields it) of continuations after contexts."""
         del unused
-        self._check_lengths([context + continuation for _, context, continuation in requests])
-        cut = [self._cut(context, continuation) for _, context, continuation in requests]
-        found = [(math.nan, False)] * len(requests)
+        parts: list[tuple[list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, (_, context, continuation) in enumerate(requests):
+            some = windows(context, continuation, self.max_length)
+            parts += some
+            owners += [number] * len(some)
+        sizes = [len(context) + len(continuation) for _, context, continuation in requests]
+        self._warn_cut(sum(size - 1 > (self.max_length or size) for size in sizes))
+        results = [(0.0, True)] * len(requests)
+        for number, (value, is_likeliest) in zip(owners, self._score(parts), strict=True):
+            total, all_likeliest = results[number]
+            results[number] = total + value, all_likeliest and is_likeliest
+        for (texts, *_), result in zip(requests, results, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, result)
+        return results
+
+    def _warn_cut(self, number: int) -> None:
+        if number:
+            logger.warning(
+                "%d requests are longer than max_length=%s; they were cut on the left, and lost "
+                "the beginning of their contexts",
+                number,
+                self.max_length,
+            )
+
+    def _score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Return (log p, whether likeliest) of tokens after others, which fit in `max_length`."""
+        cut = [self._cut(*pair) for pair in pairs]
+        results = [(0.0, False)] * len(pairs)
         groups: dict[tuple[int, ...] | int, list[int]] = {}
         for number, (before, _) in enumerate(cut):
             groups.setdefault(before if self.share else number, []).append(number)
@@ -211,12 +206,10 @@ class HarnessModel(TemplateLM):
                 log_p, is_likeliest, _ = self._predict(given, wanted, select_rows(state, rows))
                 for row, number in enumerate(part):
                     end = len(cut[number][1]) - 1
-                    counted = slice(end - len(requests[number][2]), end)
+                    counted = slice(end - len(pairs[number][1]), end)
                     value = float(np.sum(log_p[row, counted], dtype=np.float64))
-                    found[number] = value, bool(np.all(is_likeliest[row, counted]))
-                    if (texts := requests[number][0]) is not None:
-                        self.cache_hook.add_partial("loglikelihood", texts, found[number])
-        return found
+                    results[number] = value, bool(np.all(is_likeliest[row, counted]))
+        return results
 
     def _cut(
         self, context: list[int], continuation: list[int]
@@ -230,14 +223,15 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return log p of documents, each after the end-of-text token."""
+        """Return log p of documents, each after the prefix token."""
         del disable_tqdm
-        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
-        max_length = self.model.config.max_length
-        found = self._streamed(texts) if max_length is None else self._windowed(texts, max_length)
-        for request, value in zip(requests, found, strict=True):
+        texts = [self.tok_encode(request.args[0]) for request in requests]
+        longest, limit = max(map(len, texts), default=0), self.max_length
+        is_stream = self.model.config.max_length is None and (limit is None or longest <= limit)
+        values = self._streamed(texts) if is_stream else self._windowed(texts)
+        for request, value in zip(requests, values, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
-        return found
+        return values
 
     def _streamed(self, texts: list[list[int]]) -> list[float]:
         found = np.zeros(len(texts))
@@ -256,20 +250,19 @@ class HarnessModel(TemplateLM):
                     found[number] += np.sum(log_p[row, : len(wanted[row])], dtype=np.float64)
         return found.tolist()
 
-    def _windowed(self, texts: list[list[int]], length: int) -> list[float]:
-        """Split tokens into windows of at most `max_length`, with at least half of it as
-        context."""
-        windows, of = [], []
+    def _windowed(self, texts: list[list[int]]) -> list[float]:
+        """Split tokens into windows of `max_length`: each token is predicted once, after the tokens
+        before it in its window."""
+        assert self.max_length is not None
+        parts, owners = [], []
         for number, text in enumerate(texts):
-            for window in get_rolling_token_windows(
-                text, self.prefix_token_id, length, length // 2 + 1
-            ):
-                windows.append((None, *make_disjoint_window(window)))
-                of.append(number)
-        found = np.zeros(len(texts))
-        for number, (log_p, _) in zip(of, self._loglikelihood_tokens(windows), strict=True):
-            found[number] += log_p
-        return found.tolist()
+            for window in get_rolling_token_windows(text, self.prefix_token_id, self.max_length, 1):
+                parts.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        values = np.zeros(len(texts))
+        for number, (log_p, _) in zip(owners, self._loglikelihood_tokens(parts), strict=True):
+            values[number] += log_p
+        return values.tolist()
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate text after contexts, greedily unless a task sets do_sample."""
@@ -282,42 +275,33 @@ class HarnessModel(TemplateLM):
             alike.setdefault((options, repetitions[context, options]), []).append(number)
             repetitions[context, options] += 1
         for (_, repetition), numbers in alike.items():
-            options = self._options(requests[numbers[0]].args[1], repetition)
+            options = generation_options(
+                requests[numbers[0]].args[1],
+                repetition,
+                max_new_tokens=self.max_gen_toks,
+                max_length=self.max_length,
+                end_of_text=self.encoding.decode([self.eot_token_id]),
+            )
             for part in batches(self.batch_size, numbers):
-                encoded = (self.tok_encode(requests[number].args[0]) for number in part)
-                contexts = [tokens or [self.prefix_token_id] for tokens in encoded]
+                contexts = self._prompts(
+                    [requests[number].args[0] for number in part], options["max_new_tokens"]
+                )
                 texts = complete(self.model, self.encoding, contexts, **options)
                 for number, (text,) in zip(part, texts, strict=True):
+                    if isinstance(self.encoding, PretrainedTokenizer):
+                        text = self.encoding.without_special_tokens(text)
                     found[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
         return found
 
-    def _options(self, given: Mapping[str, Any], repetition: int) -> CompleteKeywords:
-        """Return the keyword arguments of `complete` for a task's settings; repeated requests draw
-        different samples."""
-        given = dict(given)
-        until = given.pop("until", None) or []
-        stop = [until] if isinstance(until, str) else [*until]
-        max_new_tokens = int(given.pop("max_gen_toks", self.max_gen_toks))
-        temperature, top_k, top_p = map(given.pop, ("temperature", "top_k", "top_p"), [None] * 3)
-        is_random = given.pop("do_sample", temperature not in (None, 0, 0.0))
-        key = jax.random.fold_in(jax.random.key(int(given.pop("seed", 0))), repetition)
-        if given:
-            raise UserError(
-                f"generation_kwargs.{min(given)}={given[min(given)]!r}: unknown argument; choose "
-                "from until, max_gen_toks, do_sample, temperature, top_k, top_p, seed"
-            )
-        options: CompleteKeywords = {"stop": stop, "max_new_tokens": max_new_tokens}
-        if not is_random or temperature == 0:
-            return {**options, "top_k": 1}
-        temperature = 1.0 if temperature is None else temperature
-        return {
-            **options,
-            "key": key,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-        }
+    def _prompts(self, contexts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+        """Encode contexts, cut on the left so that new tokens fit in `max_length`."""
+        prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        space = None if self.max_length is None else self.max_length - max_new_tokens
+        if space is not None:
+            self._warn_cut(sum(len(prompt) > space for prompt in prompts))
+            prompts = [prompt[-space:] for prompt in prompts]
+        return prompts
 
     def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
@@ -343,14 +327,6 @@ class HarnessModel(TemplateLM):
         options = self.graph, self.parameters, independent_rows, self.encoding.vocab_size
         log_p, is_likeliest, state = predict(*options, tokens, targets, state)
         return np.asarray(log_p), np.asarray(is_likeliest), state
-
-    def _check_lengths(self, texts: list[list[int]]) -> None:
-        longest, max_length = max(map(len, texts), default=0), self.model.config.max_length
-        if max_length is not None and longest - 1 > max_length:
-            raise UserError(
-                f"{self.folder}: a context with its continuation has {longest} tokens, more than "
-                f"model.max_length={max_length}; reduce --num_fewshot"
-            )
 
 
 register_model("heinsen_jax")(HarnessModel)

@@ -59,6 +59,22 @@ def predict(
     return log_p.T, is_likeliest.T, state
 
 
+def windows(
+    context: list[int], continuation: list[int], max_length: int | None
+) -> list[tuple[list[int], list[int]]]:
+    """The context and continuation, cut on the left so that at most `max_length` tokens are given.
+
+    A continuation of more tokens than that is split: each part follows the tokens before it.
+    """
+    if max_length is None:
+        return [(context, continuation)]
+    tokens, parts = context + continuation, []
+    for start in range(len(context), len(tokens), max_length):
+        end = min(start + max_length, len(tokens))
+        parts.append((tokens[max(0, end - max_length - 1) : start], tokens[start:end]))
+    return parts
+
+
 def batches(number: int, items: Sequence[T]) -> Iterator[Sequence[T]]:
     """Iterate over batches of up to `number` items."""
     return (items[start : start + number] for start in range(0, len(items), number))

@@ -162,14 +162,15 @@ def test_with_learned_positions_every_token_is_counted_once(adapter):
     (found,) = adapter.loglikelihood_rolling([request("loglikelihood_rolling", text)])
     whole, want, done = [adapter.eot_token_id, *tokens], 0.0, 0
     while done < len(tokens):
-        new = max_length if done == 0 else max_length // 2
-        end = min(done + new, len(tokens))
+        end = min(done + max_length, len(tokens))
         start = max(0, end - max_length)
         want += log_p(adapter, whole[start : done + 1], whole[done + 1 : end + 1])[0]
         done = end
     assert found == pytest.approx(want, abs=1e-3)
-    with pytest.raises(UserError, match="max_length=48"):
-        adapter.loglikelihood([request("loglikelihood", text, " where")])
+    context, continuation = adapter._encode_pair(text, " where")
+    (cut, _), *_ = adapter.loglikelihood([request("loglikelihood", text, " where")])
+    want, _ = log_p(adapter, context[len(continuation) - 49 :], continuation)
+    assert cut == pytest.approx(want, abs=1e-3)
 
 
 @trained_or_nightly
@@ -193,7 +194,7 @@ def test_samples_end_at_stop_strings(adapter):
     assert len({*adapter.generate_until(requests)}) == 2
     again = request("generate_until", "where", sampled)
     assert len({*adapter.generate_until([again] * 5)}) > 1  # as often as requested
-    with pytest.raises(UserError, match=r"generation_kwargs\.num_beams=2: unknown argument"):
+    with pytest.raises(UserError, match=r"generation_kwargs\.num_beams=2: unsupported"):
         adapter.generate_until([request("generate_until", "a", {"num_beams": 2})])
 
 
@@ -280,7 +281,9 @@ def test_by_its_name_in_the_harness(run, tasks, tmp_path, monkeypatch):
     [
         ({"workdir": None}, "workdir is missing; give workdir=FOLDER"),
         ({"device": "cuda", "dtype": "half"}, "model_args dtype='half': unknown argument"),
-        ({"batch_size": "auto"}, "batch_size=auto: must be an integer"),
+        ({"batch_size": "automatic"}, "batch_size=automatic: must be an integer >= 1, auto or"),
+        ({"max_length": "0"}, "max_length=0: must be an integer >= 1"),
+        ({"add_bos_token": True}, "add_bos_token=True: the tokenizer of .* has no bos_token"),
         ({"batch_size": 0}, "batch_size=0"),
     ],
 )

@@ -141,7 +141,8 @@ class HarnessModel(HarnessTexts):
     @property
     def max_length(self) -> int | None:
         """Maximum number of tokens that a prediction attends to; None if any."""
-        return self.requested_length or self.model.config.max_length
+        config = self.model.config
+        return self.requested_length or config.max_length or config.trained_length
 
     def get_model_info(self) -> dict[str, int]:
         """Return the metadata that the harness writes with its results."""

@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What the memory of an update depends on, besides the model.
+    """Settings on which the memory of an update depends, besides the model.
 
     Attributes:
       batch_size: sequences per update.

@@ -86,23 +86,32 @@ class Limits:
         self.device = None if self._on_cpu else _smallest(available_device_memory())
 
     def host_bytes(self, memory: Memory) -> int:
-        """Bytes of this host that the run will allocate.
+        """Bytes of this host that the run will allocate, at least."""
+        return self._copies + (len(jax.local_devices()) * memory.total if self._on_cpu else 0)
+
+    def peak_bytes(self, memory: Memory) -> int:
+        """Bytes of this host at the peak, which is an estimate.
 
         On CPUs the workspace counts twice. While a checkpoint is written, the state is in new
         places, some of them in the freed workspace, and the next one needs a place of its own.
         """
-        on_devices = len(jax.local_devices()) * (memory.total + memory.workspace)
-        return self._copies + (on_devices if self._on_cpu else 0)
+        again = len(jax.local_devices()) * memory.workspace if self._on_cpu else 0
+        return self.host_bytes(memory) + again
 
     def allow(self, memory: Memory) -> bool:
         is_low = self.host is not None and self.host_bytes(memory) > self.host
         return not is_low and (self.device is None or memory.total <= self.device)
 
     def describe(self, memory: Memory) -> str:
-        """The memory of this host at the peak, and the part of it that is available."""
-        peak = bytes_text(self.used + self.host_bytes(memory))
-        text = f"about {peak} of this host's memory at the peak, {bytes_text(self.used)} now"
-        return text if self.host is None else f"{text}, {bytes_text(self.host)} available"
+        """The memory of this host at the peak, and the part of it that is available; a warning if
+        that may not suffice."""
+        peak = self.peak_bytes(memory)
+        text = f"about {bytes_text(self.used + peak)} of this host's memory at the peak"
+        if self.host is None:
+            return f"{text}, {bytes_text(self.used)} now"
+        text = f"{text}, {bytes_text(self.used)} now, {bytes_text(self.host)} available"
+        may_fail = "; it may not suffice: use more training.accumulation_steps or model.remat"
+        return f"warning: {text}{may_fail}" if peak > self.host else text
 
     def shortage(self, memory: Memory) -> str:
         if self.device is not None and memory.total > self.device:

@@ -98,13 +98,6 @@ def from_pretrained(
             f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
             f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
         )
-    if tokenizer is not None:
-        unknown = [x for x in tokenizer.stop_ids if not 0 <= x < config.vocab_size]
-        if unknown:
-            raise UserError(
-                f"{folder}: eos_token_id={unknown[0]} of {GENERATION_FILE} or config.json is no id "
-                f"of the vocabulary of {config.vocab_size}; correct it"
-            )
     checkpoint = Checkpoint(folder, NAMES[family.model_type], allow_nonfinite=allow_nonfinite)
     checkpoint.check_sizes(config)
     if config.tie_embeddings:

@@ -465,8 +465,8 @@ def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
     assert adapter.chat_template(True) == tokenizer.templates["default"]
     with pytest.raises(UserError, match="--apply_chat_template tools: templates cannot"):
         adapter.chat_template("tools")
-    logits = apply(model, np.array(prompt[:-1]))
-    want = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(prompt[1:])[:, None], -1)
+    logits = apply(model, np.array([adapter.prefix_token_id, *prompt[:-1]]))
+    want = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.array(prompt)[:, None], -1)
     assert value == pytest.approx(float(want.sum()), abs=1e-4)
 
 

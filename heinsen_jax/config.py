@@ -224,6 +224,8 @@ def check_folder(run: RunFolder, *, restart: bool) -> None:
       UserError: it has files of others, or checkpoints without `config.json`, unless they are set
         aside.
     """
+    if not run.shared.is_dir():
+        return
     try:
         if read_config(run.files) is not None:
             return

@@ -8,9 +8,8 @@ clone, `python train.py --config configs/quickstart.py` is the same.
 The same command resumes a run that was interrupted or killed, also on other devices; with other
 data, another seed, optimizer or teacher, only with --allow-change.
 
-Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after the update
-under way and a checkpoint, or immediately after a second signal; 124 if saving needs longer than
---training.shutdown-timeout; 2 after invalid input.
+Exit codes: 130 after Ctrl-C, 143 after SIGTERM, 129 after a closed terminal, each after saving a
+checkpoint; 124 if saving needs longer than --training.shutdown-timeout; 2 after invalid input.
 HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
 
 On several hosts run the same command on each: docs/pods.md.

@@ -90,7 +90,7 @@ def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     assert main() == 0
     shown = capsys.readouterr().out
     assert shown.startswith(options)
-    assert len(shown) < 5200
+    assert len(shown) < 5300
     assert "--model.num-layers 1\n      Number of residual blocks." in shown
     assert "--model.key-depth" not in shown
     monkeypatch.setenv("COLUMNS", "80")

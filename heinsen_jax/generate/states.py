@@ -308,7 +308,7 @@ unchanged."""
 def fingerprint(model: LanguageModel) -> str:
     """SHA-256 of the architecture and the weights of a model, which determine its states."""
     config = _fields(model.config)
-    for name in ("remat", "remat_policy"):
+    for name in ("remat", "remat_policy", "trained_length"):
         del config[name]
     layers = zip(model.config.layer_pattern, model.config.mechanisms(), strict=True)
     config["attention"] = [(name, _fields(options)) for name, options in layers]

@@ -15,7 +15,6 @@ from types import TracebackType
 
 import jax
 import matplotlib.figure
-from google.protobuf.message import DecodeError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -276,7 +275,7 @@ def _drop_after(path: Path, step: int) -> None:
             break
         try:
             event = Event.FromString(content[start + 12 : end - 4])
-        except DecodeError:  # damaged, also for TensorBoard
+        except Exception:  # the DecodeError of protobuf: TensorBoard ends here, too
             break
         if event.step <= step or event.HasField("session_log"):
             kept.append(content[start:end])

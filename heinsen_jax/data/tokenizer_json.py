@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.data.tokenizer_panics import refusing_panics
-from heinsen_jax.errors import UserError, parse_json
+from heinsen_jax.errors import UserError, check_regular, parse_json
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"
@@ -236,6 +236,7 @@ def as_json(content: Mapping[str, Any]) -> bytes:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
+    check_regular(path)
     try:
         found = parse_json(path.read_bytes())
     except OSError as error:

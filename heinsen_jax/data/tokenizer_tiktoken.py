@@ -14,7 +14,7 @@ from tiktoken_ext import openai_public
 
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.data.tokenizer_panics import refusing_panics
-from heinsen_jax.errors import UserError, parse_json
+from heinsen_jax.errors import UserError, check_regular, parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 SUFFIX = ".tiktoken"
@@ -160,6 +160,7 @@ def _read_ranks(path: Path) -> tuple[dict[bytes, int], str]:
 
     (`tiktoken.load.load_tiktoken_bpe` caches by path and may return older content.)
     """
+    check_regular(path)
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,5 +1,6 @@
 import base64
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -243,3 +244,10 @@ def test_gpt2_encodes_real_text_without_loss(published_data: Path) -> None:
     assert ids.dtype == np.uint32
     assert encoding.decode(ids.tolist()) == text
     assert len(ids) < len(text) / 3
+
+
+@pytest.mark.parametrize("name", ["pipe.tiktoken", "tokenizer.json"])
+def test_a_pipe_is_no_tokenizer(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="is a pipe or a device"):
+        get_tokenizer(str(tmp_path / name))

@@ -188,7 +188,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
 
 
 def _in_range(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration, if its integers are those of JAX and NumPy.
+    """The configuration, if JAX and NumPy can represent its integers.
 
     Raises:
       UserError: one of them is not.

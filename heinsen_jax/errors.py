@@ -10,7 +10,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -128,9 +128,25 @@ def failure(error: BaseException) -> str | None:
             return f"the input is not valid text ({text}); give UTF-8"
         case OverflowError():
             return f"a number is out of range ({text}); give a smaller one"
-    if type(error).__name__ == "PanicException":  # of libraries in Rust; a BaseException
+    if _is_panic(error):
         return f"a library cannot process the input ({text}); correct the files of the tokenizer"
     return None
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether a library in Rust has panicked: its exception does not derive from `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
+@contextlib.contextmanager
+def refusing_panics(what: str, remedy: str) -> Iterator[None]:
+    """Raise UserError, "<what> (<the panic>); <remedy>", if a library in Rust panics."""
+    try:
+        yield
+    except BaseException as error:
+        if not _is_panic(error):
+            raise
+        raise UserError(f"{what} ({first_line(error)}); {remedy}") from None
 
 
 def command_line(main: Callable[[], int | None]) -> Callable[[], int]:

@@ -30,8 +30,8 @@ class DataConfig:
     disk or in a bucket, gs://bucket/folder."""
     mixture: dict[str, pydantic.NonNegativeFloat] | None = None
     """Several corpora in place of `corpus`, each with a weight: rows of training in proportion to
-    the weights. Validation metrics are means of each corpus's by these weights, or by those of the
-    last of `mixture_stages`; metrics of each corpus have its name."""
+    the weights. Validation metrics are the corpora's means by these weights, or by the last of
+    `mixture_stages`; each corpus's metrics have its name."""
     mixture_stages: Annotated[
         tuple[tuple[pydantic.PositiveInt, dict[str, pydantic.NonNegativeFloat]], ...],
         tyro.conf.Fixed,

@@ -177,7 +177,7 @@ def _tokenizer(name: str, output: Path) -> Tokenizer:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse a folder whose files are not those of a preparation, such as a run's folder."""
+    """Refuse a folder whose files no preparation has written, such as a run's folder."""
     if not output.is_dir() or (output / _RECIPE_FILE).exists():
         return
     for path in output.iterdir():

@@ -39,7 +39,7 @@ def merged_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
     `special_tokens_map.json` and `added_tokens.json` count only if `tokenizer_config.json` has no
     `added_tokens_decoder`. The post-processor of `tokenizer.json` precedes `add_bos_token` and
-    `add_eos_token`. Files of chat templates replace those of `tokenizer_config.json`.
+    `add_eos_token`. Template files replace the templates in `tokenizer_config.json`.
 
     Raises:
       UserError: a file is damaged, or contradicts another one.
@@ -222,8 +222,8 @@ def _with_special_tokens(
 def _with_prefix_space(
     document: dict[str, Any], config: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """The content of `tokenizer.json`, with `add_prefix_space` of a byte-level class; other classes
-    keep that of the file.
+    """The content of `tokenizer.json`, with `add_prefix_space` of a byte-level class; for other
+    classes as it is.
 
     Raises:
       UserError: `add_prefix_space` of a Llama tokenizer contradicts the file.

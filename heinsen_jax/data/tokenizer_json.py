@@ -13,8 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 
 from heinsen_jax.data.files import write_atomically
-from heinsen_jax.data.tokenizer_panics import refusing_panics
-from heinsen_jax.errors import UserError, check_regular, parse_json
+from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"

@@ -22,8 +22,7 @@ from heinsen_jax.data.tokenizer_json import (
     read_json,
     tokenizer_of_json,
 )
-from heinsen_jax.data.tokenizer_panics import refusing_panics
-from heinsen_jax.errors import UserError, extra_module
+from heinsen_jax.errors import UserError, extra_module, refusing_panics
 
 WITH_TOOLS = "tool_use"
 MARK = "\ufdd0"
@@ -188,7 +187,7 @@ class PretrainedTokenizer(JsonTokenizer):
 def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
     """The tokenizer in the folder of a pretrained model; None without `tokenizer.json`.
 
-    Its files are merged as in transformers 5. Its end of text is their `eos_token`, or else that of
+    Its files are merged as in transformers 5. Its end of text is their `eos_token`, or else as for
     `tokenizer_of_json`. Its other stop tokens are the `eos_token_id` in `generation_config.json`,
     or else in the model's `config.json`.
     """

@@ -13,8 +13,7 @@ import tiktoken
 from tiktoken_ext import openai_public
 
 from heinsen_jax.data.files import write_atomically
-from heinsen_jax.data.tokenizer_panics import refusing_panics
-from heinsen_jax.errors import UserError, check_regular, parse_json
+from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
 
 END_OF_TEXT = "<|endoftext|>"
 SUFFIX = ".tiktoken"

@@ -71,8 +71,8 @@ def l1_attention(
     Time is proportional to the number of visible pairs, memory linear in T and S. Derivatives
     are in reverse mode only, and second ones, by `grad` of `grad`, only if not causal. For others
     JAX raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function" or "Reverse-mode
-    differentiation does not work for lax.while_loop"; `l1_sparse_attention` has those of second
-    order, given the causal edges.
+    differentiation does not work for lax.while_loop"; `l1_sparse_attention` has second
+    derivatives, given the causal edges.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

@@ -242,7 +242,7 @@ def _ids(
 
 
 def _unused(ids: Array) -> Array:
-    """Return an id `[*B, 1]` that is not among those of the same row `[*B, S]`."""
+    """Return an id `[*B, 1]` that does not occur in the same row `[*B, S]`."""
     least, most = (f(ids, -1, keepdims=True, initial=0) for f in (jnp.min, jnp.max))
     return jnp.where(least > jnp.iinfo(ids.dtype).min, least - 1, most + 1)
 

@@ -36,8 +36,8 @@ def evaluate(
       of the data's `test_lengths`, or `accuracy_<name>` for other tests of a task; with
       `step_by_position`, which measures the longest rows, `loss_<length>_at_<end>` for each of
       their `bucket_ends` with a prediction. For a mixture, all are means of the sources' metrics by
-      the mixture's weights, whatever the sizes of their validation splits, and `loss_<source>` and
-      `accuracy_<source>` are those of each source.
+      the mixture's weights, whatever the sizes of their validation splits, and each source has
+      `loss_<source>` and `accuracy_<source>`.
     """
     metrics: dict[str, float] = {}
     by_position: dict[str, float] = {}
@@ -45,7 +45,7 @@ def evaluate(
     rows_by_name = dataset.validation_rows(config)
     lengths = {name: rows[0].loss_mask.shape[-1] for name, rows in rows_by_name.items()}
     longest = max(lengths, key=lambda name: lengths[name])
-    measured: dict[int, _Means] = {}  # a mixture's rows include those of its sources
+    measured: dict[int, _Means] = {}  # by rows, which a mixture shares with its sources
 
     def means(rows: Sequence[Batch], name: str) -> _Means:
         if isinstance(rows, MixedRows):

@@ -238,7 +238,7 @@ def resident_memory() -> int:
 
 
 def return_freed_memory() -> None:
-    """Return memory that this process has freed to the system, such as that of an earlier run. Only
+    """Return freed memory of this process to the system, for example after an earlier run. Only
     the GNU C library can."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:

@@ -3,6 +3,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -251,3 +252,16 @@ def test_a_pipe_is_no_tokenizer(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(UserError, match="is a pipe or a device"):
         get_tokenizer(str(tmp_path / name))
+
+
+def test_a_panic_of_a_library_is_refused(monkeypatch):
+    class PanicException(BaseException):  # as of libraries in Rust
+        pass
+
+    def encode(text: str) -> list[int]:
+        raise PanicException("stack overflow\nbacktrace")
+
+    tokenizer = get_tokenizer("bytes")
+    monkeypatch.setattr(tokenizer, "_encoding", SimpleNamespace(encode_ordinary=encode))
+    with pytest.raises(UserError, match=r"cannot encode .* \(stack overflow\); break up"):
+        tokenizer.encode("text")

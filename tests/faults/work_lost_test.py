@@ -31,7 +31,7 @@ from heinsen_jax.training.pacing import InFlight, Requests
 from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.timeouts import with_timeout
 from tests.faults.conftest import said, wait_until
-from tests.multi_device.apart import train as start_training
+from tests.multi_device.apart import start
 
 
 @pytest.fixture
@@ -182,8 +182,9 @@ def test_the_training_loss_is_the_mean_since_the_last_report(train_here, tmp_pat
     losses = [x["train/loss"] for x in read_metrics(tmp_path / "a") if "train/loss" in x]
     means = {x["step"]: x["train/loss"] for x in read_metrics(tmp_path / "b") if "train/loss" in x}
     assert len(losses) == 10
-    for end, start in ((4, 0), (8, 4), (10, 8)):
-        assert means[end] == pytest.approx(sum(losses[start:end]) / (end - start), rel=1e-6)
+    for end, before in ((4, 0), (8, 4), (10, 8)):
+        mean = sum(losses[before:end]) / (end - before)
+        assert means[end] == pytest.approx(mean, rel=1e-6)
 
 
 def test_checkpoints_without_a_configuration_are_not_resumed(place, run, monkeypatch, capsys):
@@ -279,19 +280,48 @@ def events(path: Path) -> list[Event]:
     return found
 
 
+SLOW = """
+import dataclasses, time
+import jax
+from heinsen_jax.train import main
+from heinsen_jax.training import loop
+
+make_train_step = loop.make_train_step
+
+def make_slow_step(*arguments, **options):
+    train_step = make_train_step(*arguments, **options)
+
+    def wait(step):
+        time.sleep(1.5)
+        return step
+
+    def slow_step(state, *more):
+        state, metrics = train_step(state, *more)
+        step = jax.pure_callback(wait, jax.ShapeDtypeStruct((), state.step.dtype), state.step)
+        return dataclasses.replace(state, step=step), metrics | {"loss": metrics["loss"] + 0 * step}
+
+    return jax.jit(slow_step, donate_argnums=0)
+
+loop.make_train_step = make_slow_step
+raise SystemExit(main())
+"""
+
+
 @pytest.mark.nightly
 def test_slow_updates_lose_nothing(place, tmp_path):
-    """A real stop, with all that the process does."""
+    """The run ends within the update under way, which it saves."""
     workdir = tmp_path / "run"
     more = "--training.steps", "1000000", "--training.evaluate_every", "1000000"
-    (process,) = start_training(place, "--workdir", str(workdir), *more)
-    wait_until(lambda: (workdir / "config.json").exists())
-    time.sleep(1)
+    command = "--config", "tiny.py", "--workdir", str(workdir), *more
+    process = start("-c", SLOW, *command, cwd=place, JAX_PLATFORMS="cpu")
+    wait_until(lambda: (workdir / "metrics.jsonl").exists() and len(read_metrics(workdir)) > 2)
     process.terminate()
+    stopped = time.monotonic()
     out, err = process.communicate(timeout=60)
+    assert time.monotonic() - stopped < 1.5 + 2
     assert process.returncode == 143
     assert "stopping after this update" in err
     step = int(out.split("after step ")[1].split(",")[0])
     with Checkpoints(workdir, read_only=True) as checkpoints:
-        assert checkpoints.latest_step() == step
+        assert checkpoints.latest_step() == step >= 3
     assert json.loads((workdir / "last_checkpoint.json").read_text()) == {"step": step}

@@ -43,7 +43,7 @@ HELP = "/save FILE   /load FILE   /reset   /quit"
 
 
 class Position(NamedTuple):
-    """A place in a conversation, replaced as a whole so that an interruption cannot tear it.
+    """Position in a conversation, immutable, so that an interruption cannot leave it inconsistent.
 
     Attributes:
       state: the model's state; None at the start.
@@ -86,6 +86,7 @@ class Chat:
         is_pretrained = isinstance(tokenizer, PretrainedTokenizer)
         self.template = tokenizer if is_pretrained and tokenizer.templates else None
         self.turns = 0
+        self.saved: dict[Path, tuple[int, ...]] = {}  # files that /save may replace
         key = jax.random.key(self.seed)
         num_tokens = self.tokenizer.vocab_size
         Sampler.of(self.model, self.temperature, self.top_k, key, num_tokens, self.top_p)
@@ -94,7 +95,6 @@ class Chat:
         """Start over."""
         self.position = Position()
         self.messages: list[dict[str, JSON]] = []
-        self.saved: dict[Path, tuple[int, ...]] = {}  # files that /save may replace
 
     @property
     def state(self) -> LanguageModelState | None:
@@ -112,8 +112,8 @@ class Chat:
         return [*self.position.unread]
 
     def answer(self, line: str) -> Iterator[str]:
-        """Yield the answer of the model to a line. The part of an interrupted answer that was
-        generated is in the conversation; after an error before any, the line is not."""
+        """Yield the answer of the model to a line. An interrupted answer is kept as far as it was
+        generated; if an error precedes its first token, the line is not kept either."""
         check_text(line, "message")
         before = self.position
         messages = [*self.messages, {"role": "user", "content": line}]
@@ -150,6 +150,7 @@ class Chat:
             state = jax.device_put(self.model.init_state(()), jax.devices()[0])
         if self.model.remaining(state) < (needed := len(tokens) + self.max_new_tokens):
             raise UserError("the conversation has reached model.max_length: /reset starts over")
+        self.model.config.warn_beyond_trained_length(len(self.position.read) + needed)
         state = self.model.ensure_capacity(state, needed)  # in one call, not per token
         written = b""
         for index in range(self.max_new_tokens):

@@ -43,7 +43,6 @@ from heinsen_jax.training.checkpoint import (
     read_config,
 )
 from heinsen_jax.training.distillation import DistillationConfig
-from heinsen_jax.training.metrics import BOARD_FOLDER, METRICS_FILE
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import TrainingConfig, plain_values
 from heinsen_jax.typing import JSON, config_dataclass
@@ -232,15 +231,18 @@ def check_folder(run: RunFolder, *, restart: bool) -> None:
     except UserError:
         if not restart:
             raise
-    steps = run.checkpoints.is_dir() and any(run.checkpoints.iterdir())
-    if steps or newest_saved(run.files / SAVED_FILE):
+    newest = newest_saved(run.files / SAVED_FILE)
+    steps = run.checkpoints.is_dir() and any(map(_is_step, run.checkpoints.iterdir()))
+    if newest == 0 and not steps:  # a run that has begun, and was killed before its first update
+        return
+    if steps or newest is not None:
         if restart:
             return
         raise UserError(
             f"--workdir {run} has checkpoints without {CONFIG_FILE}, so the run's settings are "
             f"unknown; bring {CONFIG_FILE} back, or give --restart to set the run aside"
         )
-    names = [path.name for path in run.shared.iterdir() if not _is_of_start(path)]
+    names = [path.name for path in run.shared.iterdir() if not _may_precede(path)]
     if names:
         more = f" and {len(names) - 1} more" if names[1:] else ""
         raise UserError(
@@ -249,14 +251,19 @@ def check_folder(run: RunFolder, *, restart: bool) -> None:
         )
 
 
-def _is_of_start(path: AnyPath) -> bool:
-    """Whether a run that has not begun may have this file or folder: a log to which its output is
-    redirected, or what it writes before `config.json`."""
+def _is_step(path: AnyPath) -> bool:
+    """Whether a path is the folder of a checkpoint, intact or set aside."""
+    return path.name.removeprefix("damaged-").isdecimal()
+
+
+def _may_precede(path: AnyPath) -> bool:
+    """Whether a file or folder may be there before a run begins: a log to which its output is
+    redirected, or what it writes before its record of the newest checkpoint."""
     name = path.name
-    if name.startswith((".", SET_ASIDE)) or name.endswith((".log", ".out", ".err", ".partial")):
-        return True
-    is_empty = name == METRICS_FILE and not path.read_bytes()
-    return is_empty or name in (SAVED_FILE, BOARD_FOLDER, CHECKPOINT_FOLDER, "log.txt")
+    if name == CHECKPOINT_FOLDER:
+        return not any(path.iterdir())
+    is_log = name == "log.txt" or name.endswith((".log", ".out", ".err", ".partial"))
+    return is_log or name.startswith((".", SET_ASIDE))
 
 
 def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
@@ -471,7 +478,8 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        lines += [error.lineno] if isinstance(error, SyntaxError) else []
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise UserError(f"{where}: {type(error).__name__}: {explain(error)}") from error
     if not isinstance(returned, kind):

@@ -72,7 +72,7 @@ def together() -> Iterator[None]:
     except SystemExit as ended:
         gather(f"exit code {ended.code}; see what it printed")
         raise
-    except BaseException as error:  # not KeyboardInterrupt: the others may never answer
+    except BaseException as error:  # after Ctrl-C the others may never answer
         if isinstance(error, Exception) or failure(error) is not None:
             gather(str(error) if isinstance(error, UserError) else repr(error))
         raise

@@ -38,8 +38,9 @@ _BAD_PATHS = {
     errno.ENAMETOOLONG,
     errno.ELOOP,
     errno.ENXIO,
+    errno.EROFS,
 }
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 class UserError(ValueError):
@@ -120,9 +121,9 @@ def failure(error: BaseException) -> str | None:
         case RuntimeError() if "Out of memory" in str(error):
             return f"out of memory ({printable(first_line(error))}): {LESS_MEMORY}"
         case OSError(filename=name) if name is not None and error.errno in _BAD_PATHS:
-            return f"{printable(os.fsdecode(name))}: {error.strerror}; give another path"
+            return f"{_path_text(name)}: {error.strerror}; give another path"
         case OSError() if error.errno in _FULL:
-            place = "output" if error.filename is None else printable(error.filename)
+            place = "output" if error.filename is None else _path_text(error.filename)
             return f"{place} cannot be written ({error.strerror}); free space, and try again"
         case UnicodeError():
             return f"the input is not valid text ({text}); give UTF-8"
@@ -131,6 +132,11 @@ def failure(error: BaseException) -> str | None:
     if _is_panic(error):
         return f"a library cannot process the input ({text}); correct the files of the tokenizer"
     return None
+
+
+def _path_text(name: str | bytes | int) -> str:
+    """The `filename` of an OSError: a path, or the number of an open file."""
+    return printable(os.fsdecode(name) if isinstance(name, bytes) else name)
 
 
 def _is_panic(error: BaseException) -> bool:

@@ -39,7 +39,7 @@ from heinsen_jax.config import (
 from heinsen_jax.data import DataConfig
 from heinsen_jax.data.files import write_atomically
 from heinsen_jax.environment import environment
-from heinsen_jax.errors import UserError, command_line, explain
+from heinsen_jax.errors import UserError, command_line, explain, printable
 from heinsen_jax.linearize_results import Stage, results_of, table
 from heinsen_jax.models.conversion import (
     layers_without_positions,
@@ -56,6 +56,7 @@ from heinsen_jax.training.checkpoint import (
     load_architecture,
 )
 from heinsen_jax.training.distillation import DistillationConfig
+from heinsen_jax.training.loop import check_fits
 from heinsen_jax.training.optimizer import OptimizerConfig
 from heinsen_jax.training.settings import check_settings
 from heinsen_jax.training.signals import exit_immediately
@@ -141,8 +142,8 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
       The exit code: 0, or 128 plus the number of the signal that stopped a stage.
 
     Raises:
-      UserError: an option is invalid, or the teacher has no training text and no `data` is given;
-        before any training.
+      UserError: an option is invalid; the teacher has no training text and no `data` is given; or
+        a stage does not fit into memory; before any training.
     """
     model, workdir = absolute_path(options.model), absolute_path(options.workdir)
     for folder in (workdir, workdir + TRANSFER_SUFFIX):
@@ -187,10 +188,14 @@ def _linearize(options: Options, overrides: Sequence[str], run: RunFolder) -> in
                 own.check_writable()
                 with own.locked():
                     set_aside(own)
+    with opened(options.workdir) as own:  # before stage 1, which may take hours
+        if len(stages) > 1 and not (own.files / CONFIG_FILE).exists():
+            check_fits(own, dataset, stages[-1].experiment)
     for name, workdir, experiment in stages:
         if is_first:
             pair = experiment.model, teacher.model
-            print(f"{name}: {workdir}; not from the teacher: {_listed(new_parameters(*pair))}")
+            new = _listed(new_parameters(*pair))
+            print(f"{name}: {printable(workdir)}; not from the teacher: {new}")
             if lost := layers_without_positions(*pair):
                 print(f"without the teacher's position encoding: {', '.join(sorted(lost))}")
             if unused := unused_parameters(*pair):

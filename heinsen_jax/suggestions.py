@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from heinsen_jax.typing import JSON
 
-COMMAND_OPTIONS = ("config", "workdir", "restart", "allow_change", "dry_run", "profile", "help")
+COMMAND_OPTIONS = (
+    *("config", "workdir", "restart", "allow_change", "dry_run", "profile", "help"),
+    *("coordinator", "num_processes", "process_id", "heartbeat_timeout"),
+)
 """Options of the command, besides fields."""
 OTHER_NAMES = {
     "seed": "random_seed rng_seed rng manual_seed",
@@ -95,7 +98,7 @@ OTHER_VALUES = {
     "weights_and_biases": "wandb",
 }
 HELP = "--help SECTION lists the fields of a section"
-OF_SECTIONS = {
+SECTION_FIELDS = {
     "model": "model.attention",
     "data": "data.corpus",
     "optimizer": "optimizer.name",
@@ -216,9 +219,9 @@ def _suggested(word: str, values: Mapping[str, JSON]) -> list[str]:
 
 
 def _candidates(word: str, names: Sequence[str]) -> Iterator[list[str]]:
-    """Lists of names for a word, the surest first."""
+    """Lists of names for a word, the most likely first."""
     section, _, field = word.rpartition(".")
-    yield [name for name in names if name == OF_SECTIONS.get(word)]
+    yield [name for name in names if name == SECTION_FIELDS.get(word)]
     yield [name for name in names if name.replace(".", "_") == word.replace(".", "_")]
     yield [name for name in names if name.rpartition(".")[2] == field]
     others = [name for name in names if name == _FIELDS.get(field)]

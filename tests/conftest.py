@@ -16,6 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
+from tests.changed import affected, changed_files
 from tests.multi_device.apart import free_port
 
 CHECKED = [
@@ -74,6 +76,28 @@ gc.set_threshold(200_000, 20, 50)
 # The first example of a test pays for its compilation.
 hypothesis.settings.register_profile("compiled", deadline=None)
 hypothesis.settings.load_profile("compiled")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--changed",
+        nargs="?",
+        const="main",
+        metavar="COMMIT",
+        help="only tests that depend on the files changed since a commit, by default main",
+    )
+
+
+@cache
+def affected_files(since: str) -> set[str]:
+    return affected(changed_files(since))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    since = config.getoption("--changed")
+    if since is None or collection_path.is_dir():
+        return None
+    return str(collection_path.relative_to(ROOT)) not in affected_files(since) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

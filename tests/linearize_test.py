@@ -22,8 +22,10 @@ from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.conversion import linear_layers, shared_weights
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.training import loop
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.training import memory as memory_module
+from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.loop import train
+from heinsen_jax.training.memory import Memory
 from heinsen_jax.training.profiling import Tracer
 from tests.training.conftest import corpus, small  # noqa: F401
 
@@ -148,6 +150,69 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
     arguments += ["--workdir", str(workdir)]
     assert command(monkeypatch, *arguments, "--restart") == 128 + signal.SIGTERM
     assert command(monkeypatch, *arguments) == 0
+
+
+def test_both_stages_save_by_time_and_stop(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """A stop in stage 2 keeps both stages, and only that stage continues."""
+    chosen = replace(
+        small,
+        model=replace(small.model, attention="softmax"),
+        training=replace(small.training, sample_tokens=0, steps=2),
+    )
+    teacher, workdir, saved = tmp_path / "teacher", tmp_path / "linear", []
+    dataset = data.load(chosen.data)
+    teacher.mkdir()
+    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    capsys.readouterr()
+    save = Checkpoints.save
+
+    def recorded(self, step, state, **options):
+        saved.append(step)
+        save(self, step, state, **options)
+
+    class Stopped(Tracer):
+        """Sends this process a signal at step 3 of stage 2."""
+
+        def __call__(self, step: int, last: bool = False) -> None:
+            if step == 3 and len(saved) > 4:
+                signal.raise_signal(signal.SIGTERM)
+            super().__call__(step, last)
+
+    monkeypatch.setattr(Checkpoints, "save", recorded)
+    arguments = ["--model", str(teacher), "--workdir", str(workdir), "--attention"]
+    arguments += ["log:features=hedgehog", "--transfer-steps", "4", "--steps", "4"]
+    arguments += ["--training.checkpoint-minutes", "1e-9"]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "Tracer", Stopped)
+        assert command(monkeypatch, *arguments) == 128 + signal.SIGTERM
+    assert saved == [1, 2, 3, 4, 1, 2, 3]
+    said = capsys.readouterr().out
+    assert "next, generate text" not in said
+    assert command(monkeypatch, *arguments) == 0
+    assert saved[7:] == [4]
+    said = capsys.readouterr().out
+    assert said.count("nothing is left to train") == 1
+    assert said.count("next, generate text") == 1, "stage 2 alone is a model to generate with"
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_both_stages_must_fit_before_the_first_is_trained(small, tmp_path, monkeypatch, stage):  # noqa: F811
+    chosen = replace(small, model=replace(small.model, attention="softmax"))
+    chosen = replace(chosen, training=replace(chosen.training, sample_tokens=0, steps=2))
+    teacher, dataset, measured = tmp_path / "teacher", data.load(chosen.data), []
+    teacher.mkdir()
+    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+
+    def memory(update):
+        measured.append(update)
+        return Memory(*((1 << 60, 0) if len(measured) > stage else (1, 1)))
+
+    monkeypatch.setattr(loop, "memory_of", memory)
+    monkeypatch.setattr(memory_module, "available_host_memory", lambda: 1 << 50)
+    arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
+    arguments += ["--attention", "log:features=hedgehog"]
+    assert command(monkeypatch, *arguments) == 2
+    assert not [*tmp_path.glob("linear*/checkpoints/[0-9]*")], "nothing was trained"
 
 
 @pytest.mark.nightly

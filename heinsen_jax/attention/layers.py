@@ -16,9 +16,10 @@ from heinsen_jax.typing import Array, DTypeLike, Key
 ParameterKind: TypeAlias = Literal["matrix", "embedding", "vector"]
 """Kind of a parameter for the optimizer, in the metadata `kind` of its variable.
 
-matrix: linear maps, in the last two axes, of hidden features: weight decay; Muon orthogonalizes.
-embedding: tables of vectors, and maps in the embedding: weight decay; Adam under Muon.
-vector: biases, scales, rates, filters by feature, trained tokens: no weight decay; Adam under Muon.
+matrix: a linear map between hidden features (last two axes): decayed; orthogonalized by Muon.
+embedding: a table of vectors, or a map of embeddings: decayed; updated by Adam under Muon.
+vector: biases, scales, rates, depthwise filters, trained tokens: not decayed; updated by Adam under
+Muon.
 """
 
 EPSILONS = {"layer": 1e-5, "rms": 1e-6}
@@ -143,7 +144,7 @@ NORMS = {"layer": layer_norm, "rms": rms_norm}
 
 
 def lora(inputs: int, rank: int, outputs: int, **options: Unpack[LayerOptions]) -> nnx.LoRA:
-    """x A B, for A of few columns and B initially 0."""
+    """Low-rank map x A B, for A `[inputs, rank]` and B `[rank, outputs]`, initially 0."""
     metadata = {"kind": "matrix"}
     return nnx.LoRA(inputs, rank, outputs, a_metadata=metadata, b_metadata=metadata, **options)
 

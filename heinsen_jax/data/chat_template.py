@@ -19,7 +19,9 @@ except ImportError as missing:
     raise without_extra(missing, "transformers", __name__) from missing
 
 MAX_SECONDS = 5.0
-"""Time for one template; its process is ended then."""
+"""Time limit of rendering, in seconds, after which its process is killed."""
+START_SECONDS = 60.0
+"""Time limit of the start of that process."""
 MAX_CHARACTERS = 20_000_000
 """Length of a rendered text."""
 _REMEDY = "change the messages, or the template in the files of the tokenizer"
@@ -92,7 +94,16 @@ class _Worker:
                 env={**os.environ, "PYTHONPATH": paths, "PYTHONIOENCODING": "utf-8"},
             )
             assert self._process.stdout is not None
-            self._process.stdout.readline()  # it is ready: its start does not count
+            timer = threading.Timer(START_SECONDS, self._process.kill)
+            timer.start()
+            is_ready = self._process.stdout.readline()  # its start does not count
+            timer.cancel()
+            if not is_ready:
+                self.end()
+                raise UserError(
+                    "chat template: the process that renders it does not start; check that this "
+                    "Python can run others, and the installation of jinja2"
+                )
         return self._process
 
     def end(self) -> None:

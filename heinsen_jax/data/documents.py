@@ -155,20 +155,23 @@ def _read_json(file: io.BufferedReader, source: Source) -> Iterator[Document]:
 
 
 def _spans_lines(line: bytes) -> bool:
-    """Whether the first line of a file is an array, or an object that does not end in it."""
+    """Whether the first line of a file begins an array, or an object that does not end in it."""
+    if line.lstrip(_BLANK).startswith(b"["):
+        return True
     try:
-        return isinstance(parse_json(line), list)
+        parse_json(line)
     except json.JSONDecodeError as error:
-        return error.doc.lstrip().startswith("[") or error.pos >= len(error.doc.rstrip()) > 0
+        return error.pos >= len(error.doc.rstrip()) > 0
     except ValueError:
         return False
+    return False
 
 
 def _parse(content: bytes, where: str) -> object:
     try:
         return parse_json(content)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}): fix or remove the line") from None
+        raise UserError(f"{where} is not JSON ({error}): fix or remove it") from None
 
 
 def _text_of(row: object, where: str, column: str) -> str:

@@ -27,8 +27,9 @@ def read_texts(file: BinaryIO, name: str, column: str) -> Iterator[str]:
     """
     row = 0
     try:
-        content = pq.ParquetFile(file, page_checksum_verification=True)
-        _check_column(content.schema_arrow, name, column)
+        _check_column(pq.read_schema(file), name, column)
+        # As a dictionary, a batch with one long text in many rows holds it once.
+        content = pq.ParquetFile(file, page_checksum_verification=True, read_dictionary=[column])
         for batch in content.iter_batches(ROWS, columns=[column]):
             for value in batch.column(0):
                 row += 1

@@ -59,7 +59,7 @@ from heinsen_jax.data.units import (
     process_unit,
     read_record,
 )
-from heinsen_jax.errors import UserError, check_regular, command_line
+from heinsen_jax.errors import UserError, check_regular, command_line, printable
 from heinsen_jax.locks import LOCK_FILE, locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "tails": 0.1, "document": 0.01}
@@ -356,7 +356,7 @@ def main() -> None:
     for name, split in manifest.splits.items():
         print(
             f"{name}: {split.tokens} tokens, {split.bytes} bytes, {split.documents} documents "
-            f"in {arguments.output}"
+            f"in {printable(arguments.output)}"
         )
 
 

@@ -27,6 +27,8 @@ _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet":
 _COMPRESSIONS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lzma", ".lz4"}
 """Suffixes of archives, of which some are valid UTF-8, and of other compressions."""
+_TABLES = {".csv", ".tsv", ".xls", ".xlsx", ".arrow", ".feather", ".orc", ".parq", ".avro"}
+"""Suffixes of tables whose rows are not read: as text, they would be documents of their own."""
 _HUB_FILE = re.compile(
     r"(?:.*/)?(train|validation|valid|val|dev|test)(?:/\d+|-\d{5}-of-\d{5}(?:-[0-9a-f]+)?)?"
     r"(?i:\.parquet|\.(?:jsonl|ndjson|json)(?:\.(?:gz|zst|zstd))?)"
@@ -106,7 +108,7 @@ class Source:
         if self.streamed:
             return (self.name, self.size, self.streamed.version)
         changed = 0 if self.remote else self.path.stat().st_mtime_ns
-        # Earlier releases, whose data sets are in caches, read other names of JSON as text.
+        # Earlier versions, whose data sets are in caches, read other names of JSON as text.
         kind = ["rows"] if self.kind.startswith("jsonl") and ".jsonl" not in self.name else []
         return (self.name, self.size, changed, *kind)
 
@@ -120,7 +122,7 @@ def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
 
     Raises:
       UserError: the path does not exist; or it, or a file in it, is a pipe, a device, a broken
-        link, or an archive.
+        link, an archive, or a table that is not read.
     """
     if not path.is_dir():
         _check_file(path)
@@ -142,7 +144,7 @@ def find_sources(path: Path, text_column: str = DEFAULT_COLUMN) -> list[Source]:
 def _check_file(path: Path) -> None:
     check_regular(path)
     if not path.exists():
-        raise UserError(f"input {path}: it does not exist; give a corpus, a text file or a folder")
+        raise UserError(f"{path} is a broken link; restore its target, or remove it")
 
 
 def with_splits(sources: Sequence[tuple[Source, str]]) -> list[Source]:
@@ -183,7 +185,7 @@ def kind_of(name: str) -> Kind:
     """Return the kind of a file by its name.
 
     Raises:
-      UserError: it is an archive, or compressed in an unsupported way.
+      UserError: it is an archive, a table, or compressed in an unsupported way.
     """
     path = PurePosixPath(name.lower())
     compression = _COMPRESSIONS.get(path.suffix, "")
@@ -193,6 +195,11 @@ def kind_of(name: str) -> Kind:
         raise UserError(
             f"{name}: unsupported archive or compression; extract it (.gz and .zst of text and of "
             "lines of JSON are supported)"
+        )
+    if suffix in _TABLES:
+        raise UserError(
+            f"{name}: tables of this kind are not read; convert it to .jsonl or .parquet, with the "
+            "texts in a column, or rename it to .txt to train on the file as it is"
         )
     return cast(Kind, kind)
 

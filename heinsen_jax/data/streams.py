@@ -95,7 +95,9 @@ class Expansion:
 def _max_expansion() -> int:
     value = os.environ.get(MAX_EXPANSION_VARIABLE, str(MAX_EXPANSION))
     if not value.isdecimal() or int(value) < 1:
-        raise UserError(f"{MAX_EXPANSION_VARIABLE}={value}: not a positive integer; such as 1000")
+        raise UserError(
+            f"{MAX_EXPANSION_VARIABLE}={value}: not a positive integer; give one, such as 1000"
+        )
     return int(value)
 
 

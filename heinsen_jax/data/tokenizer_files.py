@@ -11,7 +11,7 @@ from heinsen_jax.data.tokenizer_json import (
     parsed,
     read_json,
 )
-from heinsen_jax.errors import UserError
+from heinsen_jax.errors import UserError, check_regular
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -35,7 +35,8 @@ LISTS = "additional_special_tokens", "extra_special_tokens"
 
 def merged_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The contents of `tokenizer.json` and `tokenizer_config.json`, each completed by the other
-    files of a folder.
+    files of a folder. The normalizer and the pre-tokenizer come from `tokenizer.json`, except for
+    `add_prefix_space`.
 
     `special_tokens_map.json` and `added_tokens.json` count only if `tokenizer_config.json` has no
     `added_tokens_decoder`. The post-processor of `tokenizer.json` precedes `add_bos_token` and
@@ -273,6 +274,8 @@ def _template_files(folder: Path) -> dict[str, str]:
     """Chat templates by name in files of their own."""
     files = {path.stem: path for path in sorted((folder / TEMPLATE_FOLDER).glob("*.jinja"))}
     files |= {DEFAULT: folder / TEMPLATE_FILE} if (folder / TEMPLATE_FILE).exists() else {}
+    for path in files.values():
+        check_regular(path)
     try:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     except (OSError, UnicodeDecodeError) as error:

@@ -23,7 +23,7 @@ from heinsen_jax.data.inputs import ensure_local, sources_by_input
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source
 from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE, JsonTokenizer, as_json
 from heinsen_jax.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_name
-from heinsen_jax.errors import UserError, command_line
+from heinsen_jax.errors import UserError, command_line, printable
 
 SMALLEST = 257  # the bytes and the end of text
 
@@ -124,7 +124,8 @@ def main() -> None:
         text_column=options.text_column,
         downloads=options.downloads,
     )
-    print(f"{tokenizer.vocab_size} tokens in {options.output}: --data.tokenizer {options.output}")
+    output = printable(options.output)
+    print(f"{tokenizer.vocab_size} tokens in {output}: --data.tokenizer {output}")
     if tokenizer.vocab_size < options.vocab_size:
         print(f"fewer than {options.vocab_size}, since the text has no more pairs of tokens")
 

@@ -81,14 +81,14 @@ class HarnessModel(HarnessTexts):
         memory.
       max_gen_toks: maximum number of generated tokens, unless the task sets it.
       max_length: maximum number of tokens that a prediction attends to; longer requests are cut on
-        the left. None: the length of trained position embeddings, if the model has them.
-      add_bos_token: whether texts begin with the tokenizer's start token; None: as it is trained.
+        the left. None: the number of learned positions, or else `model.trained_length`, if either
+        is known.
+      add_bos_token: whether texts begin with the tokenizer's start token; None: as the tokenizer
+        does.
       latest: whether to load the latest checkpoint instead of the best one.
       share: whether contexts are processed once; otherwise each continuation is processed together
         with its context, for comparison.
     """
-
-    requested_length: int | None = None
 
     def __init__(
         self,

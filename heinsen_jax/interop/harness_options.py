@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, Required, TypedDict, cast
+from typing import Any, Required, TypedDict, TypeVar, cast
 
 import jax
 
@@ -18,6 +18,8 @@ ALIASES = "max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens
 NEUTRAL: Mapping[str, Any] = {"num_beams": 1, "num_return_sequences": 1, "repetition_penalty": 1}
 """Options that are supported only with the value that has no effect."""
 CHOICES = ("until", *ALIASES, "do_sample", "temperature", "top_k", "top_p", "seed")
+
+Number = TypeVar("Number", int, float)
 
 
 class CompleteKeywords(TypedDict, total=False):
@@ -73,10 +75,11 @@ def generation_options(
         )
     stop = handle_stop_sequences([*until], eos=end_of_text or None)
     options: CompleteKeywords = {"stop": stop, "max_new_tokens": limit}
-    temperature = float(given.get("temperature", 1.0))
+    temperature = _number("temperature", given.get("temperature", 1.0), float)
     if not settings["do_sample"] or temperature == 0:
         return {**options, "top_k": 1}
-    key = jax.random.fold_in(jax.random.key(int(given.get("seed", 0))), repetition)
+    seed = _number("seed", given.get("seed", 0), int)
+    key = jax.random.fold_in(jax.random.key(seed), repetition)
     filters: CompleteKeywords = {**options, "key": key, "temperature": temperature}
     return {**filters, "top_k": given.get("top_k") or None, "top_p": given.get("top_p")}
 
@@ -93,6 +96,13 @@ def positive_or_auto(value: int | str, name: str, default: int | None = None) ->
         choices = "an integer >= 1" + (", auto or auto:N" if default is not None else "")
         raise UserError(f"{name}={value}: must be {choices}")
     return int(value)
+
+
+def _number(name: str, value: Any, kind: type[Number]) -> Number:
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise _error(name, value, "must be a number") from None
 
 
 def _error(name: str, value: object, problem: str) -> UserError:

@@ -114,8 +114,9 @@ class HarnessTexts(TemplateLM):
             ids = [*tokenizer.encode(string)]
         if add_special_tokens is None:
             add_special_tokens = self.add_bos_token
+        if add_special_tokens is False:
+            return ids
         start = [*start_ids(tokenizer)] or (self._bos if add_special_tokens else [])
-        start = [] if add_special_tokens is False else start
         return ids if ids[: len(start)] == start else [*start, *ids]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

@@ -117,9 +117,9 @@ def additive_pooling(
     up to t; and if not causal, all tokens, so that every token has the same average. The caller
     computes the logits: the published layer uses logits_s = w . x_s / sqrt(depth). Time and
     memory are linear in T for any window. Finite for every finite input; computed in at least
-    float32, also for half-precision inputs. Derivatives are in reverse mode only:
-    second ones by `grad` of `grad`; for forward mode JAX raises "can't apply forward-mode autodiff
-    (jvp) to a custom_vjp function".
+    float32, also for half-precision inputs. Only reverse-mode differentiation is supported, for
+    second derivatives `grad` of `grad`; in forward mode JAX raises "can't apply forward-mode
+    autodiff (jvp) to a custom_vjp function".
 
     Args:
       x: `[*B, T, num_heads, depth]`.

@@ -68,11 +68,11 @@ def l1_attention(
         Y_t = sum_s exp(S_ts) V_s / (b + sum_s exp(S_ts))
 
     over the keys s visible to t, where K is the head dimension of keys and b the denominator bias.
-    Time is proportional to the number of visible pairs, memory linear in T and S. Derivatives
-    are in reverse mode only, and second ones, by `grad` of `grad`, only if not causal. For others
-    JAX raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function" or "Reverse-mode
-    differentiation does not work for lax.while_loop"; `l1_sparse_attention` has second
-    derivatives, given the causal edges.
+    Time is proportional to the number of visible pairs, memory linear in T and S. Only reverse-mode
+    differentiation is supported, and second derivatives, by `grad` of `grad`, only if not causal.
+    Otherwise JAX raises "can't apply forward-mode autodiff (jvp) to a custom_vjp function" or
+    "Reverse-mode differentiation does not work for lax.while_loop"; `l1_sparse_attention` has
+    second derivatives, given the causal edges.
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

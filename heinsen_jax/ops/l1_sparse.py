@@ -67,9 +67,9 @@ def l1_sparse_attention(
         Y_d = sum_{e to d} P_e V_s
 
     where K is the head dimension of keys and b the denominator bias. An edge listed twice counts
-    twice; the order of edges affects only rounding. Derivatives are in
-    reverse mode only: second ones by `grad` of `grad`; for forward mode JAX raises "can't apply
-    forward-mode autodiff (jvp) to a custom_vjp function".
+    twice; the order of edges affects only rounding. Only reverse-mode differentiation is supported,
+    for second derivatives `grad` of `grad`; in forward mode JAX raises "can't apply forward-mode
+    autodiff (jvp) to a custom_vjp function".
 
     Args:
       query: `[*B, T, num_heads, key_depth]`.

@@ -295,8 +295,13 @@ def running_sums(x: Array, axis: int, quantum: float) -> tuple[Array, Array, Arr
 
     The arrays are multiples of 2^24 quanta, and multiples of the quantum below that; differences
     of each are exact in float32, and so is their sum if it is below 2^24 quanta. The quantum is a
-    power of two. Values below `smallest_term` count as that.
+    power of two. Values below `smallest_term` are clipped to it. For at most 2^21 terms.
     """
+    if x.shape[axis] > 1 << 21:
+        raise NotImplementedError(
+            f"decays of {x.shape[axis]:,} tokens: they are summed for at most {1 << 21:,}; split "
+            "the sequence"
+        )
     x = jnp.maximum(x, smallest_term(x.shape[axis], quantum))
     coarse = lax.stop_gradient(jnp.round(x / quantum))
     units = coarse.astype(jnp.int32)

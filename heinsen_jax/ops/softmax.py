@@ -87,8 +87,8 @@ def dot_product_attention(
         the first valid key and the one past the last.
       query_offset: position of the first query among the keys. May be traced, as with a cache.
       log_decay: `[*B, S, num_heads]`, <= 0, of causal attention: a forget gate (FoX), or constant,
-        as in ALiBi. D is accurate to rounding in float32, whatever the sum of all decays is.
-        Decays below -4e9 / S, or below -4e6, count as that; -inf does, too.
+        as in ALiBi. D is accurate to rounding in float32, whatever the sum of all decays is, for
+        at most 2,097,152 keys. Decays are clipped to max(-4e9 / S, -4e6).
       scale: factor of the scores; 1 / sqrt(key_depth) when None.
       implementation: "xla" (stores all scores), "tiled" (memory linear in T and S, time
         proportional to the visible pairs, but not under `vmap` over a traced offset; no

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from flax import nnx
@@ -26,9 +26,11 @@ def evaluate(
     max_batches: int | None = None,
     is_causal: bool = True,
     step_by_position: Callable[[nnx.State, Batch, int], Measured] | None = None,
+    before_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Predict each validation token once, from up to sequence_length previous tokens. A
     bidirectional model predicts a part of the tokens of each window from the others.
+    `before_batch`, called before each batch, may raise an exception to interrupt this.
 
     Returns:
       `loss` in nats per token, `perplexity` = exp(loss), `accuracy` of the most likely token, and
@@ -63,6 +65,7 @@ def evaluate(
             measure = step_by_position if step_by_position and name == longest else step
             sums = [np.zeros(())] * 3
             for index, batch in enumerate(batches):
+                before_batch()
                 added = measure(parameters, shard_batch(batch, mesh), index)
                 sums = [np.asarray(old + new) for old, new in zip(sums, added, strict=True)]
             measured[id(rows)] = _means(sums, lengths[name])
@@ -89,7 +92,7 @@ class _Means:
 
     loss: float
     accuracy: float
-    by_end: dict[int, float] = field(default_factory=dict)
+    by_end: dict[int, float]
 
 
 def _means(sums: Sequence[np.ndarray], length: int) -> _Means:
@@ -108,11 +111,15 @@ def _means(sums: Sequence[np.ndarray], length: int) -> _Means:
 
 def _weighted_means(sources: Sequence[_Means], weights: Sequence[float]) -> _Means:
     """The means over sources; for a bucket, over those that have predictions in it."""
-    by_end = {}
-    for end in sorted({end for source in sources for end in source.by_end}):
-        pairs = [
-            (w, x.by_end[end]) for w, x in zip(weights, sources, strict=True) if end in x.by_end
-        ]
-        by_end[end] = sum(w * loss for w, loss in pairs) / sum(w for w, _ in pairs)
     pairs = [*zip(weights, sources, strict=True)]
-    return _Means(sum(w * x.loss for w, x in pairs), sum(w * x.accuracy for w, x in pairs), by_end)
+    by_end = {
+        end: _weighted([(w, x.by_end[end]) for w, x in pairs if end in x.by_end])
+        for end in sorted({end for source in sources for end in source.by_end})
+    }
+    loss = _weighted([(w, x.loss) for w, x in pairs])
+    return _Means(loss, _weighted([(w, x.accuracy) for w, x in pairs]), by_end)
+
+
+def _weighted(pairs: Sequence[tuple[float, float]]) -> float:
+    """The mean of numbers with weights."""
+    return sum(w * x for w, x in pairs) / sum(w for w, _ in pairs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,6 @@ from heinsen_jax.training.metrics import (
 from heinsen_jax.training.objective import objective_of
 from heinsen_jax.training.optimizer import describe_warmup, learning_rates, make_optimizer
 from heinsen_jax.training.pacing import InFlight, Requests
-from heinsen_jax.training.positions import Measured
 from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
 from heinsen_jax.training.profiling import Clock, Tracer
 from heinsen_jax.training.settings import (
@@ -71,11 +70,7 @@ class Diverged(UserError):
 
 
 class _Stopped(Exception):
-    """A signal interrupted an evaluation."""
-
-    def __init__(self, signal_number: int):
-        super().__init__(signal_number)
-        self.signal = signal_number
+    """A signal, whose number is the argument, interrupted an evaluation."""
 
 
 @runtime_checkable
@@ -154,14 +149,28 @@ def train(
         return run.dry_run() if dry_run else run()
 
 
+def check_fits(folder: RunFolder, dataset: Dataset, experiment: Experiment) -> None:
+    """Compile the update of a run that begins later, and check that it fits into memory.
+
+    Raises:
+      UserError: as `check_settings`, or it does not fit.
+    """
+    cache_compilations(experiment.training.compilation_cache)
+    with together():
+        mesh = check_settings(dataset, experiment)
+    with jax.set_mesh(mesh):
+        run = _Run(folder, dataset, experiment, mesh, _Options())
+        run._check_memory(run._compiled())
+
+
 class _Options(NamedTuple):
     """Options of `train`."""
 
-    profile: bool
-    allow_change: bool
-    on_start: Callable[[], None]
-    sample_fn: SampleFn | None
-    trackers: Sequence[Tracker]
+    profile: bool = False
+    allow_change: bool = False
+    on_start: Callable[[], None] = lambda: None
+    sample_fn: SampleFn | None = None
+    trackers: Sequence[Tracker] = ()
 
 
 class _Run:
@@ -435,6 +444,7 @@ class _Run:
             tracer(step)
             if (rows := next(batches, None)) is None:  # stopped while no batch came
                 in_flight.drain()
+                tracer(step - 1, last=True)
                 return self._stopped(step - 1, state, metrics, self.signals.first)
             state, measured = update(
                 state, shard_batch(rows, self.mesh), *self._arguments(step - 1)
@@ -457,7 +467,8 @@ class _Run:
                     with self.reporter.untimed() if is_first else contextlib.nullcontext():
                         metrics = self._evaluate_and_save(step, state)
                 except _Stopped as stopped:
-                    return self._stopped(step, state, metrics, stopped.signal)
+                    tracer(step, last=True)
+                    return self._stopped(step, state, metrics, *stopped.args)
             else:
                 self.checkpoints.save(step, state)
             self.requests.restart()
@@ -481,9 +492,6 @@ class _Run:
         if not values["consecutive_skips"]:
             self.losses.append(values["loss"])
         if step % self.training.log_every == 0 or step == self.training.steps:
-            if self.losses:
-                values["loss"] = math.fsum(self.losses) / len(self.losses)
-            self.losses.clear()
             self._report(step, values)
 
     def _report(self, step: int, values: dict[str, float]) -> None:
@@ -499,6 +507,9 @@ class _Run:
                 "they were not finite or their gradients exceeded training.skip_grad_norm_ratio. "
                 "Try a smaller optimizer.learning_rate, or check the data near this step"
             )
+        if self.losses:
+            values["loss"] = math.fsum(self.losses) / len(self.losses)
+        self.losses.clear()
         tokens = tokens_per_update(self.data)
         values["learning_rate"] = float(self.learning_rates[step - 1])
         values["tokens_per_second"] = rate = tokens * self.clock.steps_per_second(step)
@@ -509,7 +520,7 @@ class _Run:
 
     def _evaluate_and_save(self, step: int, state: TrainState) -> dict[str, float]:
         """Evaluate, save a checkpoint, and write a sample."""
-        metrics = self._evaluated(state, lambda: self.requests()[0])
+        metrics = self._evaluated(state, self._raise_if_stopped)
         self.reporter.validation(step, metrics)
         self.checkpoints.save(step, state, loss=metrics["loss"])
         is_stopped = self.requests()[0] != 0
@@ -525,33 +536,23 @@ class _Run:
             self.reporter.sample(step, text)
         return metrics
 
+    def _raise_if_stopped(self) -> None:
+        if number := self.requests()[0]:
+            raise _Stopped(number)
+
     def _evaluated(
-        self, state: TrainState, signal_number: Callable[[], int] = lambda: 0
+        self, state: TrainState, before_batch: Callable[[], None] = lambda: None
     ) -> dict[str, float]:
-        """Evaluate.
-
-        Raises:
-          _Stopped: `signal_number`, called before each batch, returned one.
-        """
-
-        def stoppable(step: Callable[..., Measured]) -> Callable[..., Measured]:
-            def stoppable_step(*arguments: Any) -> Measured:
-                if number := signal_number():
-                    raise _Stopped(number)
-                return step(*arguments)
-
-            return stoppable_step
-
-        by_position = self.step_by_position
         return evaluate(
-            stoppable(self.evaluation_step),
+            self.evaluation_step,
             state.weights,
             self.dataset,
             self.data,
             self.mesh,
             max_batches=self.training.evaluation_batches,
             is_causal=self.model.is_causal,
-            step_by_position=None if by_position is None else stoppable(by_position),
+            step_by_position=self.step_by_position,
+            before_batch=before_batch,
         )
 
     def _conclude(self, result: TrainingResult) -> None:

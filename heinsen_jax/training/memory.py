@@ -59,7 +59,7 @@ class Setting(NamedTuple):
 
 
 def memory_of(compiled: jax.stages.Compiled) -> Memory | None:
-    """Memory of a compiled update; None if the compiler does not tell."""
+    """Memory of a compiled update; None if the compiler does not report it."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return None
@@ -139,7 +139,7 @@ def check_memory(
       measure: the memory of an update with other `accumulation_steps` and `remat`.
 
     Raises:
-      UserError: it does not fit; the message names settings that do.
+      UserError: it does not fit; the message names settings that should.
     """
     if limits.allow(memory):
         return
@@ -179,7 +179,7 @@ def _with_rows(smallest: Memory, slope: float, rows: int) -> Memory:
 
 def available_host_memory() -> int | None:
     """Bytes that this host, and the control groups of this process, can still give; None if the
-    system does not tell."""
+    system does not report it."""
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -219,7 +219,7 @@ def cgroup_memory(
 
 
 def available_device_memory() -> int | None:
-    """Bytes that each local device can still allocate; None if one does not tell."""
+    """Bytes that each local device can still allocate; None if one does not report it."""
     stats = [device.memory_stats() for device in jax.local_devices()]
     if not all(x and "bytes_limit" in x for x in stats):
         return None
@@ -227,7 +227,7 @@ def available_device_memory() -> int | None:
 
 
 def resident_memory() -> int:
-    """Resident bytes of this process; 0 if the system does not tell."""
+    """Resident bytes of this process; 0 if the system does not report them."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmRSS:"):

@@ -70,7 +70,7 @@ def warmup_steps(config: OptimizerConfig, steps: int) -> int:
     else a tenth of the steps.
 
     Raises:
-      UserError: the latter overlap with the decay, too.
+      UserError: a tenth of the steps overlaps with the decay.
 
     Examples:
       >>> warmup_steps(OptimizerConfig(warmup_steps=100), 1000)

@@ -69,13 +69,12 @@ def describe(
 
 def _epochs(data: DataSettings, training: TrainingConfig, dataset: Dataset) -> dict[str, float]:
     """Number of epochs of each part of the data, by its name."""
-    padding = 0.0
-    if isinstance(data, DataConfig) and isinstance(dataset, MixedDataset):
+    is_text = isinstance(data, DataConfig)
+    if is_text and isinstance(dataset, MixedDataset):
         return dataset.epochs(data, training.steps)
-    if isinstance(data, DataConfig) and isinstance(dataset, TextDataset):
-        padding = dataset.padding(data)
     if not dataset.train_tokens:
         return {}
+    padding = dataset.padding(data) if is_text and isinstance(dataset, TextDataset) else 0.0
     total = training.steps * tokens_per_update(data)
     return {THE_DATA: (1 - padding) * total / dataset.train_tokens}
 

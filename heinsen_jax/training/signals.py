@@ -83,16 +83,17 @@ class Signals:
             self._timer.daemon = True
             self._timer.start()
             if number in (signal.SIGINT, signal.SIGTERM):  # SIGHUP: the terminal is closed
-                os.write(2, b"\nstopping after this update; once more to exit now\n")
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nstopping after this update; once more to exit now\n")
         elif number in (signal.SIGINT, signal.SIGTERM) and now - self._received_at > self.REPEATED:
             name = signal.Signals(number).name
-            _end(f"\nstopped by {name}: the last saved step stands", 128 + number)
+            _end(f"\nstopped by {name}: the last checkpoint is kept", 128 + number)
 
     def _give_up(self) -> None:
         _end(
             f"error: stopped by {signal.Signals(self.first).name}, and the update under way could "
             f"not be saved in the {self._deadline:g} s of training.shutdown_timeout: the last "
-            "saved step stands. Give more time, or save more often by training.checkpoint_minutes",
+            "checkpoint is kept. Give more time, or save more often by training.checkpoint_minutes",
             TOO_LATE,
         )
 

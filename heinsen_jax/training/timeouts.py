@@ -13,7 +13,7 @@ from heinsen_jax.errors import UserError
 T = TypeVar("T")
 
 POLL = 0.2
-"""Seconds between two looks at a stop."""
+"""Seconds between checks for a stop."""
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def weight_files(folder: Path) -> dict[str, str] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error!r}); fetch it again") from None
     if outside:
-        raise UserError(f"{path}: {min(outside)!r} is no file of this folder; correct the index")
+        raise UserError(f"{path}: {min(outside)!r} is not a file in this folder; correct the index")
     return place
 
 

@@ -139,7 +139,7 @@ def test_other_data_is_refused(repository):
         hub_sources("hf://me/words")
     (repository / TEST).unlink()
     (repository / "train.csv").write_text("body\na\n")
-    with pytest.raises(UserError, match=r"train\.csv: unsupported kind of file"):
+    with pytest.raises(UserError, match=r"train\.csv: tables of this kind are not read"):
         hub_sources("hf://me/words")
 
 

@@ -6,11 +6,13 @@ import io
 import json
 import lzma
 import os
+import resource
 import socket
 import tarfile
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -164,8 +166,21 @@ def test_the_hub_has_the_same_kinds(monkeypatch):
     kinds = {"a.JSON": "jsonl", "a.json.gz": "jsonl.gz", "a.txt": "text", "a.MD.gz": "text.gz"}
     assert {name: hub_source(name, "text").kind for name in kinds} == kinds
     for name in ("a.csv", "a.csv.gz", "a.arrow"):
-        with pytest.raises(UserError, match=f"{name}: unsupported kind of file"):
+        with pytest.raises(UserError, match=f"{name}: tables of this kind are not read"):
             hub_source(name, "text")
+    with pytest.raises(UserError, match=r"a\.bin: unsupported kind of file"):
+        hub_source("a.bin", "text")
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.TSV", "a.csv.gz", "in/a.arrow", "a.parq", "a.xlsx"])
+def test_tables_are_not_read_as_text(tmp_path, name, monkeypatch, capfd):
+    path = write(tmp_path / name, b"text\nfirst\n")
+    code, errors = command(monkeypatch, capfd, path, "--output", tmp_path / "out")
+    assert code == 2
+    assert errors == (
+        f"error: {path}: tables of this kind are not read; convert it to .jsonl or .parquet, with "
+        "the texts in a column, or rename it to .txt to train on the file as it is\n"
+    )
 
 
 def test_cached_text_of_json_names_is_not_used_as_rows(tmp_path):
@@ -398,6 +413,18 @@ def test_bombs_are_refused(tmp_path, name, monkeypatch, capfd):
         assert sum(map(len, texts_of(path))) > 7 << 20
 
 
+def test_a_long_text_in_a_dictionary_is_held_once(tmp_path):
+    """A batch of 1,024 rows would otherwise have 16 GiB before any of it is counted."""
+    texts = pa.DictionaryArray.from_arrays(np.zeros(1024, np.int32), ["x" * (16 << 20)])
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": texts}), path, compression="zstd")
+    assert path.stat().st_size < 4096
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match="expands to more than 200 times its size"):
+        texts_of(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
 def test_bombs_in_corpora_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "UNLIMITED_BYTES", 1 << 20)
     path, text = tmp_path / "w.zip", "x" * (8 << 20)
@@ -489,7 +516,7 @@ def test_what_is_no_file_is_refused_unread(tmp_path, make, monkeypatch, capfd):
 def test_links_to_nothing_are_named(tmp_path):
     write(tmp_path / "in" / "a.txt", b"text")
     (tmp_path / "in" / "b.txt").symlink_to("gone")
-    with pytest.raises(UserError, match=r"b\.txt: it does not exist"):
+    with pytest.raises(UserError, match=r"b\.txt is a broken link; restore its target"):
         find_sources(tmp_path / "in")
 
 

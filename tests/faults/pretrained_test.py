@@ -1,6 +1,7 @@
 """Files of pretrained models that contradict each other, are damaged, or are made to do harm."""
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -145,6 +146,15 @@ def test_weights_that_are_not_finite_are_named(value, tmp_path):
         from_pretrained(folder)
     path = import_model(folder, tmp_path / "b", allow_nonfinite=True)
     assert not np.isfinite(load_run(path)[0].norm.scale[...]).all()
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/x.jinja"])
+def test_templates_that_are_no_files_are_refused_unread(name, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    with pytest.raises(UserError, match=rf"{path.name} is a pipe or a device, not a file"):
+        tokenizer_in(tmp_path)
 
 
 def test_gguf_is_named(tmp_path):

@@ -95,7 +95,7 @@ def test_a_stop_is_announced_and_a_further_one_exits(number):
     assert done.returncode == 128 + number
     lines = [line for line in done.stderr.splitlines() if line]
     name = signal.Signals(number).name
-    last = f"stopped by {name}: the last saved step stands"
+    last = f"stopped by {name}: the last checkpoint is kept"
     assert lines == ["stopping after this update; once more to exit now", last]
 
 
@@ -239,6 +239,10 @@ def test_a_folder_of_others_is_not_written_to(tmp_path, name, restart):
     with pytest.raises(UserError, match=name):
         check_folder(RunFolder(tmp_path), restart=restart)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+    (tmp_path / "checkpoints").mkdir()  # of another program
+    (tmp_path / "checkpoints/epoch1.pt").touch()
+    with pytest.raises(UserError, match=r"is not the folder of a run|config\.json"):
+        check_folder(RunFolder(tmp_path), restart=restart)
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -249,7 +253,10 @@ def test_folders_of_runs_are_accepted(tmp_path, run, restart):
     (tmp_path / "killed/metrics.jsonl").touch()
     (tmp_path / "killed/slurm-17.out").write_text("compiling the update")
     (tmp_path / "killed/last_checkpoint.json").write_text('{"step": 0}')
-    (tmp_path / "killed/tensorboard").mkdir()
+    for name in ("teacher.sha256", "tracker.json", "tokenizer.json", "data_manifest.json"):
+        (tmp_path / "killed" / name).write_text("{}")
+    for name in ("tensorboard", "checkpoints"):
+        (tmp_path / "killed" / name).mkdir()
     for folder in (tmp_path / "empty", tmp_path / "killed", run):
         check_folder(RunFolder(folder), restart=restart)
 

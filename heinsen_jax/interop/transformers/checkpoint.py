@@ -176,7 +176,8 @@ class Checkpoint:
         """
         value = self._values(tensor := self.tensors[name])
         if not self._allow_nonfinite:
-            check_finite(value, tensor.name, tensor.path, "fetch it again, or --allow-nonfinite")
+            remedy = "fetch it again, or give --allow-nonfinite (allow_nonfinite=True in Python)"
+            check_finite(value, tensor.name, tensor.path, remedy)
         return value
 
     def _values(self, tensor: Tensor) -> np.ndarray:
@@ -219,7 +220,7 @@ def check_format(path: Path) -> None:
     for file in files:
         if file.suffix in (".bin", ".pt", ".pth"):
             raise UserError(
-                f"{path} has only {file.name}, in another format; give a folder with "
+                f"{file} has the format of PyTorch, which is not read; give a folder with "
                 f"{WEIGHTS_FILE} or {INDEX_FILE}"
             )
     if path.is_file():

@@ -1,0 +1,93 @@
+"""Speed of training with two updates in flight, compared with as many as JAX permits.
+
+    python benchmarks/in_flight.py
+
+Updates of three lengths: those of configs/quickstart.py, of the same model with an eighth of the
+tokens, and with four times the tokens. Runs alternate in one process. Writes a JSON record.
+"""
+
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import tyro
+from common import ROOT
+
+from heinsen_jax import data
+from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.environment import environment
+from heinsen_jax.training.loop import train
+from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.training.pacing import InFlight
+
+MANY = 1000
+"""Updates in flight without a limit of ours: JAX has one of about 32."""
+CASES = {"eighth": (2, 64, 1000), "quickstart": (8, 128, 200), "fourfold": (16, 256, 60)}
+"""Sequences per update, their tokens, and updates per run."""
+REPORTS = 10
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure training with limits of updates in flight.
+
+    Attributes:
+      repeats: number of runs with each limit.
+      output: path of the JSON record.
+    """
+
+    repeats: int = 4
+    output: Path = ROOT / "benchmarks/results/in_flight.json"
+
+
+def experiment_of(batch_size: int, length: int, steps: int) -> ExperimentConfig:
+    config = load_config("quickstart")
+    training = replace(
+        config.training,
+        steps=steps,
+        log_every=steps // REPORTS,
+        evaluate_every=steps,
+        evaluation_batches=1,
+        sample_tokens=0,
+    )
+    sizes = {"batch_size": batch_size, "sequence_length": length}
+    return replace(config, data=replace(config.data, **sizes), training=training)
+
+
+def milliseconds(config: ExperimentConfig, dataset: data.Dataset, most: int) -> float:
+    """Median milliseconds of an update, without the first report."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(InFlight, "MOST", most):
+        train(Path(folder), dataset, config)
+        rows = [row for row in read_metrics(Path(folder)) if "train/tokens_per_second" in row]
+    tokens = config.data.batch_size * config.data.sequence_length
+    return 1e3 * statistics.median(tokens / row["train/tokens_per_second"] for row in rows[1:])
+
+
+def main(options: Options) -> int:
+    record = {"environment": environment(), "cases": {}}
+    for name, (batch_size, length, steps) in CASES.items():
+        config = experiment_of(batch_size, length, steps)
+        dataset = data.load(config.data)
+        times: dict[int, list[float]] = {2: [], MANY: []}
+        for _ in range(options.repeats):
+            for most, found in times.items():
+                found.append(milliseconds(config, dataset, most))
+        two, many = (statistics.median(found) for found in times.values())
+        record["cases"][name] = {
+            "tokens": batch_size * length,
+            "milliseconds": {"two": two, "many": many},
+            "all_milliseconds": {"two": times[2], "many": times[MANY]},
+            "two_over_many": two / many,
+        }
+        print(f"{name}: {two:.1f} / {many:.1f} ms = {two / many:.3f}", flush=True)
+    options.output.write_text(json.dumps(record, indent=2) + "\n")
+    print(f"written to {options.output}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options)))

@@ -10,6 +10,7 @@ import resource
 import socket
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,8 @@ ARRAY = json.dumps([{"text": text} for text in TEXTS], indent=1).encode()
 BOM = codecs.BOM_UTF8
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
+compressed = partial(gzip.compress, mtime=0)  # the same bytes, and names of tests, at any time
+
 
 def write(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,8 +67,8 @@ def command(monkeypatch, capfd, *arguments: object) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("c4-train.00000-of-01024.json.gz", gzip.compress(LINES)),
-        ("a.JSON.GZ", gzip.compress(ARRAY)),
+        ("c4-train.00000-of-01024.json.gz", compressed(LINES)),
+        ("a.JSON.GZ", compressed(ARRAY)),
         ("a.json.zst", zstandard.compress(LINES)),
         ("a.json", LINES),
         ("a.json", b"\n" + ARRAY),
@@ -77,7 +80,7 @@ def command(monkeypatch, capfd, *arguments: object) -> tuple[int, str]:
         ("a.jsonl", BOM + LINES),
         ("a.jsonl", BOM + b"\n" + LINES),
         ("a.json", BOM + ARRAY),
-        ("two.jsonl.gz", gzip.compress(BOM + LINES[:16]) + gzip.compress(BOM + LINES[16:])),
+        ("two.jsonl.gz", compressed(BOM + LINES[:16]) + compressed(BOM + LINES[16:])),
     ],
 )
 def test_rows_of_json_are_read_whatever_the_file_is_called(tmp_path, name, content):
@@ -122,8 +125,8 @@ def test_invalid_json_is_named(tmp_path, content, message):
     [
         ("a.txt", bytes),
         ("A.TXT", bytes),
-        ("a.TXT.GZ", gzip.compress),
-        ("a.md.gz", gzip.compress),
+        ("a.TXT.GZ", compressed),
+        ("a.md.gz", compressed),
         ("a.txt.zst", zstandard.compress),
     ],
 )
@@ -147,7 +150,7 @@ def test_archives_are_refused_before_anything_is_read(tmp_path, name):
 
 
 def test_published_splits_of_all_names_of_json(tmp_path):
-    write(tmp_path / "train-00000-of-00001.json.gz", gzip.compress(LINES))
+    write(tmp_path / "train-00000-of-00001.json.gz", compressed(LINES))
     write(tmp_path / "validation.NDJSON", LINES)
     write(tmp_path / "dataset_infos.json", b"{}")
     sources = {source.path.name: source for source in find_sources(tmp_path)}
@@ -338,9 +341,9 @@ CONTENTS = {
     "a.txt": lambda texts: "\n".join(texts).encode(),
     "a.jsonl": lines_of,
     "a.json": lambda texts: json.dumps([{"text": text} for text in texts]).encode(),
-    "a.jsonl.gz": lambda texts: gzip.compress(lines_of(texts)),
+    "a.jsonl.gz": lambda texts: compressed(lines_of(texts)),
     "a.jsonl.zst": lambda texts: zstandard.compress(lines_of(texts)),
-    "a.txt.gz": lambda texts: gzip.compress("\n".join(texts).encode()),
+    "a.txt.gz": lambda texts: compressed("\n".join(texts).encode()),
     "a.parquet": parquet_of,
 }
 
@@ -391,7 +394,7 @@ def bomb(name: str, size: int) -> bytes:
         b"\0" * size if "zeros" in name else (b'{"text": "%s"}\n' % (b"x" * 1000)) * (size // 1014)
     )
     if name.endswith(".gz"):
-        return gzip.compress(content)
+        return compressed(content)
     return zstandard.compress(content)
 
 
@@ -455,14 +458,14 @@ def test_a_bomb_is_refused_at_its_beginning(tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "UNLIMITED_BYTES", 1 << 20)
     row = json.dumps({"text": "x" * 1000}).encode() + b"\n"
     noise = json.dumps({"text": os.urandom(200_000).hex()}).encode()
-    path = write(tmp_path / "a.jsonl.gz", gzip.compress(row * 5000) + gzip.compress(noise))
+    path = write(tmp_path / "a.jsonl.gz", compressed(row * 5000) + compressed(noise))
     with pytest.raises(UserError, match="expands to more than 200 times its size"):
         texts_of(path)
 
 
 def test_small_files_may_expand(tmp_path):
     text = b"word " * 1_000_000
-    for name, pack in {"a.txt.gz": gzip.compress, "a.txt.zst": zstandard.compress}.items():
+    for name, pack in {"a.txt.gz": compressed, "a.txt.zst": zstandard.compress}.items():
         assert texts_of(write(tmp_path / name, pack(text))) == [text.decode()]
 
 
@@ -470,13 +473,13 @@ def test_small_files_may_expand(tmp_path):
 def test_an_invalid_limit_is_refused(tmp_path, value, monkeypatch):
     monkeypatch.setenv(streams.MAX_EXPANSION_VARIABLE, value)
     with pytest.raises(UserError, match=r"HEINSEN_JAX_MAX_EXPANSION=.* positive integer"):
-        texts_of(write(tmp_path / "a.txt.gz", gzip.compress(b"text")))
+        texts_of(write(tmp_path / "a.txt.gz", compressed(b"text")))
 
 
 @pytest.mark.parametrize("kind", ["gz", "zst"])
 @pytest.mark.parametrize("rest", [b"x", b"garbage after the end"])
 def test_bytes_after_the_end_of_a_compressed_file_are_damage(tmp_path, kind, rest):
-    pack = {"gz": gzip.compress, "zst": zstandard.compress}[kind]
+    pack = {"gz": compressed, "zst": zstandard.compress}[kind]
     with pytest.raises(UserError, match=r"is (damaged|truncated)"):
         texts_of(write(tmp_path / f"a.jsonl.{kind}", pack(LINES) + rest))
 

@@ -72,9 +72,15 @@ def ours(*arrays: Any, window_size: int = WINDOW, **options: Any) -> Any:
     return log_window_attention(*arrays[:5], **options)
 
 
-def differentiate(function: Callable[..., Any], arrays: Any) -> Any:
-    y, pullback = jax.vjp(function, *arrays)
-    return y, pullback(jnp.sin(1 + y))
+def differentiate(function: Callable[..., Any], arrays: Any, *, has_aux: bool = False) -> Any:
+    """Return the output, gradients and, if any, the auxiliary output, compiled together."""
+
+    @jax.jit
+    def compiled(*arrays: Any) -> Any:
+        y, pullback, *aux = jax.vjp(function, *arrays, has_aux=has_aux)
+        return y, pullback(jnp.sin(1 + y)), *aux
+
+    return compiled(*arrays)
 
 
 def assert_close(have: Any, want: Any, **tolerance: Any) -> None:
@@ -112,6 +118,10 @@ def test_segments_are_independent(has_decay):
     assert_close(differentiate(partial(ours, **options), arrays), want)
 
 
+def state_after(*arrays: Any, segment_ids: Any = None) -> LogWindowState:
+    return jax.jit(partial(ours, segment_ids=segment_ids, return_state=True))(*arrays)[1]
+
+
 def in_chunks(*arrays: Any, bounds: tuple[int, ...], segment_ids: Any = None) -> Any:
     """Return the outputs of consecutive chunks, and the state after them."""
     parts, state = [], None
@@ -139,19 +149,18 @@ def test_streaming_equals_one_pass(segment_ids, has_decay):
     def stream(*arrays: Any) -> Any:
         return in_chunks(*arrays, bounds=(0, 5, 6, 38, 39, LENGTH), segment_ids=segment_ids)
 
-    y, pullback, state = jax.vjp(stream, *arrays, has_aux=True)
+    *have, state = differentiate(stream, arrays, has_aux=True)
     whole = partial(dense, window_size=WINDOW, segment_ids=segment_ids)
-    assert_close((y, pullback(jnp.sin(1 + y))), differentiate(whole, arrays))
-    _, after = ours(*arrays, segment_ids=segment_ids, return_state=True)
-    assert_close(state, after)
+    assert_close(have, differentiate(whole, arrays))
+    assert_close(state, state_after(*arrays, segment_ids=segment_ids))
 
 
 @pytest.mark.usefixtures("x64")
 def test_a_state_of_few_tokens_after_a_segment_has_no_others():
     """The last segment is shorter than the window."""
     arrays = tuple(x[:, :25] for x in draw())
-    _, packed = ours(*arrays, segment_ids=SEGMENTS[:, :25], return_state=True)
-    _, alone = ours(*(x[:, 21:] for x in arrays), return_state=True)
+    packed = state_after(*arrays, segment_ids=SEGMENTS[:, :25])
+    alone = state_after(*(x[:, 21:] for x in arrays))
     assert_close(packed, alone)
     assert packed.num_tokens.tolist() == [[4] * GROUPS] * BATCH
 
@@ -167,16 +176,19 @@ def test_states_merge(has_decay):
         chunk = (x[:, start:stop] for x in (key, value, features, *decay))
         return LogWindowState.of_tokens(*chunk, window_size=WINDOW, first=first)
 
-    sizes = GROUPS, KEY, VALUE, FEATURES, WINDOW
-    merged = LogWindowState.empty((BATCH,), *sizes, jnp.float64, has_decay=has_decay)
-    for bounds in pairwise((0, 29, 31, 31, 36, 42, LENGTH)):
-        merged = merged.merge(state_of(*bounds))
-    _, whole = ours(*arrays, return_state=True)
-    assert_close(merged, whole)
-    assert_close(state_of(0, 36).merge(state_of(36, 42)).merge(state_of(42, LENGTH)), whole)
+    @jax.jit
+    def merged() -> list[LogWindowState]:
+        sizes = GROUPS, KEY, VALUE, FEATURES, WINDOW
+        state = LogWindowState.empty((BATCH,), *sizes, jnp.float64, has_decay=has_decay)
+        for bounds in pairwise((0, 29, 31, 31, 36, 42, LENGTH)):
+            state = state.merge(state_of(*bounds))
+        return [state, state_of(0, 36).merge(state_of(36, 42)).merge(state_of(42, LENGTH))]
+
+    for state in merged():
+        assert_close(state, state_after(*arrays))
     segments = np.where(np.arange(LENGTH)[None] < first[:, None], 1, 0)
-    _, last = ours(*arrays, segment_ids=segments, return_state=True)
-    assert_close(state_of(0, LENGTH, first), last)
+    last = state_after(*arrays, segment_ids=segments)
+    assert_close(jax.jit(partial(state_of, 0, LENGTH))(first), last)
 
 
 @pytest.mark.usefixtures("x64")
@@ -184,8 +196,9 @@ def test_a_decay_of_zero_excludes_the_tokens_before_it():
     arrays = draw()
     before, after = 20, 20 + WINDOW  # the token with the decay, and when it has left the window
     arrays[6][:, before] = -np.inf
-    whole, chunks = ours(*arrays), in_chunks(*arrays, bounds=(0, 15, 40, LENGTH))[0]
-    alone = ours(*(x[:, before:] for x in arrays))
+    stream = jax.jit(lambda *arrays: in_chunks(*arrays, bounds=(0, 15, 40, LENGTH))[0])
+    whole, chunks = jax.jit(ours)(*arrays), stream(*arrays)
+    alone = jax.jit(ours)(*(x[:, before:] for x in arrays))
     for y in (whole, chunks):
         assert_close(y[:, after:], alone[:, WINDOW:])
         assert np.max(np.abs(y[:, after - 1] - alone[:, WINDOW - 1])) > 1e-3

@@ -57,6 +57,12 @@ if os.environ.get(CHECK_TYPES):
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN_FOLDER = ROOT / "tests" / "golden"
 
+REPOSITORY = {
+    *("docs", "docstrings_test", "language_test", "site_test", "notebooks_test", "mutations_test"),
+    *("packaging_test", "scripts_test", "benchmarks_test", "compile_size_test"),
+}
+"""Files and folders of tests about the repository more than about what the package computes."""
+
 MAX_MEMORY_MAPS = 20_000  # Linux allows 65,530
 
 SETTINGS = {
@@ -104,7 +110,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run groups first: otherwise one worker may run a long one alone at the end."""
+    """Mark the tests of the repository. Run groups first: otherwise one worker may run a long one
+    alone at the end."""
+    for item in items:
+        if REPOSITORY & {*item.path.relative_to(ROOT).with_suffix("").parts}:
+            item.add_marker("repository")
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

@@ -24,7 +24,7 @@ def corpus(published_data: Path, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name != "log")) for name in CAUSAL],
+    [pytest.param(name, marks=pytest.mark.nightly) for name in CAUSAL],
 )
 def test_quickstart(name, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)

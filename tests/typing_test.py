@@ -1,5 +1,6 @@
 """Runtime type checks in tests, and pytree classes."""
 
+import os
 from dataclasses import field, replace
 
 import jax
@@ -11,6 +12,9 @@ from jaxtyping import TypeCheckError
 from heinsen_jax.attention import build
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.typing import Array, pytree_dataclass
+from tests.conftest import CHECK_TYPES
+
+checked = pytest.mark.skipif(not os.environ.get(CHECK_TYPES), reason=f"{CHECK_TYPES} is not set")
 
 
 @pytree_dataclass
@@ -33,6 +37,7 @@ def test_a_static_field_is_no_argument_of_jit():
     assert int(jax.jit(lambda x: x.first.sum() * x.size)(Pair(jnp.ones(3), jnp.ones(1)))) == 6
 
 
+@checked
 def test_shapes_of_a_state_are_checked_except_when_rebuilt_by_jax():
     keys, num_tokens = jnp.zeros((1, 4, 2, 8)), jnp.zeros((), jnp.int32)
     state = WindowCache((keys, keys), num_tokens)
@@ -43,6 +48,7 @@ def test_shapes_of_a_state_are_checked_except_when_rebuilt_by_jax():
     assert jax.tree.map(jnp.ndim, state).num_tokens == 0
 
 
+@checked
 def test_shapes_of_a_layer_are_checked():
     layer = build("linear", model_dim=8, num_heads=2, rngs=nnx.Rngs(0))
     with pytest.raises(TypeCheckError):

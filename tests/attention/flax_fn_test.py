@@ -87,6 +87,7 @@ def test_shared_key_value_heads(name):
     check(arrays(groups=1), MASKS[name], is_traced=False)
 
 
+@pytest.mark.nightly
 @hypothesis.settings(max_examples=6)
 @hypothesis.given(
     st.tuples(*(st.sampled_from([1, size]) for size in FULL)),
@@ -368,6 +369,7 @@ def test_unsupported_layers_raise():
     )
 
 
+@pytest.mark.nightly
 def test_layers_in_bfloat16():
     layer = nnx_layer(dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     y = layer(X, mask=CAUSAL)

@@ -136,6 +136,7 @@ def test_normalized_product_features_start_sharper():
     np.testing.assert_array_equal(scales["product"], np.full(4, 2.0))
 
 
+@pytest.mark.nightly
 def test_logarithms_of_complements_are_accurate():
     with jax.enable_x64():
         logits = jnp.asarray([[0.0, 0, 0], [1, 2, 3], [0, 60, -60], [-800, 0, -900]])

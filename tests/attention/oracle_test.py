@@ -1,7 +1,7 @@
 """Values and gradients of every mechanism's layer, against its definition in float64."""
 
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -121,6 +121,7 @@ VARIANTS |= {
 }
 
 
+@cache
 def shapes_of(variant: str, **options: Any) -> attention.Attention:
     """Return the layer, with shapes in place of parameters."""
     name, config = VARIANTS[variant]

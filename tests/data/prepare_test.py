@@ -444,6 +444,7 @@ def test_damaged_data_set_is_detected(tmp_path: Path, damage, problem: str) -> N
         Manifest.load(tmp_path / "out")
 
 
+@pytest.mark.nightly
 def test_of_two_processes_that_prepare_the_same_folder_one_waits(tmp_path: Path) -> None:
     """As when two trainers use the same data."""
     folder, out = make_folder(tmp_path / "in", 400), tmp_path / "out"

@@ -166,8 +166,8 @@ for name in ("scan", "chunked", "reference"):
         f"log, {name}, by head": Case(decayed(log_attention, name), log_oracle),
         f"log, {name}, by feature": Case(decayed(log_attention, name), log_oracle, True),
     }
-SHORT = {"softmax, xla", "softmax, tiled", "delta rule, by feature", "mlstm", "log_window"}
-SHORT |= {"heinsen, chunked, by feature", "log, chunked, by head"}
+SHORT = {"softmax, xla", "softmax, tiled", "delta rule, by feature", "mlstm"}
+SHORT |= {"log, chunked, by head"}
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,19 @@ def request(kind: Any, arguments) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=tuple(arguments), idx=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['checkpoint']}{case['options']}")
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        pytest.param(
+            case,
+            kind,
+            id=f"{case['checkpoint']}{case['options']}-{kind}",
+            marks=[pytest.mark.nightly] * (case["checkpoint"] == "gpt2" and kind != KINDS[0]),
+        )
+        for case in CASES
+        for kind in KINDS
+    ],
+)
 def test_answers_equal_the_harness_own_model(folders, case, kind):
     model = HarnessModel(folders[case["checkpoint"]], **case["options"])
     asked = [

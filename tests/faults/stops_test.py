@@ -33,6 +33,7 @@ def read_until(process: subprocess.Popen, words: str) -> None:
         too_late.cancel()
 
 
+@pytest.mark.nightly
 def test_sigterm_during_compilation_ends_immediately(place, tmp_path):
     """The update of log-attention takes seconds to compile; nothing needs saving yet."""
     options = (
@@ -57,7 +58,7 @@ def test_sigterm_during_compilation_ends_immediately(place, tmp_path):
     assert err == "\nstopped by SIGTERM: nothing to save\n"
 
 
-@pytest.mark.parametrize("program", ["train", "generate"])
+@pytest.mark.parametrize("program", ["train", pytest.param("generate", marks=pytest.mark.nightly)])
 def test_ctrl_c_during_compilation_ends_immediately(place, tmp_path, program):
     """A second one changes nothing."""
     commands = {
@@ -336,6 +337,7 @@ DIFFERENT = {
 SHORT = "--optimizer.learning_rate 0.5"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

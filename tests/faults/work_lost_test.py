@@ -198,7 +198,9 @@ def test_checkpoints_without_a_configuration_are_not_resumed(place, run, monkeyp
     assert not (run / CONFIG_FILE).exists()
 
 
-@pytest.mark.parametrize("moved", [0, 1, 3, 6])
+@pytest.mark.parametrize(
+    "moved", [pytest.param(x, marks=[pytest.mark.nightly] * (x != 3)) for x in (0, 1, 3, 6)]
+)
 def test_a_restart_that_is_interrupted_is_completed(train_here, run, capsys, monkeypatch, moved):
     """The run is not resumed with other settings, and all of it is in one folder."""
     before = {path.name for path in run.iterdir() if not path.name.startswith(".")}

@@ -25,7 +25,7 @@ def prompts(padding: str):
     return tokens, rows
 
 
-@few_or_nightly(CAUSAL, few=["log", "softmax", "rmt"])
+@few_or_nightly(CAUSAL, few=["log", "softmax"])
 def test_rows_equal_single_prompts(name):
     model = build(name, **SIZES)
     for padding in ("right", "left"):
@@ -46,7 +46,7 @@ def test_greedily_after_a_state():
     assert_greedy(model, whole, np.concatenate([together, more], 1))
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, None])
+@pytest.mark.parametrize("lengths", [pytest.param(LENGTHS, marks=pytest.mark.nightly), None])
 def test_chunks_of_all_sizes(lengths, monkeypatch):
     monkeypatch.setattr("heinsen_jax.generate.prompts.CHUNKS", (16, 4, 1))
     model = build("log", **SIZES | {"model_dim": 24})  # a shape that no other test compiles
@@ -62,6 +62,7 @@ def test_learned_positions():
     assert_greedy(model, rows, generate(model, tokens, 6, top_k=1, lengths=LENGTHS, padding="left"))
 
 
+@pytest.mark.nightly
 def test_fewer_learned_positions_than_a_chunk_has_tokens():
     fields = {"positions": "learned", "max_length": 20, "convolution_size": None}
     model = build("softmax", **SIZES | fields)
@@ -83,6 +84,7 @@ def test_samples_equal_single_prompts(name):
         np.testing.assert_array_equal(generate(model, row, 6, key=key), new)
 
 
+@pytest.mark.nightly
 def test_rows_with_their_own_keys_are_independent():
     model = build("log", **SIZES)
     keys, tokens = jax.random.split(jax.random.key(0), 3), jnp.array([[3, 1], [3, 1], [4, 2]])

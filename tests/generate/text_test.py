@@ -36,6 +36,7 @@ def alone(model, **options) -> list[list[int]]:
     return [new[: new.index(end)] if end in new else new for new in rows]
 
 
+@pytest.mark.nightly
 def test_greedy_samples_equal_those_of_single_prompts(model):
     tokens = alone(model, top_k=1)
     for number in (0, 1, 2, 33, MAX_NEW_TOKENS):
@@ -69,6 +70,7 @@ def test_a_sample_ends_before_the_first_stop_string(model):
     assert len(ended[1][2]) <= middle[1]
 
 
+@pytest.mark.nightly
 def test_prompts_after_a_state(model):
     """The longest prompt is unchanged, and so is the shape."""
     before = jnp.asarray(TOKENIZER.encode("Before. "))

@@ -80,6 +80,7 @@ def test_greedy_equals_recomputing_everything_also_after_a_state(model):
     assert_greedy(model, tokens, np.concatenate([first, second], 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("as_users_compile")
 def test_decoding_loops_hold_unstacked_weights(model):
     """Slicing stacked weights would copy them at every token."""
@@ -97,7 +98,14 @@ def test_decoding_loops_hold_unstacked_weights(model):
 
 @pytest.mark.usefixtures("as_users_compile")
 @pytest.mark.parametrize(
-    ("name", "batch"), [("softmax", ()), ("softmax", (1,)), ("gqa", (3,)), ("fox", (3,))]
+    ("name", "batch"),
+    [
+        ("softmax", ()),
+        *(
+            pytest.param(*x, marks=pytest.mark.nightly)
+            for x in (("softmax", (1,)), ("gqa", (3,)), ("fox", (3,)))
+        ),
+    ],
 )
 def test_decoding_loops_do_not_copy_keys_and_values(name, batch):
     """The body of the loop has no operation on arrays of the size of keys or values, but for the
@@ -129,6 +137,7 @@ def test_deep_models_keep_their_weights_stacked(model, monkeypatch):
     assert language_model.unstacked(parameters)(1) is parameters
 
 
+@pytest.mark.nightly
 def test_keys_of_both_kinds_determine_the_sample(model):
     first, again, old, other = (
         generate(model, PROMPT, 20, key=key).tolist()

@@ -26,6 +26,7 @@ def new(run):
     return lambda: Chat(model, tokenizer, max_new_tokens=3, temperature=0.7, top_k=1, seed=1)
 
 
+@pytest.mark.nightly
 def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):
     one, other, said = new(), new(), ""
     for line in ("exact", "cost"):
@@ -42,6 +43,7 @@ def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):
     assert "".join(one.answer("where")) == "".join(other.answer("where")) != ""
 
 
+@pytest.mark.nightly
 def test_capacity_for_a_turn_is_allocated_once(tmp_path):
     model = build("softmax", vocab_size=264, num_layers=1)
     chat = Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)

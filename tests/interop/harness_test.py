@@ -142,6 +142,7 @@ def test_every_context_is_processed_once(run, monkeypatch):
         assert one[0] == pytest.approx(other[0], abs=1e-4)
 
 
+@pytest.mark.nightly
 def test_long_documents_are_one_stream(run, monkeypatch):
     monkeypatch.setattr(harness, "CHUNK", 64)
     rng = np.random.default_rng(1)
@@ -173,6 +174,7 @@ def test_with_learned_positions_every_token_is_counted_once(adapter):
     assert cut == pytest.approx(want, abs=1e-3)
 
 
+@pytest.mark.nightly
 @trained_or_nightly
 def test_samples_end_at_stop_strings(adapter):
     contexts = ["attention", "constant in cost", "w"]

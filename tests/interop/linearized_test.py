@@ -24,7 +24,7 @@ from heinsen_jax.training.checkpoint import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply
 
-pytestmark = pytest.mark.xdist_group("interop")
+pytestmark = [pytest.mark.xdist_group("interop"), pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ from tests.models.small import apply, random_model
 
 FOLDER = GOLDEN_FOLDER / "transformers"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+SHORT = {"llama3", "qwen3", "gpt2", "gpt_neox"}
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -67,7 +68,9 @@ def assert_same(have: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> Non
         np.testing.assert_array_equal(have[name], x, err_msg=name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=[pytest.mark.nightly] * (x not in SHORT)) for x in NAMES]
+)
 def test_logits_and_greedy_continuations_are_those_of_transformers(name):
     model, _ = from_pretrained(FOLDER / name)
     with np.load(FOLDER / name / "expected.npz") as want:
@@ -401,7 +404,12 @@ def test_fields_of_earlier_versions_are_read(name, earlier, tmp_path):
 @pytest.mark.parametrize("is_low_rank", [False, True])
 @pytest.mark.parametrize(
     ("name", "kept"),
-    [("llama3", "gqa"), ("qwen3", "gqa"), ("gpt2", "softmax"), ("gpt_neox", "softmax")],
+    [
+        ("llama3", "gqa"),
+        pytest.param("qwen3", "gqa", marks=pytest.mark.nightly),
+        pytest.param("gpt2", "softmax", marks=pytest.mark.nightly),
+        ("gpt_neox", "softmax"),
+    ],
 )
 def test_layers_of_constant_cost_have_the_positions_of_the_model(name, kept, is_low_rank):
     """A window over the whole sequence makes them exact softmax attention; grouped or normalized
@@ -436,6 +444,7 @@ def test_a_repository_is_downloaded(monkeypatch, tmp_path):
         from_pretrained("them/none")
 
 
+@pytest.mark.nightly
 def test_texts_begin_with_the_tokens_that_the_model_expects(tmp_path):
     """In continuations and in tasks, as in transformers: <|begin|>, which `encode` does not add."""
     model, tokenizer = from_pretrained(FOLDER / "qwen2")

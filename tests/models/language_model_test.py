@@ -185,6 +185,7 @@ def gradient(**fields) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(jax.jit(jax.grad(loss))(parameters))]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "policy",
     [
@@ -197,6 +198,7 @@ def test_remat_gives_the_same_gradients(policy):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_bfloat16_is_close_and_keeps_float32_states():
     config = LanguageModelConfig(**SIZES, attention=SCAN, dtype="bfloat16")
     initial = jax.jit(lambda: nnx.state(LanguageModel(SMALL, rngs=nnx.Rngs(0))))()

@@ -51,6 +51,7 @@ def build(*pattern: str, **fields: Any) -> LanguageModel:
     return random_model(configured(*pattern, **fields))
 
 
+@pytest.mark.nightly
 @few_or_nightly(["log", "gqa", "linformer", "l1", "colt5"], few=["gqa"])
 def test_it_learns_to_predict_masked_tokens(name):
     """Sequences with period 6: 60 updates reduce the loss from log 18 to below 1.7. A unigram model
@@ -90,6 +91,7 @@ def test_greedy_equals_recomputing_everything(name):
     assert_greedy(model, tokens, generate(model, tokens, 9, top_k=1))
 
 
+@pytest.mark.nightly
 def test_a_cache_grows(monkeypatch):
     """In a stream, after `generate`, and after a state without spare capacity."""
     monkeypatch.setattr("heinsen_jax.generate.tokens.MORE_TOKENS", 3)

@@ -73,7 +73,7 @@ def check(config: LanguageModelConfig) -> None:
         np.testing.assert_allclose(y[:, start:stop], expected, atol=1e-5 * np.max(np.abs(y)))
 
 
-@few_or_nightly(ABLE, few=["log", "gla", "fox"])
+@few_or_nightly(ABLE, few=["log", "fox"])
 def test_documents_are_independent(name):
     check(configured(name, num_layers=1))
 
@@ -81,6 +81,7 @@ def test_documents_are_independent(name):
 BIDIRECTIONAL = [name for name in ABLE if CAPABILITIES[name].bidirectional]
 
 
+@pytest.mark.nightly
 @few_or_nightly(BIDIRECTIONAL, few=["gqa"])
 def test_documents_are_independent_in_both_directions(name):
     check(configured(name, num_layers=1, is_causal=False, block="standard"))
@@ -98,13 +99,14 @@ VARIANTS = {
 }
 
 
-@few_or_nightly([*VARIANTS], few=["recurrence and convolution", "decay block"])
+@few_or_nightly([*VARIANTS], few=["decay block"])
 def test_positions_and_convolutions_are_those_of_each_document(name):
     mechanism, options, fields = VARIANTS[name]
     sizes = {"num_layers": 2, "block": "standard", "model_dim": 16}
     check(configured(mechanism, options=options, **sizes | fields))
 
 
+@pytest.mark.nightly
 def test_a_stream_continues_the_first_segment_and_returns_the_last():
     config = configured("log", num_layers=1, convolution_size=3)
     graph, parameters = nnx.split(random_model(config))

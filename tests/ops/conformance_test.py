@@ -27,7 +27,11 @@ ONE_SEGMENT = np.zeros((BATCH, LENGTH), np.int32)
 # The short suite has the other direction, or an op that shares their code.
 TWINS = {"l1, bidirectional", "softmax, xla, bidirectional", "mla, expanded, bidirectional"}
 TWINS |= {"additive", "additive, bidirectional", "performer, relu"}
-SHORT = OPS.keys() - TWINS
+# Their own tests compare them with definitions, on segments, padding and chunks.
+OWN = {"log_window", "performer", "performer, bidirectional", "taylor", "taylor, bidirectional"}
+OWN |= {"gated, by head", "gated, by feature", "delta rule, by feature", "mla, expanded"}
+OWN |= {"forgetting, xla", "dilated", "l1, bidirectional"}
+SHORT = OPS.keys() - TWINS - OWN
 # The others differ from one of these by a mask, or their tests have inputs as extreme.
 SINGLE = {"linear", "l1", "softmax, xla", "softmax, tiled", "sliding_window", "tglobal", "rmt"}
 SINGLE |= {"additive, window", "mla, absorbed", "memory_compressed", "linformer"}

@@ -311,6 +311,7 @@ def test_without_edges():
     assert l1_sparse_attention(empty, empty, empty, nothing).shape == (0, 2, 3)
 
 
+@pytest.mark.nightly
 def test_traced_vmapped_and_checkpointed_edges_equal_concrete_ones():
     arrays, cotangent = draw(batch=(3,))
     arrays, cotangent = [x.astype(np.float32) for x in arrays], cotangent.astype(np.float32)

@@ -93,6 +93,7 @@ def test_float32_error_does_not_grow_with_length(scale, decay):
     assert np.max(np.abs(actual - expected)) <= 5e-6 * max(scale, 1)
 
 
+@pytest.mark.nightly
 def test_float32_gradient_error_does_not_grow_with_length():
     rng = np.random.default_rng(1)
     arguments = [rng.standard_normal((2000, 4)).astype(np.float32) for _ in range(3)]

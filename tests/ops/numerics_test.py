@@ -143,7 +143,10 @@ def test_log_scores_without_a_common_scale():
     np.testing.assert_array_equal(d_y, np.tile([8.0, 0.0], (8, 1)))
 
 
-@pytest.mark.parametrize(("number", "held"), [(6, 2), (5, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("number", "held"),
+    [(5, 1), *(pytest.param(*x, marks=pytest.mark.nightly) for x in ((6, 2), (2, 2)))],
+)
 def test_terms_of_a_large_batch_are_computed_in_parts(monkeypatch, number, held):
     x, y = np.random.default_rng(0).normal(0, 200, (2, number, 8, 4)).astype(np.float32)
     rows, columns = (np.exp(a - a.max(-1, keepdims=True)) for a in (x, y))

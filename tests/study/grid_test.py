@@ -130,6 +130,7 @@ def for_each_study(nightly: Collection[str] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("path", [*map(param, STUDIES)])
 
 
+@pytest.mark.repository
 @for_each_study()
 def test_committed_studies_load_and_all_their_runs_are_different(path):
     study, first = load_with_runs(path)
@@ -137,6 +138,7 @@ def test_committed_studies_load_and_all_their_runs_are_different(path):
     assert len({run.fingerprint for run in runs}) == len(runs)
 
 
+@pytest.mark.repository
 @for_each_study(nightly=ALIKE)
 def test_models_of_committed_studies_can_be_built(path):
     _, first = load_with_runs(path)

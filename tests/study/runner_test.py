@@ -25,6 +25,12 @@ from heinsen_jax.training.loop import Diverged, train
 from tests.study.small import BASE, GOOD, PLAIN, SMALLER, STUDIES, STUDY, Fake
 
 
+def here(chosen, folder):
+    """Execute runs in this process."""
+    for run in chosen:
+        yield run, run_one([*map(as_json, run.stages)], folder(run))
+
+
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / RESULTS_FILE).read_text().splitlines()]
 
@@ -216,7 +222,7 @@ def test_invalid_settings_are_named_before_any_run(tmp_path, choice, message):
 
 
 def test_runs_in_processes_record_their_costs_and_run_once(tmp_path, monkeypatch):
-    run_study(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 2))
+    run_study(SMALLER, tmp_path, lambda runs, folder: in_processes(runs, folder, 1))
     rows = {row["labels"]["mechanism"]: row for row in lines(tmp_path)}
     assert set(rows) == {"linear", "softmax"}
     for row in rows.values():
@@ -261,7 +267,7 @@ def test_each_stage_starts_from_the_one_before(tmp_path):
     (only,) = study.first_seed_runs()
     second = replace(study, stages=lambda labels, config: stages(labels, config)[1:])
     assert only.fingerprint != second.first_seed_runs()[0].fingerprint
-    run_study(study, tmp_path / "study", lambda runs, folder: in_processes(runs, folder, 1))
+    run_study(study, tmp_path / "study", here)
     (row,) = lines(tmp_path / "study")
     (before,) = row["before"]
     assert row["metrics"]["loss"] == pytest.approx(before["loss"], rel=1e-5)
@@ -296,6 +302,7 @@ def test_runs_with_other_text_are_refused(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_with_another_text_than_it_began_with_is_refused(tmp_path):
     """Whether it is finished or not."""
     text, workdir = tmp_path / "text.txt", tmp_path / "run"

@@ -191,6 +191,7 @@ def test_only_the_arrays_of_the_step_that_is_used_are_read(tmp_path, monkeypatch
     assert not read & {*arrays(folder, 2), *arrays(folder, 3)}
 
 
+@pytest.mark.nightly
 def test_a_reader_uses_the_second_best_if_the_best_is_damaged(tmp_path):
     folder = saved(tmp_path, (1, 1.0), (2, 2.0), (3, 3.0))
     flip(arrays(folder, 1)[0])

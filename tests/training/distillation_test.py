@@ -43,21 +43,26 @@ def test_errors_are_those_of_each_attention_layer_given_the_inputs_of_the_teache
     settings = DistillationConfig(teacher="unused", target="attention")
     objective = Distillation(settings, ours.config, teacher, frozenset())
     batch = Batch(tokens, loss_mask, segment_ids)
-    found = objective(ours, batch, jax.random.key(0), nnx.state(teacher))
-    x, _ = teacher.embedded(tokens[:, :-1])
-    errors = []
-    for layer in range(4):
-        block = of_layer(teacher, layer)
-        if layer % 2:
-            inputs = block.convolutions[0](block.norm(x), state=None, segment_ids=ids)[0]
-            wanted = block.attention(inputs, segment_ids=ids)
-            imitated = of_layer(ours, layer).attention(inputs, segment_ids=ids)
-            error = jnp.sum((imitated - wanted) ** 2, -1)
-            errors.append(error / jnp.sum(wanted**2, -1)[mask].mean())
-        x, _ = block(x, state=None, return_state=False, segment_ids=ids)
-    np.testing.assert_allclose(found.losses, sum(errors) / 2, rtol=1e-4)
-    total, _ = found.sums()
-    np.testing.assert_allclose(total, jnp.sum((sum(errors) / 2)[mask]), rtol=1e-4)
+
+    @jax.jit
+    def compiled():
+        found = objective(ours, batch, jax.random.key(0), nnx.state(teacher))
+        x, _ = teacher.embedded(tokens[:, :-1])
+        errors = []
+        for layer in range(4):
+            block = of_layer(teacher, layer)
+            if layer % 2:
+                inputs = block.convolutions[0](block.norm(x), state=None, segment_ids=ids)[0]
+                wanted = block.attention(inputs, segment_ids=ids)
+                imitated = of_layer(ours, layer).attention(inputs, segment_ids=ids)
+                error = jnp.sum((imitated - wanted) ** 2, -1)
+                errors.append(error / jnp.sum(wanted**2, -1)[mask].mean())
+            x, _ = block(x, state=None, return_state=False, segment_ids=ids)
+        return found.losses, found.sums()[0], sum(errors) / 2
+
+    losses, total, wanted = compiled()
+    np.testing.assert_allclose(losses, wanted, rtol=1e-4)
+    np.testing.assert_allclose(total, np.sum(wanted[mask]), rtol=1e-4)
 
 
 def test_predictions_of_the_teacher_are_within_segments():
@@ -69,6 +74,7 @@ def test_predictions_of_the_teacher_are_within_segments():
         DistillationConfig(teacher="unused"), ours.config, teacher, frozenset()
     )
 
+    @jax.jit
     def sums(*batch):
         return objective(ours, Batch(*batch), jax.random.key(0), nnx.state(teacher)).sums()[0]
 
@@ -125,8 +131,8 @@ def test_transfer_trains_new_parameters_only_and_resumes(teacher, tmp_path):
     workdir, _, chosen = teacher
     settings = DistillationConfig(teacher=str(workdir), target="attention", trained="new")
     chosen = replace(chosen, model=replace(chosen.model, attention=HEDGEHOG), distillation=settings)
-    few = replace(chosen, training=replace(chosen.training, steps=30, log_every=1))
-    more = replace(few, training=replace(few.training, steps=60))
+    few = replace(chosen, training=replace(chosen.training, steps=12, log_every=1))
+    more = replace(few, training=replace(few.training, steps=24))
     # The schedule depends on the steps: both parts have that of the whole run.
     same = {"optimizer": replace(chosen.optimizer, schedule="constant")}
     few, more = replace(few, **same), replace(more, **same)
@@ -143,9 +149,10 @@ def test_transfer_trains_new_parameters_only_and_resumes(teacher, tmp_path):
         if name in theirs:
             np.testing.assert_array_equal(value, theirs[name])
     errors = [row["train/loss"] for row in read_metrics(tmp_path / "whole") if "train/loss" in row]
-    assert np.mean(errors[-5:]) < 0.7 * errors[0]
+    assert np.mean(errors[-5:]) < 0.9 * errors[0]
 
 
+@pytest.mark.nightly
 def test_distillation_starts_from_weights_and_lowers_the_loss(teacher, tmp_path):
     workdir, _, chosen = teacher
     linear = replace(chosen.model, attention=Layers("log", options={"values": "linear"}))
@@ -185,7 +192,8 @@ def test_a_run_resumes_with_the_weights_of_its_teacher(teacher, tmp_path):
     folder = tmp_path / "student"
     run(folder, few)
     shutil.rmtree(changing)
-    run(changing, replace(chosen, seed=chosen.seed + 1))
+    short = replace(chosen.training, steps=2)
+    run(changing, replace(chosen, seed=chosen.seed + 1, training=short))
     for experiment in (few, more):
         with pytest.raises(UserError, match=r"teacher: its weights have changed.*--allow-change"):
             run(folder, experiment)

@@ -43,7 +43,7 @@ each_fast = pytest.mark.parametrize("implementation", FAST)
 
 
 def with_case(case: Case, implementation: str) -> Any:
-    marks = [] if case.length in (1, 15, 65) else [pytest.mark.nightly]
+    marks = [] if case.length in (1, 65) else [pytest.mark.nightly]
     return pytest.param(case, implementation, marks=marks, id=f"T{case.length}-{implementation}")
 
 
@@ -95,7 +95,7 @@ def test_agrees_with_a_second_definition(implementation):
 
 
 @each_implementation
-@pytest.mark.parametrize("std", [1.0, 300.0])
+@pytest.mark.parametrize("std", [1.0, pytest.param(300.0, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("last", [0, 7, 18])
 def test_the_past_has_no_gradient_to_the_future(implementation, std, last):
     inputs = random_inputs(CASE, 0, std)
@@ -160,7 +160,9 @@ def test_any_split_streams_to_the_same_result(function, implementation):
     check()
 
 
-@pytest.mark.parametrize("borders", [[64], [100, 131]], ids=str)
+@pytest.mark.parametrize(
+    "borders", [pytest.param([64], marks=pytest.mark.nightly), [100, 131]], ids=str
+)
 def test_splits_inside_and_at_chunk_boundaries(borders):
     inputs = random_inputs(Case(200), 0)
     expected, expected_state = call(inputs, "scan", return_state=True)

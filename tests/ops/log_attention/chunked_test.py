@@ -70,7 +70,13 @@ CHOICES = {
 }
 
 
-@pytest.mark.parametrize("name", [*CHOICES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name == "keys rise a little"))
+        for name in CHOICES
+    ],
+)
 def test_the_cheapest_tier_that_is_exact_is_chosen(name):
     slopes, tier = CHOICES[name]
     arrays = inputs(**slopes)
@@ -123,7 +129,13 @@ def test_products_alone_fail_on_these_inputs(name):
     assert not np.allclose(log_y, expected, atol=1)
 
 
-@pytest.mark.parametrize("options", [ALWAYS_FIRST, ALWAYS_LAST], ids=["first", "last"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(ALWAYS_FIRST, id="first", marks=pytest.mark.nightly),
+        pytest.param(ALWAYS_LAST, id="last"),
+    ],
+)
 def test_every_tier_is_exact_on_moderate_inputs(options):
     arrays = inputs()
     log_y, gradients = value_and_gradients(*arrays, options)
@@ -200,6 +212,7 @@ def test_the_exact_tier_supports_decay_by_feature(rate):
         assert_within(have, want, 2e-6 * np.max(np.abs(want)))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("x64")
 def test_float32_with_segments_stays_float32_beside_float64():
     arrays = [jnp.asarray(x) for x in inputs()]
@@ -210,6 +223,7 @@ def test_float32_with_segments_stays_float32_beside_float64():
     assert {x.dtype for x in (log_y, state.log_s, state.log_z)} == {np.dtype(np.float32)}
 
 
+@pytest.mark.nightly
 def test_parallel_scans_equal_sequential_ones():
     """As on accelerators; `forms_test.py` has further tests."""
     arrays = inputs()

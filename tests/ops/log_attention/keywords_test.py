@@ -125,15 +125,20 @@ TOGETHER = [
 @pytest.mark.parametrize(
     ("names", "function", "implementation"),
     [
-        *((names, log_attention, "chunked") for names in TOGETHER[1:]),
-        (TOGETHER[-1], heinsen_attention, "chunked"),
+        *((names, log_attention, "chunked") for names in TOGETHER[2:]),
         (TOGETHER[-1], log_attention, "scan"),
         *(
             pytest.param(names, log_attention, "scan", marks=pytest.mark.nightly)
             for names in TOGETHER[:-1]
         ),
-        pytest.param(TOGETHER[0], log_attention, "chunked", marks=pytest.mark.nightly),
-        pytest.param(TOGETHER[-1], heinsen_attention, "scan", marks=pytest.mark.nightly),
+        *(
+            pytest.param(names, log_attention, "chunked", marks=pytest.mark.nightly)
+            for names in TOGETHER[:2]
+        ),
+        *(
+            pytest.param(TOGETHER[-1], heinsen_attention, name, marks=pytest.mark.nightly)
+            for name in ("chunked", "scan")
+        ),
     ],
 )
 @settings(max_examples=6)

@@ -19,8 +19,15 @@ from tests.ops.log_attention.masks import (
 pytestmark = pytest.mark.usefixtures("as_users_compile")
 
 
-@pytest.mark.parametrize("std", [1.0, 1000.0])
-@pytest.mark.parametrize("of_heads", [1, HEADS])
+@pytest.mark.parametrize(
+    ("of_heads", "std"),
+    [
+        (1, 1.0),
+        (HEADS, 1000.0),
+        pytest.param(1, 1000.0, marks=pytest.mark.nightly),
+        pytest.param(HEADS, 1.0, marks=pytest.mark.nightly),
+    ],
+)
 def test_chunks_of_queries(of_heads, std):
     """At a length that is not a multiple of the chunks."""
     length = 331

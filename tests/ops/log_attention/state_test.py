@@ -83,6 +83,7 @@ def test_linear_states_merge_likewise(seed):
     assert_same_means(NO_AVERAGES.merge(a), a)
 
 
+@pytest.mark.nightly
 @given(SEEDS)
 def test_complex_states_merge_like_those_of_their_values(seed):
     a, b = (complex_state((seed + i) % 2**32) for i in range(2))
@@ -277,6 +278,7 @@ def test_log_attention_returns_the_state_of_absorb(implementation, per_feature):
     assert_same(state, absorb(EMPTY, key, log_value, log_decay), 5e-6)
 
 
+@pytest.mark.nightly
 def test_a_prefix_has_many_continuations():
     """The state of a shared prompt is computed once, and continued several times."""
     inputs = random_inputs(Case(40, batch=(3,), num_heads=2, value_depth=5), 0)
@@ -291,6 +293,7 @@ def test_a_prefix_has_many_continuations():
         assert_within(log_y[i : i + 1], log_attention(*whole)[:, 30:], 5e-6)
 
 
+@pytest.mark.nightly
 def test_chunks_of_a_prompt_are_absorbed_independently_and_merged():
     """Map and reduce: chunks of a prompt in parallel, then a tree of merges."""
     _, key, log_value, _ = random_inputs(Case(96, batch=(2,), num_heads=2, value_depth=5), 0)
@@ -317,7 +320,11 @@ def test_states_serialize(tmp_path):
 @pytest.mark.parametrize("function", [log_attention, heinsen_attention])
 @pytest.mark.parametrize(
     ("of_inputs", "of_state"),
-    [(jnp.bfloat16, jnp.bfloat16), (jnp.float64, jnp.float32), (jnp.float32, jnp.float64)],
+    [
+        pytest.param(jnp.bfloat16, jnp.bfloat16, marks=pytest.mark.nightly),
+        pytest.param(jnp.float64, jnp.float32, marks=pytest.mark.nightly),
+        (jnp.float32, jnp.float64),
+    ],
 )
 def test_a_state_keeps_its_dtype(function, of_inputs, of_state):
     """Required for loops. Sums are computed in the wider dtype, at least float32."""

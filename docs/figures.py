@@ -79,6 +79,11 @@ def record(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+@cache
+def abstract(config: LanguageModelConfig) -> LanguageModel:
+    return LanguageModel.abstract(config)
+
+
 class StudyResults:
     """Results of a committed study. Their labels are given in the order of the compared axes."""
 
@@ -95,11 +100,6 @@ class StudyResults:
     def results(self) -> dict[tuple[str, ...], Comparison]:
         results = results_of(self.study, RESULTS / "studies" / self.name)
         return {tuple(x.compared.values()): x for x in results}
-
-    @cached_property
-    def models(self) -> dict[tuple[str, ...], LanguageModelConfig]:
-        runs = [runs[0] for runs in self.study.groups()]
-        return {tuple(self.study.compared(x.labels).values()): x.config.model for x in runs}
 
     @cached_property
     def differences(self) -> list[Difference]:
@@ -175,7 +175,8 @@ class StudyResults:
     def inconclusive_below(self, comparisons: int) -> float:
         """Difference of two seeds at 5% by Bonferroni's correction, with the pooled deviation."""
         freedom = sum(len(x.values(self.study.metric)) - 1 for x in self.results.values())
-        return stats.t.ppf(1 - 0.025 / comparisons, freedom) * math.sqrt(2) * self.deviation()
+        quantile = float(stats.t.ppf(1 - 0.025 / comparisons, freedom))
+        return quantile * math.sqrt(2) * self.deviation()
 
     def rows(
         self, *columns: str, names: Sequence[str] = (), but: Sequence[str] = (), by: str = ""
@@ -206,12 +207,13 @@ class StudyResults:
         labels = next((x for x in ((name,), (name, other), (other, name)) if x in self.results), ())
         if not labels:
             return ""
+        result, unit = self.results[labels], 1000 if divisor else 1
         if metric == "size":
-            return size(LanguageModel.abstract(self.models[labels]).state_size(int(form)))
+            run = self.study.run(result.records[0].get("labels", {}))
+            return size(abstract(run.config.model).state_size(int(form)))
         if form == "verdict":
             found = (x for x in self.differences if tuple(x.compared.values()) == labels)
             return next((x.verdict for x in found if x.metric == metric), "")
-        result, unit = self.results[labels], 1000 if divisor else 1
         if not result.values(metric):
             return ""
         number = form.removeprefix("±") or ".3f"
@@ -269,14 +271,6 @@ def scaling_rows() -> str:
     return lines([name, *(exponent(fits.get(name)) for fits in laws)] for name in laws[0])
 
 
-def worst_errors() -> str:
-    return lines(
-        [f"`{name}`, {dtype}", *(f"{measured['worst'][x]:.0e}" for x in ("value", "gradient_norm"))]
-        for name, by_type in record("numerics")["errors"].items()
-        for dtype, measured in by_type.items()
-    )
-
-
 def attention_times(name: str, *sizes: str) -> str:
     """Rows of a record of attention on a GPU, each with these sizes of its shape."""
     rows = []
@@ -332,7 +326,7 @@ def training_flops(name: str) -> float:
     """FLOPs of a token of training."""
     config = load_config(name)
     parameters = costs(config)["parameters"]
-    return flops_per_token(config.model, parameters, config.data.sequence_length)
+    return flops_per_token(config.model, parameters, config.data.sequence_length) or math.nan
 
 
 def gpu_hours(name: str, utilization: float, updates: int | None = None) -> float:
@@ -355,7 +349,7 @@ def text_of(value: object) -> str:
 
 FILTERS = {"digits": digits, "percent": percent, "ms": milliseconds, "span": span, "size": size}
 FUNCTIONS = (
-    *(record, positions, at_budgets, equal_budgets, power_laws, scaling_rows, worst_errors),
+    *(record, positions, at_budgets, equal_budgets, power_laws, scaling_rows),
     *(attention_times, decoding_times, served, serving, layer_size, training_flops, gpu_hours),
     *(load_config, statistics.mean),
 )

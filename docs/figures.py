@@ -23,7 +23,7 @@ from scipy import stats
 
 from heinsen_jax import attention
 from heinsen_jax.config import load_config
-from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.flops import flops_per_token
 from heinsen_jax.study import (
     Comparison,
@@ -62,11 +62,11 @@ def span(values: Iterable[float], number: int = 2) -> str:
     return f"{min(numbers):.{number}f} to {max(numbers):.{number}f}"
 
 
-def size(number: float, of_kilobytes: int = 0) -> str:
+def size(number: float, kilobyte_digits: int = 0) -> str:
     """Bytes in kB, with this number of digits, or in MB or GB."""
     units = {"kB": 1e6, "MB": 1e9, "GB": 1e12}
     unit, limit = next(item for item in units.items() if number < item[1])
-    return f"{number / limit * 1e3:.{of_kilobytes if unit == 'kB' else 1}f} {unit}"
+    return f"{number / limit * 1e3:.{kilobyte_digits if unit == 'kB' else 1}f} {unit}"
 
 
 def lines(rows: Iterable[Sequence[str]]) -> str:
@@ -79,9 +79,7 @@ def record(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-@cache
-def abstract(config: LanguageModelConfig) -> LanguageModel:
-    return LanguageModel.abstract(config)
+abstract = cache(LanguageModel.abstract)
 
 
 class StudyResults:
@@ -108,9 +106,9 @@ class StudyResults:
 
     def restricted(self, axis: str, *labels: str) -> "StudyResults":
         """Results of the runs with these labels of an axis."""
-        found = StudyResults(self.name)
-        found.study = self.study.restricted(axis, labels)
-        return found
+        restricted = StudyResults(self.name)
+        restricted.study = self.study.restricted(axis, labels)
+        return restricted
 
     def __call__(self, *at: Any) -> Any:
         """Mean over the seeds at the labels, for the study's metric or the one named after them;
@@ -151,8 +149,8 @@ class StudyResults:
         """Difference between two labels of an axis, at a label of the other axis, if any."""
         metrics = {"metric": [*metric, self.study.metric][0], "extra_metrics": ()}
         study = replace(self.study, baseline=baseline, **metrics)
-        found = differences_of(study, [*self.results.values()])
-        (difference,) = (x for x in found if {*x.compared.values()} == {label, at} - {""})
+        differences = differences_of(study, [*self.results.values()])
+        (difference,) = (x for x in differences if {*x.compared.values()} == {label, at} - {""})
         return difference
 
     def p_values(self, *metric: str) -> dict[tuple[str, ...], float]:
@@ -198,6 +196,8 @@ class StudyResults:
         if by:
             kept.sort(key=lambda name: float(self._cell(name, f"{by} .9f")), reverse=True)
         rows = [[name, *(self._cell(name, column) for column in columns)] for name in kept]
+        if empty := [x for x, *cells in zip(("", *columns), *rows, strict=True) if not any(cells)]:
+            raise ValueError(f"columns={empty}: no values in {self.name}")
         return lines(row for row in rows if any(row[1:]))
 
     def _cell(self, name: str, column: str) -> str:
@@ -212,8 +212,8 @@ class StudyResults:
             run = self.study.run(result.records[0].get("labels", {}))
             return size(abstract(run.config.model).state_size(int(form)))
         if form == "verdict":
-            found = (x for x in self.differences if tuple(x.compared.values()) == labels)
-            return next((x.verdict for x in found if x.metric == metric), "")
+            at_labels = (x for x in self.differences if tuple(x.compared.values()) == labels)
+            return next((x.verdict for x in at_labels if x.metric == metric), "")
         if not result.values(metric):
             return ""
         number = form.removeprefix("±") or ".3f"
@@ -228,11 +228,12 @@ def positions(reference: str) -> str:
     """Rows of losses by position: those of one model, and differences from it."""
     metrics = [f"loss_2048_at_{end}" for end in (32, 128, 256, 512, 1024, 2048)]
     study = STUDIES["long_context"]
-    of = {name: np.array([study(name, x) for x in metrics]) for (name,) in study.results}
-    first = of.pop(reference)
-    less = {name: (loss - first).round(2) + 0 for name, loss in of.items()}  # no -0
+    losses = {name: np.array([study(name, x) for x in metrics]) for (name,) in study.results}
+    first = losses.pop(reference)
     rows = [[f"{reference}: loss", *(f"{x:.2f}" for x in first)]]
-    return lines([*rows, *([name, *(f"{x:+.2f}" for x in loss)] for name, loss in less.items())])
+    for name, loss in losses.items():
+        rows.append([name, *(f"{x:+.2f}" for x in (loss - first).round(2) + 0)])  # no -0
+    return lines(rows)
 
 
 def at_budgets(model: str) -> np.ndarray:
@@ -245,8 +246,8 @@ def at_budgets(model: str) -> np.ndarray:
 def equal_budgets() -> str:
     rows = []
     for name, measured in record("equal_budgets")["models"].items():
-        found = (STUDIES["long_context_updates"](name, x) for x in ("150", "300", "600"))
-        numbers = [*found, measured["seconds_per_update"], *at_budgets(name)]
+        losses = (STUDIES["long_context_updates"](name, x) for x in ("150", "300", "600"))
+        numbers = [*losses, measured["seconds_per_update"], *at_budgets(name)]
         rows.append([name, *("" if math.isnan(x) else f"{x:.2f}" for x in numbers)])
     return lines(rows)
 
@@ -294,9 +295,8 @@ def decoding_times() -> str:
 
 def served(model: str, context: int = 65_536, rows: int = 1) -> Any:
     """Record of a model that generates text after prompts of this length."""
-    found = record("linearized_serving")["rows"]
     at = {"model": model, "context": context, "rows": rows}
-    return next(x for x in found if x.items() >= at.items())
+    return next(x for x in record("linearized_serving")["rows"] if x.items() >= at.items())
 
 
 def serving() -> str:

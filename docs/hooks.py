@@ -1,8 +1,10 @@
-"""Hooks for MkDocs: the README is the home page, and pages may link to files outside docs/."""
+"""Hooks for MkDocs: the README is the home page, pages may link to files outside docs/, and their
+numbers are those of the records."""
 
 import re
 from pathlib import Path
 
+from figures import render
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -38,11 +40,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Resolve links as on the repository's own pages; a link to a folder becomes its text."""
+    """Fill in numbers, and resolve links as on the repository's own pages; a link to a folder
+    becomes its text."""
     uri = page.file.src_uri
     is_of_root = uri in FROM_ROOT.values()
-    folder = ROOT if is_of_root or uri.startswith("benchmarks/") else ROOT / "docs"
-    folder = (folder / uri).parent
+    is_of_docs = not is_of_root and not uri.startswith("benchmarks/")
+    folder = ((ROOT / "docs" if is_of_docs else ROOT) / uri).parent
 
     def resolve(link: re.Match[str]) -> str:
         mark, text, target, anchor = link.groups()
@@ -54,4 +57,4 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         up = "../" * uri.count("/")
         return f"{mark}[{text}]({up}{name}{anchor or ''})"
 
-    return LINK.sub(resolve, markdown)
+    return LINK.sub(resolve, render(markdown) if is_of_docs else markdown)

@@ -1,26 +1,25 @@
 """Examples of the README and docs run, links are valid, and tables of mechanisms are complete."""
 
-import ast
 import re
-from functools import partial
-from typing import Any
+import subprocess
+from pathlib import Path
 
 import jax
 import pytest
-from flax import nnx
 
+from docs.figures import record, render
 from heinsen_jax import attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
-from heinsen_jax.study import load_study
+from heinsen_jax.config import as_json, load_config, override
+from heinsen_jax.models.layers import parse_pattern, single_layers, with_layers
+from heinsen_jax.study import load_study, sweeps
 from heinsen_jax.study.runner import run_study
-from tests.docs.pages import (
-    PAGES,
-    README,
-    README_TEXT,
-    ROOT,
-    table,
-)
+from heinsen_jax.training.optimizer import learning_rates
 
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+README_TEXT = " ".join(README.split())
+PAGES = "\n".join([README, *(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))])
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```python\n(.*?)```", PAGES, re.DOTALL))
 SHORT = "layer", "tiny"
 
@@ -88,28 +87,63 @@ def test_results_that_are_not_finite_are_those_of_the_notebook(capsys):
     assert int(ours) == 0
 
 
-def size_row(label: str) -> str:
-    """Return the row of the table of sizes for a layer and its options, such as `gated=False`."""
-    name, *options = re.findall("`(.*?)`", label)
-    fields = (option.split("=") for option in options)
-    config = {field: ast.literal_eval(value) for field, value in fields}
-    build = partial(attention.build, name, model_dim=128, num_heads=4, **config)
-    layer: Any = nnx.eval_shape(lambda: build(rngs=nnx.Rngs(0)))
-    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(layer, nnx.Param)))
-    state_bytes = f"{layer.state_size(1):,}"
-    if layer.state_size(2) != layer.state_size(1):
-        state_bytes += " per token"
-    depths = f"{layer.key_depth} | {layer.value_depth}"
-    return f"| {label} | {depths} | {parameters:,} | {state_bytes} |"
+def rows(head: str) -> list[str]:
+    """Rows of the README's table with this head."""
+    return README.partition(f"\n{head}")[2].partition("\n\n")[0].splitlines()[2:]
 
 
-def test_sizes_of_layers_are_those_of_the_table():
-    rows = {row.split("|")[1].strip(): row for row in table("sizes")}
-    assert {label: size_row(label) for label in rows} == rows
+def test_tables_of_numbers_are_those_of_the_records():
+    sizes = "'size 1024', 'size 32768', 'size 1048576'"
+    losses = render(f"{{{{ long_context.rows('loss', 'loss_2048', {sizes}) }}}}").splitlines()
+    shown = rows("| | loss at 512 |")
+    assert len(shown) == 8
+    assert {*shown} <= {*losses}
+    peers = {name: record(f"comparison_{name}")["lengths"] for name in ("torch", "jla")}
+    speeds = [
+        [f"{peers[peer][length]['times_as_fast'][name]:.1f}" for length in ("1024", "4096")]
+        for peer, name in (("torch", "original"), ("torch", "softmax"), ("jla", "jla"))
+    ]
+    assert [re.findall(r"\| ([\d.]+)(?= \|)", row) for row in rows("| speed-up over |")] == speeds
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char_cpu"])
+def test_records_of_configurations_are_of_their_fields(name):
+    now = as_json(load_config(name))
+    for part in ("model", "data", "optimizer", "training"):  # newer fields have no effect
+        fields = with_layers(record(name)["config"][part])
+        assert fields == {field: now[part][field] for field in fields}
+
+
+def test_the_table_of_sizes_has_all_layers_with_a_matrix_state():
     kinds = {name: attention.mechanism(name) for name in attention.names()}
-    named = {f"`{x}`" for x, kind in kinds.items() if issubclass(kind, MatrixStateAttention)}
-    assert named
-    assert named <= rows.keys()
+    needed = {name for name, kind in kinds.items() if issubclass(kind, MatrixStateAttention)}
+    assert needed
+    assert needed <= {*re.findall(r"\{\{ layer_size\('(\w+)'\) \}\}", PAGES)}
+
+
+def test_slots_are_those_of_the_studies():
+    text = PAGES.partition("<!-- slots -->\n```\n")[2]
+    (layer,) = single_layers(parse_pattern([text.splitlines()[0]]))
+    assert (layer.mechanism, dict(layer.options)) == ("log", sweeps.SLOTS)
+
+
+def test_commands_of_the_full_size_are_accepted():
+    """Bash prints the commands of the plan, since `python` is a function that prints."""
+    steps = re.findall(r"```bash\n(.*?)```", PAGES.partition("<!-- plan -->")[2], re.DOTALL)[:3]
+    plan = "".join(steps)
+    script = f'python() {{ echo "$@"; }}\n{plan}'
+    printed = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+    commands = [line.split() for line in printed.stdout.splitlines()]
+    folders = []
+    for program, _, config, _, folder, *fields in (x for x in commands if x[0] != "-m"):
+        assert (ROOT / program).exists()
+        chosen = override(load_config(ROOT / config), fields)
+        assert len(learning_rates(chosen.optimizer, chosen.training.steps))
+        folders.append(folder)
+    assert len(folders) == len({*folders}) == 8
+    evaluated = [x for x in commands if x[0] == "-m"]
+    assert [x[:3] for x in evaluated] == [["-m", "heinsen_jax.evaluate", "--workdir"]] * 2
+    assert [x[3] for x in evaluated] == [x for x in folders if x.endswith("-full")]
 
 
 def test_the_readme_is_short():

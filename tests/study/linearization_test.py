@@ -1,12 +1,14 @@
 """Studies of linearization: budgets, stages, and their teachers."""
 
+from pathlib import Path
+
 import pytest
 
 from heinsen_jax.config import CONFIGS, load_config
-from heinsen_jax.study import linearization, load_study
+from heinsen_jax.study import linearization, load_study, results_of
 from heinsen_jax.study.linearization import MERGED, TRAINED_FURTHER
-from tests.docs.pages import results_by_model
 
+ROOT = Path(__file__).resolve().parents[2]
 COMPARED = {"linearize_python": ("10%",), "linearize_shakespeare": ("3%", "30%")}
 """Fractions of the tokens of which all models are run."""
 NAMES = [*COMPARED]
@@ -55,7 +57,10 @@ def test_only_models_from_scratch_have_no_teacher(name):
     ("name", "teachers"), [*zip(NAMES, ("long_context", "language_model"), strict=True)]
 )
 def test_teachers_are_the_best_softmax_models_of_their_studies(name, teachers):
-    best = results_by_model(teachers)["softmax, rotary"].tuned["learning_rate"]
+    results = results_of(load_study(teachers), ROOT / "benchmarks/results/studies" / teachers)
+    (best,) = (
+        x.tuned["learning_rate"] for x in results if "softmax, rotary" in x.compared.values()
+    )
     config = load_config(CONFIGS / f"studies/{name}.py")
     assert f"{config.optimizer.learning_rate:g}" == best
     assert config.model.layer_pattern == ("softmax",)

@@ -1,15 +1,26 @@
 """Results compared in a table."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.study import Comparison, Points, PowerLawPlot, Ranking
+from heinsen_jax.study import (
+    Comparison,
+    Points,
+    PowerLawPlot,
+    Ranking,
+    load_study,
+    results_of,
+)
 from heinsen_jax.study.records import table
 from heinsen_jax.study.report import paragraphs
+from heinsen_jax.study.results import RESULTS_FILE, Recorded
+from heinsen_jax.study.schedule import schedule
 from tests.study.small import PLAIN
 
+STUDIES = sorted((Path(__file__).resolve().parents[2] / "benchmarks/results/studies").iterdir())
 COSTS = {"parameters": 10, "state_bytes": 20}
 
 
@@ -82,3 +93,13 @@ def test_exponents_of_power_laws_are_reported():
     assert head == "| model | b | difference |"
     assert rows[0] == "| one | 0.5000 [0.5000, 0.5000] |  |"
     assert rows[2] == "| three | 0.7000 [0.7000, 0.7000] | 0.2000 [0.2000, 0.2000] |"
+
+
+@pytest.mark.parametrize("folder", STUDIES, ids=lambda folder: folder.name)
+def test_committed_reports_are_of_their_results(folder):
+    study = load_study(folder.name)
+    recorded = Recorded(folder / RESULTS_FILE, read_only=True)
+    records = [recorded.of(run) for runs in schedule(study, recorded) for run in runs]
+    now = paragraphs(study, results_of(study, folder), records)
+    assert (folder / "report.md").read_text().strip() == "\n\n".join(now).strip()
+    assert (folder / "report.png").exists() == bool(study.plots)

@@ -1,0 +1,23 @@
+"""Numbers of the pages are those of the records."""
+
+from pathlib import Path
+
+import pytest
+from jinja2 import UndefinedError
+
+from docs.figures import render
+
+PAGES = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_expressions_have_values(page):
+    assert not {"{{", "{%"} & {*render(page.read_text()).split()}
+
+
+@pytest.mark.parametrize(
+    "expression", ["record('gated').missing", "log", "''", "at_budgets('GLA')[2]"]
+)
+def test_an_expression_without_a_value_is_an_error(expression):
+    with pytest.raises((UndefinedError, ValueError)):
+        render(f"{{{{ {expression} }}}}")

@@ -25,7 +25,6 @@ STEPS = {
     "set-up": r"python3 -m venv .* pip install",
     "style": "ruff check",
     "types": "pyright",
-    "site": "mkdocs",
     "tests": r".* -m pytest -n 2$",
     "repository": "the tests of the repository",
     "newer": "a fast part",

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from heinsen_jax.study import Comparison
+from tests.conftest import SHORT_TESTS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -49,6 +50,15 @@ def test_unknown_parts_are_named():
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert "attention, training, decoding" in result.stdout
+
+
+def test_the_recorded_time_of_tests_is_recent(request):
+    """The number of tests has changed by less than a quarter since."""
+    if {Path(name).name for name in request.config.args} != {"tests"}:
+        pytest.skip("these are not all tests")
+    record = json.loads((ROOT / "benchmarks/results/tests.json").read_text())
+    recorded, now = record["now"]["passed"]["tests"], request.config.stash[SHORT_TESTS]
+    assert abs(now - recorded) < recorded / 4, "run benchmarks/test_time.py"
 
 
 def module(name: str, monkeypatch) -> ModuleType:

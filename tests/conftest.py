@@ -63,6 +63,9 @@ REPOSITORY = {
 }
 """Files and folders of tests about the repository more than about what the package computes."""
 
+SHORT_TESTS = pytest.StashKey[int]()
+"""Number of tests of the short suite that were collected."""
+
 MAX_MEMORY_MAPS = 20_000  # Linux allows 65,530
 
 SETTINGS = {
@@ -109,12 +112,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return str(collection_path.relative_to(ROOT)) not in affected_files(since) or None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of the repository. Run groups first: otherwise one worker may run a long one
     alone at the end."""
     for item in items:
         if REPOSITORY & {*item.path.relative_to(ROOT).with_suffix("").parts}:
             item.add_marker("repository")
+    marked = (
+        x for x in items if {"nightly", "repository"} & {mark.name for mark in x.iter_markers()}
+    )
+    config.stash[SHORT_TESTS] = len(items) - len([*marked])
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

@@ -353,6 +353,7 @@ def test_processes_that_differ_are_refused(place, tmp_path, arguments, words):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

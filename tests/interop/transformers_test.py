@@ -345,7 +345,10 @@ def as_bin(folder: Path) -> None:
             r"lm_head\.weight differs from model\.embed_tokens\.weight.*set tie_word_embeddings",
         ),
         (cut, r"model\.safetensors is damaged"),
-        (as_bin, r"only pytorch_model\.bin, in another format; give a folder with"),
+        (
+            as_bin,
+            r"pytorch_model\.bin has the format of PyTorch, which is not read; give a folder with",
+        ),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").write_text("{"), r"config\.json is damaged"),
         (lambda folder: (folder / "config.json").unlink(), r"config\.json cannot be read"),

@@ -66,6 +66,8 @@ def generation_options(
     for name in ALIASES:
         if name in given and not re.fullmatch("[1-9][0-9]*", str(given[name])):
             raise _error(name, given[name], "must be an integer >= 1")
+    temperature = _number("temperature", given.get("temperature", 1.0), float)
+    seed = _number("seed", given.get("seed", 0), int)
     own = {name: value for name, value in given.items() if name not in NEUTRAL}
     settings = cast("dict[str, Any]", normalize_gen_kwargs({**own, "until": until}, max_new_tokens))
     limit = settings["max_gen_toks"]
@@ -75,10 +77,8 @@ def generation_options(
         )
     stop = handle_stop_sequences([*until], eos=end_of_text or None)
     options: CompleteKeywords = {"stop": stop, "max_new_tokens": limit}
-    temperature = _number("temperature", given.get("temperature", 1.0), float)
     if not settings["do_sample"] or temperature == 0:
         return {**options, "top_k": 1}
-    seed = _number("seed", given.get("seed", 0), int)
     key = jax.random.fold_in(jax.random.key(seed), repetition)
     filters: CompleteKeywords = {**options, "key": key, "temperature": temperature}
     return {**filters, "top_k": given.get("top_k") or None, "top_p": given.get("top_p")}

@@ -2,6 +2,7 @@
 recurrence in float64."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from heinsen_jax.ops import (
     log_window_attention,
     mlstm_attention,
 )
+from heinsen_jax.ops.numerics import running_sums
 from heinsen_jax.typing import Array
 
 T, N, K, V, WINDOW = 140, 2, 4, 3, 9  # more than a chunk or a tile
@@ -205,3 +207,9 @@ def test_decays_with_huge_sums_are_exact(implementation):
     weights = np.exp(-0.1 * np.arange(8.0, -1, -1))  # the token with decay -3e4 itself, and later
     want = weights @ np.asarray(value)[-9:, 0, 0] / weights.sum()
     np.testing.assert_allclose(y[-1, 0, 0], want, rtol=1e-5)
+
+
+def test_sums_of_too_many_decays_are_refused():
+    decays = jax.ShapeDtypeStruct(((1 << 21) + 1,), jnp.float32)
+    with pytest.raises(NotImplementedError, match=r"2,097,153 tokens: .* at most 2,097,152"):
+        jax.eval_shape(partial(running_sums, axis=0, quantum=1.0), decays)

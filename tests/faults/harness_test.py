@@ -179,6 +179,8 @@ def test_sampling_options_of_tasks(given):
         ({"until": ["a", ""]}, "until=.*: must be a text or a list of texts that are not empty"),
         ({"until": 3}, "until=3: must be"),
         ({"max_tokens": "many"}, "max_tokens='many': must be an integer >= 1"),
+        ({"temperature": "hot", "do_sample": True}, "temperature='hot': must be a number"),
+        ({"temperature": 0.5, "seed": "s"}, "seed='s': must be a number"),
         ({"max_tokens": 40}, "max_gen_toks=40: must be less than max_length=40"),
     ],
 )

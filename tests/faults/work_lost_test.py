@@ -11,14 +11,17 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from heinsen_jax import config as configs
 from heinsen_jax import data
 from heinsen_jax.config import CONFIG_FILE, check_folder, load_config, override, record, set_aside
+from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.run_folder import RunFolder
 from heinsen_jax.sharding import MeshConfig, make_mesh
@@ -28,6 +31,7 @@ from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.loop import TrainingResult, train
 from heinsen_jax.training.metrics import Reporter, read_metrics
 from heinsen_jax.training.pacing import InFlight, Requests
+from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.timeouts import with_timeout
 from tests.faults.conftest import said, wait_until
@@ -334,3 +338,16 @@ def test_slow_updates_lose_nothing(place, tmp_path):
     with Checkpoints(workdir, read_only=True) as checkpoints:
         assert checkpoints.latest_step() == step >= 3
     assert json.loads((workdir / "last_checkpoint.json").read_text()) == {"step": step}
+
+
+def test_a_skipped_update_is_reported_with_its_own_loss():
+    run, lines, rows = object.__new__(loop._Run), [], []
+    run.training = TrainingConfig(steps=2, log_every=2)
+    run.losses, run.learning_rates, run.data, run.flops_per_token = [], np.ones(2), DataConfig(), 1
+    run.clock = SimpleNamespace(steps_per_second=lambda step: 1.0)
+    run.reporter = SimpleNamespace(line=lines.append, training=lambda _, row: rows.append(row))
+    for step, loss in ((1, 2.0), (2, math.nan)):
+        measured = {"loss": loss, "gradient_norm": 1.0, "consecutive_skips": step - 1}
+        run._completed(step, measured)
+    assert "the last 1 update(s) up to step 2 were skipped: loss nan" in lines[0]
+    assert rows[0]["loss"] == 2.0

@@ -26,7 +26,9 @@ def test_changed_files_are_uploaded_once(run, uploaded):
     (run.files / "metrics.jsonl").write_text("1\n")
     (run.files / "metrics.jsonl.partial").write_text("1\n2\n")
     run.publish()
-    assert sorted(uploaded) == [f"gs://bucket/run/{x}" for x in ("metrics.jsonl", "samples/one.txt")]
+    assert sorted(uploaded) == [
+        f"gs://bucket/run/{x}" for x in ("metrics.jsonl", "samples/one.txt")
+    ]
     run.publish()
     assert len(uploaded) == 2
     (run.files / "metrics.jsonl").write_text("1\n2\n")

@@ -25,5 +25,7 @@ def test_given_parameters_replace_random_ones():
     for key, value in flatten_with_names(state.parameters).items():
         expected = given if key == name else flatten_with_names(random.parameters)
         np.testing.assert_array_equal(value, expected[key], err_msg=key)
-    for average, value in zip(*map(jax.tree.leaves, (state.average, state.parameters)), strict=True):
+    for average, value in zip(
+        *map(jax.tree.leaves, (state.average, state.parameters)), strict=True
+    ):
         np.testing.assert_array_equal(average, value)

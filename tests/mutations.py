@@ -45,7 +45,7 @@ def stale() -> list[str]:
 
 @contextlib.contextmanager
 def working_copy() -> Iterator[Path]:
-    """Yield a copy of the tracked files, which shares the checkout's cache of compiled functions."""
+    """Yield a copy of the tracked files, which shares the checkout's cache of compilations."""
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
@@ -85,8 +85,7 @@ def run_tests(tests: Sequence[str], copy: Path) -> str | None:
     Raises:
       RuntimeError: the tests did not run, or not in time.
     """
-    options = "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "--tb=no"
-    options += "-q", "--strict-markers", "--import-mode=importlib", "-m", "not nightly"
+    options = "-x", "-p", "no:cacheprovider", "-n", "0", "--tb=no"
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     try:

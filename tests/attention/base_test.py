@@ -24,5 +24,5 @@ def test_an_undeclared_capability_is_refused(name, arguments, missing):
 
 
 def test_another_width_is_refused():
-    with pytest.raises(ValueError, match="x .* must have width model_dim=8"):
+    with pytest.raises(ValueError, match=r"x .* must have width model_dim=8"):
         random_layer("softmax")(jnp.zeros((3, 7)))

@@ -1,4 +1,4 @@
-"""Agreement of processes, with stand-ins of the others; tests/multi_device has real ones."""
+"""Values that differ between processes are named."""
 
 import json
 

@@ -14,9 +14,9 @@ from heinsen_jax import attention
 MODEL_DIM, NUM_HEADS = 8, 2
 
 
-def random_layer(name: str, **options: Any) -> attention.Attention:
+def random_layer(name: str, *, num_heads: int = NUM_HEADS, **options: Any) -> attention.Attention:
     """Return a mechanism's layer with random weights, and scales of norms around 1."""
-    sizes = {"model_dim": MODEL_DIM, "num_heads": NUM_HEADS}
+    sizes = {"model_dim": MODEL_DIM, "num_heads": num_heads}
     graph, shapes = nnx.split(
         nnx.eval_shape(lambda: attention.build(name, **sizes, rngs=nnx.Rngs(0), **options))
     )

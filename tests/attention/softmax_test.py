@@ -20,6 +20,7 @@ def test_slopes_of_alibi_are_powers_of_two():
     np.testing.assert_allclose(decay, [[-1 / 4, -1 / 16, -1 / 64, -1 / 256]])
 
 
-@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (4, 1), (6, 1)])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(8, 2), (4, 1), (10, 1)])
 def test_four_query_heads_share_a_key_by_default(num_heads, num_kv_heads):
-    assert abstract("gqa", num_heads).num_kv_heads == num_kv_heads
+    layer = abstract("gqa", num_heads, key_depth=2, value_depth=2)
+    assert layer.num_kv_heads == num_kv_heads

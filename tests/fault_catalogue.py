@@ -42,6 +42,12 @@ OF_LOG_ATTENTION = {
         "return (before, _write(outputs, of_block, index)), saved",
         ("tests/ops/log_attention/chunked_test.py",),
     ),
+    "a stale cotangent": Fault(
+        "heinsen_jax/ops/log_attention/chunked.py",
+        "return (d_before, _write(d_inputs, d_block, index)), None",
+        "return (d_after, _write(d_inputs, d_block, index)), None",
+        ("tests/ops/log_attention/chunked_test.py",),
+    ),
     "a tier beyond its range": Fault(
         "heinsen_jax/ops/log_attention/chunked.py",
         "first_safe((used - plan.budget)[None])",
@@ -414,6 +420,42 @@ OF_ATTENTION = {
         "first, second = (additive_weights(x) for x in logits)",
         ("tests/attention/additive_test.py",),
     ),
+    "positions of a window that restart": Fault(
+        "heinsen_jax/attention/log_window.py",
+        "before = None if call.state is None else call.state.num_tokens[..., 0]",
+        "before = None",
+        ("tests/attention/states_test.py",),
+    ),
+    "a radius off by one after a state": Fault(
+        "heinsen_jax/attention/tglobal.py",
+        "(near_offset >= -self.config.radius)",
+        "(near_offset > -self.config.radius)",
+        ("tests/attention/states_test.py",),
+    ),
+    "a sum of the begun block that restarts": Fault(
+        "heinsen_jax/attention/tglobal.py",
+        "sums = sums.at[..., 0, :].add(state.begun)",
+        "sums = sums.at[..., 0, :].add(0)",
+        ("tests/attention/states_test.py",),
+    ),
+    "a state of a local pattern that is too short": Fault(
+        "heinsen_jax/attention/block_sparse.py",
+        "return self.config.block_size - 1 if",
+        "return self.config.block_size - 2 if",
+        ("tests/attention/states_test.py",),
+    ),
+    "queries at the first slot of a window": Fault(
+        "heinsen_jax/attention/masked.py",
+        '{"query_offset": state.size,',
+        '{"query_offset": 0,',
+        ("tests/attention/cache_test.py",),
+    ),
+    "forget gates that begin closed": Fault(
+        "heinsen_jax/attention/mlstm.py",
+        "jnp.linspace(3, 6,",
+        "jnp.linspace(-3, -6,",
+        ("tests/attention/matrix_state_test.py",),
+    ),
 }
 
 OF_MODELS = {
@@ -648,6 +690,18 @@ OF_TRAINING = {
         "start_step=max(start - 1, 0),\n            process_index",
         ("tests/training/loop_test.py",),
     ),
+    "a cause of an error that is not considered": Fault(
+        "heinsen_jax/training/storage_errors.py",
+        "causes = [error, error.__cause__, error.__context__]",
+        "causes = [error]",
+        ("tests/training/storage_errors_test.py",),
+    ),
+    "a device out of memory taken for a full disk": Fault(
+        "heinsen_jax/training/storage_errors.py",
+        "    if isinstance(error, jax.errors.JaxRuntimeError):\n        return False\n",
+        "",
+        ("tests/training/storage_errors_test.py",),
+    ),
 }
 
 OF_DATA = {
@@ -801,6 +855,36 @@ OF_DATA = {
         "self._size = count",
         ("tests/data/streams_test.py",),
     ),
+    "a shard of a bucket that is not verified": Fault(
+        "heinsen_jax/data/fetch.py",
+        "if sha256_of(aside) != shard.sha256:",
+        "if not aside.exists():",
+        ("tests/data/fetch_test.py",),
+    ),
+    "data of a bucket that have changed": Fault(
+        "heinsen_jax/data/fetch.py",
+        'folder = cache / f"{remote.name}-{joint_hash(content.decode())[:12]}"',
+        "folder = cache / remote.name",
+        ("tests/data/fetch_test.py",),
+    ),
+    "long texts of Parquet that are refused": Fault(
+        "heinsen_jax/data/parquet.py",
+        "tests = pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view",
+        "tests = pa.types.is_string, pa.types.is_string_view",
+        ("tests/data/documents_test.py",),
+    ),
+    "names of sources with their commit": Fault(
+        "heinsen_jax/data/hub.py",
+        'r"^datasets/|@[^/]+"',
+        'r"^datasets/"',
+        ("tests/data/hub_test.py",),
+    ),
+    "a version of a tokenizer without its start tokens": Fault(
+        "heinsen_jax/data/tokenizers.py",
+        'return " ".join([tokenizer.fingerprint, *map(str, start_ids(tokenizer))])',
+        "return tokenizer.fingerprint",
+        ("tests/data/prepare_test.py",),
+    ),
 }
 
 OF_GENERATE = {
@@ -855,6 +939,12 @@ OF_INTEROP = {
         "counted = slice(max(end - len(pairs[number][1]) - 1, 0), end)",
         ("tests/interop/harness_test.py",),
     ),
+    "a start token that occurs twice": Fault(
+        "heinsen_jax/interop/harness_texts.py",
+        "return ids if ids[: len(start)] == start else [*start, *ids]",
+        "return [*start, *ids]",
+        ("tests/interop/harness_test.py",),
+    ),
     "a window that is a token too short": Fault(
         "heinsen_jax/interop/harness_batches.py",
         "tokens[max(0, end - max_length - 1) : start]",
@@ -883,6 +973,18 @@ OF_INTEROP = {
         "heinsen_jax/interop/transformers/rope.py",
         '"low_freq_factor": "rotary_low_turns",\n        "high_freq_factor": "rotary_high_turns",',
         '"low_freq_factor": "rotary_high_turns",\n        "high_freq_factor": "rotary_low_turns",',
+        ("tests/interop/families_test.py",),
+    ),
+    "an offset in numbers in place of bytes": Fault(
+        "heinsen_jax/interop/pickled.py",
+        "storage, offset * storage.itemsize, strides)",
+        "storage, offset, strides)",
+        ("tests/faults/pickled_test.py",),
+    ),
+    "query heads exported as key/value heads": Fault(
+        "heinsen_jax/interop/transformers/matching.py",
+        'getattr(layer, "num_kv_heads", None)',
+        'getattr(layer, "num_heads", None)',
         ("tests/interop/families_test.py",),
     ),
 }

@@ -18,6 +18,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from heinsen_jax import evaluate
+from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop import harness
@@ -113,6 +114,17 @@ def test_only_the_tokens_of_continuations_are_scored(share, monkeypatch):
     pairs = [([5, 1], [2, 3]), ([5, 1], [4]), ([0], [1, 2, 3]), ([6, 5, 0], [5])]
     expected = [(-1100.0, True), (-10000.0, False), (-1110.0, True), (-100000.0, False)]
     assert adapter._score(pairs) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "special", "expected"),
+    [(7, True, [7, 97]), (7, False, [97]), (7, None, [97]), (97, True, [97])],
+)
+def test_texts_begin_once_with_the_start_token(start, special, expected, monkeypatch):
+    adapter = HarnessModel.__new__(HarnessModel)
+    adapter.encoding = get_tokenizer("bytes")
+    monkeypatch.setattr(HarnessModel, "_bos", [start])
+    assert adapter.tok_encode("a", add_special_tokens=special) == expected
 
 
 def test_continuations_equal_one_pass_each(adapter):

@@ -108,6 +108,12 @@ OF_LOG_ATTENTION = {
         "other.num_tokens",
         ("tests/ops/log_window_test.py",),
     ),
+    "a split sequence without decay": Fault(
+        "heinsen_jax/ops/log_attention/sharded.py",
+        "for x in (query, key, log_value, log_decay) if",
+        "for x in (query, key, log_value) if",
+        ("tests/ops/context_test.py",),
+    ),
 }
 
 OF_OPS = {
@@ -272,6 +278,24 @@ OF_OPS = {
         "(offset >= -radius)",
         "(offset > -radius)",
         ("tests/ops/tglobal_test.py",),
+    ),
+    "a shard boundary that no segment crosses": Fault(
+        "heinsen_jax/ops/context.py",
+        "before = jnp.concatenate([first[:1], last[:-1]])",
+        "before = jnp.concatenate([first[:1], first[:-1]])",
+        ("tests/ops/context_test.py",),
+    ),
+    "a segment that continues the one before it": Fault(
+        "heinsen_jax/ops/context.py",
+        "before = _where(continues, after, empty)",
+        "before = after",
+        ("tests/ops/context_test.py",),
+    ),
+    "own tokens that count twice": Fault(
+        "heinsen_jax/ops/context.py",
+        "visible = _where(device == index, visible, visible.merge(state))",
+        "visible = visible.merge(state)",
+        ("tests/ops/context_test.py",),
     ),
 }
 

@@ -12,7 +12,7 @@ LAYERS = {
     "performer": {},
     "additive": {},
     "rmt": {"segment_length": 3, "num_memories": 2},
-    "tglobal": {"radius": 2, "block_size": 2},
+    "tglobal": {"radius": 2, "block_size": 3},
     "memory_compressed": {},
     "block_sparse": {"pattern": "local", "block_size": 3},
 }

@@ -178,6 +178,43 @@ def other(folder, **changes) -> None:
     (folder / LOCK_FILE).write_text(json.dumps(owner | changes))
 
 
+class Objects(dict[str, bytes]):
+    """A file system of objects in memory."""
+
+    def cat_file(self, path: str) -> bytes:
+        if path not in self:
+            raise FileNotFoundError(path)
+        return self[path]
+
+    def pipe_file(self, path: str, content: bytes, mode: str = "overwrite") -> None:
+        if mode == "create" and path in self:
+            raise FileExistsError(path)
+        self[path] = content
+
+    def rm_file(self, path: str) -> None:
+        del self[path]
+
+
+@pytest.fixture
+def objects(monkeypatch) -> Objects:
+    found = Objects()
+    monkeypatch.setattr(buckets, "file_system", lambda: found)
+    return found
+
+
+def test_a_lock_exists_while_it_is_held(objects, fast, capsys):
+    folder, path = epath.Path("gs://bucket/run"), "gs://bucket/run/.lock"
+    with locked(folder):
+        assert json.loads(objects[path])["pid"] == os.getpid()
+        with pytest.raises(UserError, match=f"is in use by process {os.getpid()}"), locked(folder):
+            raise AssertionError
+        assert path in objects
+    assert not objects
+    with pytest.raises(ZeroDivisionError), locked(folder):
+        raise ZeroDivisionError
+    assert not objects
+
+
 def test_a_lock_is_refused_while_its_owner_renews_it(bucket, fast, capsys):
     folder = bucket_path(bucket, "--workdir")
     owner = f"in use by process {os.getpid()} on {socket.gethostname()}, since 20"

@@ -179,3 +179,30 @@ def test_a_run_of_an_earlier_version_had_continuous_documents(tmp_path):
         check_changes(tmp_path, config, dataset, allowed=False)
     same = override(config, ["--data.documents", "continuous"])
     assert check_changes(tmp_path, same, dataset, allowed=False) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "is_refused"),
+    [
+        (["--optimizer.learning_rate", "0.1"], True),
+        (["--data.num_letters", "3"], True),
+        (["--seed", "7"], True),
+        (["--training.z_loss", "1e-4"], True),
+        (["--training.steps", "3000"], False),
+        (["--training.log_every", "3"], False),
+        (["--data.test_lengths", "9"], False),
+    ],
+)
+def test_changes_that_affect_the_result_are_refused(change, is_refused, tmp_path):
+    config = ExperimentConfig(data=data.Induction())
+    dataset = data.load(config.data)
+    record(tmp_path, config, dataset)
+    changed = override(config, change)
+    name = change[0].removeprefix("--")
+    if is_refused:
+        with pytest.raises(UserError, match=f"a run with other settings: {name} "):
+            check_changes(tmp_path, changed, dataset, allowed=False)
+    (line,) = check_changes(tmp_path, changed, dataset, allowed=True)
+    assert line.startswith(f"{name} ")
+    assert is_refused or check_changes(tmp_path, changed, dataset, allowed=False) == [line]
+    assert check_changes(tmp_path, config, dataset, allowed=False) == []

@@ -46,6 +46,39 @@ def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F81
     assert found == pytest.approx(1 - 0.5 / (length - 1), abs=1e-3)
 
 
+def test_stages_have_the_settings_of_the_command(tmp_path):
+    """Stage 2 starts from the weights of stage 1; all batches differ from the teacher's."""
+    sizes = {"vocab_size": 264, "model_dim": 16, "num_layers": 2, "num_heads": 2}
+    model = LanguageModelConfig(attention="softmax", block="llama", **sizes)
+    teacher, workdir = ExperimentConfig(model=model, seed=5), str(tmp_path / "run")
+    options = linearize.Options(
+        model="T",
+        workdir=workdir,
+        attention="log:features=hedgehog",
+        keep=("1",),
+        transfer_steps=40,
+        steps=20,
+    )
+    one, two = linearize._stages(teacher, options, ["--training.log-every", "3"])
+    assert (one.folder, two.folder) == (f"{workdir}-transfer", workdir)
+    first, second = one.experiment, two.experiment
+    assert (first.distillation.start, second.distillation.start) == (None, one.folder)
+    assert (first.distillation.target, second.distillation.target) == ("attention", "logits")
+    assert (first.distillation.trained, second.distillation.trained) == ("new", "all")
+    assert first.distillation.teacher == second.distillation.teacher == "T"
+    assert (first.training.steps, second.training.steps) == (40, 20)
+    assert first.training.log_every == second.training.log_every == 3
+    assert (first.optimizer.weight_decay, second.optimizer.warmup_steps) == (0.0, 2)
+    assert len({teacher.seed, first.seed, second.seed}) == 3
+    assert first.model == second.model
+    assert first.model.layer_pattern == ("log", "softmax")
+    (only,) = linearize._stages(teacher, replace(options, transfer_steps=0, lora_rank=2), [])
+    assert (only.experiment.distillation.start, only.experiment.distillation.trained) == (
+        None,
+        "new",
+    )
+
+
 def command(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["linearize", *arguments])
     monkeypatch.setattr(linearize.distributed, "initialize", lambda *_: None)  # only at the start

@@ -1,188 +1,157 @@
-"""Mutation testing: nineteen faults are inserted into copies of the package, one by one.
+"""Mutation testing: the faults of `fault_catalogue.py` are inserted into a copy, one by one.
 
     python tests/mutations.py [NAME ...]
+    python tests/mutations.py --list
 
-Each fault is one replacement in one file. The tests of the named parts run until one fails; a fault
-that none detects is an error. This is not a test, since it needs minutes: run it when tests are
-merged, shortened or deleted.
+Each fault is one replacement in one file. The tests that it names run until one fails: that test
+catches the fault if it passes without it. A fault that no test catches is an error, and so is one
+that prevents tests from being collected. This is not a test, since it needs minutes: run it when
+tests are merged, shortened or deleted.
 """
 
+import argparse
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-LOG_ATTENTION = "heinsen_jax/ops/log_attention"
+sys.path.insert(0, str(ROOT))
+
+from tests.fault_catalogue import FAULTS, Fault  # noqa: E402 - `tests` is beside this file
+
+PASSED, FAILED = 0, 1
+"""Exit codes of pytest; all others mean that tests did not run."""
+TIMEOUT = 600.0
+"""Seconds after which a run of tests is an error."""
 
 
-class Fault(NamedTuple):
-    file: str
-    right: str
-    wrong: str
-    tests: str
+def stale() -> list[str]:
+    """Describe the faults whose text does not occur exactly once, or whose tests do not exist."""
+    problems = []
+    for name, fault in FAULTS.items():
+        path = ROOT / fault.file
+        count = path.read_text().count(fault.right) if path.exists() else 0
+        if count != 1:
+            problems.append(f"{name}: {fault.right!r} occurs {count} times in {fault.file}")
+        problems += [f"{name}: {x} does not exist" for x in fault.tests if not (ROOT / x).exists()]
+    return problems
 
 
-FAULTS = {
-    "a mask off by one": Fault(
-        f"{LOG_ATTENTION}/single_level.py",
-        "jnp.tri(size, dtype=bool)",
-        "jnp.tri(size, k=-1, dtype=bool)",
-        "tests/ops/log_attention",
-    ),
-    "a dropped decay": Fault(
-        f"{LOG_ATTENTION}/single_level.py", "key - so_far", "key", "tests/ops/log_attention"
-    ),
-    "a segment that starts a token late": Fault(
-        "heinsen_jax/ops/arguments.py",
-        "[(1, 0)]\n    return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]",
-        "[(2, 0)]\n    return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]",
-        "tests/ops",
-    ),
-    "a stale state": Fault(
-        f"{LOG_ATTENTION}/chunked.py",
-        "return (after, _write(outputs, of_block, index)), saved",
-        "return (before, _write(outputs, of_block, index)), saved",
-        "tests/ops/log_attention",
-    ),
-    "a swapped axis": Fault(
-        "heinsen_jax/ops/layout.py",
-        "x.reshape(chunks, folds // groups, groups, heads, rows // heads, features)",
-        "x.reshape(chunks, folds // groups, groups, rows // heads, heads, features).swapaxes(3, 4)",
-        "tests/ops/log_attention",
-    ),
-    "a tier beyond its range": Fault(
-        f"{LOG_ATTENTION}/chunked.py",
-        "first_safe((used - plan.budget)[None])",
-        "first_safe((used - 2 * plan.budget)[None])",
-        "tests/ops/log_attention",
-    ),
-    "a cotangent left out": Fault(
-        "heinsen_jax/ops/numerics.py",
-        "d_log_weights = dx - d_log_z",
-        "d_log_weights = dx",
-        "tests/ops/log_attention",
-    ),
-    "a decay without its cotangent": Fault(
-        f"{LOG_ATTENTION}/exact.py",
-        "jnp.zeros_like(decay), d_from_start",
-        "jnp.zeros_like(decay), jnp.zeros_like(d_from_start)",
-        "tests/ops/log_attention",
-    ),
-    "a window off by one": Fault(
-        f"{LOG_ATTENTION}/variants.py",
-        "_moved(before.query, 1 - window)",
-        "_moved(before.query, -window)",
-        "tests/ops/log_attention",
-    ),
-    "states merged without decay": Fault(
-        f"{LOG_ATTENTION}/state.py",
-        "earlier = _decayed(self, other.log_decay)\n        merged = merge_averages",
-        "earlier = self\n        merged = merge_averages",
-        "tests/ops/log_attention",
-    ),
-    "a causal mask of softmax off by one": Fault(
-        "heinsen_jax/ops/masks.py", "return key <= query", "return key < query", "tests/ops"
-    ),
-    "a value that is not erased": Fault(
-        "heinsen_jax/ops/matrix_state.py",
-        "value = value - matmul(erase, state)",
-        "value = value - 0 * matmul(erase, state)",
-        "tests/ops/gated_delta_rule_test.py",
-    ),
-    "a decay of features one token late": Fault(
-        "heinsen_jax/ops/matrix_state.py",
-        "summed = ((boundary <= s) & (s <= t)) | ((t < s) & (s < boundary))",
-        "summed = ((boundary < s) & (s <= t)) | ((t < s) & (s < boundary))",
-        "tests/ops/gated_delta_rule_test.py",
-    ),
-    "a stabilizer with a cotangent": Fault(
-        "heinsen_jax/ops/mlstm.py",
-        "first, second = lax.stop_gradient((self.m, other.m))",
-        "first, second = self.m, other.m",
-        "tests/ops/mlstm_test.py",
-    ),
-    "a second stage without the first": Fault(
-        "heinsen_jax/linearize.py",
-        "settings = replace(settings, start=folder)",
-        "settings = replace(settings, start=None)",
-        "tests/linearize_test.py",
-    ),
-    "a teacher that may change": Fault(
-        "heinsen_jax/training/distillation.py",
-        "path.read_text() != self.weights_hash",
-        "not path.read_text()",
-        "tests/training/distillation_test.py",
-    ),
-    "results with another text": Fault(
-        "heinsen_jax/study/runs.py",
-        "if then[name] != now.get(name)",
-        "if name not in now",
-        "tests/study/runner_test.py",
-    ),
-    "positions that ignore the state": Fault(
-        "heinsen_jax/models/position.py",
-        "initial=initial_state.h)",
-        "initial=jnp.zeros_like(initial_state.h))",
-        "tests/models",
-    ),
-    "positions that continue from one document to the next": Fault(
-        "heinsen_jax/models/position.py",
-        "jnp.where(starts, -jnp.inf, log_coefficients)",
-        "jnp.where(starts, log_coefficients, log_coefficients)",
-        "tests/models",
-    ),
-    "a prediction across two documents": Fault(
-        "heinsen_jax/data/packing.py",
-        "is_token & (ids[1:] == ids[:-1])",
-        "is_token",
-        "tests/data/packing_test.py",
-    ),
-    "data that resume a step early": Fault(
-        "heinsen_jax/training/loop.py",
-        "start_step=start,\n            process_index",
-        "start_step=max(start - 1, 0),\n            process_index",
-        "tests/training",
-    ),
-}
-
-
-def caught(fault: Fault, *, is_applied: bool = True) -> str | None:
-    """Return the first test that fails; None if all pass."""
-    with tempfile.TemporaryDirectory() as folder:
+@contextlib.contextmanager
+def working_copy() -> Iterator[Path]:
+    """Yield a copy of the tracked files, which shares the checkout's cache of compilations."""
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy = Path(folder) / "copy"
-        ignored = shutil.ignore_patterns(".git", ".venv", ".pytest_cache", "__pycache__", "runs")
-        shutil.copytree(ROOT, copy, ignore=ignored)
-        file = copy / fault.file
-        text = file.read_text()
-        if text.count(fault.right) != 1:
-            raise SystemExit(
-                f"{fault.file}: {fault.right!r} occurs {text.count(fault.right)} times"
-            )
-        if is_applied:
-            file.write_text(text.replace(fault.right, fault.wrong))
-        command = [sys.executable, "-m", "pytest", "-x", "-n", "2", fault.tests]
-        run = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
-        failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return failed[0].split(" - ")[0] if failed else None
+        for name in filter(None, listed.split("\0")):
+            if (ROOT / name).exists():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, copy / name)
+        cache = ROOT / ".pytest_cache"
+        cache.mkdir(exist_ok=True)
+        (copy / cache.name).symlink_to(cache)
+        yield copy
 
 
-def main(names: list[str]) -> None:
-    for fault in {FAULTS[name].tests: FAULTS[name] for name in names or FAULTS}.values():
-        if failed := caught(fault, is_applied=False):
-            raise SystemExit(f"{failed} fails without a fault")
-    missed = []
-    for name in names or FAULTS:
-        start = time.monotonic()
-        found = caught(FAULTS[name])
-        print(f"{name}: {found or 'NOT CAUGHT'} ({time.monotonic() - start:.0f} s)", flush=True)
-        missed += [] if found else [name]
-    if missed:
-        raise SystemExit(f"{len(missed)} of {len(names or FAULTS)} faults are not caught: {missed}")
+@contextlib.contextmanager
+def applied(fault: Fault, copy: Path) -> Iterator[None]:
+    """Insert a fault into the copy, and remove it at the end."""
+    path = copy / fault.file
+    right = path.read_text()
+    try:
+        write(path, right.replace(fault.right, fault.wrong))
+        yield
+    finally:
+        write(path, right)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a module. Python would reuse bytecode of the same second and size."""
+    path.write_text(text)
+    for bytecode in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        bytecode.unlink()
+
+
+def run_tests(tests: Sequence[str], copy: Path) -> str | None:
+    """Return the first test that fails; None if all pass.
+
+    Raises:
+      RuntimeError: the tests did not run, or not in time.
+    """
+    options = "-x", "-p", "no:cacheprovider", "-n", "0", "--tb=no"
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy)}
+    try:
+        run = subprocess.run(
+            command,
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no result in {TIMEOUT:g} s") from None
+    if run.returncode == PASSED:
+        return None
+    lines = [x for x in run.stdout.splitlines() if x.startswith(("FAILED ", "ERROR "))]
+    if run.returncode != FAILED or not lines:
+        raise RuntimeError(f"pytest ended with {run.returncode}: {run.stdout[-2000:]}{run.stderr}")
+    return lines[0].split(" ", 1)[1].split(" - ")[0]
+
+
+def check(names: Sequence[str], copy: Path) -> list[str]:
+    """Print a row for each fault; return the names of those that are not caught."""
+    catching: dict[str, str] = {}
+    for name in names:
+        fault, start = FAULTS[name], time.monotonic()
+        try:
+            with applied(fault, copy):
+                found = run_tests(fault.tests, copy)
+        except RuntimeError as error:
+            found, said = None, f"ERROR: {error}"
+        else:
+            said = found or "NOT CAUGHT"
+        if found is not None:
+            catching[name] = found
+        seconds = time.monotonic() - start
+        print(f"{name:<52} {fault.file:<52} {said:<88} {seconds:4.0f} s", flush=True)
+    while catching and (broken := run_tests(sorted({*catching.values()}), copy)) is not None:
+        print(f"{broken} fails without a fault")
+        catching = {name: test for name, test in catching.items() if test != broken}
+    return [name for name in names if name not in catching]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="faults; all by default")
+    parser.add_argument("--list", action="store_true", help="list the faults and their tests")
+    arguments = parser.parse_args()
+    if unknown := {*arguments.names} - FAULTS.keys():
+        parser.error(f"{min(unknown)!r} is not a fault; --list lists them")
+    names = arguments.names or [*FAULTS]
+    if arguments.list:
+        for name in names:
+            print(f"{name:<52} {FAULTS[name].file:<52} {' '.join(FAULTS[name].tests)}")
+        return 0
+    if problems := stale():
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    with working_copy() as copy:
+        missed = check(names, copy)
+    print(f"{len(names) - len(missed)} of {len(names)} faults caught")
+    for name in missed:
+        print(f"not caught: {name}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(main())

@@ -1,11 +1,13 @@
-"""Initial values of mechanisms whose state is a matrix per head."""
+"""Mechanisms whose state is a matrix per head: initial values, gates, and sequences in chunks."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from heinsen_jax import attention
+from tests.attention.small import MODEL_DIM, assert_chunks_equal_one_pass, random_layer
 
 RATES = {"exp(to_log_decay.log_rate)": (1, 16), "softplus(to_log_decay.bias)": (1e-3, 0.1)}
 RANGES = {
@@ -47,3 +49,51 @@ def test_default_widths_are_published_multiples(name):
     )
     depths = {"retnet": (16, 32), "gla": (8, 16), "mamba2": (128, 32)}
     assert (layer.key_depth, layer.value_depth) == depths[name]
+
+
+@pytest.mark.parametrize("name", ["retnet", "gated_deltanet", "mlstm"])
+def test_chunks_equal_one_pass(name):
+    """Also positions and convolutions continue."""
+    assert_chunks_equal_one_pass(random_layer(name), [4, 3])
+
+
+def test_decays_of_retention_are_fixed_by_head():
+    decay = random_layer("retnet").gates(jnp.zeros((3, MODEL_DIM)))["log_decay"]
+    np.testing.assert_allclose(decay, np.log([[1 - 1 / 32, 1 - 1 / 64]] * 3), rtol=1e-6)
+
+
+def test_decays_of_gated_linear_attention_are_small():
+    layer = random_layer("gla")
+    decay = layer.gates(jnp.zeros((1, MODEL_DIM)))["log_decay"]
+    expected = -np.log1p(np.exp(-np.asarray(layer.decay.up.bias[...]))) / 16
+    np.testing.assert_allclose(decay.ravel(), expected, rtol=1e-5)
+
+
+def test_steps_of_mamba_scale_the_values_and_the_decay():
+    layer, x = random_layer("mamba2"), jnp.ones((1, MODEL_DIM))
+    gates = layer.gates(x)
+    step = np.log1p(np.exp(layer.step(x) + layer.to_log_decay.bias[...][None]))
+    np.testing.assert_allclose(gates["write"], step, rtol=1e-5)
+    decay = -np.exp(layer.to_log_decay.log_rate[...])[None] * step
+    np.testing.assert_allclose(gates["log_decay"], decay, rtol=1e-5)
+
+
+def test_negative_eigenvalues_double_what_a_token_replaces():
+    x = jnp.ones((1, MODEL_DIM))
+    one, two = (
+        random_layer("deltanet", negative_eigenvalues=negative).gates(x)
+        for negative in (False, True)
+    )
+    for gate in ("erase", "write"):
+        np.testing.assert_allclose(two[gate], 2 * one[gate])
+
+
+def test_keys_of_hgrn2_are_the_complements_of_its_forget_gates():
+    layer, x = random_layer("hgrn2", lower_bound=0.3), jnp.ones((1, MODEL_DIM))
+    _, key, *_ = layer.heads(x, attention.base.CallArguments())
+    forget = np.exp(layer.gates(x)["log_decay"])
+    np.testing.assert_allclose(key, 1 - forget, atol=1e-6)
+    logits = np.asarray(layer.key(x)).ravel()
+    bound = 1 / (1 + np.exp(-np.asarray(layer.bound[...])))
+    expected = bound + (1 - bound) / (1 + np.exp(-logits))
+    np.testing.assert_allclose(forget.ravel(), expected, rtol=1e-5)

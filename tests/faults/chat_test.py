@@ -119,6 +119,23 @@ def test_a_failed_answer_keeps_the_conversation(new, monkeypatch, error, after):
         np.testing.assert_allclose(have, want, atol=1e-4)
 
 
+def test_a_token_that_is_not_a_character_yet_is_no_answer(new, monkeypatch):
+    one = new()
+    "".join(one.answer("a"))
+    before = one.position
+
+    def fail(tokenizer, tokens, errors):
+        next(iter(tokens))
+        raise ZeroDivisionError
+        yield ""
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chat, "decode_stream", fail)
+        with pytest.raises(ZeroDivisionError):
+            "".join(one.answer("b"))
+    assert one.position is before
+
+
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_the_command_continues_after_a_failure(talk, monkeypatch, error):
     broken(monkeypatch, error)
@@ -185,6 +202,17 @@ def test_save_replaces_only_files_of_the_conversation(new, tmp_path):
     "".join(other.answer("a"))
     with pytest.raises(UserError, match="exists"):
         other.command(f"/save {file}")
+
+
+def test_a_saved_state_is_that_of_all_tokens(new, tmp_path):
+    one = new()
+    "".join(one.answer("a"))
+    tokens = [*one.read, *one.unread]
+    one.command(f"/save {tmp_path / 'state'}")
+    assert (one.read, one.unread) == (tokens, [])
+    expected = one.model(jnp.asarray(tokens), return_state=True)[1]
+    for have, want in zip(*map(jax.tree.leaves, (one.state, expected)), strict=True):
+        np.testing.assert_allclose(have, want, atol=1e-4)
 
 
 def test_a_failed_load_keeps_the_conversation(new, tmp_path):

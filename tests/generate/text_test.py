@@ -9,6 +9,7 @@ from heinsen_jax.data import get_tokenizer
 from heinsen_jax.data.tokenizer_tiktoken import TiktokenTokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import complete, generate
+from heinsen_jax.generate.text import until_end
 from tests.models.mechanisms_test import build
 from tests.models.small import apply
 
@@ -43,6 +44,11 @@ def test_greedy_samples_equal_those_of_single_prompts(model):
         texts = complete(model, TOKENIZER, PROMPTS, number, top_k=1)
         assert texts == [[TOKENIZER.decode(row[:number])] for row in tokens]
     assert complete(model, TOKENIZER, [], 5, top_k=1) == []
+
+
+@pytest.mark.parametrize(("number", "expected"), [(9, [97, 98]), (2, [97, 98]), (1, [97])])
+def test_tokens_are_those_before_the_end_of_text(number, expected):
+    assert [*until_end(iter([97, 98, 256, 99]), TOKENIZER, number)] == expected
 
 
 def test_samples_do_not_depend_on_other_prompts(model):

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from heinsen_jax import evaluate
+from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop import harness
@@ -90,6 +92,39 @@ def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, 
     said = np.argmax(logits[:, : adapter.encoding.vocab_size], -1)
     values = np.take_along_axis(each, np.array(continuation)[:, None], -1)
     return float(values.sum()), bool(np.all(said == continuation))
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_only_the_tokens_of_continuations_are_scored(share, monkeypatch):
+    """Each token has its own log p, so that a sum tells which tokens it is of."""
+    adapter = HarnessModel.__new__(HarnessModel)
+    adapter.batch_size, adapter.share = 3, share
+    adapter.model = SimpleNamespace(config=SimpleNamespace(max_length=None))
+
+    def predict(given, wanted, state):
+        log_p, is_likeliest = np.zeros((3, 8)), np.zeros((3, 8), bool)
+        for row, tokens in enumerate(wanted):
+            log_p[row, : len(tokens)] = -(10.0 ** np.array(tokens))
+            is_likeliest[row, : len(tokens)] = np.array(tokens) < 4
+        return log_p, is_likeliest, state
+
+    monkeypatch.setattr(adapter, "_states_after", lambda contexts, more: None)
+    monkeypatch.setattr(adapter, "_predict", predict)
+    monkeypatch.setattr(harness, "select_rows", lambda state, rows: state)
+    pairs = [([5, 1], [2, 3]), ([5, 1], [4]), ([0], [1, 2, 3]), ([6, 5, 0], [5])]
+    expected = [(-1100.0, True), (-10000.0, False), (-1110.0, True), (-100000.0, False)]
+    assert adapter._score(pairs) == expected
+
+
+@pytest.mark.parametrize(
+    ("start", "special", "expected"),
+    [(7, True, [7, 97]), (7, False, [97]), (7, None, [97]), (97, True, [97])],
+)
+def test_texts_begin_once_with_the_start_token(start, special, expected, monkeypatch):
+    adapter = HarnessModel.__new__(HarnessModel)
+    adapter.encoding = get_tokenizer("bytes")
+    monkeypatch.setattr(HarnessModel, "_bos", [start])
+    assert adapter.tok_encode("a", add_special_tokens=special) == expected
 
 
 def test_continuations_equal_one_pass_each(adapter):

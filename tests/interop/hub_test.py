@@ -29,6 +29,19 @@ def assert_same_logits(one, other):
     np.testing.assert_array_equal(apply(one, TOKENS), apply(other, TOKENS))
 
 
+def test_a_published_configuration_has_no_folders_of_this_machine():
+    config = {
+        "data": {"corpus": "/home/me/a.txt", "tokenizer": "/home/me/t", "mixture": {"/x/b": 1.0}},
+        "distillation": {"teacher": "/home/me/teacher"},
+        "training": {"compilation_cache": "/home/me/cache", "steps": 3},
+    }
+    assert hub._without_paths(config) == {
+        "data": {"corpus": "a.txt", "tokenizer": "tokenizer.json", "mixture": {"b": 1.0}},
+        "distillation": {"teacher": "teacher"},
+        "training": {"compilation_cache": None, "steps": 3},
+    }
+
+
 @pytest.fixture(scope="module")
 def saved(run, tmp_path_factory) -> Path:
     return save_pretrained(run, tmp_path_factory.mktemp("saved") / "model")

@@ -103,6 +103,22 @@ def test_export_and_import(dtype):
         assert_same(to_state_dict(from_state_dict(given, num_heads=2)), given)
 
 
+def test_matrices_are_transposed():
+    """PyTorch's linear layers have the transpose of the kernels of Flax."""
+    given = arrays()
+    model = from_state_dict(given, num_heads=2)
+    layer = model.blocks[0].attention
+    for name, linear in {
+        "embed_pos.dense.weight": model.position.dense,
+        "layers.0.feedforward1.1.weight": layer.project,
+        "layers.0.feedforward2.0.weight": layer.gate,
+        "layers.0.feedforward2.2.weight": layer.output,  # a square
+    }.items():
+        kernel = np.asarray(linear.kernel[...]).reshape(given[name].shape[::-1])
+        np.testing.assert_array_equal(kernel, given[name].T, err_msg=name)
+        np.testing.assert_array_equal(to_state_dict(model)[name], given[name], err_msg=name)
+
+
 def test_import_and_export():
     model = random_model(SMALL)
     again = from_state_dict(to_state_dict(model), num_heads=2)

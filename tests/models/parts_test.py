@@ -215,6 +215,15 @@ def test_the_llama_block_is_a_standard_block_of_these_parts():
 
 
 @pytest.mark.parametrize(
+    ("mlp", "fields", "width"),
+    [("gelu", {}, 128), ("swiglu", {}, 96), ("swiglu", {"mlp_dim": 10}, 10)],
+)
+def test_a_gated_mlp_has_as_many_parameters_as_one_without_a_gate(mlp, fields, width):
+    config = LanguageModelConfig(block="standard", model_dim=32, num_heads=2, mlp=mlp, **fields)
+    assert config.mlp_width == width
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"mlp": "swiglu"}, "mlp and mlp_dim with block='paper': that block has no MLP"),

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from heinsen_jax.ops.linear_recurrence import (
+    RecurrenceState,
+    decay_to_end,
     linear_recurrence,
     log_linear_recurrence,
 )
@@ -192,3 +194,19 @@ def test_linear_recurrence_step_by_step():
         expected.append(x)
     actual = linear(a, b, initial=jnp.asarray([1.0, -2.0, 0.0]))
     np.testing.assert_allclose(actual, np.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_the_decay_to_the_end_is_that_of_later_tokens():
+    decay = jnp.array([[-1.0], [-2.0], [-INF], [-4.0]])
+    np.testing.assert_array_equal(decay_to_end(decay, 0).ravel(), [-INF, -INF, -4, 0])
+
+
+def test_states_of_consecutive_tokens_merge():
+    log_a, log_b = (jax.random.normal(jax.random.key(i), (7, 3)) for i in range(2))
+    log_a = -jnp.abs(log_a)
+    whole = log_linear(log_a, log_b)
+    states = [RecurrenceState.of(log_a[part], log_b[part]) for part in (slice(3), slice(3, None))]
+    np.testing.assert_allclose(states[0].h, whole[2], rtol=1e-5)
+    merged = RecurrenceState.empty((3,)).merge(states[0]).merge(states[1])
+    np.testing.assert_allclose(merged.h, whole[-1], rtol=1e-5)
+    np.testing.assert_allclose(merged.log_decay, jnp.sum(log_a, 0), rtol=1e-5)

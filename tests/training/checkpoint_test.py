@@ -1,17 +1,24 @@
 """Checkpoints: retention, restoration, and damage."""
 
 import errno
+import json
+import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from heinsen_jax import distributed
+from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
+from heinsen_jax.data import Induction
 from heinsen_jax.errors import UserError
+from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.training import checkpoint, checksums
 from heinsen_jax.training.checkpoint import Checkpoints, load_run
 from heinsen_jax.training.checksums import (
@@ -22,6 +29,7 @@ from heinsen_jax.training.checksums import (
 )
 from heinsen_jax.training.guard import Guard
 from heinsen_jax.training.state import TrainState
+from tests.models.small import random_model
 
 
 def state(value: float) -> TrainState:
@@ -55,6 +63,33 @@ def test_the_latest_and_the_best_are_kept(tmp_path):
     for read_only in (True, False):
         with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
             assert (checkpoints.latest_step(), checkpoints.best_step()) == (5, 2)
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
+    saved(tmp_path, (1, 3.0), (2, math.nan), (3, 4.0))
+    for read_only in (True, False):
+        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
+            assert (checkpoints.latest_step(), checkpoints.best_step()) == (3, 1)
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.5])
+def test_the_average_of_the_weights_is_loaded_if_the_run_has_one(tmp_path, ema_decay):
+    sizes = {"vocab_size": 11, "model_dim": 8, "num_layers": 1, "num_heads": 2}
+    model = random_model(LanguageModelConfig(attention="linear", **sizes))
+    parameters = nnx.state(model, nnx.Param)
+    average = jax.tree.map(lambda x: x + 1, parameters)
+    optimizer = OptimizerConfig(ema_decay=ema_decay)
+    config = ExperimentConfig(model=model.config, data=Induction(), optimizer=optimizer)
+    (tmp_path / "config.json").write_text(json.dumps(as_json(config)))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(5, TrainState(jnp.array(5), parameters, (), Guard.first(), average))
+    loaded, tokenizer, step = load_run(tmp_path)
+    assert (tokenizer, step) == (None, 5)
+    wanted = parameters if ema_decay is None else average
+    for have, want in zip(
+        *map(jax.tree.leaves, (nnx.state(loaded, nnx.Param), wanted)), strict=True
+    ):
+        np.testing.assert_array_equal(have, want)
 
 
 def test_a_part_of_the_state_can_be_restored(tmp_path):

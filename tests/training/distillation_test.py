@@ -108,6 +108,21 @@ def test_losses_are_cross_entropy_and_divergence():
         np.testing.assert_allclose(have, want, atol=1e-6)
 
 
+def test_other_weights_of_the_teacher_are_noticed(tmp_path):
+    teacher, ours = nnx.clone(model("softmax")), model(HEDGEHOG)
+    config = DistillationConfig(teacher="T")
+
+    def distillation():
+        return Distillation(config, ours.config, teacher, frozenset())
+
+    distillation().check_unchanged(tmp_path)  # of a run that has not begun
+    distillation().record(tmp_path)
+    distillation().check_unchanged(tmp_path)
+    teacher.norm.scale[...] = 2 * teacher.norm.scale[...]
+    with pytest.raises(UserError, match=r"teacher=T: its weights have changed"):
+        distillation().check_unchanged(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def teacher(small, tmp_path_factory):
     """A trained model with softmax attention, and its configuration."""

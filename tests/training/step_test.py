@@ -108,6 +108,18 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(parts):
     assert float(metrics["loss"]) == pytest.approx(float(-np.log(picked).mean()), rel=1e-5)
 
 
+def test_gradients_are_those_of_the_mean_loss(parts):
+    batch = everything(random_tokens(1))
+    _, metrics = parts.update(4)(parts.first, batch)
+
+    def mean_loss(parameters):
+        logits = nnx.merge(parts.graph, parameters)(batch.tokens[:, :-1])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch.targets).mean()
+
+    norm = optax.tree.norm(jax.jit(jax.grad(mean_loss))(parts.first.parameters))
+    assert float(metrics["gradient_norm"]) == pytest.approx(float(norm), rel=1e-4)
+
+
 def test_evaluation_counts_masked_tokens_only(parts):
     parameters, tokens = parts.first.parameters, random_tokens(1)
     counted = [8, 3, 0, 16, 1, 2, 5, 4]

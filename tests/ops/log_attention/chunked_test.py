@@ -170,6 +170,15 @@ def test_one_unsafe_block_leaves_the_others_to_products():
     assert_within(log_y, expected, 5e-6 * 1e4)
 
 
+def test_blocks_continue_from_the_states_before_them():
+    arrays = inputs()
+    log_y, gradients = value_and_gradients(*arrays, Chunked(32, 64))
+    expected, expected_gradients = value_and_gradients(*arrays, DEFAULT)
+    np.testing.assert_allclose(log_y, expected, atol=5e-6)
+    for have, want in zip(gradients, expected_gradients, strict=True):
+        assert_within(have, want, 5e-6 * np.max(np.abs(want)))
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [

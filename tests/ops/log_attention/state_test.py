@@ -278,6 +278,28 @@ def test_log_attention_returns_the_state_of_absorb(implementation, per_feature):
     assert_same(state, absorb(EMPTY, key, log_value, log_decay), 5e-6)
 
 
+@pytest.mark.parametrize("function", [log_attention, heinsen_attention])
+def test_a_step_decays_the_state_before_it(function):
+    tokens = decayed_tokens(0)
+    before = EMPTY if function is log_attention else NO_AVERAGES
+    before = before.absorb(*(x[:, :5] for x in tokens))
+    key, value, log_decay = (x[:, 5:] for x in tokens)
+
+    def step(implementation):
+        return function(
+            key,
+            key,
+            value,
+            log_decay=log_decay,
+            initial_state=before,
+            return_state=True,
+            implementation=implementation,
+        )
+
+    for have, want in zip(*map(jax.tree.leaves, (step("scan"), step("reference"))), strict=True):
+        assert_within(have, want, 5e-6)
+
+
 @pytest.mark.nightly
 def test_a_prefix_has_many_continuations():
     """The state of a shared prompt is computed once, and continued several times."""

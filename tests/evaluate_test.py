@@ -1,0 +1,28 @@
+"""The data of `heinsen_jax.evaluate --data`."""
+
+import pytest
+
+from heinsen_jax.data import DataConfig
+from heinsen_jax.evaluate import _of_data
+
+TRAINED = DataConfig(
+    mixture={"a.txt": 1.0, "folder/b.txt": 2.0},
+    mixture_stages=((5, {"c.txt": 1.0}),),
+    validation_fraction=0.2,
+)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "c.txt", "./folder/b.txt"])
+def test_only_the_validation_text_of_training_data_is_evaluated(name):
+    settings, is_other = _of_data(TRAINED, name, "text")
+    assert not is_other
+    assert settings.corpus == name.removeprefix("./")
+    assert (settings.mixture, settings.mixture_stages) == (None, ())
+    assert settings.validation_fraction == 0.2
+
+
+def test_other_data_are_evaluated_completely():
+    settings, is_other = _of_data(TRAINED, "d.txt", "title")
+    assert is_other
+    assert (settings.corpus, settings.text_column) == ("d.txt", "title")
+    assert settings.validation_fraction is None

@@ -82,7 +82,7 @@ OF_LOG_ATTENTION = {
         "heinsen_jax/ops/log_attention/call.py",
         "log_decay=None if log_decay is None else jnp.where(each, log_decay, 0),",
         "log_decay=log_decay,",
-        ("tests/ops/log_attention/keywords_test.py",),
+        ("tests/ops/log_attention/state_test.py",),
     ),
     "a mask of tokens that hides none": Fault(
         "heinsen_jax/ops/log_attention/masked.py",

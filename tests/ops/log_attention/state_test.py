@@ -1,6 +1,7 @@
 import dataclasses
 import pickle
 from functools import partial
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -298,6 +299,18 @@ def test_a_step_decays_the_state_before_it(function):
 
     for have, want in zip(*map(jax.tree.leaves, (step("scan"), step("reference"))), strict=True):
         assert_within(have, want, 5e-6)
+
+
+def test_padding_does_not_decay_the_state():
+    tokens, bounds = decayed_tokens(0), np.array([[1, 4], [0, 5]])
+    key, value, log_decay = (jnp.asarray(x) for x in tokens)
+    options = {"return_state": True, "implementation": "reference"}
+    _, state = log_attention(
+        key, key, value, log_decay=log_decay, key_value_seq_lengths=bounds, **options
+    )
+    for row, (start, end) in enumerate(bounds):
+        alone = LogAttentionState.empty((), *SHAPE[1:]).absorb(*(x[row, start:end] for x in tokens))
+        assert_same(jax.tree.map(itemgetter(row), state), alone, 5e-6)
 
 
 @pytest.mark.nightly

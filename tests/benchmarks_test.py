@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from heinsen_jax.study import Comparison
-from tests.conftest import SHORT_TESTS
+from tests.conftest import ALL_TESTS, SHORT_TESTS, SLOW
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,10 +52,19 @@ def test_unknown_parts_are_named():
     assert "attention, training, decoding" in result.stdout
 
 
-def test_the_recorded_time_of_tests_is_recent(request):
-    """The number of tests has changed by less than a quarter since."""
+def skip_unless_all_are_collected(request: pytest.FixtureRequest) -> None:
     if {Path(name).name for name in request.config.args} != {"tests"}:
         pytest.skip("these are not all tests")
+
+
+def test_slow_tests_exist(request):
+    skip_unless_all_are_collected(request)
+    assert not SLOW - request.config.stash[ALL_TESTS]
+
+
+def test_the_recorded_time_of_tests_is_recent(request):
+    """The number of tests has changed by less than a quarter since."""
+    skip_unless_all_are_collected(request)
     record = json.loads((ROOT / "benchmarks/results/tests.json").read_text())
     recorded, now = record["now"]["passed"]["tests"], request.config.stash[SHORT_TESTS]
     assert abs(now - recorded) < recorded / 4, "run benchmarks/test_time.py"

@@ -63,8 +63,12 @@ REPOSITORY = {
 }
 """Files and folders of tests about the repository more than about what the package computes."""
 
+SLOW = {*(ROOT / "tests/slow_tests.txt").read_text().splitlines()}
+"""Tests that need 0.7 s and more, and that no fault of `fault_catalogue.py` needs."""
+ALL_TESTS = pytest.StashKey[set[str]]()
+"""Names of all tests that were collected."""
 SHORT_TESTS = pytest.StashKey[int]()
-"""Number of tests of the short suite that were collected."""
+"""Number of those of the short suite."""
 
 MAX_MEMORY_MAPS = 20_000  # Linux allows 65,530
 
@@ -112,15 +116,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return str(collection_path.relative_to(ROOT)) not in affected_files(since) or None
 
 
+def name_of(item: pytest.Item) -> str:
+    """Name of a test, without the group that pytest-xdist appends."""
+    return item.nodeid.rsplit("@", 1)[0] if item.get_closest_marker("xdist_group") else item.nodeid
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests of the repository. Run groups first: otherwise one worker may run a long one
-    alone at the end."""
+    """Mark slow tests and those of the repository. Run groups first: otherwise one worker may run
+    a long one alone at the end."""
     for item in items:
+        if name_of(item) in SLOW:
+            item.add_marker("nightly")
         if REPOSITORY & {*item.path.relative_to(ROOT).with_suffix("").parts}:
             item.add_marker("repository")
     marked = (
         x for x in items if {"nightly", "repository"} & {mark.name for mark in x.iter_markers()}
     )
+    config.stash[ALL_TESTS] = {name_of(item) for item in items}
     config.stash[SHORT_TESTS] = len(items) - len([*marked])
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 

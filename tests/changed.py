@@ -1,7 +1,7 @@
 """`python -m pytest --changed`: tests of the files changed since main, by the graph of imports.
 
-A file depends on the modules that it imports, on those and the configurations that its strings
-name, such as `load_config("quickstart")`; a test also on other files that its strings name, as a
+A file depends on the modules that it imports, and on modules and configurations named in its
+strings, such as `load_config("quickstart")`; a test also on other files that its strings name, as a
 file, a folder or a pattern, and on the `conftest.py` of its folder and of those above.
 """
 
@@ -35,11 +35,19 @@ def module_of(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+def parsed(file: str) -> ast.Module:
+    """A file that is not valid yet, while it is written, depends on nothing."""
+    try:
+        return ast.parse((ROOT / file).read_text())
+    except SyntaxError:
+        return ast.Module([], [])
+
+
 @cache
 def imports_of(file: str) -> frozenset[str]:
     """Names of the modules that a file imports; those of imported functions do no harm."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    for node in ast.walk(parsed(file)):
         match node:
             case ast.Import(names):
                 found |= {alias.name for alias in names}
@@ -52,7 +60,7 @@ def imports_of(file: str) -> frozenset[str]:
 
 @cache
 def strings_of(file: str) -> frozenset[str]:
-    nodes = ast.walk(ast.parse((ROOT / file).read_text()))
+    nodes = ast.walk(parsed(file))
     return frozenset(x.value for x in nodes if isinstance(x, ast.Constant) and type(x.value) is str)
 
 

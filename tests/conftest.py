@@ -64,11 +64,11 @@ REPOSITORY = {
 """Files and folders of tests about the repository more than about what the package computes."""
 
 SLOW = {*(ROOT / "tests/slow_tests.txt").read_text().splitlines()}
-"""Tests that need 0.7 s and more, and that no fault of `fault_catalogue.py` needs."""
+"""Tests that need 0.5 s and more, and that no fault of `fault_catalogue.py` needs."""
 ALL_TESTS = pytest.StashKey[set[str]]()
 """Names of all tests that were collected."""
 SHORT_TESTS = pytest.StashKey[int]()
-"""Number of those of the short suite."""
+"""Number of short tests."""
 
 MAX_MEMORY_MAPS = 20_000  # Linux allows 65,530
 
@@ -97,23 +97,23 @@ hypothesis.settings.load_profile("compiled")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--changed",
-        nargs="?",
-        const="main",
-        metavar="COMMIT",
-        help="only tests that depend on the files changed since a commit, by default main",
+        action="store_true",
+        help="only tests that depend on the files changed since main",
     )
 
 
 @cache
-def affected_files(since: str) -> set[str]:
-    return affected(changed_files(since))
+def affected_files() -> set[str]:
+    try:
+        return affected(changed_files("main"))
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise pytest.UsageError(f"--changed needs git and a branch main ({error})") from None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    since = config.getoption("--changed")
-    if since is None or collection_path.is_dir():
+    if not config.getoption("--changed") or collection_path.is_dir():
         return None
-    return str(collection_path.relative_to(ROOT)) not in affected_files(since) or None
+    return str(collection_path.relative_to(ROOT)) not in affected_files() or None
 
 
 def name_of(item: pytest.Item) -> str:
@@ -129,11 +129,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("nightly")
         if REPOSITORY & {*item.path.relative_to(ROOT).with_suffix("").parts}:
             item.add_marker("repository")
-    marked = (
-        x for x in items if {"nightly", "repository"} & {mark.name for mark in x.iter_markers()}
-    )
+    marks = ({mark.name for mark in item.iter_markers()} for item in items)
     config.stash[ALL_TESTS] = {name_of(item) for item in items}
-    config.stash[SHORT_TESTS] = len(items) - len([*marked])
+    config.stash[SHORT_TESTS] = sum(not names & {"nightly", "repository"} for names in marks)
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 

@@ -22,10 +22,8 @@ def corpus(published_data: Path, tmp_path_factory) -> Path:
     return Path(shutil.copy(published_data / "tinyshakespeare.txt", folder / "text.txt"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.nightly) for name in CAUSAL],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CAUSAL)
 def test_quickstart(name, corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
     words = f"""

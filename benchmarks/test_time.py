@@ -79,7 +79,7 @@ def main(options: Options) -> int:
         "passed": {name: count for name, count in counts.items() if name},
     }
     record = json.loads(options.output.read_text())
-    record["environment"] = environment()
+    record["environment"] = environment() | {"commit": commit, "uncommitted_changes": False}
     record["now"] = measured
     options.output.write_text(json.dumps(record, indent=2) + "\n")
     print(json.dumps(measured, indent=2))

@@ -23,7 +23,7 @@ class Fault(NamedTuple):
     tests: tuple[str, ...]
 
 
-OF_LOG_ATTENTION = {
+LOG_ATTENTION_FAULTS = {
     "a mask off by one": Fault(
         "heinsen_jax/ops/log_attention/single_level.py",
         "jnp.tri(size, dtype=bool)",
@@ -90,7 +90,7 @@ OF_LOG_ATTENTION = {
         "scores = jnp.where(attends, scores",
         ("tests/ops/log_attention/masked_test.py",),
     ),
-    "a decoding step without decay": Fault(
+    "a scan without the decay of its state": Fault(
         "heinsen_jax/ops/log_attention/scan.py",
         "before = state.log_z if decay is None else state.log_z + decay[:, 0]",
         "before = state.log_z",
@@ -116,7 +116,7 @@ OF_LOG_ATTENTION = {
     ),
 }
 
-OF_OPS = {
+OPS_FAULTS = {
     "a segment that starts a token late": Fault(
         "heinsen_jax/ops/arguments.py",
         "[(1, 0)]\n    return jnp.pad(starts, padding)[..., : segment_ids.shape[-1]]",
@@ -299,7 +299,7 @@ OF_OPS = {
     ),
 }
 
-OF_ATTENTION = {
+ATTENTION_FAULTS = {
     "an undeclared capability that is not checked": Fault(
         "heinsen_jax/attention/base.py",
         '"segments": segment_ids is not None,',
@@ -438,7 +438,7 @@ OF_ATTENTION = {
         "if (mask == of_keys).any():",
         ("tests/attention/flax_fn_test.py",),
     ),
-    "an importance of later tokens": Fault(
+    "importance weights without their window": Fault(
         "heinsen_jax/attention/additive.py",
         "first, second = (additive_weights(x, local_window_size=window) for x in logits)",
         "first, second = (additive_weights(x) for x in logits)",
@@ -482,7 +482,7 @@ OF_ATTENTION = {
     ),
 }
 
-OF_MODELS = {
+MODELS_FAULTS = {
     "positions that ignore the state": Fault(
         "heinsen_jax/models/position.py",
         "initial=initial_state.h)",
@@ -539,7 +539,7 @@ OF_MODELS = {
     ),
 }
 
-OF_TRAINING = {
+TRAINING_FAULTS = {
     "a learning rate one step ahead": Fault(
         "heinsen_jax/training/optimizer.py",
         "jnp.arange(steps))",
@@ -728,7 +728,7 @@ OF_TRAINING = {
     ),
 }
 
-OF_DATA = {
+DATA_FAULTS = {
     "a prediction across two documents": Fault(
         "heinsen_jax/data/packing.py",
         "is_token & (ids[1:] == ids[:-1])",
@@ -911,7 +911,7 @@ OF_DATA = {
     ),
 }
 
-OF_GENERATE = {
+GENERATE_FAULTS = {
     "one candidate too many": Fault(
         "heinsen_jax/generate/sampling.py",
         "lax.top_k(logits, top_k)[0]",
@@ -950,7 +950,7 @@ OF_GENERATE = {
     ),
 }
 
-OF_INTEROP = {
+INTEROP_FAULTS = {
     "an export with a transposed matrix": Fault(
         "heinsen_jax/interop/torch.py",
         '("blocks.0.attention.output.kernel", True)',
@@ -1013,7 +1013,7 @@ OF_INTEROP = {
     ),
 }
 
-OF_STUDY = {
+STUDY_FAULTS = {
     "results with another text": Fault(
         "heinsen_jax/study/runs.py",
         "if then[name] != now.get(name)",
@@ -1070,7 +1070,7 @@ OF_STUDY = {
     ),
 }
 
-OF_COMMANDS = {
+COMMANDS_FAULTS = {
     "a second stage without the first": Fault(
         "heinsen_jax/linearize.py",
         "settings = replace(settings, start=folder)",
@@ -1170,14 +1170,14 @@ OF_COMMANDS = {
 }
 
 FAULTS: dict[str, Fault] = {
-    **OF_LOG_ATTENTION,
-    **OF_OPS,
-    **OF_ATTENTION,
-    **OF_MODELS,
-    **OF_TRAINING,
-    **OF_DATA,
-    **OF_GENERATE,
-    **OF_INTEROP,
-    **OF_STUDY,
-    **OF_COMMANDS,
+    **LOG_ATTENTION_FAULTS,
+    **OPS_FAULTS,
+    **ATTENTION_FAULTS,
+    **MODELS_FAULTS,
+    **TRAINING_FAULTS,
+    **DATA_FAULTS,
+    **GENERATE_FAULTS,
+    **INTEROP_FAULTS,
+    **STUDY_FAULTS,
+    **COMMANDS_FAULTS,
 }

@@ -11,13 +11,14 @@ tests are merged, shortened or deleted.
 
 import argparse
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -115,19 +116,32 @@ def check(names: Sequence[str], copy: Path) -> list[str]:
         fault, start = FAULTS[name], time.monotonic()
         try:
             with applied(fault, copy):
-                found = run_tests(fault.tests, copy)
+                failed = run_tests(fault.tests, copy)
         except RuntimeError as error:
-            found, said = None, f"ERROR: {error}"
+            failed, result = None, f"ERROR: {error}"
         else:
-            said = found or "NOT CAUGHT"
-        if found is not None:
-            catching[name] = found
+            result = failed or "NOT CAUGHT"
+        if failed is not None:
+            catching[name] = failed
         seconds = time.monotonic() - start
-        print(f"{name:<52} {fault.file:<52} {said:<88} {seconds:4.0f} s", flush=True)
-    while catching and (broken := run_tests(sorted({*catching.values()}), copy)) is not None:
-        print(f"{broken} fails without a fault")
-        catching = {name: test for name, test in catching.items() if test != broken}
-    return [name for name in names if name not in catching]
+        print(f"{name:<52} {fault.file:<52} {result:<88} {seconds:4.0f} s", flush=True)
+    broken = {*broken_tests({*catching.values()}, copy)}
+    for test in sorted(broken):
+        print(f"{test} fails without a fault")
+    return [name for name in names if catching.get(name, "") in broken | {""}]
+
+
+def broken_tests(tests: Iterable[str], copy: Path) -> Iterator[str]:
+    """Yield the tests that fail without a fault; all of a file whose tests do not run."""
+    for _, group in itertools.groupby(sorted(tests), key=lambda test: test.partition("::")[0]):
+        left = [*group]
+        try:
+            while left and (failed := run_tests(left, copy)) is not None:
+                yield failed
+                left.remove(failed)
+        except (RuntimeError, ValueError) as error:
+            print(error)
+            yield from left
 
 
 def main() -> int:

@@ -86,8 +86,8 @@ def attention(
     `[X, R, T, K]`, key `[X, S, K]`, value `[X, S, V]`: a query with id `[X, T]` attends to the keys
     with the same id `[X, S]` that the mask allows; Y = 0 and log Z = -inf if none. The difference
     of the sums of decays `[X, R, T, 3]` and `[X, R, S, 3]`, each in three parts, is added to the
-    scores; only the last part is differentiated. `offset` is the
-    position of the first query, used if the problem has none."""
+    scores; only the last part is differentiated. `offset` is the position of the first query,
+    used if the problem has none."""
     length = query.shape[2]
     if query_decay is not None and key_decay is not None:
         query_decay = _tiles(query_decay, 0)

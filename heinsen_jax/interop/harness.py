@@ -90,6 +90,9 @@ class HarnessModel(HarnessTexts):
         with its context, for comparison.
     """
 
+    requested_length: int | None = None
+    """`max_length`; a subclass need not set it."""
+
     def __init__(
         self,
         workdir: str | None = None,

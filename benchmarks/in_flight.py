@@ -93,9 +93,9 @@ def main(options: Options) -> int:
         dataset = data.load(config.data)
         times: dict[int, list[float]] = {2: [], MANY: []}
         for _ in range(options.repeats):
-            for most, found in times.items():
-                found.append(milliseconds(config, dataset, most))
-        two, many = (statistics.median(found) for found in times.values())
+            for most, samples in times.items():
+                samples.append(milliseconds(config, dataset, most))
+        two, many = (statistics.median(samples) for samples in times.values())
         record["cases"][name] = {
             "tokens": batch_size * length,
             "milliseconds": {"two": two, "many": many},

@@ -188,7 +188,7 @@ class StudyResults:
             `/1000` divides a metric.
           names: labels of the rows; by default all.
           but: labels that are left out.
-          by: the column of decreasing order; by default that of the study.
+          by: the column of decreasing order; by default the study's.
         """
         others = {column.rpartition(": ")[0] for column in columns}
         all_names = dict.fromkeys(x for labels in self.results for x in labels if x not in others)
@@ -225,7 +225,7 @@ STUDIES = {path.name: StudyResults(path.name) for path in (RESULTS / "studies").
 
 
 def positions(reference: str) -> str:
-    """Rows of losses by position: those of one model, and differences from it."""
+    """Rows of losses by position: one model's losses, and differences from them."""
     metrics = [f"loss_2048_at_{end}" for end in (32, 128, 256, 512, 1024, 2048)]
     study = STUDIES["long_context"]
     losses = {name: np.array([study(name, x) for x in metrics]) for (name,) in study.results}

@@ -45,7 +45,7 @@ def parsed(file: str) -> ast.Module:
 
 @cache
 def imports_of(file: str) -> frozenset[str]:
-    """Names of the modules that a file imports; those of imported functions do no harm."""
+    """Names that a file imports: of modules, and of functions, which match no file."""
     found: set[str] = set()
     for node in ast.walk(parsed(file)):
         match node:

@@ -122,7 +122,7 @@ def name_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark slow tests and those of the repository. Run groups first: otherwise one worker may run
+    """Mark slow tests and repository tests. Run groups first: otherwise one worker may run
     a long one alone at the end."""
     for item in items:
         if name_of(item) in SLOW:

@@ -759,7 +759,7 @@ DATA_FAULTS = {
         "stage = max(bisect.bisect_left(begins, number) - 1, 0)",
         ("tests/data/mixture_test.py",),
     ),
-    "rows of one source before those of the next": Fault(
+    "rows of one source before rows of the next": Fault(
         "heinsen_jax/data/dataset.py",
         "sorted(places, key=lambda x: (x[1] + 0.5) / len(sources[x[0]]))",
         "places",

@@ -1,4 +1,4 @@
-"""Numbers of the pages are those of the records."""
+"""Numbers of the pages come from the records."""
 
 from pathlib import Path
 

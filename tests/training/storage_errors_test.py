@@ -1,4 +1,4 @@
-"""Errors of disks and buckets are told from those of devices and bugs."""
+"""Errors of disks and buckets are distinguished from device errors and bugs."""
 
 import jax
 import pytest

@@ -87,6 +87,10 @@ def test_refused_by_the_harness_own_model(folders):
                     model.loglikelihood([request(KINDS[0], args)])
 
 
+def test_a_subclass_need_not_set_a_maximum_length():
+    assert HarnessModel.__new__(HarnessModel).requested_length is None
+
+
 def test_a_token_across_the_join_is_not_certain(folders):
     model = HarnessModel(folders["qwen2"])
     (join, _), (other, _) = model.loglikelihood([request(KINDS[0], ("i", x)) for x in "sd"])

@@ -10,8 +10,10 @@ from tests.multi_device.apart import run_apart
 @pytest.mark.parametrize(
     "names",
     [
-        ["by query heads", "all, from a state to a state"],
-        pytest.param(["by rows", "segments", "both ways"], marks=pytest.mark.nightly),
+        ["all, from a state to a state"],
+        pytest.param(
+            ["by query heads", "by rows", "segments", "both ways"], marks=pytest.mark.nightly
+        ),
     ],
     ids=", ".join,
 )

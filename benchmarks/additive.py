@@ -26,8 +26,8 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
 from heinsen_jax.ops.additive import additive_pooling
+from heinsen_jax.runtime.environment import environment
 
 LENGTHS = (1024, 4096)
 WINDOWS = (4, 1000, 1024, None)

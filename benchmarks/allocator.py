@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 from steps import TrainingStep
 
-from heinsen_jax.allocator import keep_freed_memory
 from heinsen_jax.config import load_config
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.allocator import keep_freed_memory
+from heinsen_jax.runtime.environment import environment
 
 MEASURE = "--measure"
 

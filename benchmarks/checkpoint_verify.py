@@ -27,7 +27,7 @@ import numpy as np
 import tyro
 from common import ROOT
 
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 from heinsen_jax.training import checksums
 from heinsen_jax.training.checkpoint import Checkpoints
 

@@ -41,8 +41,8 @@ from common import ROOT, SETTING, interleaved_medians, random_tokens
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
 from heinsen_jax.ops import gated_delta_rule, log_attention
+from heinsen_jax.runtime.environment import environment
 
 LENGTHS = (1024, 4096)
 REQUIRED = {  # required speed-up over each peer, at each length

@@ -22,7 +22,7 @@ from compile_cases import CASES, SOFTMAX_BASELINE, Case, lower
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from rich.table import Table
 from steps import TrainingStep
 
 from heinsen_jax.config import load_config
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 
 TOLERANCE = 1e-5  # of losses, relative
 

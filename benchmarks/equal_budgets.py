@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from steps import TrainingStep
 
-from heinsen_jax.environment import environment
-from heinsen_jax.study import Comparison, load_study, results_of
+from heinsen_jax.runtime.environment import environment
+from studies import Comparison, load_study, results_of
 
 STUDY = "long_context_updates"
 UPDATES = 300, 600

@@ -14,7 +14,7 @@ import matplotlib.figure
 from common import ROOT
 from matplotlib.axes import Axes
 
-from heinsen_jax.study import load_study, results_of, sweeps
+from studies import load_study, results_of, sweeps
 
 RESULTS = ROOT / "benchmarks/results"
 SOFTMAX, LOG = sweeps.COLORS["softmax"], sweeps.COLORS["log"]
@@ -93,7 +93,7 @@ def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
 
 def draw_losses(axes: Axes) -> None:
     """Plot the mean over seeds against the length of the evaluated sequences."""
-    study = load_study(ROOT / "configs/studies/long_context.py")
+    study = load_study(ROOT / "studies/grids/long_context.py")
     found = results_of(study, RESULTS / "studies/long_context")
     results = {result.compared["model"]: result for result in found}
     for model, label in MODELS.items():

@@ -27,7 +27,6 @@ from jax.sharding import AxisType, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
 from heinsen_jax.ops import (
     MatrixState,
     gated_delta_rule,
@@ -36,6 +35,7 @@ from heinsen_jax.ops import (
     over_context,
 )
 from heinsen_jax.ops.gated_delta_rule import matrix_summary
+from heinsen_jax.runtime.environment import environment
 
 REQUIRED = {  # maximum time, as a multiple of linear attention's
     "mamba2": 1.5,

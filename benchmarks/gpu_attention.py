@@ -40,8 +40,8 @@ from common import ROOT
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
 from heinsen_jax.ops import log_attention
+from heinsen_jax.runtime.environment import environment
 
 HEADS_OF_DEPTH = {32: 24, 64: 16, 128: 8}
 LENGTHS_OF_TOKENS = {

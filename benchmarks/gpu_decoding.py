@@ -27,10 +27,10 @@ from rich.table import Table
 
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.config import load_config
-from heinsen_jax.environment import environment
 from heinsen_jax.generate import repeat_state
 from heinsen_jax.generate.states import loop_with_state, make_advance
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
+from heinsen_jax.runtime.environment import environment
 
 CHUNK = 4096  # tokens of context per call
 STATE_MEMORY = 0.8  # fraction of memory that states may use

@@ -25,9 +25,9 @@ from rich.table import Table
 from steps import TrainingStep, profile
 
 from heinsen_jax.config import ExperimentConfig, load_config
-from heinsen_jax.environment import environment
 from heinsen_jax.models import Layers, flops_per_token
-from heinsen_jax.training.metrics import PEAK_FLOPS, model_flops_utilization
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.training.utilization import PEAK_FLOPS, model_flops_utilization
 
 REMAT_POLICIES = {
     "all": {"remat": False},

@@ -24,11 +24,10 @@ from common import ROOT, interleaved_medians
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax import data
-from heinsen_jax.config import load_config, record
-from heinsen_jax.environment import environment
+from heinsen_jax.config import load_config
 from heinsen_jax.interop.harness import HarnessModel
-from heinsen_jax.training.loop import train
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.training import prepare_run, train
 
 ANSWERS, TOKENS = 4, 8
 TOLERANCE = 1e-3  # nats per answer
@@ -58,9 +57,7 @@ def made(config_file: Path, folder: Path) -> Path:
     training = replace(config.training, steps=1, evaluation_batches=1, sample_tokens=0)
     optimizer = replace(config.optimizer, warmup_steps=0)
     config = replace(config, training=training, optimizer=optimizer)
-    dataset = data.load(config.data)
-    record(folder, config, dataset)
-    train(folder, dataset, config)
+    train(prepare_run(config, folder))
     return folder
 
 

@@ -21,8 +21,8 @@ from common import ROOT
 
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, load_config
-from heinsen_jax.environment import environment
-from heinsen_jax.training import loop
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.training import loop, prepare_run, train
 from heinsen_jax.training.pacing import InFlight
 
 MANY = 32
@@ -81,7 +81,7 @@ def milliseconds(config: ExperimentConfig, dataset: data.Dataset, most: int) -> 
         mock.patch.object(Timed, "MOST", most),
         mock.patch.object(loop, "InFlight", Timed),
     ):
-        loop.train(Path(folder), dataset, config)
+        train(prepare_run(config, folder, dataset=dataset))
     start, end = Timed.times[:2]
     return 1e3 * (end - start) / (config.training.steps - 1)
 

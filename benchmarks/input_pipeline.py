@@ -25,8 +25,8 @@ from common import ROOT
 from heinsen_jax.config import load_config
 from heinsen_jax.data import Batch, DataConfig, TokenDataset, train_batches
 from heinsen_jax.data.text import load_text
-from heinsen_jax.environment import environment
-from heinsen_jax.training.timeouts import with_timeout
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.runtime.timeouts import with_timeout
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ import numpy as np
 import tyro
 from common import DEPTH, ROOT, added_memory, interleaved_medians
 
-from heinsen_jax.environment import environment
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.ops.l1_sparse import l1_sparse_attention
+from heinsen_jax.runtime.environment import environment
 
 HEADS = 4
 LENGTH = 2048

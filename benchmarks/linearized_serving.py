@@ -2,7 +2,7 @@
 
     python benchmarks/linearized_serving.py
 
-The teacher of the study configs/studies/linearize_python.py and its linearizations, with random
+The teacher of the study studies/grids/linearize_python.py and its linearizations, with random
 weights: the time to the first token after a prompt of each length; the time per further token, the
 difference between generating 65 tokens and one, divided by 64, so that copying the state does not
 count; and the memory that the prompt adds to the process at its peak, state included. Times are
@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.config import load_config
-from heinsen_jax.environment import environment
 from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.study import load_study
-from heinsen_jax.study.linearization import MERGED
+from heinsen_jax.runtime.environment import environment
+from studies import load_study
+from studies.linearization import MERGED
 
 STUDY = "linearize_python"
 MODELS = "log, Hedgehog", MERGED, "window of 16", "Gated DeltaNet", f"{MERGED}, 1 of 4 softmax"
@@ -63,7 +63,7 @@ def configs() -> dict[str, LanguageModelConfig]:
     """The teacher and its linearizations."""
     study = load_study(STUDY)
     labels = {axis: next(iter(of_axis)) for axis, of_axis in study.axes.items()}
-    teacher = load_config(ROOT / f"configs/studies/{STUDY}.py").model
+    teacher = load_config(ROOT / f"studies/grids/{STUDY}.py").model
     return {"teacher": teacher} | {
         name: study.run({**labels, "model": name}).config.model for name in MODELS
     }

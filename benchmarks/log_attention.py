@@ -33,8 +33,8 @@ from common import (
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
 from heinsen_jax.ops import LogAttentionState, log_attention
+from heinsen_jax.runtime.environment import environment
 
 Implementation = Literal["reference", "scan", "chunked"]
 

@@ -34,9 +34,9 @@ from jax import lax
 from PIL import Image
 
 from heinsen_jax import attention
-from heinsen_jax.environment import environment
-from heinsen_jax.study import sweeps
-from heinsen_jax.study.labels import GRAY, Line, label_at_right
+from heinsen_jax.runtime.environment import environment
+from studies import sweeps
+from studies.labels import GRAY, Line, label_at_right
 
 MODEL_DIM, NUM_HEADS = 128, 4
 DECODED = 64  # tokens per loop

@@ -22,7 +22,7 @@ import tyro
 from common import ROOT, SETTING, added_memory, random_tokens
 from comparison import functions_of
 
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 
 LENGTH = 16_384
 REQUIRED = 1 / 50

@@ -26,10 +26,10 @@ import tyro
 from common import ROOT, resident_memory
 from flax import nnx
 
-from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.checkpoint import load_text_run
+from heinsen_jax.runs.load import load_text_run
+from heinsen_jax.runtime.environment import environment
 
 CHUNK = 1000
 REPORTED = 10_000

@@ -24,7 +24,7 @@ from common import ROOT
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 
 sys.path.insert(0, str(ROOT))
 

@@ -26,14 +26,13 @@ from common import ROOT, resident_memory
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax import data
-from heinsen_jax.config import ExperimentConfig, load_config, record
+from heinsen_jax.config import ExperimentConfig, load_config
 from heinsen_jax.data import DataConfig
-from heinsen_jax.environment import environment
-from heinsen_jax.study import sweeps
-from heinsen_jax.study.runs import costs
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.training import prepare_run, train
+from studies import sweeps
+from studies.runs import costs
 
 MEASURE = "--measure"
 MODELS = "heinsen_125m", "gpt2_small"  # configurations configs/<name>_pile.py
@@ -90,10 +89,8 @@ def experiment(name: str, options: Options) -> ExperimentConfig:
 def measure(name: str, options: Options) -> dict[str, Any]:
     """Train a model in this process, and return its measurements."""
     config = experiment(name, options)
-    dataset = data.load(config.data)
     with tempfile.TemporaryDirectory() as folder:
-        record(Path(folder), config, dataset)
-        validation = train(Path(folder), dataset, config).metrics["loss"]
+        validation = train(prepare_run(config, folder)).metrics["loss"]
         rows = [row for row in read_metrics(Path(folder)) if "train/tokens_per_second" in row]
     tokens = options.batch_size * options.sequence_length
     seconds = [tokens / row["train/tokens_per_second"] for row in rows[1:]]

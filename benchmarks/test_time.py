@@ -19,7 +19,7 @@ from pathlib import Path
 import tyro
 from common import ROOT
 
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 
 STEPS = {
     "set-up": r"python3 -m venv .*pip install",

@@ -26,10 +26,10 @@ from common import DEPTH, HEADS, ROOT, SETTING, interleaved_medians, random_toke
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.environment import environment
 from heinsen_jax.ops import heinsen_attention, log_attention
 from heinsen_jax.ops.log_attention.chunked import Chunked, measure
 from heinsen_jax.ops.log_attention.inputs import Averages, Inputs
+from heinsen_jax.runtime.environment import environment
 
 LENGTHS = (1024, 4096)
 CHUNK = 64  # chunk size for the matmul rate

@@ -18,10 +18,10 @@ from common import ROOT
 
 from heinsen_jax import data
 from heinsen_jax.config import as_json, load_config
-from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError, command_line
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.training import prepare_run, train
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def main() -> None:
     assert isinstance(dataset, data.TokenDataset)
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        result = train(Path(folder), dataset, config)
+        result = train(prepare_run(config, folder, dataset=dataset))
         seconds = time.monotonic() - start
         rows = read_metrics(Path(folder))
     settings = as_json(config)

@@ -31,7 +31,7 @@ from rich.table import Table
 from steps import TrainingStep, profile
 
 from heinsen_jax.config import load_config
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 
 PEER = {"layers": 4, "heads": 4, "width": 128, "vocabulary": 65}  # nanoGPT's sizes for CPUs
 

@@ -37,7 +37,7 @@ from compile_time import cpu_seconds
 from flax import nnx
 from tiers import differentiate, in_linear_space, inputs
 
-from heinsen_jax.environment import environment
+from heinsen_jax.runtime.environment import environment
 
 LENGTH, LONG = 1024, 16_384
 GENERATED = 256  # tokens

@@ -4,7 +4,7 @@ python train.py --config configs/recall.py [--model.attention softmax]
 
 Small enough for a CPU: 8 pairs with a vocabulary of 128 at length 64, 2 layers of width 64, 800
 updates of 32 sequences. Only answers count in loss and accuracy. Results are in the report of the
-study configs/studies/recall.py. For Zoology's settings, use --data.vocab-size 8192
+study studies/grids/recall.py. For Zoology's settings, use --data.vocab-size 8192
 --model.vocab-size 8192, and --data.num-pairs 4, 8, 16 or 64 with --data.sequence-length 64, 128,
 256 or 512.
 """

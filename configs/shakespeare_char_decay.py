@@ -6,7 +6,7 @@ The decay block: a convolution of 4 tokens before each branch, and log-attention
 sign, with decay by head. 0.83M parameters, 2000 updates of 12 x 64 characters, as in
 shakespeare_char_cpu.py; also evaluated on sequences of 256 and 1024 characters, longer than in
 training. Results, also of softmax attention in the same block, are in the report of the study
-configs/studies/language_model.py.
+studies/grids/language_model.py.
 """
 
 from dataclasses import replace

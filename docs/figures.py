@@ -25,7 +25,8 @@ from heinsen_jax import attention
 from heinsen_jax.config import load_config
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.models.flops import flops_per_token
-from heinsen_jax.study import (
+from heinsen_jax.training.utilization import PEAK_FLOPS
+from studies import (
     Comparison,
     Difference,
     PowerLawPlot,
@@ -36,9 +37,8 @@ from heinsen_jax.study import (
     load_study,
     results_of,
 )
-from heinsen_jax.study.power_law import Fit
-from heinsen_jax.study.runs import costs
-from heinsen_jax.training.metrics import PEAK_FLOPS
+from studies.power_law import Fit
+from studies.runs import costs
 
 RESULTS = Path(__file__).resolve().parents[1] / "benchmarks/results"
 

@@ -7,33 +7,26 @@ python -m heinsen_jax.evaluate --workdir runs/quickstart --tasks NAME ... [--inc
 import importlib
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, cast
 
-import jax
 import tyro
-from flax import nnx
-from jax.sharding import Mesh
 
 from heinsen_jax import data as text
-from heinsen_jax.allocator import keep_freed_memory
-from heinsen_jax.compilation import cache_compilations
-from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.config.load import load_config
 from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP, check_count
-from heinsen_jax.models import LanguageModel
-from heinsen_jax.run_folder import opened
-from heinsen_jax.sharding import MeshConfig, make_mesh
-from heinsen_jax.training.checkpoint import CONFIG_FILE, load_run
-from heinsen_jax.training.evaluate import evaluate
-from heinsen_jax.training.objective import objective_of
-from heinsen_jax.training.settings import with_documents
-from heinsen_jax.training.signals import exit_immediately
-from heinsen_jax.training.step import make_evaluation_step
+from heinsen_jax.objectives.documents import resolve_documents
+from heinsen_jax.objectives.evaluation import evaluate_model
+from heinsen_jax.runs.folder import opened
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.runtime.allocator import keep_freed_memory
+from heinsen_jax.runtime.compilation import cache_compilations
+from heinsen_jax.runtime.signals import exit_immediately
 
 DATA_HELP = (
     "a named corpus, a prepared folder or data with published splits, whose validation split is "
@@ -134,11 +127,18 @@ def _run_text(
         if sequence_length is not None:
             settings = replace(settings, sequence_length=sequence_length)
         dataset = cast(Dataset, _all_of(settings) if is_other else text.load(settings))
-    settings, documents = with_documents(settings, dataset, experiment.model)
+    settings, documents = resolve_documents(settings, dataset, experiment.model)
     if isinstance(settings, DataConfig):
         _check_tokenizer(workdir, tokenizer, settings.corpus, dataset.tokenizer)
     model.config.warn_beyond_trained_length(settings.longest)
-    found = evaluate_model(model, dataset, replace(experiment, data=settings), max_batches)
+    metrics = evaluate_model(
+        model,
+        dataset,
+        settings,
+        masked_fraction=experiment.training.masked_fraction,
+        loss_by_position=experiment.training.loss_by_position,
+        max_batches=max_batches,
+    )
     what = dataset.name
     if isinstance(dataset, TokenDataset) and isinstance(settings, DataConfig):
         split = dataset.manifest.splits["validation"]
@@ -148,37 +148,8 @@ def _run_text(
     if max_batches is not None:
         what += f", of which the first {max_batches} batches"
     lines = [f"{workdir}, step {step}, on {what}:", *(f"  {line}" for line in documents)]
-    lines += [f"  {name.replace('_', ' ')}: {value:.4f}" for name, value in found.items()]
+    lines += [f"  {name.replace('_', ' ')}: {value:.4f}" for name, value in metrics.items()]
     print("\n".join(map(printable, lines)))
-
-
-def evaluate_model(
-    model: LanguageModel,
-    dataset: Dataset,
-    experiment: ExperimentConfig,
-    max_batches: int | None = None,
-    mesh: Mesh | None = None,
-) -> dict[str, float]:
-    """Metrics of a model with the data and the metrics of an experiment, as of
-    `training.evaluate.evaluate`, on the devices of a mesh that hold it; on one device of this
-    process when None."""
-    graph, parameters = nnx.split(model)
-    masked_fraction = experiment.training.masked_fraction
-    objective = objective_of(model.config, masked_fraction, dataset.vocab_size)
-    mesh = mesh or make_mesh(MeshConfig(), jax.local_devices()[:1])
-    make_step = partial(make_evaluation_step, graph, objective)
-    by_position = experiment.training.loss_by_position
-    with jax.set_mesh(mesh):
-        return evaluate(
-            make_step(),
-            parameters,
-            dataset,
-            experiment.data,
-            mesh,
-            max_batches=max_batches,
-            is_causal=model.config.is_causal,
-            step_by_position=make_step(by_position=True) if by_position else None,
-        )
 
 
 def _of_data(settings: DataConfig, data: str, text_column: str) -> tuple[DataConfig, bool]:

@@ -16,35 +16,18 @@ On several hosts run the same command on each: docs/pods.md.
 """
 
 import argparse
-from contextlib import ExitStack
 from pathlib import Path
 
-import jax
-
-from heinsen_jax import data, distributed
-from heinsen_jax.allocator import keep_freed_memory
-from heinsen_jax.config import (
-    ExperimentConfig,
-    check_changes,
-    check_folder,
-    check_tokenizer,
-    check_workdir,
-    complete_restart,
-    identity,
-    load_config,
-    override,
-    record,
-    set_aside,
-)
-from heinsen_jax.errors import command_line, printable
-from heinsen_jax.field_help import print_help
-from heinsen_jax.generate import sample
-from heinsen_jax.run_folder import opened
-from heinsen_jax.training.checkpoint import CONFIG_FILE
-from heinsen_jax.training.loop import TrainingResult, train
-from heinsen_jax.training.settings import check_settings
-from heinsen_jax.training.signals import exit_immediately
-from heinsen_jax.typing import JSON
+from heinsen_jax.config.help import print_help
+from heinsen_jax.config.load import load_config
+from heinsen_jax.config.override import override
+from heinsen_jax.errors import command_line
+from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.runtime import distributed
+from heinsen_jax.runtime.allocator import keep_freed_memory
+from heinsen_jax.runtime.signals import exit_immediately
+from heinsen_jax.training.loop import train
+from heinsen_jax.training.prepare import prepare_run
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -126,7 +109,7 @@ def main() -> int:
     with exit_immediately():
         with distributed.together():
             config = override(load_config(options.config), overrides)
-        result = run_experiment(
+        prepared = prepare_run(
             config,
             options.workdir or Path("runs") / _name(Path(options.config)),
             restart=options.restart,
@@ -134,69 +117,8 @@ def main() -> int:
             dry_run=options.dry_run,
             profile=options.profile,
         )
+        result = train(prepared)
     return 0 if result.signal is None else 128 + result.signal
-
-
-def run_experiment(
-    config: ExperimentConfig,
-    workdir: str | Path,
-    *,
-    restart: bool = False,
-    allow_change: bool = False,
-    dry_run: bool = False,
-    profile: bool = False,
-) -> TrainingResult:
-    """Train an experiment in a run's folder, from its latest checkpoint, if any; as the command
-    line does, whose options these are.
-
-    Raises:
-      UserError: settings, data or the content of the folder do not fit together.
-    """
-    with ExitStack() as held:
-        with distributed.together():
-            run = held.enter_context(opened(workdir))
-            files = run.files
-            run.check_writable()
-            if jax.process_index() == 0 and not dry_run:
-                held.enter_context(run.locked())
-                complete_restart(run)
-        with distributed.together():
-            check_folder(run, restart=restart)
-            if not restart:
-                check_workdir(files, config)
-        distributed.check_shared(run.shared)
-        with distributed.process_0_first():
-            dataset = data.load(config.data)
-        modes: dict[str, JSON] = {
-            "--dry-run": dry_run,
-            "--profile": profile,
-            "--restart": restart,
-            "--allow-change": allow_change,
-        }
-        with distributed.together():
-            alike = identity(config, dataset) | modes
-        distributed.check_alike(alike)
-        with distributed.together():
-            check_settings(dataset, config)
-        with distributed.process_0_first() as is_first:
-            if is_first and not dry_run:
-                if restart:
-                    set_aside(run)
-                check_tokenizer(files, config, dataset)
-                if changed := check_changes(files, config, dataset, allowed=allow_change):
-                    print(
-                        f"changed since the last start: {printable('; '.join(changed))}", flush=True
-                    )
-        return train(
-            run,
-            dataset,
-            config,
-            dry_run=dry_run,
-            profile=profile,
-            allow_change=allow_change,
-            on_start=lambda: record(files, config, dataset),
-            sample_fn=sample,
-        )
 
 
 def _name(config: Path) -> str:

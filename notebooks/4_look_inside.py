@@ -28,13 +28,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 from flax import nnx
 
-from heinsen_jax import data
-from heinsen_jax.config import load_config, record
+from heinsen_jax.config import load_config
 from heinsen_jax.generate import generate
 from heinsen_jax.models import Layers
-from heinsen_jax.training.checkpoint import load_run
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.training import prepare_run, train
 
 # %% [markdown]
 # A configuration is a value, derived from another one by changing fields. This is the quickstart's,
@@ -63,10 +62,8 @@ config = replace(
 )
 workdir = Path(tempfile.mkdtemp()) / "run"
 workdir.mkdir()
-dataset = data.load(config.data)
-record(workdir, config, dataset)
 with contextlib.redirect_stdout(io.StringIO()):  # hide the progress bar
-    result = train(workdir, dataset, config)
+    result = train(prepare_run(config, workdir))
 print({name: round(value, 3) for name, value in result.metrics.items()})
 
 # %%

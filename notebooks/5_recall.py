@@ -33,8 +33,8 @@ from heinsen_jax import data
 from heinsen_jax.config import OptimizerConfig, load_config
 from heinsen_jax.data import Recall
 from heinsen_jax.models import Layers
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.training import prepare_run, train
 
 # %% [markdown]
 # ## The task
@@ -47,7 +47,7 @@ task = Recall(
     vocab_size=64, num_pairs=4, sequence_length=32, batch_size=32, validation_examples=256
 )
 draw = data.TaskDataset(task).train_row(task, seed=0)
-tokens, is_answer, _ = draw(0)
+tokens, is_answer, *_ = draw(0)
 print("tokens: ", tokens)
 print("answers:", np.where(is_answer, tokens[1:], 0))
 
@@ -80,7 +80,7 @@ MECHANISMS = {
 def accuracy_over_time(config):
     """Return the accuracy on validation examples at each evaluation."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        train(Path(folder), data.load(config.data), config)
+        train(prepare_run(config, folder))
         rows = read_metrics(Path(folder))
     return [row["validation/accuracy"] for row in rows if "validation/accuracy" in row]
 
@@ -121,4 +121,4 @@ for pairs in (2, 8):
 # These are small models and few steps. A study compares all mechanisms on longer sequences, with
 # tuned learning rates:
 #
-#     python -m heinsen_jax.study configs/studies/recall.py --jobs 2
+#     python -m studies recall --jobs 2

@@ -22,7 +22,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.study import (
+from studies import (
     adjusted_p_values,
     differences_of,
     draw,
@@ -36,7 +36,7 @@ ROOT = Path.cwd() if (Path.cwd() / "configs").exists() else Path.cwd().parent
 
 def load(name):
     """Return a study and its results: the best learning rate of each line, with all seeds."""
-    study = load_study(ROOT / "configs" / "studies" / f"{name}.py")
+    study = load_study(name)
     return study, results_of(study, ROOT / "benchmarks" / "results" / "studies" / name)
 
 

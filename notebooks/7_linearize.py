@@ -29,9 +29,9 @@ from heinsen_jax.generate import generate
 from heinsen_jax.interop.transformers import from_pretrained, import_model, to_pretrained
 from heinsen_jax.linearize import Options, linearize
 from heinsen_jax.models import Layers
-from heinsen_jax.train import run_experiment
-from heinsen_jax.training.checkpoint import load_text_run
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.load import load_text_run
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.training import prepare_run, train
 
 WORK = Path(tempfile.mkdtemp())
 
@@ -64,7 +64,7 @@ teacher = replace(
         loss_by_position=False,
     ),
 )
-run_experiment(teacher, WORK / "teacher")
+train(prepare_run(teacher, WORK / "teacher"))
 model, tokenizer, _ = load_text_run(WORK / "teacher")
 
 # %% [markdown]

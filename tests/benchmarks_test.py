@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from heinsen_jax.study import Comparison
+from studies import Comparison
 from tests.conftest import ALL_TESTS, SHORT_TESTS, SLOW
 
 ROOT = Path(__file__).resolve().parents[1]

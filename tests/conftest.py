@@ -31,24 +31,10 @@ from tests.multi_device.apart import free_port
 CHECK_TYPES = "CHECK_TYPES"
 """Environment variable with which annotations are checked at run time, for about 15% more time."""
 CHECKED = [
-    "heinsen_jax.attention",
-    "heinsen_jax.buckets",
-    "heinsen_jax.compilation",
-    "heinsen_jax.config",
-    "heinsen_jax.data",
-    "heinsen_jax.distributed",
-    "heinsen_jax.environment",
-    "heinsen_jax.evaluate",
-    "heinsen_jax.generate",
-    "heinsen_jax.interop",
-    "heinsen_jax.models",
-    "heinsen_jax.on_ray",
-    "heinsen_jax.ops",
-    "heinsen_jax.run_folder",
-    "heinsen_jax.sharding",
-    "heinsen_jax.study",
-    "heinsen_jax.training",
-    "heinsen_jax.typing",
+    *(f"heinsen_jax.{name}" for name in ("attention", "config", "data", "evaluate", "generate")),
+    *(f"heinsen_jax.{name}" for name in ("interop", "linearize", "models", "objectives", "ops")),
+    *(f"heinsen_jax.{name}" for name in ("runs", "runtime", "sharding", "storage", "training")),
+    *("heinsen_jax.typing", "studies"),
 ]
 TYPECHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 if os.environ.get(CHECK_TYPES):

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from heinsen_jax import attention, config, generate, models, ops, study
+import studies
+from heinsen_jax import attention, config, generate, models, ops
 from heinsen_jax.interop import hub, torch, transformers
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACES = (attention, models, ops, generate, study, config, torch, hub, transformers)
+PLACES = (attention, models, ops, generate, studies, config, torch, hub, transformers)
 SEVERAL_DEVICES = {"over_context", "sharded_log_attention"}
 """Names used by the examples; tests/multi_device covers the others."""
 

@@ -15,17 +15,21 @@ import pytest
 from flax import nnx
 
 from heinsen_jax import data, linearize
-from heinsen_jax.config import ExperimentConfig, load_config, record
-from heinsen_jax.evaluate import evaluate_model
-from heinsen_jax.linearize_results import recall
+from heinsen_jax.config import ExperimentConfig, load_config
+from heinsen_jax.linearize import __main__ as linearize_command
+from heinsen_jax.linearize.comparison import recall
+from heinsen_jax.linearize.plan import plan_stages
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.conversion import linear_layers, shared_weights
+from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training import loop
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runtime import distributed
+from heinsen_jax.training import loop, prepare_run, train
 from heinsen_jax.training import memory as memory_module
-from heinsen_jax.training.checkpoint import Checkpoints, load_run
-from heinsen_jax.training.loop import train
+from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.memory import Memory
+from heinsen_jax.training.prepare import record
 from heinsen_jax.training.profiling import Tracer
 from tests.training.conftest import corpus, small  # noqa: F401
 
@@ -42,7 +46,7 @@ def test_recall_is_that_of_a_model_that_copies(small, monkeypatch):  # noqa: F81
 
     monkeypatch.setattr(LanguageModel, "features", copies)
     monkeypatch.setattr(LanguageModel, "readout", jax.tree_util.Partial(lambda x: x))
-    found = recall(model, data.load(small.data), small)
+    found = recall(model, data.load(small.data), small.data)
     assert found == pytest.approx(1 - 0.5 / (length - 1), abs=1e-3)
 
 
@@ -59,7 +63,7 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
         transfer_steps=40,
         steps=20,
     )
-    one, two = linearize._stages(teacher, options, ["--training.log-every", "3"])
+    one, two = plan_stages(teacher, options, ["--training.log-every", "3"])
     assert (one.folder, two.folder) == (f"{workdir}-transfer", workdir)
     first, second = one.experiment, two.experiment
     assert (first.distillation.start, second.distillation.start) == (None, one.folder)
@@ -72,7 +76,7 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
     assert len({teacher.seed, first.seed, second.seed}) == 3
     assert first.model == second.model
     assert first.model.layer_pattern == ("log", "softmax")
-    (only,) = linearize._stages(teacher, replace(options, transfer_steps=0, lora_rank=2), [])
+    (only,) = plan_stages(teacher, replace(options, transfer_steps=0, lora_rank=2), [])
     assert (only.experiment.distillation.start, only.experiment.distillation.trained) == (
         None,
         "new",
@@ -81,8 +85,8 @@ def test_stages_have_the_settings_of_the_command(tmp_path):
 
 def command(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["linearize", *arguments])
-    monkeypatch.setattr(linearize.distributed, "initialize", lambda *_: None)  # only at the start
-    return linearize.main()
+    monkeypatch.setattr(distributed, "initialize", lambda *_: None)  # only at the start
+    return linearize_command.main()
 
 
 def loss_before(stage: ExperimentConfig, teacher: Path, dataset: data.Dataset) -> float:
@@ -91,7 +95,13 @@ def loss_before(stage: ExperimentConfig, teacher: Path, dataset: data.Dataset) -
     arrays = flatten_with_names(state) | shared_weights(stage.model, load_run(teacher)[0])
     state = jax.tree.unflatten(jax.tree.structure(state), [*arrays.values()])
     batches = stage.training.evaluation_batches
-    return evaluate_model(nnx.merge(graph, state), dataset, stage, batches)["loss"]
+    return evaluate_model(
+        nnx.merge(graph, state),
+        dataset,
+        stage.data,
+        masked_fraction=stage.training.masked_fraction,
+        max_batches=batches,
+    )["loss"]
 
 
 def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsys):  # noqa: F811
@@ -102,7 +112,7 @@ def test_a_teacher_is_linearized_and_resumed(small, tmp_path, monkeypatch, capsy
     )
     dataset, teacher, workdir = data.load(chosen.data), tmp_path / "teacher", tmp_path / "log"
     teacher.mkdir()
-    wanted = train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    wanted = train(prepare_run(chosen, teacher, dataset=dataset))
     arguments = ["--model", str(teacher), "--workdir", str(workdir), "--keep", "1"]
     arguments += ["--attention", "log:features=hedgehog", "--transfer-steps", "40"]
     arguments += ["--steps", "20", "--training.log-every", "10"]
@@ -151,7 +161,7 @@ def test_an_interrupted_linearization_continues_where_it_was(small, tmp_path, mo
     teacher, signals = tmp_path / "teacher", [signal.SIGTERM]
     teacher.mkdir()
     dataset = data.load(chosen.data)
-    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    train(prepare_run(chosen, teacher, dataset=dataset))
 
     class Stopped(Tracer):
         """Sends this process a signal at step 8."""
@@ -196,7 +206,7 @@ def test_both_stages_save_by_time_and_stop(small, tmp_path, monkeypatch, capsys)
     teacher, workdir, saved = tmp_path / "teacher", tmp_path / "linear", []
     dataset = data.load(chosen.data)
     teacher.mkdir()
-    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    train(prepare_run(chosen, teacher, dataset=dataset))
     capsys.readouterr()
     save = Checkpoints.save
 
@@ -235,7 +245,7 @@ def test_both_stages_must_fit_before_the_first_is_trained(small, tmp_path, monke
     chosen = replace(chosen, training=replace(chosen.training, sample_tokens=0, steps=2))
     teacher, dataset, measured = tmp_path / "teacher", data.load(chosen.data), []
     teacher.mkdir()
-    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    train(prepare_run(chosen, teacher, dataset=dataset))
 
     def memory(update):
         measured.append(update)
@@ -258,7 +268,7 @@ def test_mechanisms_without_new_parameters_have_one_stage(small, tmp_path, monke
     )
     dataset, teacher = data.load(chosen.data), tmp_path / "teacher"
     teacher.mkdir()
-    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    train(prepare_run(chosen, teacher, dataset=dataset))
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
     arguments += ["--model.dtype", "bfloat16", "--model.remat"]  # not of the architecture
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
@@ -289,7 +299,7 @@ def test_low_rank_additions_leave_the_matrices_of_the_teacher(
     )
     dataset, teacher, workdir = data.load(chosen.data), tmp_path / "teacher", tmp_path / "linear"
     teacher.mkdir()
-    train(teacher, dataset, chosen, on_start=lambda: record(teacher, chosen, dataset))
+    train(prepare_run(chosen, teacher, dataset=dataset))
     arguments = ["--model", str(teacher), "--workdir", str(workdir), "--lora-rank", "2"]
     assert command(monkeypatch, *arguments, "--attention", "linear", "--steps", "5") == 0
     ours, theirs = (
@@ -381,7 +391,7 @@ def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys)
         ("link", "teacher", "a stage would be written to .*teacher, the folder of --model"),
         ("linear-transfer", "linear", "would be written to .*linear-transfer, the folder of --mod"),
         ("teacher", "other", "other: holds another run; give another folder, or --restart"),
-        ("teacher", "imported", "imported holds a run of another architecture"),
+        ("teacher", "imported", "imported: holds another run; give another folder, or --restart"),
     ):
         arguments = ["--model", str(tmp_path / teacher), "--workdir", str(tmp_path / workdir)]
         assert command(monkeypatch, *arguments) == 2

@@ -9,7 +9,8 @@ from heinsen_jax.attention import mechanism, names
 from heinsen_jax.data import Batch
 from heinsen_jax.generate import generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
+from heinsen_jax.training.config import OptimizerConfig
+from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import graph_of, initializer
 from heinsen_jax.training.step import make_train_step
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import attention, data
+from heinsen_jax import attention
 from heinsen_jax.config import load_config, override
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.training import prepare_run, train
 
 ROOT = Path(__file__).resolve().parents[1]
 CAUSAL = [name for name in attention.names() if attention.mechanism(name).capabilities.causal]
@@ -33,7 +33,7 @@ def test_quickstart(name, corpus, tmp_path_factory):
         --training.evaluation_batches 4 --training.sample_tokens 0 --optimizer.warmup_steps 5
     """
     config = override(load_config(ROOT / "configs/quickstart.py"), words.split())
-    result = train(folder, data.load(config.data), config)
+    result = train(prepare_run(config, folder))
     rows = read_metrics(folder)
     first = rows[0]["train/loss"]
     assert 5 < first < 7

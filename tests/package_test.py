@@ -25,5 +25,5 @@ def test_subpackages_are_imported_on_first_use():
 
 def test_the_import_alone_loads_no_jax():
     """Nor does importing a submodule that needs none."""
-    program = "from heinsen_jax import locks; import sys; sys.exit('jax' in sys.modules)"
+    program = "from heinsen_jax.storage import locks; import sys; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

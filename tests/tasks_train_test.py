@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import data, evaluate
-from heinsen_jax.config import load_config, record
+from heinsen_jax import evaluate
+from heinsen_jax.config import load_config
 from heinsen_jax.data import Copying, Recall
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import __main__ as generate
-from heinsen_jax.training.loop import train
+from heinsen_jax.training import prepare_run, train
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 BASE = load_config(CONFIGS / "recall.py")
@@ -37,14 +37,13 @@ FEW = replace(RECALL, training=replace(RECALL.training, steps=5))
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run of few updates."""
-    workdir, dataset = tmp_path_factory.mktemp("recall"), data.load(FEW.data)
-    record(workdir, FEW, dataset)
-    return workdir, train(workdir, dataset, FEW)
+    workdir = tmp_path_factory.mktemp("recall")
+    return workdir, train(prepare_run(FEW, workdir))
 
 
 @pytest.mark.nightly
 def test_softmax_solves_recall_also_at_twice_the_length(tmp_path):
-    metrics = train(tmp_path, data.load(RECALL.data), RECALL).metrics
+    metrics = train(prepare_run(RECALL, tmp_path)).metrics
     assert metrics["accuracy"] > 0.95  # guessing one of the two values is correct half of the time
     assert metrics["accuracy_24"] > 0.9
     assert metrics["loss"] < metrics["loss_24"] < 1
@@ -82,13 +81,13 @@ def test_commands_for_text_are_refused(run, monkeypatch, capsys, main, arguments
 def test_a_folder_cannot_change_its_task(run):
     config = replace(RECALL, data=Copying())
     with pytest.raises(UserError, match="contains a run trained on recall, not copying"):
-        record(run[0], config, data.load(config.data))
+        prepare_run(config, run[0])
 
 
 def test_a_task_has_nothing_to_sample(tmp_path):
     config = replace(RECALL, training=replace(RECALL.training, sample_tokens=9))
     with pytest.raises(UserError, match=r"recall has no text .* training\.sample_tokens=0"):
-        train(tmp_path, data.load(config.data), config)
+        train(prepare_run(config, tmp_path))
 
 
 PARITY = load_config(CONFIGS / "state_tracking.py")
@@ -103,7 +102,7 @@ PARITY = replace(
 
 @pytest.mark.nightly
 def test_negative_eigenvalues_track_parity_also_at_twice_the_length(tmp_path):
-    metrics = train(tmp_path, data.load(PARITY.data), PARITY).metrics
+    metrics = train(prepare_run(PARITY, tmp_path)).metrics
     assert metrics["accuracy"] > 0.99
     assert metrics["accuracy_64"] > 0.95
 
@@ -112,4 +111,4 @@ def test_labels_are_refused_with_masked_tokens(tmp_path):
     model = replace(PARITY.model, attention="gqa", convolution_size=None, is_causal=False)
     config = replace(PARITY, model=model)
     with pytest.raises(UserError, match=r"model\.is_causal=False: state_tracking has labels"):
-        train(tmp_path, data.load(config.data), config)
+        train(prepare_run(config, tmp_path))

@@ -17,10 +17,11 @@ import jax
 import pytest
 from flax import nnx
 
-from heinsen_jax import distributed, evaluate
+from heinsen_jax import evaluate
 from heinsen_jax.generate.__main__ import main as write
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runtime import distributed
 from heinsen_jax.train import main
-from heinsen_jax.training.checkpoint import load_run
 
 pytestmark = pytest.mark.xdist_group("train")  # one worker creates shared fixtures
 

@@ -8,17 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from heinsen_jax.data.config import DataConfig
+    from heinsen_jax.data.config import AnyDataConfig, DataConfig
     from heinsen_jax.data.corpora import CORPORA
     from heinsen_jax.data.dataset import Batch, Dataset
     from heinsen_jax.data.manifest import Manifest
     from heinsen_jax.data.mixture import MixedDataset, TextDataset
-    from heinsen_jax.data.pipeline import (
-        AnyDataConfig,
-        load,
-        train_batches,
-        validation_batches,
-    )
+    from heinsen_jax.data.pipeline import load, train_batches, validation_batches
     from heinsen_jax.data.tasks import (
         Copying,
         Induction,

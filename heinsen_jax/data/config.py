@@ -7,12 +7,13 @@ from typing import Annotated, Literal, TypeAlias
 import pydantic
 import tyro
 
-from heinsen_jax.buckets import absolute_path
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.manifest import MANIFEST_FILE
 from heinsen_jax.data.sources import DEFAULT_COLUMN
+from heinsen_jax.data.tasks import AnyTask, Task
 from heinsen_jax.data.tokenizers import has_name
-from heinsen_jax.typing import config_dataclass
+from heinsen_jax.storage.buckets import absolute_path
+from heinsen_jax.typing import JSON, config_dataclass
 
 Documents: TypeAlias = Literal["separate", "continuous"]
 MODEL = "model://"
@@ -110,6 +111,18 @@ class DataConfig:
             tokenizer=self.tokenizer if has_name(self.tokenizer) else absolute_path(self.tokenizer),
             cache=absolute_path(self.cache),
         )
+
+
+def _kind(config: DataConfig | Task | dict[str, JSON]) -> str:
+    """Tag of a configuration, or of a dictionary of its fields."""
+    get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
+    return str(get("task") or "text")
+
+
+AnyDataConfig = Annotated[
+    Annotated[DataConfig, pydantic.Tag("text")] | AnyTask, pydantic.Discriminator(_kind)
+]
+"""Configuration of a text data set or of a task."""
 
 
 def _absolute_corpus(name: str) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from heinsen_jax.data.files import sha256_of
 from heinsen_jax.data.sources import Source, SplitName
 from heinsen_jax.data.streams import CHUNK_BYTES, Expansion, decompressed, reporting
 from heinsen_jax.errors import UserError, explain, extra_module, parse_json
+from heinsen_jax.storage.files import sha256_of
 
 _DAMAGED = (
     *(zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from heinsen_jax.data.files import byte_progress, replacing, sha256_of
 from heinsen_jax.errors import UserError, check_regular
+from heinsen_jax.storage.files import byte_progress, replacing, sha256_of
 
 _TIMEOUT_SECONDS = 30
 _CHUNK_BYTES = 1 << 20

@@ -7,12 +7,11 @@ from pathlib import Path
 
 from etils import epath
 
-from heinsen_jax.buckets import reading
-from heinsen_jax.data.files import byte_progress, replacing, sha256_of, writing
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, Shard, numpy_dtype
-from heinsen_jax.data.units import joint_hash
 from heinsen_jax.errors import UserError
-from heinsen_jax.locks import locked
+from heinsen_jax.storage.buckets import reading
+from heinsen_jax.storage.files import byte_progress, joint_hash, replacing, sha256_of, writing
+from heinsen_jax.storage.locks import locked
 
 FIELD = "data.corpus"
 """Field with the address of the bucket."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from heinsen_jax.data.corpora import CORPORA, corpus_sources
 from heinsen_jax.data.download import ensure_downloaded
-from heinsen_jax.data.files import byte_progress
 from heinsen_jax.data.sources import DEFAULT_COLUMN, Source, check_sources, find_sources
 from heinsen_jax.errors import UserError, extra_module
+from heinsen_jax.storage.files import byte_progress
 
 HUB = "hf://"
 """Prefix of the names of data sets of the Hugging Face Hub."""

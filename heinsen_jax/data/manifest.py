@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 import pydantic
 
-from heinsen_jax.buckets import AnyPath
-from heinsen_jax.data.files import sha256_of, write_atomically
 from heinsen_jax.data.sources import DEFAULT_COLUMN, SplitName
 from heinsen_jax.errors import UserError, check_regular
+from heinsen_jax.storage.buckets import AnyPath
+from heinsen_jax.storage.files import sha256_of, write_atomically
 
 MANIFEST_FILE = "manifest.json"
 

@@ -2,34 +2,20 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Annotated, overload
+from typing import overload
 
 import grain
 import jax
 import numpy as np
-import pydantic
 
-from heinsen_jax.data.config import DataConfig
+from heinsen_jax.data.config import AnyDataConfig, DataConfig
 from heinsen_jax.data.dataset import Batch, Dataset, DataSettings, Settings
 from heinsen_jax.data.mixture import TextDataset, load_mixture
 from heinsen_jax.data.tasks import AnyTask, Task, TaskDataset
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError
-from heinsen_jax.typing import JSON
 
 ENDLESS = 1 << 60  # sequences
-
-
-def _kind(config: DataConfig | Task | dict[str, JSON]) -> str:
-    """Tag of a configuration, or of a dictionary of its fields."""
-    get = config.get if isinstance(config, dict) else lambda name: getattr(config, name, None)
-    return str(get("task") or "text")
-
-
-AnyDataConfig = Annotated[
-    Annotated[DataConfig, pydantic.Tag("text")] | AnyTask, pydantic.Discriminator(_kind)
-]
-"""Configuration of a text data set or of a task."""
 
 
 @overload

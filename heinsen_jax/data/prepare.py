@@ -23,10 +23,7 @@ import pydantic
 import tiktoken
 import tyro
 
-from heinsen_jax import on_ray
-from heinsen_jax.buckets import local_path
 from heinsen_jax.data.corpora import CORPORA
-from heinsen_jax.data.files import byte_progress
 from heinsen_jax.data.inputs import HUB, ensure_local, hashed_sources, sources_by_input
 from heinsen_jax.data.manifest import (
     MANIFEST_FILE,
@@ -54,13 +51,15 @@ from heinsen_jax.data.units import (
     SplitRule,
     Unit,
     document_start,
-    joint_hash,
     plan_units,
     process_unit,
     read_record,
 )
 from heinsen_jax.errors import UserError, check_regular, command_line, printable
-from heinsen_jax.locks import LOCK_FILE, locked
+from heinsen_jax.runtime import on_ray
+from heinsen_jax.storage.buckets import local_path
+from heinsen_jax.storage.files import byte_progress, joint_hash
+from heinsen_jax.storage.locks import LOCK_FILE, locked
 
 DEFAULT_FRACTIONS = {"tail": 0.1, "tails": 0.1, "document": 0.01}
 FEW_DOCUMENTS = 5

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, cast, get_args
 
 from heinsen_jax.data.download import Remote
-from heinsen_jax.data.files import sha256_of
 from heinsen_jax.errors import UserError, check_regular, extra_module
+from heinsen_jax.storage.files import sha256_of
 
 RowKind = Literal["jsonl", "jsonl.gz", "jsonl.zst", "parquet"]
 """Kinds whose documents are in a column."""

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import grain
 import numpy as np
 
-from heinsen_jax.buckets import bucket_path, is_remote, local_path
 from heinsen_jax.data.config import MODEL, DataConfig, Documents
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.dataset import Batch, RowSequence
@@ -24,8 +23,10 @@ from heinsen_jax.data.tokenizers import (
     tokenizer_name,
     tokenizer_version,
 )
-from heinsen_jax.data.units import document_start, joint_hash
+from heinsen_jax.data.units import document_start
 from heinsen_jax.errors import UserError
+from heinsen_jax.storage.buckets import bucket_path, is_remote, local_path
+from heinsen_jax.storage.files import joint_hash
 
 RowFn: TypeAlias = Callable[[np.ndarray, int], Batch]
 """Function from at most T + 1 tokens, and T, to a row."""

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 
-from heinsen_jax.data.files import write_atomically
 from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
+from heinsen_jax.storage.files import write_atomically
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE = "tokenizer_config.json"

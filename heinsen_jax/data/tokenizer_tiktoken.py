@@ -12,8 +12,8 @@ import numpy as np
 import tiktoken
 from tiktoken_ext import openai_public
 
-from heinsen_jax.data.files import write_atomically
 from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
+from heinsen_jax.storage.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 SUFFIX = ".tiktoken"

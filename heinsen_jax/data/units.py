@@ -1,7 +1,6 @@
 """Preparation in units: the plan, and the pure function that processes one unit."""
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -13,10 +12,10 @@ import numpy as np
 import pydantic
 
 from heinsen_jax.data.documents import Document, read_documents
-from heinsen_jax.data.files import replacing
 from heinsen_jax.data.manifest import Recipe, Record, Shard, SplitKind, numpy_dtype, token_dtype
 from heinsen_jax.data.sources import SPLITS, Source, SplitName
 from heinsen_jax.data.tokenizers import Tokenizer, load_tokenizer, start_ids
+from heinsen_jax.storage.files import joint_hash, replacing
 
 UNIT_BYTES = 64 << 20
 
@@ -188,8 +187,3 @@ def read_record(unit: Unit, output: Path) -> UnitRecord | None:
         return None
     exists = all((output / shard.file).is_file() for shard in record.shards.values())
     return record if exists and record.fingerprint == unit.fingerprint else None
-
-
-def joint_hash(*parts: str) -> str:
-    """SHA-256 of a sequence of strings."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -16,7 +16,7 @@ from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import TextOptions, check_count
 from heinsen_jax.generate.text import check_text, complete, decode_stream, until_end
 from heinsen_jax.generate.tokens import stream
-from heinsen_jax.training.signals import exit_immediately
+from heinsen_jax.runtime.signals import exit_immediately
 
 
 @dataclass(frozen=True, kw_only=True)

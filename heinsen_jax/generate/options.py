@@ -6,11 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from heinsen_jax.compilation import cache_compilations
 from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError, printable
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.checkpoint import load_text_run
+from heinsen_jax.runs.load import load_text_run
+from heinsen_jax.runtime.compilation import cache_compilations
 
 WORKDIR_HELP = "a run's folder, or a model folder in the format of the Hugging Face Hub"
 LATEST_HELP = "use the latest checkpoint, not the best"

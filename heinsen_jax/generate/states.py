@@ -24,7 +24,7 @@ from heinsen_jax.models.blocks import BlockState
 from heinsen_jax.models.language_model import split_and_join, unstacked
 from heinsen_jax.models.position import PositionState
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.weights import load_hashed, save_hashed
+from heinsen_jax.runs.weights import load_hashed, save_hashed
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree
 
 POSITION_AXIS, BLOCKS_AXIS = 0, 1

@@ -36,7 +36,7 @@ from heinsen_jax.interop.harness_batches import (
 from heinsen_jax.interop.harness_options import generation_options, positive_or_auto
 from heinsen_jax.interop.harness_texts import HarnessTexts
 from heinsen_jax.models import LanguageModelState
-from heinsen_jax.training.checkpoint import load_text_run
+from heinsen_jax.runs.load import load_text_run
 from heinsen_jax.typing import JSON
 
 try:

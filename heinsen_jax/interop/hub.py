@@ -20,20 +20,21 @@ import pydantic
 import tyro
 from flax import nnx
 
-from heinsen_jax.buckets import local_path
 from heinsen_jax.data import Tokenizer, save_tokenizer
 from heinsen_jax.data.config import MODEL
-from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, command_line, parse_json, printable, without_extra
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.run_folder import RunFolder, opened
-from heinsen_jax.training.checkpoint import CONFIG_FILE, SavedConfig, load_run, read_config
-from heinsen_jax.training.metrics import METRICS_FILE, read_evaluations
-from heinsen_jax.training.weights import SHARD_BYTES, check_finite, has_weights, save_weights
+from heinsen_jax.runs.folder import RunFolder, opened
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import METRICS_FILE, read_evaluations
+from heinsen_jax.runs.record import CONFIG_FILE, Sections, read_config
+from heinsen_jax.runs.weights import SHARD_BYTES, check_finite, has_weights, save_weights
+from heinsen_jax.storage.buckets import local_path
+from heinsen_jax.storage.files import check_new_folder, filling
 from heinsen_jax.typing import JSON, Array
 
 try:
@@ -102,7 +103,8 @@ def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
         return value
 
     config |= {name: plain(config[name]) for name in ("data", "distillation") if name in config}
-    config["training"] |= {"compilation_cache": None}
+    if "training" in config:
+        config["training"] |= {"compilation_cache": None}
     if "tokenizer" in config["data"] and not has_name(config["data"]["tokenizer"]):
         config["data"]["tokenizer"] = TOKENIZER_FILE
     return config
@@ -247,7 +249,7 @@ class _Origin(NamedTuple):
     base: str | None = None
 
 
-def _origin(config: SavedConfig) -> _Origin:
+def _origin(config: Sections) -> _Origin:
     if teacher := config.get("distillation", {}).get("teacher"):
         with opened(str(teacher)) as run:
             found = read_config(run.files)
@@ -283,7 +285,7 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
         origin=origin.text,
         settings=_settings(model, parameters)
         + (_training(config, step, source) if origin.is_trained else ""),
-        results=_results(metrics, config["training"]["evaluation_batches"]),
+        results=_results(metrics, config.get("training", {}).get("evaluation_batches")),
         name=json.dumps(name),
         commands=commands,
     )
@@ -302,7 +304,7 @@ def _settings(model: LanguageModelConfig, parameters: int) -> str:
     return _rows(rows)
 
 
-def _training(config: SavedConfig, step: int, source: str) -> str:
+def _training(config: Sections, step: int, source: str) -> str:
     """Return the settings of training as further rows."""
     rows = {
         "data": _markdown(source),

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
-from heinsen_jax.training.weights import check_finite
+from heinsen_jax.runs.weights import check_finite
 from heinsen_jax.typing import ArrayLike
 
 __all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]

@@ -7,50 +7,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pydantic
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
 from heinsen_jax.data import Batch
-from heinsen_jax.data.files import write_atomically, writing
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.models.blocks import Block
 from heinsen_jax.models.conversion import new_parameters, shared_weights
+from heinsen_jax.objectives.cross_entropy import distilled_losses
+from heinsen_jax.objectives.objective import RandomKey
 from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.runs.load import load_architecture, load_run
 from heinsen_jax.sharding import put, shardings
-from heinsen_jax.training.checkpoint import load_architecture, load_run
-from heinsen_jax.training.cross_entropy import distilled_losses
-from heinsen_jax.training.objective import RandomKey
-from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree, config_dataclass
+from heinsen_jax.storage.files import write_atomically, writing
+from heinsen_jax.training.config import DistillationConfig
+from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree
 
 TEACHER_FILE = "teacher.sha256"
 """Hash of the weights of the teacher of a run."""
-
-
-@config_dataclass
-class DistillationConfig:
-    """Imitation of a teacher, a model with the same sizes and other attention layers."""
-
-    teacher: str | None = None
-    """Folder of the teacher, a run or a model folder; no distillation when None."""
-    start: str | None = None
-    """Folder of the run with the initial weights; those of the teacher when None. Parameters that
-    it does not have are initialized randomly."""
-    target: Literal["attention", "logits"] = "logits"
-    """attention: the outputs of the teacher's attention layers, for those layers that have another
-    mechanism, given the same inputs. logits: the teacher's predictions, and the next token."""
-    divergence_weight: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.5
-    """logits: w, for the loss (1 - w) cross-entropy + w KL(teacher || model)."""
-    trained: Literal["all", "new"] = "all"
-    """all: all parameters are trained; with the target "attention", all of the replaced attention
-    layers. new: of these, only those that the teacher does not have."""
 
 
 def check_teacher(config: DistillationConfig, model: LanguageModelConfig) -> None:

@@ -10,48 +10,35 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
-from heinsen_jax.buckets import local_path
-from heinsen_jax.compilation import cache_compilations
-from heinsen_jax.data import Batch, DataConfig, Dataset, Tokenizer, train_batches
-from heinsen_jax.distributed import check_alike, gather, process_0_first, together
-from heinsen_jax.environment import environment
+from heinsen_jax.data import Batch, DataConfig, train_batches
 from heinsen_jax.errors import UserError
+from heinsen_jax.generate import sample
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
-from heinsen_jax.run_folder import RunFolder
+from heinsen_jax.objectives.evaluation import evaluate, make_evaluation_step
+from heinsen_jax.objectives.objective import objective_of
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runtime.distributed import check_alike, gather, process_0_first, together
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.runtime.signals import Signals
+from heinsen_jax.runtime.timeouts import with_timeout
 from heinsen_jax.sharding import batch_sharding, shard_batch, share_of_process
 from heinsen_jax.training.checkpoint import Checkpoints
+from heinsen_jax.training.config import as_json
 from heinsen_jax.training.distillation import Distillation
-from heinsen_jax.training.evaluate import evaluate
+from heinsen_jax.training.loss_plot import PLOT_FILE, plot_losses
 from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
-from heinsen_jax.training.metrics import (
-    PLOT_FILE,
-    Reporter,
-    model_flops_utilization,
-    plot_losses,
-    read_metrics,
-    without_peak,
-)
-from heinsen_jax.training.objective import objective_of
+from heinsen_jax.training.metrics import Reporter
 from heinsen_jax.training.optimizer import describe_warmup, learning_rates, make_optimizer
 from heinsen_jax.training.pacing import InFlight, Requests
 from heinsen_jax.training.preflight import describe, time_updates, tokens_per_update
+from heinsen_jax.training.prepare import Prepared, record
 from heinsen_jax.training.profiling import Clock, Tracer
-from heinsen_jax.training.settings import (
-    Experiment,
-    check_settings,
-    plain_values,
-    with_documents,
-)
-from heinsen_jax.training.signals import Signals
 from heinsen_jax.training.state import (
     TrainState,
     abstract_state,
@@ -59,10 +46,10 @@ from heinsen_jax.training.state import (
     init_sharded,
     initializer,
 )
-from heinsen_jax.training.step import Metrics, make_evaluation_step, make_train_step
-from heinsen_jax.training.timeouts import with_timeout
+from heinsen_jax.training.step import Metrics, make_train_step
 from heinsen_jax.training.tracker_services import services
 from heinsen_jax.training.trackers import TrackedRun, Tracker, Tracking
+from heinsen_jax.training.utilization import model_flops_utilization, without_peak
 
 
 class Diverged(UserError):
@@ -71,21 +58,6 @@ class Diverged(UserError):
 
 class _Stopped(Exception):
     """A signal, whose number is the argument, interrupted an evaluation."""
-
-
-@runtime_checkable
-class SampleFn(Protocol):
-    """Function that continues a prompt with a model, and returns the text."""
-
-    def __call__(
-        self,
-        model: LanguageModel,
-        tokenizer: Tokenizer,
-        prompt: str,
-        max_new_tokens: int,
-        *,
-        seed: int,
-    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -104,92 +76,54 @@ class TrainingResult:
     signal: int | None = None
 
 
-def train(
-    workdir: Path | RunFolder,
-    dataset: Dataset,
-    experiment: Experiment,
-    *,
-    dry_run: bool = False,
-    profile: bool = False,
-    allow_change: bool = False,
-    on_start: Callable[[], None] = lambda: None,
-    sample_fn: SampleFn | None = None,
-    trackers: Sequence[Tracker] = (),
-) -> TrainingResult:
-    """Train from the latest checkpoint in `workdir`, or from the start, to the last step.
+def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingResult:
+    """Train from the latest checkpoint in the run's folder, or from the start, to the last step.
 
     SIGTERM, SIGHUP and SIGINT in any of the processes save a checkpoint after the current step and
     end training early. Before the first step, this function does not handle them.
 
     Args:
-      workdir: the run's folder, which all processes share.
-      dataset: the data set.
-      experiment: the configuration.
-      dry_run: whether to compile, time a few steps and report the cost of the run, instead of
-        training.
-      profile: whether to write a trace of a few steps into the run's folder.
-      allow_change: whether to resume a run although the weights of its teacher have changed.
-      on_start: called by process 0 before the first step, if any.
-      sample_fn: returns the text of a sample, such as `heinsen_jax.generate.sample`; no samples are
-        written when None.
+      prepared: the run, of `prepare_run`; closed at the end.
       trackers: trackers of the metrics, in addition to `training.trackers`; process 0 calls them.
 
     Raises:
-      UserError: as `check_settings`; all checkpoints of the run are lost; the weights of its
-        teacher have changed; a tracker cannot start; or a file cannot be written.
+      UserError: all checkpoints of the run are lost; the weights of its teacher have changed; a
+        tracker cannot start; the run does not fit into memory; or a file cannot be written.
       Diverged: `max_consecutive_skips` consecutive updates were skipped.
+
+    Examples:
+      A run that only reports its cost:
+
+          train(prepare_run(load_config("quickstart"), "runs/quickstart", dry_run=True))
     """
-    cache_compilations(experiment.training.compilation_cache)
-    with together():
-        mesh = check_settings(dataset, experiment)
-    folder = RunFolder(local_path(workdir, "workdir")) if isinstance(workdir, Path) else workdir
-    with jax.set_mesh(mesh), folder.published():
-        options = _Options(profile, allow_change, on_start, sample_fn, trackers)
-        run = _Run(folder, dataset, experiment, mesh, options)
-        return run.dry_run() if dry_run else run()
+    with prepared, jax.set_mesh(prepared.settings.mesh), prepared.folder.published():
+        run = _Run(prepared, trackers)
+        return run.dry_run() if prepared.dry_run else run()
 
 
-def check_fits(folder: RunFolder, dataset: Dataset, experiment: Experiment) -> None:
+def check_fits(prepared: Prepared) -> None:
     """Compile the update of a run that begins later, and check that it fits into memory.
 
     Raises:
-      UserError: as `check_settings`, or it does not fit.
+      UserError: it does not fit.
     """
-    cache_compilations(experiment.training.compilation_cache)
-    with together():
-        mesh = check_settings(dataset, experiment)
-    with jax.set_mesh(mesh):
-        run = _Run(folder, dataset, experiment, mesh, _Options())
+    with jax.set_mesh(prepared.settings.mesh):
+        run = _Run(prepared)
         run._check_memory(run._compiled())
-
-
-class _Options(NamedTuple):
-    """Options of `train`."""
-
-    profile: bool = False
-    allow_change: bool = False
-    on_start: Callable[[], None] = lambda: None
-    sample_fn: SampleFn | None = None
-    trackers: Sequence[Tracker] = ()
 
 
 class _Run:
     """State of one call of `train`."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        dataset: Dataset,
-        experiment: Experiment,
-        mesh: Mesh,
-        options: _Options,
-    ):
-        self.folder, self.workdir = folder, folder.files
-        self.dataset, self.mesh = dataset, mesh
-        self.experiment, self.options = experiment, options
+    def __init__(self, prepared: Prepared, trackers: Sequence[Tracker] = ()):
+        settings = prepared.settings
+        self.prepared, self.given_trackers = prepared, trackers
+        self.folder, self.workdir = prepared.folder, prepared.folder.files
+        self.experiment, self.data = settings.config, settings.data
+        self.dataset, self.mesh = settings.dataset, settings.mesh
+        experiment = settings.config
         self.seed = experiment.seed
         self.model = experiment.model
-        self.data, self.documents = with_documents(experiment.data, dataset, self.model)
         self.training = experiment.training
         self.learning_rates = learning_rates(experiment.optimizer, self.training.steps)
         self.key_data = np.asarray(jax.random.key_data(jax.random.key(self.seed)))
@@ -201,7 +135,7 @@ class _Run:
                 self.trained = self.distillation.trained(shapes)
         self.transform = make_optimizer(experiment.optimizer, self.trained)
         fraction = self.training.masked_fraction
-        self.objective = objective_of(self.model, fraction, dataset.vocab_size)
+        self.objective = objective_of(self.model, fraction, self.dataset.vocab_size)
         make_step = partial(make_evaluation_step, self.graph, self.objective)
         self.evaluation_step = make_step()
         by_position = self.training.loss_by_position
@@ -209,15 +143,14 @@ class _Run:
         self.ema_decay = experiment.optimizer.ema_decay
         has_average = self.ema_decay is not None
         self.init = initializer(self.model, self.transform, self.seed, has_average=has_average)
-        self.abstract = abstract_state(self.init, mesh)
+        self.abstract = abstract_state(self.init, self.mesh)
         self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
         self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
 
     def __call__(self) -> TrainingResult:
         is_first = jax.process_index() == 0
         with together():
-            given = self.options.trackers
-            trackers = [*services(self.training.trackers), *given] if is_first else []
+            trackers = [*services(self.training.trackers), *self.given_trackers] if is_first else []
             tracking = Tracking(trackers, lambda text: self.reporter.line(text))
         with tracking as self.tracking:
             result = self._train()
@@ -261,7 +194,7 @@ class _Run:
                     state = self.checkpoints.restore(start, self.abstract)
                 with together():
                     if jax.process_index() == 0:
-                        self.options.on_start()
+                        record(self.workdir, self.experiment, self.dataset)
                     self.folder.publish()
                 # Handled until the last save ends, also after an error: its deadline still holds.
                 self.signals = outer.enter_context(Signals(self.training.shutdown_timeout))
@@ -294,7 +227,7 @@ class _Run:
         check_alike({"the latest step in --workdir": start, "the weights of the teacher": teacher})
         if self.distillation is not None:
             with process_0_first() as is_first:
-                if is_first and start is not None and not self.options.allow_change:
+                if is_first and start is not None and not self.prepared.allow_change:
                     self.distillation.check_unchanged(self.workdir)
                 if is_first:
                     self.distillation.record(self.workdir)
@@ -306,7 +239,7 @@ class _Run:
             name=workdir.name,
             project=self.training.project,
             workdir=workdir,
-            config=plain_values(self.experiment),
+            config=as_json(self.experiment),
             environment=environment(),
             step=step,
         )
@@ -414,7 +347,12 @@ class _Run:
     def _described(self, update: jax.stages.Compiled) -> list[str]:
         what = self.mesh, self.data, self.training, self.dataset
         warmup = describe_warmup(self.experiment.optimizer, self.training.steps)
-        return [*describe(*what, self.count, update), *warmup, *self.documents, *without_peak()]
+        return [
+            *describe(*what, self.count, update),
+            *warmup,
+            *self.prepared.settings.lines,
+            *without_peak(),
+        ]
 
     def _batches(self, start: int) -> Iterator[Batch]:
         process_index, process_count = share_of_process(self.mesh)
@@ -437,7 +375,7 @@ class _Run:
             warn=self.reporter.line,
             is_stopped=self._is_stopped_alone,
         )
-        tracer = Tracer(self.workdir, start, self.options.profile)
+        tracer = Tracer(self.workdir, start, self.prepared.profile)
         in_flight = InFlight(self._completed)
         self.requests = Requests(self.mesh, self.signals, training.checkpoint_minutes)
         for step in range(start + 1, training.steps + 1):
@@ -524,9 +462,9 @@ class _Run:
         self.reporter.validation(step, metrics)
         self.checkpoints.save(step, state, loss=metrics["loss"])
         is_stopped = self.requests()[0] != 0
-        if self.options.sample_fn is not None and self.training.sample_tokens and not is_stopped:
+        if self.training.sample_tokens and not is_stopped:
             assert self.dataset.tokenizer is not None
-            text = self.options.sample_fn(
+            text = sample(
                 nnx.merge(self.graph, state.weights),
                 self.dataset.tokenizer,
                 self.training.sample_prompt,
@@ -565,9 +503,9 @@ class _Run:
             line("to resume, give the same command again")
             return
         plot_losses(self.workdir)
-        sample = self.workdir / "samples" / f"step_{result.step:08d}.txt"
-        if sample.exists():
-            line(f"\na sample:\n{sample.read_text(encoding='utf-8')}\n")
+        text = self.workdir / "samples" / f"step_{result.step:08d}.txt"
+        if text.exists():
+            line(f"\na sample:\n{text.read_text(encoding='utf-8')}\n")
         line(f"loss plot: {self.folder}/{PLOT_FILE}")
         self._print_next_commands()
 

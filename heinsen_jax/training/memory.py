@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import jax
 
-from heinsen_jax.distributed import gather
 from heinsen_jax.errors import UserError
+from heinsen_jax.runtime.distributed import gather
 from heinsen_jax.typing import PyTree
 
 UNLIMITED = 1 << 60

@@ -3,66 +3,25 @@ only."""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pydantic
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from heinsen_jax.attention.layers import ParameterKind
 from heinsen_jax.errors import UserError
-from heinsen_jax.typing import Array, PyTree, config_dataclass
+from heinsen_jax.training.config import OptimizerConfig
+from heinsen_jax.typing import Array, PyTree
 
 RMS_OF_ADAM = 0.2
 """Root mean square of Muon's updates, so that it has AdamW's learning rates (Liu et al., 2025,
 equation 4)."""
 
 Choice = TypeVar("Choice")
-Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
-FinitePositive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-FiniteNonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-
-
-@config_dataclass
-class OptimizerConfig:
-    """Optimizer, schedule of its learning rate, and average of the weights. The defaults are the
-    paper's where it gives them (6e-4 to 6e-5), else nanoGPT's."""
-
-    name: Literal["adamw", "muon", "lion"] = "adamw"
-    """adamw; muon: orthogonalized momentum for the matrices of the layers, AdamW for the other
-    parameters, such as embeddings, both with the learning rates of AdamW; lion: needs learning
-    rates that are 3 to 10 times smaller, and as much more weight decay."""
-    schedule: Literal["one_cycle", "wsd", "linear", "constant"] = "one_cycle"
-    """Learning rate after the warm-up. one_cycle: a cosine to end_learning_rate. wsd (warm-up,
-    stable, decay): constant, then linear to end_learning_rate during decay_fraction of the steps.
-    linear: linear to end_learning_rate. constant."""
-    learning_rate: FinitePositive = 6e-4
-    """Peak learning rate, after warm-up."""
-    end_learning_rate: FiniteNonNegative = 6e-5
-    """Learning rate at the end of the schedule; unused by constant."""
-    warmup_steps: pydantic.NonNegativeInt = 100
-    """Number of steps of linear warm-up. If they do not end before training or its decay, as in
-    short runs, it is a tenth of `training.steps`, and a line says so at the start."""
-    decay_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 0.2
-    """wsd: fraction of the steps during which the learning rate decays."""
-    beta1: Fraction = 0.9
-    """Decay rate of the first moment (AdamW), or weight of the momentum in an update (Lion)."""
-    beta2: Fraction = 0.95
-    """Decay rate of the second moment (AdamW), or of the momentum (Lion)."""
-    momentum: Fraction = 0.95
-    """Decay rate of the momentum of Muon."""
-    weight_decay: FiniteNonNegative = 0.1
-    """Decoupled weight decay of matrices and embeddings, multiplied by the learning rate; biases,
-    scales, convolutions and trained tokens have none."""
-    clip_norm: pydantic.PositiveFloat = 1.0
-    """Clip gradients to this global norm."""
-    ema_decay: Annotated[float, pydantic.Field(gt=0, lt=1)] | None = None
-    """Decay rate, per update, of an exponential moving average of the weights, which is evaluated,
-    sampled from, and loaded from checkpoints in place of the weights; no average when None."""
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from heinsen_jax.distributed import DelayedMax
-from heinsen_jax.training.signals import Signals
+from heinsen_jax.runtime.distributed import DelayedMax
+from heinsen_jax.runtime.signals import Signals
 
 Metrics = TypeVar("Metrics")
 

@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 from heinsen_jax.data import DataConfig, Dataset, TextDataset
 from heinsen_jax.data.dataset import DataSettings, MixedRows
 from heinsen_jax.data.mixture import MixedDataset
+from heinsen_jax.training.config import TrainingConfig
 from heinsen_jax.training.memory import memory_of
-from heinsen_jax.training.settings import TrainingConfig
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import PyTree
 

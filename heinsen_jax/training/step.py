@@ -12,8 +12,7 @@ from jax import lax
 
 from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.objective import Losses, Objective, next_token
-from heinsen_jax.training.positions import Measured, bucket_sums
+from heinsen_jax.objectives.objective import Losses, next_token
 from heinsen_jax.training.state import TrainState
 from heinsen_jax.typing import Array, Float, Integer, Key, PyTree, Shaped
 
@@ -133,24 +132,3 @@ def _make_gradient(
         return lax.scan(add, zeros, (parts, keys))[0]
 
     return gradient
-
-
-def make_evaluation_step(
-    graph: nnx.GraphDef[LanguageModel],
-    objective: Objective = next_token,
-    *,
-    by_position: bool = False,
-) -> Callable[[nnx.State, Batch, int], Measured]:
-    """Return the jitted evaluation, (parameters, batch, index) -> (sum of losses, number of correct
-    predictions, number of predictions), for each bucket of positions if `by_position`."""
-
-    @jax.jit
-    def evaluation_step(parameters: nnx.State, batch: Batch, index: Integer[Array, ""]) -> Measured:
-        key = jax.random.key(index)
-        model = nnx.merge(graph, parameters)
-        predictions = objective(model, batch, key)
-        if by_position:
-            return bucket_sums(predictions, jax.tree.map(jnp.asarray, batch.segment_ids))
-        return *predictions.sums(), jnp.sum(predictions.loss_mask)
-
-    return evaluation_step

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
-from heinsen_jax.data.files import write_atomically, writing
-from heinsen_jax.environment import Environment
 from heinsen_jax.errors import UserError, explain, parse_json
+from heinsen_jax.runtime.environment import Environment
+from heinsen_jax.storage.files import write_atomically, writing
 from heinsen_jax.typing import JSON
 
 TRACKER_FILE = "tracker.json"

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from heinsen_jax.generate import generate, stream
 from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.objectives.objective import MaskedTokens
 from heinsen_jax.ops import (
     LinearAttentionState,
     dot_product_attention,
@@ -20,7 +21,6 @@ from heinsen_jax.ops import (
     linear_attention,
 )
 from heinsen_jax.ops.context import over_context, summary_of
-from heinsen_jax.training.objective import MaskedTokens
 from tests.attention import conformance_test as layers
 from tests.models.small import random_model
 from tests.ops.catalogue import OPS

@@ -8,13 +8,15 @@ import orbax.checkpoint as ocp
 import pytest
 from etils import epath
 
-from heinsen_jax import buckets
 from heinsen_jax.data import DataConfig, load
 from heinsen_jax.errors import UserError
-from heinsen_jax.run_folder import opened
-from heinsen_jax.training import checkpoint
-from heinsen_jax.training.checkpoint import Checkpoints, load_run
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs import checkpoints as checkpoints_module
+from heinsen_jax.runs.checkpoints import CheckpointReader
+from heinsen_jax.runs.folder import opened
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.storage import buckets
+from heinsen_jax.training.checkpoint import Checkpoints
 from tests.faults.conftest import wait_until
 from tests.multi_device.apart import finish, train
 
@@ -30,7 +32,7 @@ def flip(path: epath.Path) -> None:
 
 
 def test_damaged_checkpoints_are_set_aside(bucket, monkeypatch):
-    monkeypatch.setattr(checkpoint, "REMOVED_WITHIN", 0.0)
+    monkeypatch.setattr(checkpoints_module, "REMOVED_WITHIN", 0.0)
     with opened(bucket) as run, Checkpoints(run) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state(step), loss=float(step))
@@ -40,7 +42,8 @@ def test_damaged_checkpoints_are_set_aside(bucket, monkeypatch):
     names = buckets.files_below(folder / "3")
     flip(folder / "3" / next(name for name in names if "/d/" in name))
     flip(folder / "2/default/_METADATA")
-    with opened(bucket) as run, Checkpoints(run, read_only=True) as checkpoints:
+    with opened(bucket) as run:
+        checkpoints = CheckpointReader(run)
         assert checkpoints.latest_step() == checkpoints.best_step() == 1
         assert sorted(checkpoints.damaged) == [2, 3]
     with opened(bucket) as run, Checkpoints(run) as checkpoints:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import distributed
 from heinsen_jax.config import load_config
-from heinsen_jax.train import run_experiment
+from heinsen_jax.runtime import distributed
+from heinsen_jax.training import prepare_run, train
 from tests.multi_device.apart import kill_all
 
 CONFIG = """
@@ -44,7 +44,7 @@ def place(tmp_path_factory) -> Path:
     (folder / "words.txt").write_text(words)
     (folder / "tiny.py").write_text(CONFIG)
     with contextlib.chdir(folder):
-        run_experiment(load_config("tiny.py"), "finished")
+        train(prepare_run(load_config("tiny.py"), "finished"))
     return folder
 
 

@@ -31,11 +31,11 @@ from heinsen_jax.data.sources import Kind, Source, find_sources
 from heinsen_jax.data.tokenizers import byte_tokenizer, get_tokenizer, save_tokenizer
 from heinsen_jax.data.train_tokenizer import train_tokenizer
 from heinsen_jax.errors import UserError, parse_json
-from heinsen_jax.locks import LOCK_FILE
-from heinsen_jax.study.results import Recorded
-from heinsen_jax.training.checkpoint import read_config
-from heinsen_jax.training.metrics import _read as read_metrics
-from heinsen_jax.training.weights import weight_files
+from heinsen_jax.runs.metrics_file import read_lines
+from heinsen_jax.runs.record import read_config
+from heinsen_jax.runs.weights import weight_files
+from heinsen_jax.storage.locks import LOCK_FILE
+from studies.results import Recorded
 
 TEXTS = ["one", "zwei ü"]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -234,7 +234,7 @@ def test_deeply_nested_json_is_refused_by_name(tmp_path, read):
         with pytest.raises(UserError, match=r"config\.json is damaged \(it is nested too deeply"):
             read_config(tmp_path)
     elif read == "metrics":
-        assert read_metrics(write(tmp_path / "metrics.jsonl", DEEP + b"\n")) == ([], [1])
+        assert read_lines(write(tmp_path / "metrics.jsonl", DEEP + b"\n")) == ([], [1])
     elif read == "study":
         with pytest.raises(UserError, match=r"runs\.jsonl, line 1, is damaged"):
             Recorded(write(tmp_path / "runs.jsonl", DEEP + b"\n"))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.metrics_file import read_metrics
 from tests.faults.conftest import ENDLESS, assert_one_line
 from tests.multi_device.apart import ROOT
 

@@ -11,12 +11,12 @@ import pytest
 
 from heinsen_jax.data.prepare import prepare
 from heinsen_jax.errors import UserError
-from heinsen_jax.locks import LOCK_FILE, locked
-from heinsen_jax.study.runner import run_study
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.storage.locks import LOCK_FILE, locked
+from studies.runner import run_study
 from tests.faults.conftest import ENDLESS, assert_one_line, has_checkpoint, wait_until
 from tests.multi_device.apart import finish, train
-from tests.study.small import SMALLER
+from tests.studies.small import SMALLER
 
 
 @pytest.mark.nightly
@@ -44,7 +44,7 @@ def test_a_second_trainer_is_refused_and_the_first_continues(place, tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from heinsen_jax.locks import locked
+from heinsen_jax.storage.locks import locked
 with locked(Path(sys.argv[1])):
     print("locked", flush=True)
     sys.stdin.read()
@@ -114,7 +114,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("heinsen_jax.locks.FileLock.acquire", refuse)
+    monkeypatch.setattr("heinsen_jax.storage.locks.FileLock.acquire", refuse)
     said = "cannot be locked .*not supported.* no other process uses it"
     with pytest.warns(match=said), locked(tmp_path):
         pass

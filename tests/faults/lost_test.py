@@ -12,18 +12,22 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from heinsen_jax import distributed, evaluate
+from heinsen_jax import evaluate
 from heinsen_jax.config import load_config
 from heinsen_jax.data import DataConfig, load, units
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate import load_state, save_state
 from heinsen_jax.generate.__main__ import main as generate
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
+from heinsen_jax.runs import checksums, weights
+from heinsen_jax.runs.checkpoints import CheckpointReader
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runs.weights import load_hashed, save_hashed
+from heinsen_jax.runtime import distributed
 from heinsen_jax.train import main
-from heinsen_jax.training import checksums, loop, weights
-from heinsen_jax.training.checkpoint import Checkpoints, load_run
-from heinsen_jax.training.metrics import read_metrics
-from heinsen_jax.training.weights import load_hashed, save_hashed
+from heinsen_jax.training import loop, prepare_run
+from heinsen_jax.training.checkpoint import Checkpoints
 from tests.faults.conftest import assert_one_line, said
 
 
@@ -133,13 +137,13 @@ def test_a_finished_run_has_the_metrics_of_its_last_evaluation(place, run, monke
     config = load_config(run / "config.json")
     dataset = load(config.data)
     recorded = next(x for x in reversed(read_metrics(run)) if "validation/loss" in x)
-    result = loop.train(run, dataset, config)
+    result = loop.train(prepare_run(config, run, dataset=dataset))
     assert {f"validation/{name}": x for name, x in result.metrics.items()} == {
         name: x for name, x in recorded.items() if name != "step"
     }
     for name in ("metrics.jsonl", "loss.png"):  # killed right after its last checkpoint
         (run / name).unlink()
-    evaluated = loop.train(run, dataset, config)
+    evaluated = loop.train(prepare_run(config, run, dataset=dataset))
     assert evaluated.metrics == pytest.approx(result.metrics, rel=1e-5)
     assert (run / "loss.png").exists()
     assert read_metrics(run)[-1] == pytest.approx(recorded, rel=1e-5)
@@ -180,10 +184,10 @@ def test_files_that_vanish_while_they_are_read_are_missing(run, monkeypatch):
 
 def test_a_checkpoint_that_was_saved_since_is_not_gone(run):
     (run / "checkpoints/40").rename(run / "40")
-    with Checkpoints(run, read_only=True) as checkpoints:
-        (run / "40").rename(run / "checkpoints/40")
-        assert checkpoints.latest_step() == 35
-        assert checkpoints.losses() == []
+    checkpoints = CheckpointReader(run)
+    (run / "40").rename(run / "checkpoints/40")
+    assert checkpoints.latest_step() == 35
+    assert checkpoints.losses() == []
 
 
 def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):
@@ -191,13 +195,13 @@ def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):
     (run / "checkpoints/35/default/manifest.ocdbt").unlink()
     remover = threading.Timer(0.3, shutil.rmtree, (run / "checkpoints/35",))
     remover.start()
-    with Checkpoints(run, read_only=True) as checkpoints:
-        remover.join()
-        next((run / "checkpoints/40/default/d").iterdir()).unlink()
-        remover = threading.Timer(0.3, shutil.rmtree, (run / "checkpoints/40",))
-        remover.start()
-        assert checkpoints.latest_step() is None
-        assert checkpoints.damaged == {}
+    checkpoints = CheckpointReader(run)
+    remover.join()
+    next((run / "checkpoints/40/default/d").iterdir()).unlink()
+    remover = threading.Timer(0.3, shutil.rmtree, (run / "checkpoints/40",))
+    remover.start()
+    assert checkpoints.latest_step() is None
+    assert checkpoints.damaged == {}
     remover.join()
 
 

@@ -10,8 +10,7 @@ import pytest
 from heinsen_jax import data
 from heinsen_jax.config import override
 from heinsen_jax.errors import UserError
-from heinsen_jax.training import loop, memory
-from heinsen_jax.training.loop import train
+from heinsen_jax.training import loop, memory, prepare_run, train
 from heinsen_jax.training.memory import Limits, Memory, Setting, cgroup_memory, check_memory
 from tests.training.conftest import corpus, small  # noqa: F401
 
@@ -99,7 +98,7 @@ def test_training_is_refused_before_it_allocates(small, tmp_path, monkeypatch): 
     dataset, workdir = data.load(small.data), tmp_path / "run"
     workdir.mkdir()
     with pytest.raises(UserError, match=r"data\.batch_size=8 with .*: training needs") as error:
-        train(workdir, dataset, small)
+        train(prepare_run(small, workdir, dataset=dataset))
     assert not list((workdir / "checkpoints").glob("[0-9]*"))
     named = re.search(
         r"training\.accumulation_steps=(\d+), or data\.batch_size=(\d+)", str(error.value)
@@ -108,9 +107,9 @@ def test_training_is_refused_before_it_allocates(small, tmp_path, monkeypatch): 
         ("training.accumulation_steps", "data.batch_size"), named.groups(), strict=True
     ):
         with pytest.raises(Allocates):
-            train(workdir, dataset, override(small, [f"--{field}", value]))
+            train(prepare_run(override(small, [f"--{field}", value]), workdir, dataset=dataset))
     with pytest.raises(Allocates):
-        train(workdir, dataset, override(small, ["--model.remat"]))
+        train(prepare_run(override(small, ["--model.remat"]), workdir, dataset=dataset))
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import chat, distributed, evaluate
+from heinsen_jax import chat, evaluate
 from heinsen_jax.config import ExperimentConfig, load_config, override
 from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.generate import __main__ as generate
-from heinsen_jax.locks import locked
-from heinsen_jax.run_folder import opened
-from heinsen_jax.study import __main__ as study
-from heinsen_jax.study import runs
-from heinsen_jax.study.results import Recorded
+from heinsen_jax.runs.folder import opened
+from heinsen_jax.runtime import distributed
+from heinsen_jax.storage.locks import locked
 from heinsen_jax.training.metrics import Reporter
+from studies import __main__ as study
+from studies import runs
+from studies.results import Recorded
 
 
 class PanicException(BaseException):

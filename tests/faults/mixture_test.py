@@ -10,9 +10,9 @@ from flax import nnx
 
 from heinsen_jax import data
 from heinsen_jax.data import DataConfig
+from heinsen_jax.objectives.evaluation import evaluate
+from heinsen_jax.objectives.loss_by_position import bucket_ends
 from heinsen_jax.sharding import MeshConfig, make_mesh
-from heinsen_jax.training.evaluate import evaluate
-from heinsen_jax.training.positions import bucket_ends
 
 LOSSES = {"a": 1.0, "b": 4.0, "c": 7.0}
 WEIGHTS = {"a": 3.0, "b": 1.0}

@@ -10,7 +10,8 @@ from flax import nnx
 from heinsen_jax import attention
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.optimizer import OptimizerConfig, decay_mask, make_optimizer
+from heinsen_jax.training.config import OptimizerConfig
+from heinsen_jax.training.optimizer import decay_mask, make_optimizer
 
 HEADS = {"project.kernel", "output.kernel"}
 QKV = {"query.kernel", "key.kernel", "value.kernel", "output.kernel"}

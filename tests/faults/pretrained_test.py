@@ -16,7 +16,7 @@ from heinsen_jax.data.tokenizer_pretrained import pretrained_tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop.transformers import from_pretrained, import_model, to_pretrained
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
 
 FOLDER = GOLDEN_FOLDER / "transformers"

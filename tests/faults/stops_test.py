@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import data, distributed
-from heinsen_jax.config import identity, load_config
-from heinsen_jax.distributed import check_alike
+from heinsen_jax import data
+from heinsen_jax.config import load_config
 from heinsen_jax.errors import UserError
-from heinsen_jax.training.checkpoint import load_run
-from heinsen_jax.training.signals import Signals
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runtime import distributed
+from heinsen_jax.runtime.distributed import check_alike
+from heinsen_jax.runtime.signals import Signals
+from heinsen_jax.training.prepare import identity
 from tests.faults.conftest import ENDLESS, assert_one_line, has_checkpoint, wait_until
 from tests.multi_device.apart import ROOT, finish, free_port, start, train
 
@@ -150,7 +152,7 @@ GONE = """
 import errno, io, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
 from heinsen_jax.training.metrics import _Console
-from heinsen_jax.training.signals import Signals
+from heinsen_jax.runtime.signals import Signals
 
 class Gone(io.StringIO):
     def write(self, text):
@@ -177,7 +179,7 @@ if number == 0:
     os.close(reader)
     os.dup2(writer, 1)
     from heinsen_jax.training.metrics import _Console
-    from heinsen_jax.training.signals import Signals
+    from heinsen_jax.runtime.signals import Signals
     with Signals(60) as signals:
         _Console().print("step 1")
     print(f"heard {signals.first}", file=sys.stderr, flush=True)
@@ -204,7 +206,7 @@ def test_signals_ignored_by_nohup_or_a_shell_stay_ignored(number, ignored):
     program = f"""
 import os, signal
 signal.signal({number:d}, signal.SIG_IGN if {ignored} else signal.SIG_DFL)
-from heinsen_jax.training.signals import Signals
+from heinsen_jax.runtime.signals import Signals
 with Signals(60) as signals:
     os.kill(os.getpid(), {number:d})
     print(signals.first)
@@ -218,7 +220,7 @@ def test_a_deadline_holds_while_python_is_blocked():
     """A blocked main thread, as in a collective operation, cannot handle signals."""
     program = """
 import os, signal, threading, time
-from heinsen_jax.training.signals import Signals
+from heinsen_jax.runtime.signals import Signals
 with Signals(0.3):
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -250,7 +252,7 @@ def test_a_preparation_that_is_interrupted_is_one_line_and_resumes(tmp_path):
 
 STUDY = """
 from dataclasses import replace
-from tests.study.small import BASE, SMALLER
+from tests.studies.small import BASE, SMALLER
 
 def get_study():
     training = replace(BASE.training, steps={steps}, evaluate_every={steps}, checkpoint_every=5)
@@ -286,7 +288,7 @@ def children(parent: int) -> set[int]:
 )
 def test_the_processes_of_a_study_end_with_it_and_it_resumes(tmp_path, number, code):
     (tmp_path / "small.py").write_text(STUDY.format(steps=200_000))
-    command = "-m", "heinsen_jax.study", "small.py", "--output", "out"
+    command = "-m", "studies", "small.py", "--output", "out"
     study = start(*command, cwd=tmp_path, JAX_PLATFORMS="cpu")
     wait_until(lambda: any(map(has_checkpoint, (tmp_path / "out").glob("runs/*"))))
     left = children(study.pid)

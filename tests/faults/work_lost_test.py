@@ -18,22 +18,23 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-from heinsen_jax import config as configs
 from heinsen_jax import data
-from heinsen_jax.config import CONFIG_FILE, check_folder, load_config, override, record, set_aside
+from heinsen_jax.config import load_config, override
 from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
-from heinsen_jax.run_folder import RunFolder
+from heinsen_jax.runs.checkpoints import CheckpointReader
+from heinsen_jax.runs.folder import RunFolder, check_folder, set_aside
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.runtime.signals import Signals
+from heinsen_jax.runtime.timeouts import with_timeout
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.train import main
-from heinsen_jax.training import loop, pacing
+from heinsen_jax.training import TrainingResult, loop, pacing, prepare_run, train
 from heinsen_jax.training.checkpoint import Checkpoints
-from heinsen_jax.training.loop import TrainingResult, train
-from heinsen_jax.training.metrics import Reporter, read_metrics
+from heinsen_jax.training.config import TrainingConfig
+from heinsen_jax.training.metrics import Reporter
 from heinsen_jax.training.pacing import InFlight, Requests
-from heinsen_jax.training.settings import TrainingConfig
-from heinsen_jax.training.signals import Signals
-from heinsen_jax.training.timeouts import with_timeout
 from tests.faults.conftest import said, wait_until
 from tests.multi_device.apart import start
 
@@ -47,7 +48,7 @@ def train_here(place, monkeypatch):
         config = override(load_config("tiny.py"), [*overrides, "--training.sample_tokens", "0"])
         workdir.mkdir(exist_ok=True)
         dataset = data.load(config.data)
-        return train(workdir, dataset, config, on_start=lambda: record(workdir, config, dataset))
+        return train(prepare_run(config, workdir, dataset=dataset))
 
     return run
 
@@ -80,7 +81,7 @@ def test_updates_in_flight(monkeypatch, seconds, most):
 
 STOPPED = """
 import os, signal, sys, threading, time
-from heinsen_jax.training.signals import Signals
+from heinsen_jax.runtime.signals import Signals
 signal.signal(signal.SIGINT, signal.default_int_handler)  # tests may run in the background
 def send():
     for pause in (0.2, 0.1, 0.6):  # the second one is a repetition by a wrapper
@@ -134,8 +135,8 @@ def test_a_stop_interrupts_an_evaluation(train_here, tmp_path, monkeypatch):
     result = train_here(tmp_path / "run")
     assert result == TrainingResult(20, {}, signal.SIGTERM)
     assert len(evaluated) == 1  # of 2 batches
-    with Checkpoints(tmp_path / "run", read_only=True) as checkpoints:
-        assert checkpoints.latest_step() == 20
+    checkpoints = CheckpointReader(tmp_path / "run")
+    assert checkpoints.latest_step() == 20
     assert all("validation/loss" not in row for row in read_metrics(tmp_path / "run"))
 
 
@@ -175,8 +176,8 @@ def test_a_loss_that_is_not_a_number_is_not_the_best(tmp_path, losses, best):
             checkpoints.save(step, {"x": jnp.full(3, step)}, loss=loss)
             checkpoints.wait()
         assert checkpoints.best_step() == best
-    with Checkpoints(tmp_path, keep=1, read_only=True) as checkpoints:
-        assert checkpoints.best_step() == best
+    checkpoints = CheckpointReader(tmp_path)
+    assert checkpoints.best_step() == best
 
 
 def test_the_training_loss_is_the_mean_since_the_last_report(train_here, tmp_path):
@@ -216,7 +217,7 @@ def test_a_restart_that_is_interrupted_is_completed(train_here, run, capsys, mon
         os.rename(path, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(configs, "move", move)
+        patch.setattr("heinsen_jax.runs.folder.move", move)
         with pytest.raises(KeyboardInterrupt):
             set_aside(RunFolder(run))
     more = "--workdir", str(run), "--training.steps", "6", "--model.model-dim", "24"
@@ -335,8 +336,8 @@ def test_slow_updates_lose_nothing(place, tmp_path):
     assert process.returncode == 143
     assert "stopping after this update" in err
     step = int(out.split("after step ")[1].split(",")[0])
-    with Checkpoints(workdir, read_only=True) as checkpoints:
-        assert checkpoints.latest_step() == step >= 3
+    checkpoints = CheckpointReader(workdir)
+    assert checkpoints.latest_step() == step >= 3
     assert json.loads((workdir / "last_checkpoint.json").read_text()) == {"step": step}
 
 

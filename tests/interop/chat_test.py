@@ -12,7 +12,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate.tokens import next_token
 from heinsen_jax.interop.transformers import from_pretrained
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.mechanisms_test import build
 from tests.models.small import apply

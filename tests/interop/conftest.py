@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from heinsen_jax import data
-from heinsen_jax.config import ExperimentConfig, record
-from heinsen_jax.training.loop import train
+from heinsen_jax.config import ExperimentConfig
+from heinsen_jax.training import prepare_run, train
 from tests.training.conftest import corpus
 from tests.training.conftest import small as small_of_training
 
@@ -28,7 +27,5 @@ def run(small, tmp_path_factory) -> Path:
     """Return the folder of a run on bytes, trained for a few updates."""
     folder = tmp_path_factory.mktemp("runs") / "words"
     folder.mkdir()
-    dataset = data.load(small.data)
-    record(folder, small, dataset)
-    train(folder, dataset, small)
+    train(prepare_run(small, folder))
     return folder

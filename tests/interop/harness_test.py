@@ -23,7 +23,7 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate
 from heinsen_jax.interop import harness
 from heinsen_jax.interop.harness import HarnessModel
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.runs.load import load_run
 from tests.models.small import random_model
 
 pytestmark = [

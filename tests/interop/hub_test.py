@@ -16,9 +16,9 @@ from heinsen_jax.errors import UserError
 from heinsen_jax.interop import hub
 from heinsen_jax.interop.hub import from_pretrained, push, save_pretrained
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.checkpoint import load_run
-from heinsen_jax.training.metrics import read_metrics
-from heinsen_jax.training.weights import save_weights
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runs.weights import save_weights
 from tests.models.small import apply
 
 pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the shared run

@@ -18,9 +18,9 @@ from heinsen_jax.generate.__main__ import main as generate_main
 from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
 from heinsen_jax.interop.transformers import import_model
-from heinsen_jax.linearize_results import recall
+from heinsen_jax.linearize.comparison import recall
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply
 
@@ -99,7 +99,7 @@ def test_recall_starts_with_the_token_that_texts_start_with(linearized, monkeypa
 
     monkeypatch.setattr(LanguageModel, "features", copies)
     monkeypatch.setattr(LanguageModel, "readout", jax.tree_util.Partial(lambda x: x))
-    assert recall(model, data.load(experiment.data), experiment) == 1
+    assert recall(model, data.load(experiment.data), experiment.data) == 1
 
 
 def test_the_hub_has_the_same_model(linearized, tmp_path):

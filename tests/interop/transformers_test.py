@@ -30,7 +30,7 @@ from heinsen_jax.interop.transformers.families import family_of
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from heinsen_jax.models.conversion import linear_layers, shared_weights, with_lora
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.small import apply, random_model
 
@@ -492,7 +492,7 @@ def test_cards_say_where_weights_are_from(monkeypatch, tmp_path):
     assert not re.search("A model trained|steps|learning rate|data |model://", said)
     values = fields(teacher)
     values["data"]["corpus"] = "shakespeare"
-    values["distillation"]["teacher"] = str(teacher)
+    values |= {"distillation": {"teacher": str(teacher)}, "training": {"steps": 9}}
     (tmp_path / "linear").mkdir()
     for path in teacher.iterdir():
         shutil.copy(path, tmp_path / "linear" / path.name)

@@ -15,7 +15,7 @@ from heinsen_jax import attention
 from heinsen_jax.data import Batch
 from heinsen_jax.generate import generate, stream
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
-from heinsen_jax.training.objective import MaskedTokens
+from heinsen_jax.objectives.objective import MaskedTokens
 from tests.models.small import apply, assert_greedy, random_model
 
 CAPABILITIES = {name: attention.mechanism(name).capabilities for name in attention.names()}

@@ -11,7 +11,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.metrics_file import read_metrics
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

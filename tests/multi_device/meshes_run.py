@@ -23,12 +23,13 @@ from jax.sharding import Mesh  # noqa: E402
 
 from heinsen_jax.data import Batch  # noqa: E402
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers  # noqa: E402
+from heinsen_jax.objectives.cross_entropy import cross_entropy  # noqa: E402
+from heinsen_jax.objectives.evaluation import make_evaluation_step  # noqa: E402
+from heinsen_jax.objectives.objective import next_token  # noqa: E402
 from heinsen_jax.sharding import MeshConfig, make_mesh, shard_batch, shardings  # noqa: E402
-from heinsen_jax.training.cross_entropy import cross_entropy  # noqa: E402
-from heinsen_jax.training.objective import next_token  # noqa: E402
-from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer  # noqa: E402
+from heinsen_jax.training.config import OptimizerConfig  # noqa: E402
+from heinsen_jax.training.optimizer import make_optimizer  # noqa: E402
 from heinsen_jax.training.state import abstract_state, graph_of, initializer  # noqa: E402
-from heinsen_jax.training.step import make_evaluation_step  # noqa: E402
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 65)).astype(np.int32)
 SEGMENT_IDS = np.cumsum(np.random.default_rng(1).uniform(size=TOKENS.shape) < 0.08, 1)

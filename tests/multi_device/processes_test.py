@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from heinsen_jax import distributed
 from heinsen_jax.errors import UserError
-from heinsen_jax.training.checkpoint import load_run
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runtime import distributed
 from tests.multi_device.apart import ROOT, finish, free_port, start, train
 
 pytestmark = pytest.mark.xdist_group("processes")  # one worker creates shared fixtures

@@ -11,22 +11,27 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
-from heinsen_jax import distributed
 from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
 from heinsen_jax.data import Induction
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig
-from heinsen_jax.training import checkpoint, checksums
-from heinsen_jax.training.checkpoint import Checkpoints, load_run
-from heinsen_jax.training.checksums import (
+from heinsen_jax.runs import checkpoints as checkpoints_module
+from heinsen_jax.runs import checksums
+from heinsen_jax.runs.checkpoints import CheckpointReader
+from heinsen_jax.runs.checksums import (
     WRITTEN_LAST,
     find_damage,
     find_damaged_array,
     write_checksums,
 )
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runtime import distributed
+from heinsen_jax.training import checkpoint
+from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.guard import Guard
 from heinsen_jax.training.state import TrainState
 from tests.models.small import random_model
@@ -60,15 +65,15 @@ def test_checkpoints_are_restored_bit_for_bit(tmp_path, caplog):
 def test_the_latest_and_the_best_are_kept(tmp_path):
     folder = saved(tmp_path, (1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 2.5))
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["2", "4", "5"]
-    for read_only in (True, False):
-        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
+    with Checkpoints(tmp_path) as writer:
+        for checkpoints in (writer, CheckpointReader(tmp_path)):
             assert (checkpoints.latest_step(), checkpoints.best_step()) == (5, 2)
 
 
 def test_a_loss_that_is_not_a_number_is_never_the_best(tmp_path):
     saved(tmp_path, (1, 3.0), (2, math.nan), (3, 4.0))
-    for read_only in (True, False):
-        with Checkpoints(tmp_path, read_only=read_only) as checkpoints:
+    with Checkpoints(tmp_path) as writer:
+        for checkpoints in (writer, CheckpointReader(tmp_path)):
             assert (checkpoints.latest_step(), checkpoints.best_step()) == (3, 1)
 
 
@@ -105,6 +110,7 @@ import resource, sys
 from pathlib import Path
 import jax.numpy as jnp
 from heinsen_jax.errors import UserError
+from heinsen_jax.runs.checkpoints import CheckpointReader
 from heinsen_jax.training.checkpoint import Checkpoints
 
 state = {"w": jnp.arange(100_000.0)}
@@ -165,7 +171,7 @@ WAYS = {
     ],
 )
 def test_damage_to_any_file_is_detected_and_the_previous_step_is_used(tmp_path, way, monkeypatch):
-    monkeypatch.setattr(checkpoint, "REMOVED_WITHIN", 0.0)
+    monkeypatch.setattr(checkpoints_module, "REMOVED_WITHIN", 0.0)
     folder = saved(tmp_path / "original", (1, None), (2, None))
     names = [path.relative_to(folder) for path in files(folder / "2")]
     assert len(names) > 8
@@ -173,8 +179,8 @@ def test_damage_to_any_file_is_detected_and_the_previous_step_is_used(tmp_path, 
         workdir = tmp_path / str(i)
         shutil.copytree(tmp_path / "original", workdir)
         WAYS[way](workdir / "checkpoints" / name)
-        with Checkpoints(workdir, read_only=True) as reader:
-            assert reader.latest_step() == reader.best_step() == 1, name
+        reader = CheckpointReader(workdir)
+        assert reader.latest_step() == reader.best_step() == 1, name
         with Checkpoints(workdir) as checkpoints:
             assert list(checkpoints.damaged) == [2], name
             assert checkpoints.latest_step() == 1
@@ -191,11 +197,11 @@ def test_errors_are_named(tmp_path):
     folder = saved(tmp_path, (1, None), (2, None), (3, None))
     flip(folder / "2/default/manifest.ocdbt")
     (folder / "3/more").touch()
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
-        assert checkpoints.damaged == {
-            2: "default/manifest.ocdbt is not as it was written",
-            3: "more does not belong there",
-        }
+    checkpoints = CheckpointReader(tmp_path)
+    assert checkpoints.damaged == {
+        2: "default/manifest.ocdbt is not as it was written",
+        3: "more does not belong there",
+    }
 
 
 def arrays(folder, step):
@@ -220,8 +226,8 @@ def test_only_the_arrays_of_the_step_that_is_used_are_read(tmp_path, monkeypatch
     assert not read & {*arrays(folder, 1), *arrays(folder, 2)}
     assert folder / "1/metrics/metrics" in read
     read.clear()
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
-        assert checkpoints.best_step() == checkpoints.best_step() == 1
+    checkpoints = CheckpointReader(tmp_path)
+    assert checkpoints.best_step() == checkpoints.best_step() == 1
     assert {*arrays(folder, 1)} < read
     assert not read & {*arrays(folder, 2), *arrays(folder, 3)}
 
@@ -230,10 +236,10 @@ def test_only_the_arrays_of_the_step_that_is_used_are_read(tmp_path, monkeypatch
 def test_a_reader_uses_the_second_best_if_the_best_is_damaged(tmp_path):
     folder = saved(tmp_path, (1, 1.0), (2, 2.0), (3, 3.0))
     flip(arrays(folder, 1)[0])
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
-        assert checkpoints.damaged == {}
-        assert checkpoints.best_step() == 2
-        assert "is not as it was written" in checkpoints.damaged[1]
+    checkpoints = CheckpointReader(tmp_path)
+    assert checkpoints.damaged == {}
+    assert checkpoints.best_step() == 2
+    assert "is not as it was written" in checkpoints.damaged[1]
 
 
 def test_every_file_of_arrays_is_in_one_share(tmp_path):
@@ -297,16 +303,14 @@ def failing(monkeypatch, name: str, error: OSError) -> None:
 
 
 @pytest.mark.parametrize("name", ["xxh3_128.json", "manifest.ocdbt"])
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_step_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, name, read_only):
+@pytest.mark.parametrize("opened", [Checkpoints, CheckpointReader])
+def test_a_step_that_cannot_be_read_is_not_damaged(tmp_path, monkeypatch, name, opened):
     folder = saved(tmp_path, (1, None), (2, None))
     with monkeypatch.context() as patch:
         failing(patch, name, PermissionError(errno.EACCES, "Permission denied"))
-        with (
-            pytest.raises(UserError, match=r"cannot be read \(.*Permission denied.*same command"),
-            Checkpoints(tmp_path, read_only=read_only),
-        ):
-            raise AssertionError
+        denied = r"cannot be read \(.*Permission denied.*same command"
+        with pytest.raises(UserError, match=denied):
+            opened(tmp_path)
     assert (folder / "2").is_dir()
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest_step() == 2
@@ -330,7 +334,7 @@ def test_a_failed_read_of_arrays_advises_to_try_again(tmp_path, monkeypatch):
 
     saved(tmp_path, (1, None))
     with Checkpoints(tmp_path) as checkpoints:
-        monkeypatch.setattr(checkpoint.ocp.Checkpointer, "restore", fail)
+        monkeypatch.setattr(ocp.Checkpointer, "restore", fail)
         with pytest.raises(UserError, match=r"503\): check the disk or network"):
             checkpoints.restore(1, state(0.0))
 
@@ -342,12 +346,13 @@ def test_errors_of_verification_reach_all_processes(tmp_path, monkeypatch, name)
 
     folder = saved(tmp_path, (1, None), (2, None))
     flip(arrays(folder, 2)[0])
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
-        gathered = []
-        monkeypatch.setattr(distributed, "gather", lambda text: gathered.append(text) or [text])
-        monkeypatch.setattr(checkpoints if name == "_finished" else checkpoint, name, fail)
-        with pytest.raises(ZeroDivisionError):
-            checkpoints._verify_newest()
+    checkpoints = object.__new__(Checkpoints)
+    checkpoints._open(tmp_path)
+    gathered = []
+    monkeypatch.setattr(distributed, "gather", lambda text: gathered.append(text) or [text])
+    monkeypatch.setattr(checkpoints if name == "_finished" else checkpoint, name, fail)
+    with pytest.raises(ZeroDivisionError):
+        checkpoints._verify_newest()
     assert gathered[-1:] == ["ZeroDivisionError()"]
 
 
@@ -356,14 +361,12 @@ def test_a_folder_without_a_run_names_the_command(tmp_path):
         load_run(tmp_path)
 
 
-def test_a_writer_removes_what_a_killed_one_left_and_a_reader_cannot_write(tmp_path):
+def test_a_writer_removes_what_a_killed_one_left_and_a_reader_does_not(tmp_path):
     folder = saved(tmp_path, (1, None))
     unfinished = folder / "2.orbax-checkpoint-tmp"
     unfinished.mkdir()
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
-        restored = checkpoints.restore(1, state(0.0))
-        with pytest.raises(RuntimeError, match="open for reading only"):
-            checkpoints.save(3, state(3.0))
+    checkpoints = CheckpointReader(tmp_path)
+    restored = checkpoints.restore(1, state(0.0))
     np.testing.assert_array_equal(restored.parameters["w"], jnp.full((4, 3), 1.0))
     assert unfinished.is_dir()
     saved(tmp_path, (3, None))
@@ -372,5 +375,5 @@ def test_a_writer_removes_what_a_killed_one_left_and_a_reader_cannot_write(tmp_p
 
 def test_the_newest_is_the_best_if_none_was_evaluated(tmp_path):
     saved(tmp_path, (1, None), (2, None))
-    with Checkpoints(tmp_path, read_only=True) as checkpoints:
-        assert checkpoints.best_step() == 2
+    checkpoints = CheckpointReader(tmp_path)
+    assert checkpoints.best_step() == 2

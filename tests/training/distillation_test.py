@@ -2,7 +2,6 @@
 
 import shutil
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -12,19 +11,19 @@ import pytest
 from flax import nnx
 
 from heinsen_jax import data
-from heinsen_jax.config import record
 from heinsen_jax.data import Batch
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.hub import save_pretrained
 from heinsen_jax.models import Layers
 from heinsen_jax.models.conversion import shared_weights
+from heinsen_jax.objectives.cross_entropy import distilled_losses
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.checkpoint import load_run
-from heinsen_jax.training.cross_entropy import distilled_losses
-from heinsen_jax.training.distillation import Distillation, DistillationConfig
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.metrics import read_metrics
-from heinsen_jax.training.settings import check_settings
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.training import prepare_run, train
+from heinsen_jax.training.config import DistillationConfig
+from heinsen_jax.training.distillation import Distillation
+from heinsen_jax.training.prepare import resolve_settings
 from tests.models.conversion_test import HEDGEHOG, model, of_layer
 
 
@@ -138,8 +137,7 @@ def teacher(small, tmp_path_factory):
 def run(workdir, chosen, **options):
     workdir.mkdir(exist_ok=True)
     dataset = data.load(chosen.data)
-    on_start = partial(record, workdir, chosen, dataset)
-    return train(workdir, dataset, chosen, on_start=on_start, **options)
+    return train(prepare_run(chosen, workdir, dataset=dataset, **options))
 
 
 def test_transfer_trains_new_parameters_only_and_resumes(teacher, tmp_path):
@@ -223,13 +221,13 @@ def test_a_teacher_that_cannot_split_sequences_is_refused(teacher, monkeypatch):
     distillation = DistillationConfig(teacher=str(workdir))
     chosen = replace(chosen, model=replace(chosen.model, attention=linear))
     sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
-    module = "heinsen_jax.training.settings"
+    module = "heinsen_jax.training.prepare"
     monkeypatch.setattr(f"{module}.make_mesh", lambda _: SimpleNamespace(shape=sizes))
     monkeypatch.setattr(f"{module}.share_of_process", lambda _: None)
     dataset = data.load(chosen.data)
-    check_settings(dataset, chosen)
+    resolve_settings(chosen, dataset)
     with pytest.raises(UserError, match=r"mesh\.context=2: .*'softmax' of distillation\.teacher"):
-        check_settings(dataset, replace(chosen, distillation=distillation))
+        resolve_settings(replace(chosen, distillation=distillation), dataset)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,10 @@ from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig, LanguageModelConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import Layers
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.settings import _check_split, check_settings, with_documents
-from heinsen_jax.training.step import make_evaluation_step
+from heinsen_jax.objectives.documents import resolve_documents
+from heinsen_jax.objectives.evaluation import make_evaluation_step
+from heinsen_jax.training import prepare_run, train
+from heinsen_jax.training.prepare import _check_split, resolve_settings
 from tests.models.small import random_model
 from tests.training.conftest import WORDS
 
@@ -46,7 +47,7 @@ def model_of(*attention: str, **options: str) -> LanguageModelConfig:
 
 def test_the_default_depends_on_the_corpus_and_the_mechanisms(config, dataset, small):
     def said(model: LanguageModelConfig, of=dataset, settings=config.data) -> list[str]:
-        return with_documents(settings, of, model)[1]
+        return resolve_documents(settings, of, model)[1]
 
     assert said(model_of("linear")) == ["documents: separate"]
     assert said(model_of("block_sparse", pattern="local")) == ["documents: separate"]
@@ -58,7 +59,7 @@ def test_the_default_depends_on_the_corpus_and_the_mechanisms(config, dataset, s
     chosen = replace(config.data, documents="continuous")
     assert said(model_of("linear"), settings=chosen) == ["documents: continuous"]
     task = data.Recall()
-    assert with_documents(task, data.load(task), model_of("linear")) == (task, [])
+    assert resolve_documents(task, data.load(task), model_of("linear")) == (task, [])
 
 
 @pytest.mark.parametrize("field", [{"documents": "separate"}, {"packing": "best_fit"}])
@@ -67,7 +68,7 @@ def test_a_mechanism_without_segments_is_refused(config, dataset, field):
     wrong = replace(config, data=replace(config.data, **field), model=model_of("rmt"))
     message = rf"data\.{name}={value}: model\.attention='rmt', as configured, does not support "
     with pytest.raises(UserError, match=message + r"segments; set .* one of log, softmax, "):
-        check_settings(dataset, wrong)
+        resolve_settings(wrong, dataset)
 
 
 @pytest.mark.usefixtures("unchecked")  # for a stand-in of a mesh
@@ -81,7 +82,7 @@ def test_split_sequences_of_a_bidirectional_model_are_refused(config):
 def test_the_loss_is_that_of_each_document_alone(config, dataset):
     """In rows that begin inside documents, with padding in the last one."""
     model = random_model(config.model)
-    settings, _ = with_documents(config.data, dataset, config.model)
+    settings, _ = resolve_documents(config.data, dataset, config.model)
     rows = dataset.validation_rows(settings)[""]
     batch = jax.tree.map(lambda *x: np.stack(x), rows[1], rows[len(rows) - 1])
     graph, parameters = nnx.split(model)
@@ -110,7 +111,9 @@ def test_the_loss_is_that_of_each_document_alone(config, dataset):
 def test_a_run_reports_and_separates_documents(config, dataset, packing, tmp_path: Path, capsys):
     packed = replace(config.data, packing=packing)
     training = replace(config.training, accumulation_steps=2)
-    result = train(tmp_path, dataset, replace(config, data=packed, training=training))
+    result = train(
+        prepare_run(replace(config, data=packed, training=training), tmp_path, dataset=dataset)
+    )
     assert np.isfinite(result.metrics["loss"])
     out = capsys.readouterr().out
     assert "documents: separate" in out

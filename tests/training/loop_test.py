@@ -13,13 +13,13 @@ import pytest
 from flax import nnx
 
 from heinsen_jax import data
-from heinsen_jax.config import override, record
+from heinsen_jax.config import override
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate import sample
+from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.sharding import make_mesh, shard_batch
-from heinsen_jax.training.checkpoint import Checkpoints, load_run
-from heinsen_jax.training.loop import TrainingResult, train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.training import TrainingResult, prepare_run, train
+from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, initializer
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("loop")  # one worker creates shared fixtur
 
 def run(workdir, config, **options) -> TrainingResult:
     workdir.mkdir(exist_ok=True)
-    return train(workdir, data.load(config.data), config, sample_fn=sample, **options)
+    return train(prepare_run(config, workdir, **options))
 
 
 def final_bytes(workdir, config) -> list[bytes]:
@@ -54,9 +54,8 @@ def test_averaged_weights_are_resumed_and_loaded(small, tmp_path):
     chosen = "--optimizer.ema_decay 0.5 --optimizer.name muon --optimizer.schedule constant"
     chosen += " --training.z_loss 1e-4 --training.evaluate_every 10 --training.steps"
     few, more = (override(small, [*chosen.split(), steps]) for steps in ("10", "20"))
-    dataset = data.load(more.data)
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    result = run(whole, more, on_start=lambda: record(whole, more, dataset))
+    result = run(whole, more)
     run(resumed, few)
     assert run(resumed, more).metrics == result.metrics
     assert final_bytes(whole, more) == final_bytes(resumed, more)
@@ -195,4 +194,4 @@ def test_a_finished_run_is_unchanged(small, uninterrupted, capsys):
 def test_invalid_settings_are_named_before_training(small, tmp_path, argument, message):
     with pytest.raises(UserError, match=message):
         run(tmp_path / "run", override(small, argument))
-    assert not list((tmp_path / "run").iterdir())
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock"}

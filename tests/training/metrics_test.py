@@ -10,14 +10,10 @@ import pytest
 from rich.console import Console
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.training.metrics import (
-    METRICS_FILE,
-    Reporter,
-    model_flops_utilization,
-    plot_losses,
-    read_metrics,
-    without_peak,
-)
+from heinsen_jax.runs.metrics_file import METRICS_FILE, read_metrics
+from heinsen_jax.training.loss_plot import plot_losses
+from heinsen_jax.training.metrics import Reporter
+from heinsen_jax.training.utilization import model_flops_utilization, without_peak
 
 
 def console() -> Console:
@@ -126,7 +122,7 @@ def test_utilization_needs_a_known_peak():
 
 
 def test_utilization_is_a_fraction_of_the_peak(monkeypatch):
-    monkeypatch.setattr("heinsen_jax.training.metrics.PEAK_FLOPS", {"cpu": 1e15})
+    monkeypatch.setattr("heinsen_jax.training.utilization.PEAK_FLOPS", {"cpu": 1e15})
     assert model_flops_utilization(1e6, 2e8) == pytest.approx(0.2)
 
 

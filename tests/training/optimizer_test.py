@@ -10,8 +10,8 @@ from flax import nnx
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.training.config import OptimizerConfig
 from heinsen_jax.training.optimizer import (
-    OptimizerConfig,
     decay_mask,
     describe_warmup,
     learning_rates,

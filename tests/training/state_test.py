@@ -6,7 +6,8 @@ from flax import nnx
 
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
+from heinsen_jax.training.config import OptimizerConfig
+from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import initializer
 
 CONFIG = LanguageModelConfig(

@@ -12,12 +12,14 @@ from flax import nnx
 
 from heinsen_jax.data import Batch
 from heinsen_jax.models import LanguageModel
+from heinsen_jax.objectives.evaluation import make_evaluation_step
+from heinsen_jax.objectives.objective import next_token
 from heinsen_jax.sharding import MeshConfig, make_mesh
+from heinsen_jax.training.config import OptimizerConfig
 from heinsen_jax.training.guard import Guard
-from heinsen_jax.training.objective import next_token
-from heinsen_jax.training.optimizer import OptimizerConfig, make_optimizer
+from heinsen_jax.training.optimizer import make_optimizer
 from heinsen_jax.training.state import abstract_state, graph_of, init_sharded, initializer
-from heinsen_jax.training.step import make_evaluation_step, make_train_step
+from heinsen_jax.training.step import make_train_step
 
 ROWS, LENGTH = 8, 16
 FACTORS = np.array([1.0, jnp.nan, jnp.inf, 1e6], np.float32)

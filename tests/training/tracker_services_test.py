@@ -7,9 +7,10 @@ import pytest
 
 from heinsen_jax.config import override
 from heinsen_jax.data import load
-from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
-from heinsen_jax.training.settings import check_settings, plain_values
+from heinsen_jax.runtime.environment import environment
+from heinsen_jax.training.config import as_json
+from heinsen_jax.training.prepare import resolve_settings
 from heinsen_jax.training.tracker_services import services
 from heinsen_jax.training.trackers import TrackedRun, Tracking
 
@@ -22,9 +23,7 @@ def started_twice(small, tmp_path):
         said = []
         for rows in ({5: 2.0, 10: 1.0}, {10: 1.5}):
             with Tracking(services([name]), said.append) as tracking:
-                tracking.start(
-                    TrackedRun("run", "tests", tmp_path, plain_values(small), environment())
-                )
+                tracking.start(TrackedRun("run", "tests", tmp_path, as_json(small), environment()))
                 for step, loss in rows.items():
                     tracking.log(step, {"train/loss": loss, "train/skipped": float("nan")})
                 tracking.finish("stopped" if 5 in rows else "finished")
@@ -79,4 +78,4 @@ def test_a_missing_extra_is_named_before_training(small, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = override(small, ["--training.trackers", "wandb"])
     with pytest.raises(UserError, match=r"training.trackers: .*wandb.*heinsen_jax\[wandb\]"):
-        check_settings(load(config.data), config)
+        resolve_settings(config, load(config.data))

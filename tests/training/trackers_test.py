@@ -10,12 +10,11 @@ import pytest
 
 from heinsen_jax import data
 from heinsen_jax.config import override
-from heinsen_jax.environment import environment
 from heinsen_jax.errors import UserError
+from heinsen_jax.runs.metrics_file import read_metrics
+from heinsen_jax.runtime.environment import environment
 from heinsen_jax.sharding import shard_batch
-from heinsen_jax.training import trackers
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.metrics import read_metrics
+from heinsen_jax.training import prepare_run, trackers, train
 from heinsen_jax.training.trackers import TRACKER_FILE, TrackedRun, Tracking
 
 
@@ -63,8 +62,8 @@ def test_a_run_is_tracked_completely_and_resumes_under_its_id(small, tmp_path, m
     recorder, unreachable = Recorder(), Unreachable("unreachable")
     workdir, dataset = tmp_path / "a run", data.load(config.data)
     workdir.mkdir()
-    train(workdir, dataset, config, trackers=[recorder, unreachable])
-    train(workdir, dataset, config, trackers=[recorder])
+    train(prepare_run(config, workdir, dataset=dataset), trackers=[recorder, unreachable])
+    train(prepare_run(config, workdir, dataset=dataset), trackers=[recorder])
     first, second = recorder.runs
     assert (first.name, first.project, first.id, first.step) == ("a run", "mine", None, 0)
     assert (second.id, second.step) == ("recorder 1", 7)
@@ -77,7 +76,9 @@ def test_a_run_is_tracked_completely_and_resumes_under_its_id(small, tmp_path, m
     assert ids == {"recorder": "recorder 1", "unreachable": "unreachable 1"}
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("warning: tracker unreachable: no route to host; training continues") == 1
-    train(workdir, dataset, config, trackers=[recorder])  # nothing is left to train
+    train(
+        prepare_run(config, workdir, dataset=dataset), trackers=[recorder]
+    )  # nothing is left to train
     assert len(recorder.runs) == 2
 
 

@@ -8,6 +8,7 @@ them; `import_model` writes a folder for the commands of this package. None need
 transformers. Downloads and chat templates need `pip install 'heinsen_jax[transformers]'`.
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Literal, get_args
@@ -17,11 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from heinsen_jax.buckets import local_path
-from heinsen_jax.config import ExperimentConfig, OptimizerConfig, as_json
 from heinsen_jax.data import DataConfig, Tokenizer, save_tokenizer, start_ids, stop_ids
 from heinsen_jax.data.config import MODEL
-from heinsen_jax.data.files import check_new_folder, filling
 from heinsen_jax.data.tokenizer_files import (
     ADDED_TOKENS_FILE,
     GENERATION_FILE,
@@ -38,8 +36,10 @@ from heinsen_jax.interop.transformers.matching import family_for
 from heinsen_jax.interop.transformers.tensors import NAMES, entries
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.training.checkpoint import CONFIG_FILE
-from heinsen_jax.training.weights import SHARD_BYTES, save_weights
+from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.runs.weights import SHARD_BYTES, save_weights
+from heinsen_jax.storage.buckets import local_path
+from heinsen_jax.storage.files import check_new_folder, filling
 from heinsen_jax.typing import JSON
 
 __all__ = ["from_pretrained", "import_model", "to_pretrained"]
@@ -158,8 +158,12 @@ def import_model(
     length = min(filter(None, (DataConfig().sequence_length, model.config.max_length)))
     corpus = MODEL + (Path(name).resolve().name if Path(name).is_dir() else str(name))
     data = DataConfig(corpus=corpus, tokenizer=TOKENIZER_FILE, sequence_length=length)
-    optimizer = OptimizerConfig(learning_rate=5e-5, end_learning_rate=5e-6)
-    config = as_json(ExperimentConfig(model=model.config, data=data, optimizer=optimizer))
+    config = {
+        "seed": 0,
+        "model": dataclasses.asdict(model.config),
+        "data": dataclasses.asdict(data),
+        "optimizer": {"learning_rate": 5e-5, "end_learning_rate": 5e-6},
+    }
     with filling(place) as partial:
         arrays = flatten_with_names(nnx.state(model, nnx.Param))
         save_weights(partial, arrays, step=0)

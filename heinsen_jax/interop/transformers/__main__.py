@@ -15,7 +15,7 @@ import tyro
 from heinsen_jax.errors import command_line, printable
 from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.interop.transformers import StoredDtype, import_model, to_pretrained
-from heinsen_jax.training.checkpoint import load_run
+from heinsen_jax.runs.load import load_run
 
 
 @command_line

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.tensors import Names
 from heinsen_jax.models import LanguageModelConfig
-from heinsen_jax.training.weights import (
+from heinsen_jax.runs.weights import (
     INDEX_FILE,
     WEIGHTS_FILE,
     check_finite,

@@ -1,0 +1,125 @@
+"""Loading of experiments, from Python files and from the folders of runs."""
+
+import dataclasses
+import importlib.util
+import traceback
+from pathlib import Path
+from typing import TypeVar
+
+import pydantic
+
+from heinsen_jax.data import DataConfig
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
+from heinsen_jax.data.tokenizers import has_name
+from heinsen_jax.errors import UserError, check_regular, explain, parse_json
+from heinsen_jax.models.layers import with_layers
+from heinsen_jax.runs.record import CONFIG_FILE
+from heinsen_jax.training.config import ExperimentConfig, as_json, flat
+
+PACKAGE = Path(__file__).resolve().parents[1]
+CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
+"""The shipped configurations: inside an installed package, beside it in a clone."""
+
+Kind = TypeVar("Kind")
+
+
+def load_config(path: str | Path) -> ExperimentConfig:
+    """Load an experiment from a Python file with `get_config()`, or from a run's config.json; with
+    the tokenizer in the run's folder, unless it is one that is known by name.
+
+    Args:
+      path: path of the file, or name of a shipped configuration.
+
+    Raises:
+      UserError: the file does not exist, or a field is misspelled or has an invalid value.
+
+    Examples:
+      >>> load_config("quickstart").model.num_layers
+      4
+    """
+    path = find_file(path, CONFIGS)
+    if path.suffix != ".json":
+        return run_file(path, "get_config", ExperimentConfig)
+    try:
+        values = parse_json(path.read_bytes())
+        if isinstance(values, dict) and isinstance(values.get("model"), dict):
+            values["model"] = with_layers(values["model"])
+        config = pydantic.TypeAdapter(ExperimentConfig).validate_python(values)
+    except ValueError as error:
+        raise UserError(f"{path}: {explain(error)}") from error
+    return _with_own_tokenizer(check_range(config), path)
+
+
+def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfig:
+    """The configuration in a file, with the tokenizer of the file's folder, if that is of a run, in
+    place of the path from which the run had it, which may not exist any more."""
+    data, folder = config.data, path.absolute().parent
+    is_of_run = path.name == CONFIG_FILE and (folder / TOKENIZER_FILE).exists()
+    if not is_of_run or not isinstance(data, DataConfig) or has_name(data.tokenizer):
+        return config
+    return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=str(folder)))
+
+
+def find_file(path: str | Path, shipped: Path) -> Path:
+    """The file of that path, or of that name in a shipped folder.
+
+    Raises:
+      UserError: neither exists, and the message lists the shipped names; or it is not a file.
+    """
+    by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
+    found = by_name.get(str(path), Path(path))
+    check_regular(found)
+    if not found.is_file():
+        raise UserError(
+            f"{path}: no such file; give an existing file or one of the names {', '.join(by_name)}"
+        )
+    return found
+
+
+def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
+    """Call a function of a Python file and check the type of its result.
+
+    Raises:
+      UserError: the file does not define the function, raises an error, or the result has another
+        type.
+    """
+    if path.suffix != ".py":
+        raise UserError(f"{path} must be a Python file, .py, that defines {function}()")
+    spec = importlib.util.spec_from_file_location(f"experiment_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        if not hasattr(module, function):
+            raise UserError(f"{path} defines no {function}()")
+        returned = getattr(module, function)()
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{path}: {explain(error)}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        if isinstance(error, SyntaxError) and error.filename == str(path):
+            lines.append(error.lineno)
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise UserError(f"{where}: {type(error).__name__}: {explain(error)}") from error
+    if not isinstance(returned, kind):
+        raise UserError(
+            f"{path}: {function}() must return {kind.__name__}, not {type(returned).__name__}"
+        )
+    return returned
+
+
+def check_range(config: ExperimentConfig) -> ExperimentConfig:
+    """The configuration, if JAX and NumPy can represent its integers.
+
+    Raises:
+      UserError: one of them is not.
+    """
+    for name, value in flat(as_json(config)).items():
+        limit = 2**63 if name == "seed" else 2**31
+        if isinstance(value, int) and abs(value) >= limit:
+            raise UserError(f"{name}={value} is out of range; give an integer below {limit:,}")
+    return config

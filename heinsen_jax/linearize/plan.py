@@ -1,0 +1,185 @@
+"""Plan of a linearization: the teacher, and the experiments of both stages."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
+
+import tyro
+
+from heinsen_jax.config.load import load_config
+from heinsen_jax.config.override import override
+from heinsen_jax.data import DataConfig
+from heinsen_jax.errors import UserError
+from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
+from heinsen_jax.runs.folder import RunFolder, opened
+from heinsen_jax.runs.load import load_architecture
+from heinsen_jax.runs.record import CONFIG_FILE, DATA_FILE
+from heinsen_jax.training.config import DistillationConfig, ExperimentConfig, OptimizerConfig
+
+TRANSFER_SUFFIX = "-transfer"
+"""Suffix of the folder of stage 1."""
+COMPUTATION = {f"__model.{name}" for name in ("dtype", "remat", "no_remat", "remat_policy")}
+"""Fields of the model that do not change its architecture."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Replace softmax attention of a trained model by a mechanism with a state of constant size."""
+
+    model: Annotated[str, tyro.conf.arg(help="the teacher: a run's folder, or a model folder")]
+    workdir: Annotated[str, tyro.conf.arg(help="folder of the linearized model's run")]
+    data: Annotated[
+        str | None, tyro.conf.arg(help="text to train on; the teacher's data when None")
+    ] = None
+    attention: Annotated[
+        str, tyro.conf.arg(help="mechanism of the new layers, as mechanism:option=value,...")
+    ] = "log_window"
+    keep: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(help="layers that stay as they are: indices from 0, or slices such as 3::4"),
+    ] = ()
+    transfer_steps: Annotated[int, tyro.conf.arg(help="updates of stage 1; 0 to leave it out")] = (
+        500
+    )
+    transfer_learning_rate: Annotated[
+        float, tyro.conf.arg(help="peak learning rate of stage 1")
+    ] = 1e-2
+    steps: Annotated[int, tyro.conf.arg(help="updates of stage 2")] = 500
+    divergence_weight: Annotated[
+        float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
+    ] = 0.5
+    lora_rank: Annotated[
+        int | None,
+        tyro.conf.arg(
+            help="in stage 2, train only new parameters and low-rank additions of this rank to the "
+            "projections of attention (LoRA); all parameters when None"
+        ),
+    ] = None
+    restart: Annotated[
+        bool, tyro.conf.arg(help="repeat both stages; earlier runs are moved into subfolders")
+    ] = False
+    allow_change: Annotated[
+        bool, tyro.conf.arg(help="resume runs although data, settings or the teacher have changed")
+    ] = False
+
+
+class Stage(NamedTuple):
+    """A stage of a linearization, a run in a folder."""
+
+    name: str
+    folder: str
+    experiment: ExperimentConfig
+
+
+def check_overrides(overrides: Sequence[str]) -> None:
+    """Refuse overrides of fields that differ by stage.
+
+    Raises:
+      UserError: one is of these fields.
+    """
+    for option in overrides:
+        name = option.partition("=")[0].replace("-", "_")
+        is_own = name.startswith(("__distillation", "__training.steps", "__model"))
+        if is_own and name not in COMPUTATION:
+            raise UserError(
+                f"{option}: differs by stage; give options of this command, such as --steps and "
+                "--attention, instead"
+            )
+
+
+def read_teacher(options: Options, run: RunFolder) -> ExperimentConfig:
+    """The teacher's experiment, with the data to train on."""
+    load_architecture(options.model)  # its errors say what the folder is
+    teacher = load_config(run.files / CONFIG_FILE)
+    has_text = (run.files / DATA_FILE).exists()
+    if options.data is None and isinstance(teacher.data, DataConfig) and not has_text:
+        raise UserError(
+            f"--data is missing: {options.model} has no record of its training text; give a file, "
+            "a folder or the name of a corpus"
+        )
+    if options.data is not None:
+        if not isinstance(teacher.data, DataConfig):
+            raise UserError(
+                f"--data {options.data}: {options.model} is trained on a task; leave it out"
+            )
+        changed = {"corpus": options.data, "mixture": None, "mixture_stages": ()}
+        teacher = replace(teacher, data=replace(teacher.data, **changed))
+    return teacher
+
+
+def plan_stages(
+    teacher: ExperimentConfig, options: Options, overrides: Sequence[str]
+) -> list[Stage]:
+    model = linear_layers(teacher.model, options.attention, options.keep)
+    if options.steps < 1:
+        raise UserError(f"--steps {options.steps}: must be at least 1; give more")
+    if options.transfer_steps < 0:
+        raise UserError(
+            f"--transfer-steps {options.transfer_steps}: must not be negative; give 0 to leave "
+            "stage 1 out"
+        )
+    if options.transfer_learning_rate <= 0:
+        raise UserError(
+            f"--transfer-learning-rate {options.transfer_learning_rate}: must be greater than 0; "
+            f"the default is {Options.transfer_learning_rate}"
+        )
+    base = replace(
+        teacher,
+        model=model,
+        seed=teacher.seed + 1,  # other batches than those of the teacher
+        optimizer=replace(teacher.optimizer, warmup_steps=_warmup(teacher, options)),
+        training=replace(teacher.training, steps=options.steps, z_loss=0.0),
+    )
+    settings = DistillationConfig(
+        teacher=options.model, divergence_weight=options.divergence_weight
+    )
+    finetuning = override(replace(base, distillation=settings), overrides)
+    stages = []
+    if options.transfer_steps and new_parameters(model, teacher.model):
+        folder, rate = options.workdir + TRANSFER_SUFFIX, options.transfer_learning_rate
+        transfer = attention_transfer(finetuning, options.transfer_steps, rate)
+        stages.append(Stage("stage 1", folder, transfer))
+        settings = replace(settings, start=folder)
+    if options.lora_rank is not None:
+        model = with_lora(finetuning.model, options.lora_rank)
+        finetuning, settings = replace(finetuning, model=model), replace(settings, trained="new")
+    # other batches than those of stage 1
+    finetuning = replace(finetuning, distillation=settings, seed=finetuning.seed + 1)
+    return [*stages, Stage("stage 2", options.workdir, finetuning)]
+
+
+def _warmup(teacher: ExperimentConfig, options: Options) -> int:
+    """Updates of warmup of stage 2: the recorded ones when it resumes, so that it may get more
+    updates; else the teacher's, but at most a tenth of its own."""
+    with opened(options.workdir) as run:
+        path = run.files / CONFIG_FILE
+        if path.exists() and not options.restart:
+            return load_config(path).optimizer.warmup_steps
+    return min(teacher.optimizer.warmup_steps, options.steps // 10)
+
+
+def attention_transfer(
+    finetuning: ExperimentConfig, steps: int, learning_rate: float = 1e-2
+) -> ExperimentConfig:
+    """Stage 1 of a linearization: AdamW, without weight decay.
+
+    Args:
+      finetuning: stage 2, with its teacher.
+      steps: number of updates.
+      learning_rate: peak learning rate; it decays to a hundredth.
+
+    Returns:
+      The experiment of stage 1, with the data and the architecture of stage 2.
+    """
+    teacher = finetuning.distillation.teacher
+    return replace(
+        finetuning,
+        training=replace(finetuning.training, steps=steps, sample_tokens=0),
+        distillation=DistillationConfig(teacher=teacher, target="attention", trained="new"),
+        optimizer=OptimizerConfig(
+            learning_rate=learning_rate,
+            end_learning_rate=learning_rate / 100,
+            warmup_steps=steps // 20,
+            weight_decay=0.0,
+        ),
+    )

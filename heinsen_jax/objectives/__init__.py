@@ -1,0 +1,1 @@
+"""Objectives and their evaluation: next-token and masked-token prediction."""

@@ -1,0 +1,134 @@
+"""Loading the model of a run: architecture, weights and tokenizer."""
+
+import shlex
+import warnings
+from pathlib import Path
+
+import jax
+import pydantic
+from flax import nnx
+
+from heinsen_jax.data import Tokenizer, load_tokenizer
+from heinsen_jax.errors import UserError, explain
+from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.pytrees import flatten_with_names
+from heinsen_jax.runs.checkpoints import CheckpointReader
+from heinsen_jax.runs.folder import RunFolder, opened
+from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, Sections, newest_saved, read_config
+from heinsen_jax.runs.weights import has_weights, load_weights
+
+
+def load_run(
+    workdir: str | Path, *, best: bool = True, on_host: bool = False
+) -> tuple[LanguageModel, Tokenizer | None, int]:
+    """Load the model, the tokenizer and the step of a run's best (or latest) checkpoint, or of a
+    model folder of `interop.hub`. The tokenizer is None if the run trained on a task.
+
+    Args:
+      workdir: the folder.
+      best: whether to load the best checkpoint, not the latest.
+      on_host: whether the parameters are NumPy arrays in the memory of this host, instead of arrays
+        on its first device.
+
+    Raises:
+      UserError: the folder has no run, a damaged one, or one without checkpoints.
+
+    Warns:
+      UserWarning: a checkpoint is damaged or missing, and another one is used.
+    """
+    with opened(workdir) as run:
+        return _loaded(run, best, on_host)
+
+
+def load_architecture(workdir: str | Path) -> LanguageModelConfig:
+    """The architecture of the model of `load_run`, without its weights.
+
+    Raises:
+      UserError: as `load_run`, but for damaged checkpoints.
+    """
+    with opened(workdir) as run:
+        return _architecture(run)[0]
+
+
+def _architecture(run: RunFolder) -> tuple[LanguageModelConfig, Sections]:
+    """The architecture of a run's model, and the whole configuration."""
+    config = read_config(run.files)
+    if config is None:
+        raise UserError(_no_run(run))
+    if not run.checkpoints.is_dir() and not has_weights(run.files):
+        raise UserError(_no_checkpoint(run))
+    try:
+        return pydantic.TypeAdapter(LanguageModelConfig).validate_python(config["model"]), config
+    except ValueError as error:
+        raise UserError(f"{run.files / CONFIG_FILE}: model.{explain(error)}") from None
+
+
+def _loaded(
+    run: RunFolder, best: bool, on_host: bool
+) -> tuple[LanguageModel, Tokenizer | None, int]:
+    workdir = run.files
+    model, config = _architecture(run)
+    graph, abstract = nnx.split(LanguageModel.abstract(model))
+    device = None if on_host else jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract
+    )
+    if run.checkpoints.is_dir():
+        has_average = config["optimizer"].get("ema_decay") is not None
+        name = "average" if has_average else "parameters"
+        parameters, step = _of_checkpoint(run, name, abstract, best)
+    else:
+        arrays, step = load_weights(workdir, flatten_with_names(abstract))
+        leaves = [arrays[name] for name in flatten_with_names(abstract)]
+        parameters = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    is_task = "task" in config["data"]
+    tokenizer = None if is_task else load_tokenizer(workdir)
+    return nnx.merge(graph, parameters), tokenizer, step
+
+
+def load_text_run(
+    workdir: str | Path, *, best: bool = True
+) -> tuple[LanguageModel, Tokenizer, int]:
+    """`load_run` for a model of text.
+
+    Raises:
+      UserError: as `load_run`; or the model is trained on a synthetic task.
+    """
+    model, tokenizer, step = load_run(workdir, best=best)
+    if tokenizer is None:
+        raise UserError(
+            f"{workdir}: the model is trained on a synthetic task; choose a run trained on text"
+        )
+    return model, tokenizer, step
+
+
+def _of_checkpoint(
+    run: RunFolder, name: str, abstract: nnx.State, best: bool
+) -> tuple[nnx.State, int]:
+    """Load the parameters, or their average, by the name in `TrainState`, and the step of a run's
+    best (or latest) checkpoint."""
+    checkpoints = CheckpointReader(run)
+    step = checkpoints.best_step() if best else checkpoints.latest_step()
+    checkpoints.check_lost("bring one back, or train it again")
+    if step is None:
+        raise UserError(_no_checkpoint(run))
+    for warning in checkpoints.losses():
+        warnings.warn(f"{warning}: step {step} is used", stacklevel=3)
+    return checkpoints.restore(step, {name: abstract})[name], step
+
+
+def _no_run(run: RunFolder) -> str:
+    """Error message for a path without a run."""
+    workdir, said = run.files, f"{run} holds no run ({CONFIG_FILE} is missing)"
+    if workdir.is_file():
+        return f"{workdir} is a file; give the folder of a run"
+    if runs := sorted(path.parent.name for path in workdir.glob(f"*/{CONFIG_FILE}")):
+        return f"{said}; give one of the folders in it that do: {', '.join(runs)}"
+    command = shlex.join(("--config", "quickstart", "--workdir", str(run)))
+    return f"{said}; train one with `python -m heinsen_jax.train {command}`"
+
+
+def _no_checkpoint(run: RunFolder) -> str:
+    if newest_saved(run.files / SAVED_FILE):
+        return f"{run.checkpoints} is gone; bring it back, or train the run again"
+    return f"{run} has no checkpoint yet; start its training again"

@@ -1,0 +1,1 @@
+"""The process: memory allocator, caches, signals, other processes, and what they run on."""

@@ -1,0 +1,140 @@
+"""The report of a study, in paragraphs of Markdown."""
+
+from collections.abc import Sequence
+
+from studies.differences import (
+    METHOD,
+    SELECTION,
+    difference_table,
+    differences_of,
+    remaining_differences,
+)
+from studies.grid import Study
+from studies.plots import cost_name
+from studies.power_law import PowerLawPlot
+from studies.records import (
+    Comparison,
+    RunRecord,
+    check_measured,
+    is_larger_better,
+    markdown_table,
+    table,
+)
+
+PLOT_FILE = "report.png"
+
+
+def paragraphs(
+    study: Study, results: Sequence[Comparison], records: Sequence[RunRecord | None]
+) -> list[str]:
+    """The paragraphs of the report.
+
+    Args:
+      study: the study.
+      results: its finished results.
+      records: those of all its runs, None if unfinished.
+
+    Raises:
+      UserError: no run has measured a metric that the study names.
+    """
+    measured = [record for result in results for record in result.records]
+    check_measured(study.title, study.named_metrics(), measured)
+    parts = [f"# {study.title}", study.about.strip()]
+    if study.plots:
+        parts.append(f"![{study.title}]({PLOT_FILE})")
+    parts.append(table(results, study.metric, study.extra_metrics, study.reached))
+    if len(study.axes.get(study.seeds, {})) > 1:
+        parts.append(
+            "Seeds differ in initial weights and in data; ± is half the range between the best "
+            "and the worst."
+        )
+    parts += _tuning(study, results)
+    if study.baseline is not None and (found := differences_of(study, results)):
+        parts.append(f"Differences from {study.baseline}, which is subtracted:")
+        method = f"{METHOD} {SELECTION}" if {*study.tuned} & {*study.axes} else METHOD
+        parts += [difference_table(found), method]
+        if any(x.p_value is not None for x in found):
+            parts.append(remaining_differences(found))
+    parts += _power_laws(study, results)
+    finished = [record for record in records if record is not None]
+    parts.append(f"{len(finished)} of {len(records)} runs, {_made(finished)}.")
+    shown = [result.compared for result in results]
+    every = [study.compared(run.labels) for run in study.first_seed_runs()]
+    if left := dict.fromkeys(" ".join(x.values()) for x in every if x not in shown):
+        parts.append(f"Not finished: {'; '.join(left)}.")
+    return parts
+
+
+def _tuning(study: Study, results: Sequence[Comparison]) -> list[str]:
+    """Explain how tuned values were chosen, and name those at an end of their axis."""
+    parts: list[str] = []
+    tuned = {axis: [*study.axes[axis]] for axis in study.tuned if len(study.axes.get(axis, {})) > 1}
+    if tuned:
+        names = " and ".join(map(_words, tuned))
+        chosen = f"Each row has the {names} that was the best with the first seed"
+        if is_larger_better(study.metric):
+            chosen += " (the smallest loss decided between equals)"
+        how = "all were run"
+        if study.search == "neighbors":
+            how = (
+                f"of {', '.join(*tuned.values())}, a search ran neighbors of the best, from the "
+                "middle or from earlier runs, until they were no better"
+            )
+        parts.append(f"{chosen}; {how}.")
+    measured = [result for result in results if result.values(study.metric)]
+    for axis, labels in tuned.items():
+        at_ends = {
+            label: [
+                f"`{' '.join(x.compared.values())}`" for x in measured if x.tuned[axis] == label
+            ]
+            for label in (labels[0], labels[-1])
+        }
+        if any(at_ends.values()):
+            which = "; ".join(f"{x}: {', '.join(rows)}" for x, rows in at_ends.items() if rows)
+            if sum(map(len, at_ends.values())) == len(measured):
+                which = "all rows"
+            parts.append(
+                f"The best {_words(axis)} is the first or the last that was tried, so a better one "
+                f"may exist, for {which}."
+            )
+    return parts
+
+
+def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
+    """Tables of the exponents of power laws."""
+    parts = []
+    for plot in study.plots:
+        if isinstance(plot, PowerLawPlot) and (fits := plot.fits(results)):
+            cost = cost_name(plot.x)
+            parts.append(
+                f"Power laws: {_words(plot.y)} proportional to ({cost})^(-b), fitted to the "
+                "logarithms of the means over the seeds. Brackets are 95% confidence intervals of "
+                "b, within the range of the plot, as if deviations of points from the line were "
+                "independent."
+            )
+            columns = {"b": fits}
+            if study.baseline is not None and study.baseline in fits:
+                columns["difference"] = plot.differences(results, study.baseline)
+                parts[-1] += (
+                    f" Differences are exponents of losses relative to those of {study.baseline}."
+                )
+            lines = [
+                [label, *(str(found.get(label) or "") for found in columns.values())]
+                for label in fits
+            ]
+            parts.append(markdown_table([plot.lines, *columns], lines))
+    return parts
+
+
+def _words(axis: str) -> str:
+    return axis.replace("_", " ")
+
+
+def _made(records: Sequence[RunRecord]) -> str:
+    """Hardware, versions and commit of the runs."""
+    found = [record["environment"] for record in records]
+    places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in found}
+    commits = {x["commit"][:7] or "no commit" for x in found}
+    changed = " with uncommitted changes" if any(x["uncommitted_changes"] for x in found) else ""
+    on = "; ".join(f"{device}, JAX {version}" for device, version in sorted(places))
+    return f"on {on}; at {', '.join(sorted(commits))}{changed}"

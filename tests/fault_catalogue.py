@@ -114,6 +114,138 @@ LOG_ATTENTION_FAULTS = {
         "for x in (query, key, log_value) if",
         ("tests/ops/context_test.py",),
     ),
+    "values taken for logarithms": Fault(
+        "heinsen_jax/ops/log_attention/api.py",
+        "is_log=False,",
+        "is_log=True,",
+        ("tests/ops/log_attention/api_test.py",),
+    ),
+    "segments that log-attention ignores": Fault(
+        "heinsen_jax/ops/log_attention/api.py",
+        "is_log=True,\n        is_causal=is_causal,\n        segment_ids=segment_ids,",
+        "is_log=True,\n        is_causal=is_causal,\n        segment_ids=None,",
+        ("tests/ops/context_test.py",),
+    ),
+    "padding of a chunk that is not masked": Fault(
+        "heinsen_jax/ops/log_attention/inputs.py",
+        "widths(inputs.key), constant_values=-jnp.inf)",
+        "widths(inputs.key))",
+        ("tests/ops/log_attention/inputs_test.py",),
+    ),
+    "a definition whose tokens do not attend to themselves": Fault(
+        "heinsen_jax/ops/log_attention/reference.py",
+        "tokens &= s <= t",
+        "tokens &= s < t",
+        ("tests/ops/log_attention/api_test.py",),
+    ),
+    "a definition whose window is off by one": Fault(
+        "heinsen_jax/ops/log_attention/reference.py",
+        "tokens &= s > t - window",
+        "tokens &= s >= t - window",
+        ("tests/ops/log_attention/keywords_test.py",),
+    ),
+    "scores that are divided by the head dimension": Fault(
+        "heinsen_jax/ops/log_window/api.py",
+        "scale = 1 / math.sqrt(max(key_depth, 1))",
+        "scale = 1 / max(key_depth, 1)",
+        ("tests/ops/log_window_test.py",),
+    ),
+    "a first state without decay": Fault(
+        "heinsen_jax/ops/log_window/api.py",
+        "has_decay=log_decay is not None)",
+        "has_decay=False)",
+        ("tests/ops/log_window_test.py",),
+    ),
+    "sources that the router of queries chooses": Fault(
+        "heinsen_jax/attention/colt5.py",
+        "self._route(x, self.source_router, self.config.num_sources)",
+        "self._route(x, self.query_router, self.config.num_sources)",
+        ("tests/attention/oracle_test.py",),
+    ),
+    "segments of all tokens on each device": Fault(
+        "heinsen_jax/attention/devices.py",
+        "replace(call, segment_ids=segment_ids, state=state)",
+        "replace(call, state=state)",
+        ("tests/attention/devices_test.py",),
+    ),
+    "steps in place of decays": Fault(
+        "heinsen_jax/attention/gated_deltanet.py",
+        "_, log_decay = self",
+        "log_decay, _ = self",
+        ("tests/attention/oracle_test.py",),
+    ),
+    "an output gate with another activation": Fault(
+        "heinsen_jax/attention/kda.py",
+        'gate_activation = "sigmoid"',
+        'gate_activation = "silu"',
+        ("tests/attention/oracle_test.py",),
+    ),
+    "a denominator bias that a layer ignores": Fault(
+        "heinsen_jax/attention/l1.py",
+        "denominator_bias=bias, **keywords",
+        "**keywords",
+        ("tests/attention/oracle_test.py",),
+    ),
+    "a far distance within the window": Fault(
+        "heinsen_jax/attention/l1_sparse.py",
+        "np.arange(1, 64)",
+        "np.arange(64)",
+        ("tests/attention/oracle_test.py",),
+    ),
+    "a feature map that a layer ignores": Fault(
+        "heinsen_jax/attention/linear.py",
+        "partial(linear_attention, feature_map=self.config.feature_map)",
+        "partial(linear_attention)",
+        ("tests/attention/oracle_test.py",),
+    ),
+    "values projected like keys": Fault(
+        "heinsen_jax/attention/linformer.py",
+        "linformer_attention(query, key, value, of_keys, of_values)",
+        "linformer_attention(query, key, value, of_keys, of_keys)",
+        ("tests/attention/oracle_test.py",),
+    ),
+    "padding before the tokens in place of after them": Fault(
+        "heinsen_jax/attention/memory_compressed.py",
+        'pad="right"',
+        'pad="left"',
+        ("tests/attention/states_test.py",),
+    ),
+    "a state of keys in place of their features": Fault(
+        "heinsen_jax/attention/performer.py",
+        "sizes = self.num_kv_heads, self.num_features, self.value_depth",
+        "sizes = self.num_kv_heads, self.key_depth, self.value_depth",
+        ("tests/attention/states_test.py",),
+    ),
+    "a name that stands for another mechanism": Fault(
+        "heinsen_jax/attention/registry.py",
+        '"gated_deltanet": GatedDeltaNetAttention,',
+        '"gated_deltanet": DeltaNetAttention,',
+        ("tests/faults/parameters_test.py",),
+    ),
+    "options of a mechanism that are dropped": Fault(
+        "heinsen_jax/attention/registry.py",
+        "configure(name, **config),",
+        "configure(name),",
+        ("tests/attention/softmax_test.py",),
+    ),
+    "a residual that is added twice": Fault(
+        "heinsen_jax/attention/rmt.py",
+        "return (y - x).astype(x.dtype), state",
+        "return y.astype(x.dtype), state",
+        ("tests/attention/oracle_test.py",),
+    ),
+    "a reach off by one": Fault(
+        "heinsen_jax/attention/sliding_window.py",
+        "return self.config.window_size - 1",
+        "return self.config.window_size",
+        ("tests/attention/cache_test.py",),
+    ),
+    "a state of the highest power only": Fault(
+        "heinsen_jax/attention/taylor.py",
+        "math.comb(self.key_depth + terms, terms)",
+        "math.comb(self.key_depth + terms - 1, terms)",
+        ("tests/attention/states_test.py",),
+    ),
 }
 
 OPS_FAULTS = {
@@ -540,6 +672,78 @@ MODELS_FAULTS = {
 }
 
 TRAINING_FAULTS = {
+    "a range that integers of JAX do not have": Fault(
+        "heinsen_jax/config/load.py",
+        "limit = 2**63 if name",
+        "limit = 2**64 if name",
+        ("tests/faults/messages_test.py",),
+    ),
+    "a stage 2 that may not fit into memory": Fault(
+        "heinsen_jax/linearize/run.py",
+        "if len(runs) > 1 and not",
+        "if len(runs) > 2 and not",
+        ("tests/linearize_test.py",),
+    ),
+    "overrides of a linearization that are ignored": Fault(
+        "heinsen_jax/linearize/__main__.py",
+        "return linearize(options, overrides)",
+        "return linearize(options)",
+        ("tests/linearize_test.py",),
+    ),
+    "packing of documents that are not separate": Fault(
+        "heinsen_jax/objectives/documents.py",
+        'if data.documents is not None or data.packing == "best_fit":',
+        "if data.documents is not None:",
+        ("tests/training/documents_test.py",),
+    ),
+    "a damaged last row that is not reported": Fault(
+        "heinsen_jax/runs/metrics_file.py",
+        'elif number < len(lines) or line.endswith(b"\\n"):',
+        "elif number < len(lines):",
+        ("tests/training/metrics_test.py",),
+    ),
+    "a checkpoint of transformers that is a run": Fault(
+        "heinsen_jax/runs/record.py",
+        'isinstance(config, dict) and "model_type" in config',
+        'isinstance(config, dict) and "model_types" in config',
+        ("tests/linearize_test.py",),
+    ),
+    "a best checkpoint that is removed": Fault(
+        "heinsen_jax/training/checkpoint.py",
+        "AnyPreservationPolicy([LatestN(keep), best])",
+        "LatestN(keep)",
+        ("tests/training/checkpoint_test.py",),
+    ),
+    "fields of a section that are forgotten": Fault(
+        "heinsen_jax/training/config.py",
+        "if isinstance(fields, dict):",
+        "if not isinstance(fields, dict):",
+        ("tests/config/load_test.py",),
+    ),
+    "an event of a killed run that is kept": Fault(
+        "heinsen_jax/training/event_file.py",
+        "if event.step <= step or",
+        "if event.step <= step + 1 or",
+        ("tests/training/metrics_test.py",),
+    ),
+    "a plot of rows without a loss": Fault(
+        "heinsen_jax/training/loss_plot.py",
+        " for row in rows if name in row]",
+        " for row in rows]",
+        ("tests/training/metrics_test.py",),
+    ),
+    "a utilization of an unknown peak": Fault(
+        "heinsen_jax/training/utilization.py",
+        "if peak is None or flops_per_token is None:",
+        "if peak is None and flops_per_token is None:",
+        ("tests/training/metrics_test.py",),
+    ),
+    "a name of training that is missing": Fault(
+        "heinsen_jax/training/__init__.py",
+        '    "resolve_settings",\n',
+        "",
+        ("tests/package_test.py",),
+    ),
     "a learning rate one step ahead": Fault(
         "heinsen_jax/training/optimizer.py",
         "jnp.arange(steps))",
@@ -726,6 +930,36 @@ TRAINING_FAULTS = {
         "",
         ("tests/runs/storage_errors_test.py",),
     ),
+    "a warning of few epochs": Fault(
+        "heinsen_jax/training/preflight.py",
+        " if x > MANY_EPOCHS)",
+        ")",
+        ("tests/training/loop_test.py",),
+    ),
+    "epochs of a mixture as a whole": Fault(
+        "heinsen_jax/training/preflight.py",
+        "return dataset.epochs(data, training.steps)",
+        "dataset.epochs(data, training.steps)",
+        ("tests/training/loop_test.py",),
+    ),
+    "a trace that is not stopped after the last step": Fault(
+        "heinsen_jax/training/profiling.py",
+        " in self.STEPS and not last",
+        " in self.STEPS",
+        ("tests/training/profiling_test.py",),
+    ),
+    "a tracked run that starts again": Fault(
+        "heinsen_jax/training/tracker_services.py",
+        'resume="never" if run.id is None else "must"',
+        'resume="never"',
+        ("tests/training/tracker_services_test.py",),
+    ),
+    "a missing extra without the field that needs it": Fault(
+        "heinsen_jax/training/tracker_services.py",
+        'raise UserError(f"training.trackers: {without_extra(missing, name, __name__)}")',
+        "raise without_extra(missing, name, __name__)",
+        ("tests/training/tracker_services_test.py",),
+    ),
 }
 
 DATA_FAULTS = {
@@ -909,6 +1143,54 @@ DATA_FAULTS = {
         "return tokenizer.fingerprint",
         ("tests/data/prepare_test.py",),
     ),
+    "a time limit that outlives its answer": Fault(
+        "heinsen_jax/data/chat_template.py",
+        "            finally:\n                timer.cancel()\n",
+        "            finally:\n",
+        ("tests/data/chat_template_test.py",),
+    ),
+    "messages that refer to themselves": Fault(
+        "heinsen_jax/data/chat_template.py",
+        "except (TypeError, ValueError, RecursionError) as error:",
+        "except TypeError as error:",
+        ("tests/data/chat_template_test.py",),
+    ),
+    "templates that may change messages": Fault(
+        "heinsen_jax/data/chat_template_worker.py",
+        "from jinja2.sandbox import ImmutableSandboxedEnvironment",
+        "from jinja2.sandbox import SandboxedEnvironment as ImmutableSandboxedEnvironment",
+        ("tests/data/tokenizer_pretrained_test.py",),
+    ),
+    "a mixture whose weights are all 0": Fault(
+        "heinsen_jax/data/config.py",
+        "if not sum(weights.values()) > 0:",
+        "if not weights:",
+        ("tests/data/mixture_test.py",),
+    ),
+    "a tokenizer whose path is relative on other nodes": Fault(
+        "heinsen_jax/data/config.py",
+        "tokenizer=self.tokenizer if has_name(self.tokenizer) else absolute_path(self.tokenizer),",
+        "tokenizer=self.tokenizer,",
+        ("tests/studies/runner_test.py",),
+    ),
+    "tests as a part of the standard library": Fault(
+        "heinsen_jax/data/corpora.py",
+        '"test", "tests", "idle_test"',
+        '"test", "idle_test"',
+        ("tests/data/corpora_test.py",),
+    ),
+    "a function that data lack": Fault(
+        "heinsen_jax/data/__init__.py",
+        '    "load",\n',
+        "",
+        ("tests/package_test.py",),
+    ),
+    "an input without text that is accepted": Fault(
+        "heinsen_jax/data/inputs.py",
+        "if not sources[name]:",
+        "if not sources:",
+        ("tests/data/prepare_test.py",),
+    ),
 }
 
 GENERATE_FAULTS = {
@@ -947,6 +1229,18 @@ GENERATE_FAULTS = {
         "        digest.update(np.asarray(x).tobytes())\n",
         "",
         ("tests/generate/states_test.py",),
+    ),
+    "a seed that is ignored": Fault(
+        "heinsen_jax/generate/__main__.py",
+        "jax.random.key(options.seed)",
+        "jax.random.key(0)",
+        ("tests/train_test.py",),
+    ),
+    "control characters of a model on a terminal": Fault(
+        "heinsen_jax/generate/options.py",
+        "print(printable(text, lines=True), end",
+        "print(text, end",
+        ("tests/faults/chat_test.py",),
     ),
 }
 
@@ -1011,6 +1305,48 @@ INTEROP_FAULTS = {
         'getattr(layer, "num_heads", None)',
         ("tests/interop/families_test.py",),
     ),
+    "a temperature of 0 that samples": Fault(
+        "heinsen_jax/interop/harness_options.py",
+        'if not settings["do_sample"] or temperature == 0:',
+        'if not settings["do_sample"]:',
+        ("tests/faults/harness_test.py",),
+    ),
+    "a text that does not end with its document": Fault(
+        "heinsen_jax/interop/harness_options.py",
+        "eos=end_of_text or None)",
+        "eos=None)",
+        ("tests/faults/harness_test.py",),
+    ),
+    "parameters that leave the memory of the host": Fault(
+        "heinsen_jax/interop/transformers/__init__.py",
+        "np.asarray if on_host else jnp.asarray",
+        "jnp.asarray",
+        ("tests/interop/transformers_test.py",),
+    ),
+    "an export in another dtype than its original": Fault(
+        "heinsen_jax/interop/transformers/__init__.py",
+        'dtype or others.get("dtype") or others.get("torch_dtype") or "float32"',
+        'dtype or "float32"',
+        ("tests/interop/transformers_test.py",),
+    ),
+    "an export that ignores its original": Fault(
+        "heinsen_jax/interop/transformers/__main__.py",
+        "tokenizer=tokenizer, like=like, dtype=dtype",
+        "tokenizer=tokenizer, dtype=dtype",
+        ("tests/interop/transformers_test.py",),
+    ),
+    "tensors of a file that the model lacks": Fault(
+        "heinsen_jax/interop/transformers/checkpoint.py",
+        "expected.keys() ^ tensors.keys()",
+        "expected.keys() - tensors.keys()",
+        ("tests/interop/transformers_test.py",),
+    ),
+    "copies of a tensor of which only shapes are compared": Fault(
+        "heinsen_jax/interop/transformers/checkpoint.py",
+        "if not np.array_equal(self._raw(first), self._raw(other), equal_nan=True):",
+        "if self._raw(first).shape != self._raw(other).shape:",
+        ("tests/faults/pretrained_test.py",),
+    ),
 }
 
 STUDY_FAULTS = {
@@ -1067,6 +1403,66 @@ STUDY_FAULTS = {
         "steps=config.training.steps - first)",
         "steps=config.training.steps)",
         ("tests/studies/linearization_test.py",),
+    ),
+    "a study with 0 concurrent runs": Fault(
+        "studies/__main__.py",
+        "if jobs < 1:",
+        "if jobs < 0:",
+        ("tests/studies/runner_test.py",),
+    ),
+    "names that overlap": Fault(
+        "studies/labels.py",
+        "gap = 1.3 * size * figure.dpi / 72 / axes.bbox.height",
+        "gap = 1.3 * size / axes.bbox.height",
+        ("tests/studies/labels_test.py",),
+    ),
+    "names in the order of the first points": Fault(
+        "studies/labels.py",
+        "key=lambda line: line.y[-1])",
+        "key=lambda line: line.y[0])",
+        ("tests/studies/labels_test.py",),
+    ),
+    "a ranking from the worst to the best": Fault(
+        "studies/plots.py",
+        "key=lambda result: -result.mean(self.metric)",
+        "key=lambda result: result.mean(self.metric)",
+        ("tests/studies/plots_test.py",),
+    ),
+    "highlighted lines below others": Fault(
+        "studies/plots.py",
+        "zorder=2 if is_gray else 3",
+        "zorder=3 if is_gray else 2",
+        ("tests/studies/plots_test.py",),
+    ),
+    "a best value at the last end of an axis": Fault(
+        "studies/report.py",
+        "for label in (labels[0], labels[-1])",
+        "for label in labels[:1]",
+        ("tests/studies/schedule_test.py",),
+    ),
+    "a kind of device in place of the model of a CPU": Fault(
+        "studies/report.py",
+        'x["cpu"] if x["backend"] == "cpu" else x["device"]',
+        'x["device"]',
+        ("tests/studies/report_test.py",),
+    ),
+    "earlier results with other data": Fault(
+        "studies/runner.py",
+        "        if not report_only:\n            _check_content(study, recorded)\n",
+        "",
+        ("tests/studies/runner_test.py",),
+    ),
+    "two runs with the same settings": Fault(
+        "studies/runner.py",
+        "        runs_by_fingerprint[run.fingerprint] = run\n",
+        "",
+        ("tests/studies/runner_test.py",),
+    ),
+    "comparisons one after another": Fault(
+        "studies/schedule.py",
+        "return list(_alternating(first)), others",
+        "return [run for runs in first for run in runs], others",
+        ("tests/studies/schedule_test.py",),
     ),
 }
 
@@ -1166,6 +1562,78 @@ COMMANDS_FAULTS = {
         'if chosen or sys.platform != "linux":',
         'if sys.platform != "linux":',
         ("tests/runtime/allocator_test.py",),
+    ),
+    "a run named after the file of its configuration": Fault(
+        "heinsen_jax/train.py",
+        "return config.absolute().parent.name if config.name == CONFIG_FILE else config.stem",
+        "return config.stem",
+        ("tests/train_test.py",),
+    ),
+    "changed settings that are always allowed": Fault(
+        "heinsen_jax/training/prepare.py",
+        "allowed=allow_change)",
+        "allowed=True)",
+        ("tests/faults/lost_test.py",),
+    ),
+    "records that count as changes": Fault(
+        "heinsen_jax/runtime/environment.py",
+        ', "--", ":!benchmarks/results"',
+        "",
+        ("tests/runtime/environment_test.py",),
+    ),
+    "descriptions of fields with the lines of the source": Fault(
+        "heinsen_jax/config/help.py",
+        'return " ".join(text.split())',
+        "return text",
+        ("tests/train_test.py",),
+    ),
+    "all sections in place of one": Fault(
+        "heinsen_jax/config/help.py",
+        'SECTIONS if section == "all" else (section,)',
+        "SECTIONS",
+        ("tests/train_test.py",),
+    ),
+    "calls that continue after an error": Fault(
+        "heinsen_jax/runtime/on_ray.py",
+        "        for left in waiting:\n            ray.cancel(left)",
+        "        waiting.clear()",
+        ("tests/runtime/on_ray_test.py",),
+    ),
+    "an integer with commas that is not understood": Fault(
+        "heinsen_jax/config/suggestions.py",
+        'float(given[0].replace(",", ""))',
+        "float(given[0])",
+        ("tests/faults/messages_test.py",),
+    ),
+    "a hint that depends on the section": Fault(
+        "heinsen_jax/config/suggestions.py",
+        '_HINTS.get(word.rpartition(".")[2])',
+        "_HINTS.get(word)",
+        ("tests/faults/messages_test.py",),
+    ),
+    "fields of a configuration that are ignored": Fault(
+        "heinsen_jax/typing.py",
+        'extra="forbid"',
+        'extra="ignore"',
+        ("tests/config/load_test.py",),
+    ),
+    "static fields that are leaves": Fault(
+        "heinsen_jax/typing.py",
+        'x.metadata.get("static", False)]',
+        'x.metadata.get("is_static", False)]',
+        ("tests/typing_test.py",),
+    ),
+    "names of parameters with other separators": Fault(
+        "heinsen_jax/pytrees.py",
+        'separator="."',
+        'separator="/"',
+        ("tests/faults/parameters_test.py",),
+    ),
+    "a function that the package lacks": Fault(
+        "heinsen_jax/__init__.py",
+        '"heinsen_attention", "log_attention"',
+        '"log_attention"',
+        ("tests/package_test.py",),
     ),
 }
 

@@ -6,7 +6,9 @@ import sys
 import pytest
 
 import heinsen_jax
-from heinsen_jax import attention
+from heinsen_jax import attention, data, training
+from heinsen_jax.data import pipeline
+from heinsen_jax.training import loop, prepare
 
 
 def test_names_of_attention_are_attributes():
@@ -16,6 +18,18 @@ def test_names_of_attention_are_attributes():
     assert {"log_attention_fn", "models", "__version__"} <= set(dir(heinsen_jax))
     with pytest.raises(AttributeError, match="no attribute 'log_atention'"):
         _ = heinsen_jax.log_atention
+
+
+def test_names_of_data_are_attributes():
+    assert data.load is pipeline.load
+    with pytest.raises(AttributeError, match=r"heinsen_jax\.data' has no attribute 'laod'"):
+        _ = data.laod
+
+
+def test_names_of_training_are_attributes():
+    assert (training.train, training.resolve_settings) == (loop.train, prepare.resolve_settings)
+    with pytest.raises(AttributeError, match=r"heinsen_jax\.training' has no attribute 'tarin'"):
+        _ = training.tarin
 
 
 def test_subpackages_are_imported_on_first_use():

@@ -140,6 +140,7 @@ def cases() -> list[tuple[str, bool]]:
 
 FIRST = {name: variant for variant, (name, _) in reversed(VARIANTS.items())}
 SHORT = {*FIRST.values(), "log, decay of features", "log, product", "log, coupled decay"}
+SHORT |= {"linear, relu", "l1, one key more"}
 
 
 def is_short(variant: str, is_causal: bool) -> bool:

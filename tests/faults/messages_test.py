@@ -103,7 +103,7 @@ SLIPS = {  # mistaken arguments, and what the message must have
     # out of range
     "--training.steps 99999999999999999999": "--training.steps: ",
     "--model.num-layers 99999999999999999999": "model.num_layers=99999999999999999999 is out of",
-    "--seed 99999999999999999999": "seed=99999999999999999999 is out of range",
+    "--seed 9223372036854775808": "seed=9223372036854775808 is out of range",
 }
 
 

@@ -64,7 +64,10 @@ def test_sums_are_those_of_each_token(small, is_packed):  # noqa: F811
 
 @pytest.mark.nightly
 def test_a_run_and_its_evaluation_report_the_longest_sequences(
-    small, tmp_path, monkeypatch, capsys  # noqa: F811
+    small,
+    tmp_path,
+    monkeypatch,
+    capsys,  # noqa: F811
 ):
     training = replace(small.training, steps=6, evaluate_every=6, sample_tokens=0)
     long = replace(small, data=replace(small.data, test_lengths=(40,)))

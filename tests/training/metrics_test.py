@@ -54,6 +54,23 @@ DAMAGED = {
 }
 
 
+def test_a_damaged_last_row_is_named(tmp_path):
+    (tmp_path / METRICS_FILE).write_text('{"step": 5, "train/loss": 1.0}\n{"step": 10, "tra\n')
+    with pytest.warns(match=r"line\(s\) 2 cannot be read"):
+        assert [row["step"] for row in read_metrics(tmp_path)] == [5]
+
+
+def test_events_after_the_resumed_step_are_removed(tmp_path):
+    for _ in range(2):  # the second begins again after step 10
+        with Reporter(tmp_path, start_step=10, steps=30, console=console()) as reporter:
+            reporter.training(11, {"loss": 0.5})
+    first, second = sorted((tmp_path / "tensorboard").iterdir(), key=lambda x: x.stat().st_size)
+    assert (b"train/loss" in first.read_bytes(), b"train/loss" in second.read_bytes()) == (
+        False,
+        True,
+    )
+
+
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_row_is_named_and_no_other_is_lost(tmp_path, damage):
     path = tmp_path / METRICS_FILE

@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from heinsen_jax.data import PretrainedTokenizer, Tokenizer, start_ids
 from heinsen_jax.errors import (
@@ -37,6 +36,7 @@ from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one
 from heinsen_jax.generate.text import check_text, decode_stream, until_end
 from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.runtime.arguments import parse
 from heinsen_jax.typing import JSON
 
 HELP = "/save FILE   /load FILE   /reset   /quit"
@@ -224,8 +224,7 @@ def _identity(path: Path) -> tuple[int, ...]:
 
 @command_line
 def main() -> None:
-    description = __doc__ or ""
-    options = tyro.cli(TextOptions, prog="python -m heinsen_jax.chat", description=description)
+    options = parse(TextOptions, prog="python -m heinsen_jax.chat", description=__doc__)
     model, tokenizer = options.load()
     chat = Chat(
         model,

@@ -8,9 +8,7 @@ import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, cast
-
-import tyro
+from typing import cast
 
 from heinsen_jax import data as text
 from heinsen_jax.config.load import load_config
@@ -18,102 +16,88 @@ from heinsen_jax.data import DataConfig, Dataset, TokenDataset, Tokenizer
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError, command_line, printable
-from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP, check_count
+from heinsen_jax.generate.options import check_count
 from heinsen_jax.objectives.documents import resolve_documents
 from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.runs.folder import opened
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runtime.allocator import keep_freed_memory
+from heinsen_jax.runtime.arguments import parse
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.runtime.signals import exit_immediately
+from heinsen_jax.typing import config_dataclass
 
-DATA_HELP = (
-    "a named corpus, a prepared folder or data with published splits, whose validation split is "
-    "evaluated; or any other input of training, evaluated completely unless the run was trained on "
-    "it; the run's data when None"
-)
+
+@config_dataclass
+class Options:
+    """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on text, or tasks of the
+    lm-evaluation-harness."""
+
+    workdir: str
+    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
+    data: str | None = None
+    """A named corpus, a prepared folder or data with published splits, whose validation split is
+    evaluated; or any other input of training, evaluated completely unless the run was trained on
+    it; the run's data when None."""
+    sequence_length: int | None = None
+    """Sequence length, in tokens; that of the run when None."""
+    max_batches: int | None = None
+    """Maximum number of batches; all when None."""
+    text_column: str | None = None
+    """Column of the texts of --data; `text` when None."""
+    latest: bool = False
+    """Use the latest checkpoint, not the best."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of the lm-evaluation-harness, instead of --data."""
+    include_path: Path | None = None
+    """Folder of YAML files with further tasks."""
+    limit: int | None = None
+    """Maximum number of examples per task; all when None."""
+    num_fewshot: int | None = None
+    """Number of examples in a prompt; that of each task when None."""
+    batch_size: int | None = None
+    """Number of sequences per batch of tasks; 16 when None."""
+    output: Path | None = None
+    """JSON file to which results of tasks are written."""
 
 
 @command_line
 def main() -> None:
-    def run(
-        workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
-        data: Annotated[str | None, tyro.conf.arg(help=DATA_HELP)] = None,
-        sequence_length: Annotated[
-            int | None, tyro.conf.arg(help="sequence length, in tokens; that of the run when None")
-        ] = None,
-        max_batches: Annotated[
-            int | None, tyro.conf.arg(help="maximum number of batches; all when None")
-        ] = None,
-        text_column: Annotated[
-            str | None, tyro.conf.arg(help="column of the texts of --data; `text` when None")
-        ] = None,
-        latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
-        tasks: Annotated[
-            tuple[str, ...],
-            tyro.conf.arg(help="tasks of the lm-evaluation-harness, instead of --data"),
-        ] = (),
-        include_path: Annotated[
-            Path | None, tyro.conf.arg(help="folder of YAML files with further tasks")
-        ] = None,
-        limit: Annotated[
-            int | None, tyro.conf.arg(help="maximum number of examples per task; all when None")
-        ] = None,
-        num_fewshot: Annotated[
-            int | None,
-            tyro.conf.arg(help="number of examples in a prompt; that of each task when None"),
-        ] = None,
-        batch_size: Annotated[
-            int | None, tyro.conf.arg(help="number of sequences per batch of tasks; 16 when None")
-        ] = None,
-        output: Annotated[
-            Path | None, tyro.conf.arg(help="JSON file to which results of tasks are written")
-        ] = None,
-    ) -> None:
-        """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on text, or
-        tasks of the lm-evaluation-harness."""
-        of_text = {"--data": data, "--sequence-length": sequence_length}
-        of_text |= {"--max-batches": max_batches, "--text-column": text_column}
-        of_tasks = {"--include-path": include_path, "--limit": limit, "--output": output}
-        of_tasks |= {"--num-fewshot": num_fewshot, "--batch-size": batch_size}
-        for name, value in (of_text if tasks else of_tasks).items():
-            if value is not None:
-                kind = "is unsupported with" if tasks else "needs"
-                raise UserError(f"{name} {value} {kind} --tasks; leave it out")
-        if output is not None and not output.parent.is_dir():
-            raise UserError(
-                f"--output {output}: folder {output.parent} does not exist; create it first"
-            )
-        if output is not None and output.exists():
-            raise UserError(f"--output {output} exists; give the name of a new file")
-        if tasks:
-            model: dict[str, str | bool | int] = {"workdir": workdir, "latest": latest}
-            model["batch_size"] = batch_size or 16
-            options = {"tasks": [*tasks], "limit": limit, "num_fewshot": num_fewshot}
-            _run_tasks(model, options, include_path, output)
-        else:
-            _run_text(workdir, data, text_column, sequence_length, max_batches, latest)
-
     keep_freed_memory()
     cache_compilations()
     with exit_immediately():
-        tyro.cli(run, prog="python -m heinsen_jax.evaluate")
+        _evaluate(parse(Options, prog="python -m heinsen_jax.evaluate", description=__doc__))
 
 
-def _run_text(
-    workdir: str,
-    data: str | None,
-    text_column: str | None,
-    sequence_length: int | None,
-    max_batches: int | None,
-    latest: bool,
-) -> None:
+def _evaluate(options: Options) -> None:
+    output = options.output
+    of_text = "data", "sequence_length", "max_batches", "text_column"
+    of_tasks = "include_path", "limit", "output", "num_fewshot", "batch_size"
+    for name in of_text if options.tasks else of_tasks:
+        if (value := getattr(options, name)) is not None:
+            kind = "is unsupported with" if options.tasks else "needs"
+            raise UserError(f"--{name.replace('_', '-')} {value} {kind} --tasks; leave it out")
+    if output is not None and not output.parent.is_dir():
+        raise UserError(
+            f"--output {output}: folder {output.parent} does not exist; create it first"
+        )
+    if output is not None and output.exists():
+        raise UserError(f"--output {output} exists; give the name of a new file")
+    if options.tasks:
+        _run_tasks(options)
+    else:
+        _run_text(options)
+
+
+def _run_text(options: Options) -> None:
+    workdir, data, sequence_length = options.workdir, options.data, options.sequence_length
+    text_column, max_batches = options.text_column, options.max_batches
     if text_column is not None and data is None:
         raise UserError(f"--text-column {text_column} needs --data; leave it out")
     check_count("--max-batches", max_batches)
     check_count("--sequence-length", sequence_length)
-    model, tokenizer, step = load_run(workdir, best=not latest)
+    model, tokenizer, step = load_run(workdir, best=not options.latest)
     if tokenizer is None and (data is not None or sequence_length is not None):
         raise UserError(
             f"{workdir} has a run that trained on a task, with its own lengths; leave out "
@@ -186,20 +170,22 @@ def _check_tokenizer(
         )
 
 
-def _run_tasks(
-    model: dict[str, str | bool | int],
-    options: dict[str, list[str] | int | None],
-    include_path: Path | None,
-    output: Path | None,
-) -> None:
+def _run_tasks(options: Options) -> None:
     try:  # imported on request, since it is an extra
         harness = importlib.import_module("heinsen_jax.interop.harness")
     except ImportError as error:
         raise UserError(f"--tasks: {error}") from error
-    results = harness.run_tasks(model, include_path=include_path, **options)
+    model = {"workdir": options.workdir, "latest": options.latest}
+    results = harness.run_tasks(
+        model | {"batch_size": options.batch_size or 16},
+        tasks=[*options.tasks],
+        limit=options.limit,
+        num_fewshot=options.num_fewshot,
+        include_path=options.include_path,
+    )
     print(printable(harness.table(results), lines=True))
-    if output is not None:
-        output.write_text(json.dumps(results["results"], indent=2, default=str) + "\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps(results["results"], indent=2, default=str) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,90 +15,67 @@ HEINSEN_JAX_TRACEBACK=1 shows tracebacks.
 On several hosts run the same command on each: docs/pods.md.
 """
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
+from heinsen_jax import training
 from heinsen_jax.config.help import print_help
 from heinsen_jax.config.load import load_config
 from heinsen_jax.config.override import override
-from heinsen_jax.errors import command_line
+from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runtime import distributed
 from heinsen_jax.runtime.allocator import keep_freed_memory
+from heinsen_jax.runtime.arguments import Form, options_of, parse, print_options
 from heinsen_jax.runtime.signals import exit_immediately
-from heinsen_jax.training.loop import train
-from heinsen_jax.training.prepare import prepare_run
+from heinsen_jax.typing import config_dataclass
+
+PROG = "python -m heinsen_jax.train"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    parser.add_argument(
-        "-h",
-        "--help",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="show this, and with --config the most common fields; or all fields of a section",
-    )
-    parser.add_argument(
-        "--config",
-        help="name of a shipped configuration, a Python file, or a run's config.json; required",
-    )
-    parser.add_argument(
-        "--workdir",
-        help="the run's folder, on a disk or in a bucket, gs://bucket/folder; runs/<name of the "
-        "configuration> by default",
-    )
-    parser.add_argument(
-        "--restart",
-        action="store_true",
-        help="start at step 1 and move a run in the folder into a subfolder; give it once, not in "
-        "a command that a scheduler repeats",
-    )
-    parser.add_argument(
-        "--allow-change",
-        action="store_true",
-        help="resume a run although its data, its teacher, or settings that affect its result "
-        "have changed",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="compile, time a few updates, and report memory and time; do not train",
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="write a trace of a few steps into the run's folder"
-    )
-    parser.add_argument("--coordinator", help="host:port of process 0, if no cluster is detected")
-    parser.add_argument("--num-processes", type=int, help="number of processes")
-    parser.add_argument("--process-id", type=int, help="index of this process, from 0")
-    parser.add_argument(
-        "--heartbeat-timeout",
-        type=int,
-        default=100,
-        help="seconds after which a silent process counts as dead and the others exit; by "
-        "default 100",
-    )
-    return parser
+@config_dataclass
+class Options:
+    """Options of the command, besides the fields of the configuration."""
+
+    help: Annotated[str | None, Form(lambda values: " ".join(values))] = None
+    """Show this, and with --config the most common fields; or all fields of a section."""
+    config: str | None = None
+    """Name of a shipped configuration, a Python file, or a run's config.json; required."""
+    workdir: str | None = None
+    """The run's folder, on a disk or in a bucket, gs://bucket/folder; runs/<name of the
+    configuration> when None."""
+    restart: bool = False
+    """Start at step 1 and move a run in the folder into a subfolder; give it once, not in a command
+    that a scheduler repeats."""
+    allow_change: bool = False
+    """Resume a run although its data, its teacher, or settings that affect its result have
+    changed."""
+    dry_run: bool = False
+    """Compile, time a few updates, and report memory and time; do not train."""
+    profile: bool = False
+    """Write a trace of a few steps into the run's folder."""
+    coordinator: str | None = None
+    """host:port of process 0, if no cluster is detected."""
+    num_processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Index of this process, from 0."""
+    heartbeat_timeout: int = 100
+    """Seconds after which a silent process counts as dead and the others exit."""
 
 
 @command_line
 def main() -> int:
-    parser = _parser()
-    options, overrides = parser.parse_known_args()
+    overrides: list[str] = []
+    options = parse(Options, prog=PROG, description=__doc__, unknown=overrides)
     if options.help is not None:
         if not options.help:
-            parser.print_help()
+            print_options(PROG, __doc__, options_of(Options))
         if options.config is not None or options.help:
             print_help(load_config(options.config or "quickstart"), options.help)
         return 0
     if options.config is None:
-        parser.error("--config is missing; give a name, such as quickstart, a file, or --help")
+        raise UserError("--config is missing; give a name, such as quickstart, a file, or --help")
     keep_freed_memory()
     distributed.initialize(
         options.coordinator,
@@ -109,7 +86,7 @@ def main() -> int:
     with exit_immediately():
         with distributed.together():
             config = override(load_config(options.config), overrides)
-        prepared = prepare_run(
+        prepared = training.prepare_run(
             config,
             options.workdir or Path("runs") / _name(Path(options.config)),
             restart=options.restart,
@@ -117,7 +94,7 @@ def main() -> int:
             dry_run=options.dry_run,
             profile=options.profile,
         )
-        result = train(prepared)
+        result = training.train(prepared)
     return 0 if result.signal is None else 128 + result.signal
 
 

@@ -686,8 +686,8 @@ TRAINING_FAULTS = {
     ),
     "overrides of a linearization that are ignored": Fault(
         "heinsen_jax/linearize/__main__.py",
-        "return linearize(options, overrides)",
-        "return linearize(options)",
+        "return package.linearize(options, overrides)",
+        "return package.linearize(options)",
         ("tests/linearize_test.py",),
     ),
     "packing of documents that are not separate": Fault(
@@ -1331,8 +1331,8 @@ INTEROP_FAULTS = {
     ),
     "an export that ignores its original": Fault(
         "heinsen_jax/interop/transformers/__main__.py",
-        "tokenizer=tokenizer, like=like, dtype=dtype",
-        "tokenizer=tokenizer, dtype=dtype",
+        "tokenizer=tokenizer, like=options.like, dtype=options.dtype",
+        "tokenizer=tokenizer, dtype=options.dtype",
         ("tests/interop/transformers_test.py",),
     ),
     "tensors of a file that the model lacks": Fault(
@@ -1467,6 +1467,24 @@ STUDY_FAULTS = {
 }
 
 COMMANDS_FAULTS = {
+    "a section that is changed alone": Fault(
+        "heinsen_jax/config/override.py",
+        "changed[section] = part",
+        "changed = {section: part}",
+        ("tests/config/load_test.py",),
+    ),
+    "a switch that cannot be negated": Fault(
+        "heinsen_jax/runtime/arguments.py",
+        "not is_negated if option.is_switch",
+        "True if option.is_switch",
+        ("tests/runtime/arguments_test.py",),
+    ),
+    "an option without a value that is required": Fault(
+        "heinsen_jax/runtime/arguments.py",
+        "option.default is dataclasses.MISSING:\n            name =",
+        "option.default is None:\n            name =",
+        ("tests/runtime/arguments_test.py",),
+    ),
     "a second stage without the first": Fault(
         "heinsen_jax/linearize/plan.py",
         "settings = replace(settings, start=folder)",
@@ -1582,15 +1600,15 @@ COMMANDS_FAULTS = {
         ("tests/runtime/environment_test.py",),
     ),
     "descriptions of fields with the lines of the source": Fault(
-        "heinsen_jax/config/help.py",
+        "heinsen_jax/runtime/arguments.py",
         'return " ".join(text.split())',
         "return text",
         ("tests/train_test.py",),
     ),
     "all sections in place of one": Fault(
         "heinsen_jax/config/help.py",
-        'SECTIONS if section == "all" else (section,)',
-        "SECTIONS",
+        'section in ("all", x.name.partition(".")[0])',
+        "section",
         ("tests/train_test.py",),
     ),
     "calls that continue after an error": Fault(
@@ -1600,7 +1618,7 @@ COMMANDS_FAULTS = {
         ("tests/runtime/on_ray_test.py",),
     ),
     "an integer with commas that is not understood": Fault(
-        "heinsen_jax/config/suggestions.py",
+        "heinsen_jax/runtime/arguments.py",
         'float(given[0].replace(",", ""))',
         "float(given[0])",
         ("tests/faults/messages_test.py",),

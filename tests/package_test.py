@@ -37,6 +37,17 @@ def test_subpackages_are_imported_on_first_use():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_a_configuration_is_loaded_without_the_trainer():
+    program = """if True:
+        import sys
+        from heinsen_jax import config, linearize
+        config.override(config.load_config("quickstart"), ["--training.steps", "3"])
+        slow = "matplotlib", "tensorboardX", "orbax.checkpoint", "grain", "scipy", "wandb"
+        sys.exit(", ".join(name for name in slow if name in sys.modules) or 0)
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_the_import_alone_loads_no_jax():
     """Nor does importing a submodule that needs none."""
     program = "from heinsen_jax.storage import locks; import sys; sys.exit('jax' in sys.modules)"

@@ -106,8 +106,7 @@ def test_help_lists_options_and_fields(place, monkeypatch, capsys):
     assert main() == 2
     assert "choose one of model, data" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["train.py", "--dry-run"])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main()
+    assert main() == 2
     assert "--config is missing; give a name" in capsys.readouterr().err
 
 
@@ -307,7 +306,7 @@ TINY = "--config", "tiny.py"
             (*TINY, "--model.attention", "lgo"),
             ["--model: attention mechanism 'lgo': unknown"],
         ),
-        (main, (*TINY, "--model.remat", "False"), ["a switch has no value: ", "no-field"]),
+        (main, (*TINY, "--model.remat", "False"), ["a switch has no value: ", "--model.no-remat"]),
         (main, (*TINY, "--data.sequence_length", "20000"), ["sequence_length=20000 needs 20001"]),
         (main, (*TINY, "--data.corpus", "missing.txt"), ["missing.txt"]),
         (main, (*TINY, "--data.corpus", "empty.txt"), ["empty.txt"]),

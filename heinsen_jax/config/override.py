@@ -1,38 +1,27 @@
 """Overrides of the fields of an experiment, `--section.field VALUE`."""
 
-import contextlib
 import dataclasses
-import io
-import re
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any
 
 import pydantic
-import tyro
-from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from heinsen_jax.config.load import check_range
-from heinsen_jax.config.suggestions import refusal
-from heinsen_jax.errors import UserError, explain
-from heinsen_jax.models.layers import Layers, Pattern, parse_pattern
+from heinsen_jax.config.suggestions import HELP, OTHER_VALUES, stray, unrecognized
+from heinsen_jax.errors import UserError
+from heinsen_jax.runtime.arguments import Option, describe_errors, options_of, read
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
 
-COMMAND_LINE = ConstructorRegistry()
-"""Rules by which tyro reads fields from the command line, besides its own."""
 
-
-@COMMAND_LINE.primitive_rule
-def _attention(field: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Pattern] | None:
-    """The rule for `model.attention`."""
-    if field.type != get_args(Pattern)[0]:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="MECHANISM[:OPTION=VALUE,...] ...",
-        instance_from_str=parse_pattern,
-        is_instance=lambda value: isinstance(value, str | Layers | tuple),
-        str_from_instance=lambda value: [*map(str, value if isinstance(value, tuple) else [value])],
-    )
+def experiment_options(config: ExperimentConfig) -> dict[str, Option]:
+    """Options for all fields of an experiment, with their values."""
+    options: dict[str, Option] = {}
+    for name, option in options_of(ExperimentConfig, values=config).items():
+        if dataclasses.is_dataclass(option.default):
+            options |= options_of(type(option.default), name, option.default)
+        else:
+            options[name] = option
+    return options
 
 
 def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentConfig:
@@ -45,38 +34,39 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
       >>> override(ExperimentConfig(), ["--model.num-layers", "3"]).model.num_layers
       3
     """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            changed = tyro.cli(
-                ExperimentConfig,
-                default=config,
-                args=list(arguments),
-                config=(tyro.conf.AvoidSubcommands,),
-                registry=COMMAND_LINE,
-            )
-    except ValueError as error:
-        raise UserError(explain(error)) from error
-    except SystemExit as ended:
-        if not ended.code:
-            print(said.getvalue())
-            raise
-        raise UserError(_refusal(config, ended.__context__, said.getvalue(), arguments)) from None
-    return check_range(changed)
+    options = experiment_options(config)
+    given = read(options, arguments)
+    fields = flat(as_json(config))
+    if given.unknown:
+        raise UserError(unrecognized(given.unknown, fields))
+    if first := given.first:
+        raise UserError(f"Unrecognized options: {', '.join(first)}; {stray(first[0], fields)}")
+    if given.extra:
+        raise UserError(given.extra[0].explain())
+    by_section: dict[str, dict[str, Any]] = {}
+    for name, value in given.values.items():
+        section, _, field = name.rpartition(".")
+        by_section.setdefault(section, {})[field] = value
+    changed = by_section.pop("", {})
+    for section in [*by_section, ""]:
+        try:
+            if section:
+                part = dataclasses.replace(getattr(config, section), **by_section[section])
+                changed[section] = part
+            else:
+                config = dataclasses.replace(config, **changed)
+        except pydantic.ValidationError as error:
+            message = describe_errors(error, options, given.words, section)
+            raise UserError(_with_usual_values(message)) from None
+    return check_range(config)
 
 
-def _refusal(
-    config: ExperimentConfig, error: BaseException | None, box: str, arguments: Sequence[str]
-) -> str:
-    """Describe in one line why tyro refused an argument, from its error or its printed box."""
-    cause = error and (error.__cause__ or error.__context__)
-    if isinstance(cause, pydantic.ValidationError):
-        sections = (x.name for x in dataclasses.fields(config))
-        by_class = {type(getattr(config, name)).__name__: name for name in sections}
-        said = explain(cause, f"--{by_class.get(cause.title, cause.title)}")
-        return re.sub(r"--[\w.]+", lambda flag: flag[0].replace("_", "-"), said)
-    lines = [re.sub(r"[│╭╮╰╯─]|--{5,}", " ", line) for line in box.splitlines()]
-    body = " ".join(" ".join(lines[1:]).split())  # below its title
-    parts = "Perhaps you meant|Arguments similar to|Argument helptext|For full helptext"
-    reason = re.split(rf" (?={parts})", body)[0].removeprefix("Error parsing ")
-    return refusal(reason, flat(as_json(config)), arguments)
+def _with_usual_values(message: str) -> str:
+    """The message, with the field's value for a value of other libraries, or a hint to --help."""
+    if "a value has the wrong type" in message:
+        return f"{message}; {HELP}"
+    given, separator, choices = message.partition(": no such choice; choose one of ")
+    likely = OTHER_VALUES.get(given.rpartition(" ")[2].lower())
+    if separator and likely in choices.replace(";", ",").split(", ") and "perhaps" not in choices:
+        return f"{message}; perhaps {likely} is meant"
+    return message

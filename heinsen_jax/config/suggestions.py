@@ -1,9 +1,10 @@
-"""Messages for misspelled options of a configuration, and for values of the wrong type."""
+"""Messages for misspelled options of a configuration."""
 
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from heinsen_jax.runtime.arguments import Given
 from heinsen_jax.typing import JSON
 
 COMMAND_OPTIONS = (
@@ -111,76 +112,15 @@ _FIELDS = {other: name for name, others in OTHER_NAMES.items() for other in othe
 _HINTS = {name: hint for names, hint in HINTS.items() for name in names.split()}
 
 
-def refusal(reason: str, values: Mapping[str, JSON], arguments: Sequence[str]) -> str:
-    """Explain in one line why arguments were refused.
+def unrecognized(unknown: Sequence[Given], values: Mapping[str, JSON]) -> str:
+    """Explain in one line that options are unknown.
 
     Args:
-      reason: the reason that tyro gives.
-      values: the fields, as `section.field`, with their values before the arguments.
-      arguments: the arguments.
+      unknown: the options.
+      values: the fields, as `section.field`, with their values.
     """
-    reason = reason.partition(" Got errors:")[0]
-    if reason.startswith("Unrecognized options: "):
-        return _unrecognized(reason, values, arguments)
-    flag = next(iter(re.findall(r"--[a-z][\w.-]*\w", reason)), "")
-    name = flag.removeprefix("--").replace("-", "_")
-    given = _given(flag, arguments)
-    shown = " ".join([flag, *given])
-    if choices := re.search(r"invalid choice '(.*?)' for .*Expected one of \((.*)\)", reason):
-        return _wrong_choice(flag, choices[1], re.findall(r"'([^']*)'", choices[2]))
-    if reason.startswith("Missing value"):
-        example = values.get(name)
-        example = "VALUE" if example in (None, "", [], ()) else str(example)
-        return f"{flag}: the value is missing; write {flag} {example}"
-    if "is fixed to" in reason:
-        return f"{flag} cannot be given on a command line; set it in a configuration file"
-    if name == "data.mixture":
-        return f"{shown}: must be pairs of a corpus and its weight, as in {flag} A 0.7 B 0.3"
-    or_none = " or None" if "{None}" in reason else ""
-    if "int()" in reason or "|INT" in reason:
-        return f"{shown}: not an integer{or_none}; {_as_integer(given, flag)}"
-    if "to float" in reason or "|FLOAT" in reason:
-        return f"{shown}: not a number{or_none}; write it as in 0.001 or 1e-3"
-    if "valid parse" in reason:
-        return f"{shown}: a value has the wrong type; {HELP}"
-    return f"{reason}; {HELP}"
-
-
-def _given(flag: str, arguments: Sequence[str]) -> list[str]:
-    """The values after the last use of an option."""
-    values: list[str] = []
-    is_here = False
-    for argument in arguments:
-        option, equals, value = argument.partition("=")
-        if option.startswith("--"):
-            if is_here := option.replace("_", "-") == flag:
-                values = [value] if equals else []
-        elif is_here:
-            values.append(argument)
-    return values
-
-
-def _as_integer(given: Sequence[str], flag: str) -> str:
-    try:
-        number = float(given[0].replace(",", ""))
-        return f"write {flag} {number:.0f}" if number.is_integer() else "round it"
-    except (ValueError, IndexError):
-        return "give digits"
-
-
-def _wrong_choice(flag: str, value: str, choices: Sequence[str]) -> str:
-    similar = [OTHER_VALUES.get(value.lower(), "")]
-    similar += difflib.get_close_matches(value.lower(), choices, n=1)
-    meant = next((f"; perhaps {x} is meant" for x in similar if x in choices), "")
-    return f"{flag} {value}: no such choice; choose one of {', '.join(choices)}{meant}"
-
-
-def _unrecognized(reason: str, values: Mapping[str, JSON], arguments: Sequence[str]) -> str:
-    given = reason.removeprefix("Unrecognized options: ").split(", ")
-    options = [x for x in given if re.match(r"--?[A-Za-z]", x)]
-    if not options:
-        return f"{reason}; {_stray(given[0], values, arguments)}"
-    words = [re.sub(r"[-_]+", "_", x.lstrip("-").partition("=")[0]).lower() for x in options]
+    reason = f"Unrecognized options: {', '.join(x for each in unknown for x in _words(each))}"
+    words = [re.sub(r"[-_]+", "_", x.flag.lstrip("-")).lower() for x in unknown]
     names = dict.fromkeys(flag for word in words for flag in _suggested(word, values))
     if names:
         return f"{reason}; perhaps {' or '.join(names)} is meant"
@@ -188,23 +128,16 @@ def _unrecognized(reason: str, values: Mapping[str, JSON], arguments: Sequence[s
     return f"{reason}; {next(filter(None, hints), HELP)}"
 
 
-def _stray(value: str, values: Mapping[str, JSON], arguments: Sequence[str]) -> str:
+def _words(given: Given) -> list[str]:
+    return [given.flag, *given.values]
+
+
+def stray(value: str, values: Mapping[str, JSON]) -> str:
     """The fix for a value without an option."""
-    owner = ""
-    for argument in arguments:
-        option, equals, text = argument.partition("=")
-        owner = option if option.startswith("--") else owner
-        if argument == value or (equals and text == value):
-            break
     word, equals, rest = value.partition("=")
     if equals and (flags := _suggested(word.lower().replace("-", "_"), values)):
         return f"perhaps {flags[0]} {rest} is meant"
-    if not owner:
-        return "options have the form --section.field VALUE"
-    name = owner.removeprefix("--").replace("-", "_").replace(".no_", ".")
-    if isinstance(values.get(name), bool):
-        return "a switch has no value: --section.field, or --section.no-field"
-    return f"{owner} has one value: leave out {value}, or quote a value with spaces"
+    return "options have the form --section.field VALUE"
 
 
 def _suggested(word: str, values: Mapping[str, JSON]) -> list[str]:
@@ -214,8 +147,8 @@ def _suggested(word: str, values: Mapping[str, JSON]) -> list[str]:
         section, _, field = word.removeprefix("no_").rpartition(".")
         return [f"--{section}.no-{field}".replace("_", "-")]
     names = [*values, *COMMAND_OPTIONS]
-    found = next(filter(None, _candidates(word, names)), [])
-    return [f"--{name.replace('_', '-')}" for name in found]
+    likely = next(filter(None, _candidates(word, names)), [])
+    return [f"--{name.replace('_', '-')}" for name in likely]
 
 
 def _candidates(word: str, names: Sequence[str]) -> Iterator[list[str]]:

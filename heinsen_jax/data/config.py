@@ -1,17 +1,19 @@
 """Configuration of text data: corpus, tokenizer, and shape of the batches."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
 import pydantic
-import tyro
 
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.manifest import MANIFEST_FILE
 from heinsen_jax.data.sources import DEFAULT_COLUMN
 from heinsen_jax.data.tasks import AnyTask, Task
 from heinsen_jax.data.tokenizers import has_name
+from heinsen_jax.errors import UserError
+from heinsen_jax.runtime.arguments import Form
 from heinsen_jax.storage.buckets import absolute_path
 from heinsen_jax.typing import JSON, config_dataclass
 
@@ -29,13 +31,15 @@ class DataConfig:
     """Name of a corpus; a text, JSON or Parquet file, or a folder of them; a data set of the
     Hugging Face Hub, hf://owner/name, with /config or :split if needed; or a prepared folder, on a
     disk or in a bucket, gs://bucket/folder."""
-    mixture: dict[str, pydantic.NonNegativeFloat] | None = None
+    mixture: Annotated[
+        dict[str, pydantic.NonNegativeFloat] | None, Form(lambda values: _parse_mixture(values))
+    ] = None
     """Several corpora in place of `corpus`, each with a weight: rows of training in proportion to
     the weights. Validation metrics are the corpora's means by these weights, or by the last of
     `mixture_stages`; each corpus's metrics have its name."""
     mixture_stages: Annotated[
         tuple[tuple[pydantic.PositiveInt, dict[str, pydantic.NonNegativeFloat]], ...],
-        tyro.conf.Fixed,
+        Form(None),
     ] = ()
     """Pairs (step, mixture): from that step on, counted from 0, other weights, also 0, and other
     corpora. Only in configuration files."""
@@ -123,6 +127,23 @@ AnyDataConfig = Annotated[
     Annotated[DataConfig, pydantic.Tag("text")] | AnyTask, pydantic.Discriminator(_kind)
 ]
 """Configuration of a text data set or of a task."""
+
+
+def _parse_mixture(values: Sequence[str]) -> dict[str, str] | None:
+    """Read pairs of a corpus and its weight from the command line."""
+    if [*values] == ["None"]:
+        return None
+    try:
+        pairs = dict(zip(values[::2], values[1::2], strict=True))
+        [float(x) for x in pairs.values()]
+    except ValueError:
+        pairs = {}
+    if not pairs:
+        given = " ".join(values)
+        raise UserError(
+            f"{given}: must be pairs of a corpus and its weight, as in --data.mixture A 0.7 B 0.3"
+        )
+    return pairs
 
 
 def _absolute_corpus(name: str) -> str:

@@ -15,13 +15,11 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import pydantic
 import tiktoken
-import tyro
 
 from heinsen_jax.data.corpora import CORPORA
 from heinsen_jax.data.inputs import HUB, ensure_local, hashed_sources, sources_by_input
@@ -57,6 +55,7 @@ from heinsen_jax.data.units import (
 )
 from heinsen_jax.errors import UserError, check_regular, command_line, printable
 from heinsen_jax.runtime import on_ray
+from heinsen_jax.runtime.arguments import POSITIONAL, parse
 from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import byte_progress, joint_hash
 from heinsen_jax.storage.locks import LOCK_FILE, locked
@@ -308,19 +307,12 @@ def _check_splits(splits: dict[SplitName, Split], recipe: Recipe, output: Path) 
     )
 
 
-SPLIT_HELP = (
-    "text for validation. document: a random part of the documents; tail: the end of each "
-    "document; validation: everything; auto: tail for one text file or a folder of few, else "
-    "document"
-)
-
-
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
     """Prepare a data set from corpora, text, JSON and Parquet files, folders of them, or the
     Hugging Face Hub."""
 
-    inputs: tyro.conf.Positional[tuple[str, ...]]
+    inputs: Annotated[tuple[str, ...], POSITIONAL]
     """Names of corpora (python-stdlib, tinyshakespeare, ...), paths, or
     hf://owner/name, with /config or :split if needed."""
     output: Path
@@ -328,9 +320,12 @@ class PrepareOptions:
     tokenizer: str = "bytes"
     """bytes, a name that tiktoken knows (gpt2, ...), a .tiktoken file, or a tokenizer.json or its
     folder."""
-    validation_fraction: Annotated[float | None, tyro.conf.arg(metavar="FRACTION")] = None
+    validation_fraction: float | None = None
     """Fraction for validation. When None: 0.1 with tail, else 0.01."""
-    split: Annotated[SplitChoice, tyro.conf.arg(help=SPLIT_HELP)] = "auto"
+    split: SplitChoice = "auto"
+    """Text for validation. document: a random part of the documents; tail: the end of each
+    document; validation: everything; auto: tail for one text file or a folder of few, else
+    document."""
     text_column: str = DEFAULT_COLUMN
     """Column of the texts in JSON and Parquet files."""
     downloads: Path = Path("data/downloads")
@@ -341,7 +336,9 @@ class PrepareOptions:
 
 @command_line
 def main() -> None:
-    arguments = tyro.cli(PrepareOptions, prog="python -m heinsen_jax.data.prepare")
+    arguments = parse(
+        PrepareOptions, prog="python -m heinsen_jax.data.prepare", description=__doc__
+    )
     manifest = prepare(
         arguments.inputs,
         arguments.tokenizer,

@@ -9,10 +9,10 @@ tokenizers. The output is a folder with a `tokenizer.json`, or such a file, for 
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-import tyro
+import pydantic
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -22,6 +22,7 @@ from heinsen_jax.data.sources import DEFAULT_COLUMN, Source
 from heinsen_jax.data.tokenizer_json import SETTINGS_FILE, TOKENIZER_FILE, JsonTokenizer, as_json
 from heinsen_jax.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_name
 from heinsen_jax.errors import UserError, command_line, printable
+from heinsen_jax.runtime.arguments import POSITIONAL, parse
 from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import byte_progress, write_atomically, writing
 
@@ -97,11 +98,11 @@ def _texts(sources: Sequence[Source]) -> Iterator[str]:
     print("merging the most frequent pairs", file=sys.stderr)
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainTokenizerOptions:
     """Train a tokenizer of byte-level BPE."""
 
-    inputs: tyro.conf.Positional[tuple[str, ...]]
+    inputs: Annotated[tuple[str, ...], POSITIONAL]
     """Names of corpora (python-stdlib, tinyshakespeare, ...), paths, or
     hf://owner/name, with /config or :split if needed."""
     output: Path
@@ -116,7 +117,11 @@ class TrainTokenizerOptions:
 
 @command_line
 def main() -> None:
-    options = tyro.cli(TrainTokenizerOptions, prog="python -m heinsen_jax.data.train_tokenizer")
+    options = parse(
+        TrainTokenizerOptions,
+        prog="python -m heinsen_jax.data.train_tokenizer",
+        description=__doc__,
+    )
     tokenizer = train_tokenizer(
         options.inputs,
         options.vocab_size,

@@ -4,35 +4,33 @@ python -m heinsen_jax.generate --workdir runs/quickstart --prompt "def main("
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import tyro
 
 from heinsen_jax.data import start_ids
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.generate.options import TextOptions, check_count
 from heinsen_jax.generate.text import check_text, complete, decode_stream, until_end
 from heinsen_jax.generate.tokens import stream
+from heinsen_jax.runtime.arguments import parse
 from heinsen_jax.runtime.signals import exit_immediately
+from heinsen_jax.typing import config_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class PromptOptions(TextOptions):
-    """Generate text: continue a prompt with a trained model, and print text as it is sampled."""
+    """Continue a prompt with a trained model, and print text as it is sampled."""
 
-    prompt: Annotated[str, tyro.conf.arg(help="text to continue; at least one character")]
-    num_samples: Annotated[
-        int,
-        tyro.conf.arg(help="number of continuations; several are printed when all are complete"),
-    ] = 1
+    prompt: str
+    """Text to continue; at least one character."""
+    num_samples: int = 1
+    """Number of continuations; several are printed when all are complete."""
 
 
 @command_line
 def main() -> None:
-    options = tyro.cli(PromptOptions, prog="python -m heinsen_jax.generate")
+    options = parse(PromptOptions, prog="python -m heinsen_jax.generate", description=__doc__)
     check_count("--num-samples", options.num_samples)
     with exit_immediately():
         for text in _continuations(options):

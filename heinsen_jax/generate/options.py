@@ -1,19 +1,13 @@
 """Options of the commands that generate text."""
 
 import sys
-from dataclasses import dataclass
-from typing import Annotated
-
-import tyro
 
 from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError, printable
 from heinsen_jax.models import LanguageModel
 from heinsen_jax.runs.load import load_text_run
 from heinsen_jax.runtime.compilation import cache_compilations
-
-WORKDIR_HELP = "a run's folder, or a model folder in the format of the Hugging Face Hub"
-LATEST_HELP = "use the latest checkpoint, not the best"
+from heinsen_jax.typing import config_dataclass
 
 
 def check_count(option: str, number: int | None) -> None:
@@ -24,31 +18,26 @@ def check_count(option: str, number: int | None) -> None:
         raise UserError(f"{option} {number} is too large; give less than {2**31:,}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class TextOptions:
     """Options of commands that load a model and sample text from it."""
 
-    workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)]
-    max_new_tokens: Annotated[int, tyro.conf.arg(help="maximum number of tokens to generate")] = 256
-    temperature: Annotated[
-        float, tyro.conf.arg(help="divides the logits, above 0; lower is more deterministic")
-    ] = 0.8
-    top_k: Annotated[
-        int | None,
-        tyro.conf.arg(help="sample from the k most probable tokens; 1 is greedy; all when None"),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        tyro.conf.arg(
-            help="sample from the fewest tokens with this total probability; all when None"
-        ),
-    ] = None
-    seed: Annotated[int, tyro.conf.arg(help="seed of the samples")] = 0
-    latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False
-    raw: Annotated[
-        bool,
-        tyro.conf.arg(help="print control characters, which can control a terminal, unescaped"),
-    ] = False
+    workdir: str
+    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
+    max_new_tokens: int = 256
+    """Maximum number of tokens to generate."""
+    temperature: float = 0.8
+    """Divides the logits, above 0; lower is more deterministic."""
+    top_k: int | None = None
+    """Sample from the k most probable tokens; 1 is greedy; all when None."""
+    top_p: float | None = None
+    """Sample from the fewest tokens with this total probability; all when None."""
+    seed: int = 0
+    """Seed of the samples."""
+    latest: bool = False
+    """Use the latest checkpoint, not the best."""
+    raw: bool = False
+    """Print control characters, which can control a terminal, unescaped."""
 
     def load(self) -> tuple[LanguageModel, Tokenizer]:
         """Load the model and its tokenizer.

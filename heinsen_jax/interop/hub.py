@@ -14,10 +14,9 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pydantic
-import tyro
 from flax import nnx
 
 from heinsen_jax.data import Tokenizer, save_tokenizer
@@ -25,7 +24,6 @@ from heinsen_jax.data.config import MODEL
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, command_line, parse_json, printable, without_extra
-from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.folder import RunFolder, opened
@@ -33,9 +31,10 @@ from heinsen_jax.runs.load import load_run
 from heinsen_jax.runs.metrics_file import METRICS_FILE, read_evaluations
 from heinsen_jax.runs.record import CONFIG_FILE, Sections, read_config
 from heinsen_jax.runs.weights import SHARD_BYTES, check_finite, has_weights, save_weights
+from heinsen_jax.runtime.arguments import parse_command
 from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import check_new_folder, filling
-from heinsen_jax.typing import JSON, Array
+from heinsen_jax.typing import JSON, Array, config_dataclass
 
 try:
     from huggingface_hub import EvalResult, HfApi, ModelCardData, snapshot_download
@@ -363,33 +362,44 @@ def _metadata(
     ).to_yaml()
 
 
+@config_dataclass
+class SaveOptions:
+    """Save a run's model in the format of the hub."""
+
+    workdir: str
+    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
+    output: Path
+    """A new or empty folder."""
+    latest: bool = False
+    """Use the latest checkpoint, not the best."""
+
+
+@config_dataclass
+class PushOptions:
+    """Upload a run's model, or a saved one, to the hub."""
+
+    workdir: str
+    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
+    repo_id: str
+    """Repository of the hub, as owner/name."""
+    private: bool = False
+    """Create it as a private repository, if it does not exist."""
+    latest: bool = False
+    """Use the latest checkpoint, not the best."""
+
+
 @command_line
 def main() -> None:
-    def save(
-        workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
-        output: Annotated[Path, tyro.conf.arg(help="a new or empty folder")],
-        latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
-    ) -> None:
-        """Save a run's model in the format of the hub."""
-        print(printable(f"saved in {save_pretrained(workdir, output, best=not latest)}"))
-
-    def push_run(
-        workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
-        repo_id: Annotated[str, tyro.conf.arg(help="repository of the hub, as owner/name")],
-        private: Annotated[
-            bool, tyro.conf.arg(help="create it as a private repository, if it does not exist")
-        ] = False,
-        latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
-    ) -> None:
-        """Upload a run's model, or a saved one, to the hub."""
-        place = push(workdir, repo_id, private=private, best=not latest)
-        print(printable(f"pushed to {place}"))
-
-    tyro.extras.subcommand_cli_from_dict(
-        {"save": save, "push": push_run},
-        prog="python -m heinsen_jax.interop.hub",
-        description=__doc__,
-    )
+    commands = {"save": SaveOptions, "push": PushOptions}
+    prog = "python -m heinsen_jax.interop.hub"
+    match parse_command(commands, prog=prog, description=__doc__):
+        case SaveOptions() as options:
+            place = save_pretrained(options.workdir, options.output, best=not options.latest)
+            print(printable(f"saved in {place}"))
+        case PushOptions() as options:
+            private, best = options.private, not options.latest
+            place = push(options.workdir, options.repo_id, private=private, best=best)
+            print(printable(f"pushed to {place}"))
 
 
 if __name__ == "__main__":

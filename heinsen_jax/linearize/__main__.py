@@ -13,39 +13,37 @@ Further options set fields of both runs, as for train.py: --training.log-every 1
 docs/pods.md.
 """
 
-from dataclasses import dataclass
-from typing import Annotated
-
-import tyro
-
+from heinsen_jax import linearize as package
 from heinsen_jax.errors import command_line
 from heinsen_jax.linearize.plan import Options
-from heinsen_jax.linearize.run import linearize
 from heinsen_jax.runtime import distributed
 from heinsen_jax.runtime.allocator import keep_freed_memory
+from heinsen_jax.runtime.arguments import parse
 from heinsen_jax.runtime.signals import exit_immediately
+from heinsen_jax.typing import config_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class _Command(Options):
     __doc__ = Options.__doc__
 
-    coordinator: Annotated[
-        str | None, tyro.conf.arg(help="host:port of process 0, if no cluster is detected")
-    ] = None
-    num_processes: Annotated[int | None, tyro.conf.arg(help="number of processes")] = None
-    process_id: Annotated[int | None, tyro.conf.arg(help="index of this process, from 0")] = None
+    coordinator: str | None = None
+    """host:port of process 0, if no cluster is detected."""
+    num_processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Index of this process, from 0."""
 
 
 @command_line
 def main() -> int:
-    options, overrides = tyro.cli(
-        _Command, prog="python -m heinsen_jax.linearize", return_unknown_args=True
-    )
+    overrides: list[str] = []
+    prog = "python -m heinsen_jax.linearize"
+    options = parse(_Command, prog=prog, description=__doc__, unknown=overrides)
     keep_freed_memory()
     distributed.initialize(options.coordinator, options.num_processes, options.process_id)
     with exit_immediately():
-        return linearize(options, overrides)
+        return package.linearize(options, overrides)
 
 
 if __name__ == "__main__":

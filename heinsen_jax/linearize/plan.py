@@ -1,10 +1,8 @@
 """Plan of a linearization: the teacher, and the experiments of both stages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
-
-import tyro
+from dataclasses import replace
+from typing import NamedTuple
 
 from heinsen_jax.config.load import load_config
 from heinsen_jax.config.override import override
@@ -15,6 +13,7 @@ from heinsen_jax.runs.folder import RunFolder, opened
 from heinsen_jax.runs.load import load_architecture
 from heinsen_jax.runs.record import CONFIG_FILE, DATA_FILE
 from heinsen_jax.training.config import DistillationConfig, ExperimentConfig, OptimizerConfig
+from heinsen_jax.typing import config_dataclass
 
 TRANSFER_SUFFIX = "-transfer"
 """Suffix of the folder of stage 1."""
@@ -22,45 +21,35 @@ COMPUTATION = {f"__model.{name}" for name in ("dtype", "remat", "no_remat", "rem
 """Fields of the model that do not change its architecture."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class Options:
     """Replace softmax attention of a trained model by a mechanism with a state of constant size."""
 
-    model: Annotated[str, tyro.conf.arg(help="the teacher: a run's folder, or a model folder")]
-    workdir: Annotated[str, tyro.conf.arg(help="folder of the linearized model's run")]
-    data: Annotated[
-        str | None, tyro.conf.arg(help="text to train on; the teacher's data when None")
-    ] = None
-    attention: Annotated[
-        str, tyro.conf.arg(help="mechanism of the new layers, as mechanism:option=value,...")
-    ] = "log_window"
-    keep: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(help="layers that stay as they are: indices from 0, or slices such as 3::4"),
-    ] = ()
-    transfer_steps: Annotated[int, tyro.conf.arg(help="updates of stage 1; 0 to leave it out")] = (
-        500
-    )
-    transfer_learning_rate: Annotated[
-        float, tyro.conf.arg(help="peak learning rate of stage 1")
-    ] = 1e-2
-    steps: Annotated[int, tyro.conf.arg(help="updates of stage 2")] = 500
-    divergence_weight: Annotated[
-        float, tyro.conf.arg(help="weight of the teacher's predictions in the loss of stage 2")
-    ] = 0.5
-    lora_rank: Annotated[
-        int | None,
-        tyro.conf.arg(
-            help="in stage 2, train only new parameters and low-rank additions of this rank to the "
-            "projections of attention (LoRA); all parameters when None"
-        ),
-    ] = None
-    restart: Annotated[
-        bool, tyro.conf.arg(help="repeat both stages; earlier runs are moved into subfolders")
-    ] = False
-    allow_change: Annotated[
-        bool, tyro.conf.arg(help="resume runs although data, settings or the teacher have changed")
-    ] = False
+    model: str
+    """The teacher: a run's folder, or a model folder."""
+    workdir: str
+    """Folder of the linearized model's run."""
+    data: str | None = None
+    """Text to train on; the teacher's data when None."""
+    attention: str = "log_window"
+    """Mechanism of the new layers, as mechanism:option=value,..."""
+    keep: tuple[str, ...] = ()
+    """Layers that stay as they are: indices from 0, or slices such as 3::4."""
+    transfer_steps: int = 500
+    """Updates of stage 1; 0 to leave it out."""
+    transfer_learning_rate: float = 1e-2
+    """Peak learning rate of stage 1."""
+    steps: int = 500
+    """Updates of stage 2."""
+    divergence_weight: float = 0.5
+    """Weight of the teacher's predictions in the loss of stage 2."""
+    lora_rank: int | None = None
+    """In stage 2, train only new parameters and low-rank additions of this rank to the projections
+    of attention (LoRA); all parameters when None."""
+    restart: bool = False
+    """Repeat both stages; earlier runs are moved into subfolders."""
+    allow_change: bool = False
+    """Resume runs although data, settings or the teacher have changed."""
 
 
 class Stage(NamedTuple):

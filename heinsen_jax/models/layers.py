@@ -9,6 +9,7 @@ import pydantic
 
 from heinsen_jax.attention.registry import FieldValue
 from heinsen_jax.errors import UserError, explain
+from heinsen_jax.runtime.arguments import Form
 from heinsen_jax.typing import JSON
 
 
@@ -57,6 +58,7 @@ Pattern: TypeAlias = Annotated[
     | Annotated[Layers, pydantic.Tag("layers")]
     | Annotated[tuple[Entry, ...], pydantic.Tag("pattern")],
     pydantic.Discriminator(_kind),
+    Form(lambda values: parse_pattern(values)),
 ]
 """A mechanism by name or with options, or several, in the order of the layers."""
 

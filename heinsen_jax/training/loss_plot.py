@@ -1,8 +1,7 @@
 """Plot of the losses of a run."""
 
+import importlib
 from pathlib import Path
-
-import matplotlib.figure
 
 from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.storage.files import writing
@@ -13,7 +12,8 @@ PLOT_FILE = "loss.png"
 def plot_losses(workdir: Path) -> Path:
     """Plot training and validation loss into the run's folder."""
     rows = read_metrics(workdir)
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    figures = importlib.import_module("matplotlib.figure")  # which takes long
+    figure = figures.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, style in (("train/loss", "-"), ("validation/loss", "o-")):
         points = [(row["step"], row[name]) for row in rows if name in row]

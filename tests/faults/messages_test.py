@@ -98,7 +98,7 @@ SLIPS = {  # mistaken arguments, and what the message must have
     "--model.dtype bf16": "perhaps bfloat16 is meant",
     "--data.test-lengths a": "--data.test-lengths a: a value has the wrong type",
     "--data.mixture a 0.7 b": "pairs of a corpus and its weight, as in --data.mixture A 0.7 B 0.3",
-    "--data.mixture a=0.7": "--data.mixture a=0.7: must be pairs",
+    "--data.mixture a=0.7": "--data.mixture: a=0.7: must be pairs",
     "--data.mixture-stages 1": "--data.mixture-stages cannot be given on a command line",
     # out of range
     "--training.steps 99999999999999999999": "--training.steps: ",

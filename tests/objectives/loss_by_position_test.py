@@ -16,7 +16,6 @@ from heinsen_jax.objectives.evaluation import make_evaluation_step
 from heinsen_jax.objectives.loss_by_position import bucket_ends
 from heinsen_jax.training import prepare_run, train
 from heinsen_jax.training.prepare import resolve_settings
-from tests.training.conftest import corpus, small  # noqa: F401
 
 ROWS, LENGTH = 3, 70
 
@@ -29,7 +28,7 @@ def test_buckets_double_up_to_the_length(length, ends):
 
 
 @pytest.mark.parametrize("is_packed", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_sums_are_those_of_each_token(small, is_packed):  # noqa: F811
+def test_sums_are_those_of_each_token(small, is_packed):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 264, (ROWS, LENGTH + 1)).astype(np.int32)
     loss_mask = rng.uniform(size=(ROWS, LENGTH)) < 0.8
@@ -64,10 +63,7 @@ def test_sums_are_those_of_each_token(small, is_packed):  # noqa: F811
 
 @pytest.mark.nightly
 def test_a_run_and_its_evaluation_report_the_longest_sequences(
-    small,
-    tmp_path,
-    monkeypatch,
-    capsys,  # noqa: F811
+    small, tmp_path, monkeypatch, capsys
 ):
     training = replace(small.training, steps=6, evaluate_every=6, sample_tokens=0)
     long = replace(small, data=replace(small.data, test_lengths=(40,)))
@@ -92,7 +88,7 @@ def test_a_run_and_its_evaluation_report_the_longest_sequences(
     assert f"loss 40 at 40: {metrics['loss_40_at_40']:.4f}" in said
 
 
-def test_only_causal_models_of_text_have_it(small):  # noqa: F811
+def test_only_causal_models_of_text_have_it(small):
     training = replace(small.training, loss_by_position=True, sample_tokens=0)
     experiment = replace(small, training=training)
     two_sided = replace(experiment, model=replace(small.model, is_causal=False, vocab_size=265))

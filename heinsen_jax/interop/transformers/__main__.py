@@ -10,56 +10,62 @@ accept the first folder as `--workdir`; transformers loads the second.
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from heinsen_jax.errors import command_line, printable
-from heinsen_jax.generate.options import LATEST_HELP, WORKDIR_HELP
 from heinsen_jax.interop.transformers import StoredDtype, import_model, to_pretrained
 from heinsen_jax.runs.load import load_run
+from heinsen_jax.runtime.arguments import Form, only, parse_command
+from heinsen_jax.typing import config_dataclass
+
+
+@config_dataclass
+class ImportOptions:
+    """Write a model of transformers to a folder for the commands of this package."""
+
+    model: Annotated[str, Form(only, is_positional=True)]
+    """Folder, or owner/name of a repository of the hub."""
+    workdir: str
+    """A new or empty folder."""
+    revision: str | None = None
+    """Branch, tag or commit of the repository."""
+    allow_nonfinite: bool = False
+    """Accept weights that are NaN or infinite."""
+
+
+@config_dataclass
+class ExportOptions:
+    """Write a run's model for transformers."""
+
+    workdir: str
+    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
+    output: Path
+    """A new or empty folder."""
+    like: Path | None = None
+    """Folder of the original checkpoint, to copy its other fields."""
+    dtype: StoredDtype | None = None
+    """Dtype of the tensors; that of --like, or float32, when None."""
+    latest: bool = False
+    """Use the latest checkpoint, not the best."""
 
 
 @command_line
 def main() -> None:
-    def read(
-        model: Annotated[
-            tyro.conf.Positional[str],
-            tyro.conf.arg(help="folder, or owner/name of a repository of the hub"),
-        ],
-        workdir: Annotated[str, tyro.conf.arg(help="a new or empty folder")],
-        revision: Annotated[
-            str | None, tyro.conf.arg(help="branch, tag or commit of the repository")
-        ] = None,
-        allow_nonfinite: Annotated[
-            bool, tyro.conf.arg(help="accept weights that are NaN or infinite")
-        ] = False,
-    ) -> None:
-        """Write a model of transformers to a folder for the commands of this package."""
-        place = import_model(model, workdir, revision=revision, allow_nonfinite=allow_nonfinite)
-        print(printable(f"imported into {place}"))
-
-    def write(
-        workdir: Annotated[str, tyro.conf.arg(help=WORKDIR_HELP)],
-        output: Annotated[Path, tyro.conf.arg(help="a new or empty folder")],
-        like: Annotated[
-            Path | None,
-            tyro.conf.arg(help="folder of the original checkpoint, to copy its other fields"),
-        ] = None,
-        dtype: Annotated[
-            StoredDtype | None,
-            tyro.conf.arg(help="dtype of the tensors; that of --like, or float32, when None"),
-        ] = None,
-        latest: Annotated[bool, tyro.conf.arg(help=LATEST_HELP)] = False,
-    ) -> None:
-        """Write a run's model for transformers."""
-        model, tokenizer, _ = load_run(workdir, best=not latest, on_host=True)
-        place = to_pretrained(model, output, tokenizer=tokenizer, like=like, dtype=dtype)
-        print(printable(f"exported to {place}"))
-
-    tyro.extras.subcommand_cli_from_dict(
-        {"import": read, "export": write},
-        prog="python -m heinsen_jax.interop.transformers",
-        description=__doc__,
-    )
+    commands = {"import": ImportOptions, "export": ExportOptions}
+    prog = "python -m heinsen_jax.interop.transformers"
+    match parse_command(commands, prog=prog, description=__doc__):
+        case ImportOptions() as options:
+            place = import_model(
+                options.model,
+                options.workdir,
+                revision=options.revision,
+                allow_nonfinite=options.allow_nonfinite,
+            )
+            print(printable(f"imported into {place}"))
+        case ExportOptions() as options:
+            model, tokenizer, _ = load_run(options.workdir, best=not options.latest, on_host=True)
+            place = to_pretrained(
+                model, options.output, tokenizer=tokenizer, like=options.like, dtype=options.dtype
+            )
+            print(printable(f"exported to {place}"))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,14 @@ class AdditiveConfig(AttentionConfig):
     window_size: pydantic.PositiveInt | None = None
     """Number of tokens in an average, up to the token itself; all when None."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        if self.window_size is not None:
+            return Capabilities(causal=True, streaming=True, segments=True)
+        return Capabilities(
+            causal=True, bidirectional=True, streaming=True, segments=True, mergeable=True
+        )
+
 
 class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
     """Additive attention: two weighted averages of tokens for each head.
@@ -45,14 +53,9 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
     """
 
     Config = AdditiveConfig
-    capabilities = Capabilities(
-        causal=True, bidirectional=True, streaming=True, segments=True, mergeable=True
-    )
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        if self.config.window_size is not None:
-            self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         width = self.model_dim
         head_depth(width, self.num_heads)
         square = partial(linear, width, width, use_bias=False, **options)

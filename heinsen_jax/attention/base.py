@@ -55,7 +55,13 @@ class Capabilities:
 
 @config_dataclass
 class AttentionConfig:
-    """Configuration of a mechanism; subclasses add fields, all with defaults."""
+    """Configuration of a mechanism; subclasses add fields, all with defaults, and declare their
+    capabilities."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Capabilities of the mechanism as configured."""
+        return Capabilities()
 
 
 class OpKeywords(TypedDict, total=False):
@@ -97,13 +103,20 @@ class CallArguments(Generic[StateT]):
         return cast("tuple[Array, StateT]", result)
 
 
+class _Declared:
+    """Capabilities of a layer as configured; with the default configuration on its class."""
+
+    def __get__(self, layer: "Attention | None", kind: "type[Attention]") -> Capabilities:
+        return (kind.Config() if layer is None else layer.config).capabilities
+
+
 class Attention(nnx.Module, Generic[ConfigT, StateT]):
     """A layer that mixes tokens: `[..., T, D] -> [..., T, D]`, with explicit state.
 
     Generic in the mechanism's configuration and state; the latter is `Never` without streaming.
 
-    Subclasses declare `capabilities` and `Config`; they implement `setup`, `apply`, and, if
-    they stream, `init_state`.
+    Subclasses have a `Config`, which declares `capabilities`; they implement `setup`, `apply`, and,
+    if they stream, `init_state`.
 
     Args:
       model_dim: width D of the input and output.
@@ -114,7 +127,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
       rngs: the source of the initial weights.
     """
 
-    capabilities: Capabilities
+    capabilities = _Declared()
     Config: ClassVar[type[AttentionConfig]] = AttentionConfig
 
     def __init__(

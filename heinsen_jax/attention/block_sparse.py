@@ -29,6 +29,12 @@ class BlockSparseConfig(RotaryConfig):
     def __post_init__(self) -> None:
         block_rule(self.pattern, self.block_size, self.num_summaries)
 
+    @property
+    def capabilities(self) -> Capabilities:
+        if self.pattern != "fixed":  # else its blocks start at the sequence, not at a document
+            return Capabilities(causal=True, streaming=True, segments=True)
+        return Capabilities(causal=True, streaming=True)
+
 
 class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
     """Block-sparse attention: the state holds all keys and values, or those of the local pattern.
@@ -40,7 +46,6 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
     """
 
     Config = BlockSparseConfig
-    capabilities = Capabilities(causal=True, streaming=True)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:
@@ -48,8 +53,6 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        if self.config.pattern != "fixed":  # its blocks start at the sequence, not at a document
-            self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
     def rule(self) -> Mask:
         return block_rule(self.config.pattern, self.config.block_size, self.config.num_summaries)

@@ -27,6 +27,10 @@ class ConditionalConfig(AttentionConfig):
     num_sources: pydantic.PositiveInt = 128
     """Number of keys and values of the heavy branch."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(bidirectional=True)
+
 
 class ConditionalAttention(Attention[ConditionalConfig, Never]):
     """CoLT5's conditional attention: a window for all tokens, and full attention among a few that
@@ -40,7 +44,6 @@ class ConditionalAttention(Attention[ConditionalConfig, Never]):
     """
 
     Config = ConditionalConfig
-    capabilities = Capabilities(bidirectional=True)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

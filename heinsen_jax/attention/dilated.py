@@ -19,6 +19,10 @@ class DilatedConfig(RotaryConfig):
     dilation: pydantic.PositiveInt = 4
     """Distance between neighboring tokens of the window; 1 is a window without gaps."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
+
 
 class DilatedAttention(RotaryAttention[DilatedConfig]):
     """Dilated sliding windows: the state has the keys and values of all tokens that a window spans.
@@ -28,7 +32,6 @@ class DilatedAttention(RotaryAttention[DilatedConfig]):
     """
 
     Config = DilatedConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

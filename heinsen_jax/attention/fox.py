@@ -24,6 +24,10 @@ class ForgettingConfig(HeadsConfig):
     implementation: Literal["xla", "tiled"] | None = None
     """Implementation of `dot_product_attention`; chosen automatically when None."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, streaming=True, segments=True)
+
 
 class ForgettingAttention(MaskedAttention[ForgettingConfig]):
     """Softmax attention whose scores decay by a forget gate per head and token (FoX).
@@ -38,7 +42,6 @@ class ForgettingAttention(MaskedAttention[ForgettingConfig]):
     """
 
     Config = ForgettingConfig
-    capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

@@ -19,14 +19,17 @@ class L1Config(HeadsConfig):
     """Weight of an additional key at distance 0 with value 0, so that queries far from all keys
     attend to nothing."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+        )
+
 
 class L1Attention(MaskedAttention[L1Config]):
     """Softmax attention with negative L1 distances as scores; the state has all keys and values."""
 
     Config = L1Config
-    capabilities = Capabilities(
-        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
-    )
 
     def between(
         self,

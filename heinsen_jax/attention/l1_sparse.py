@@ -26,6 +26,10 @@ class L1SparseConfig(HeadsConfig):
     far: bool = True
     """Whether it also attends to tokens 2, 4, 8, ... windows away: about log2 T more."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, bidirectional=True, streaming=True)
+
 
 class L1SparseAttention(MaskedAttention[L1SparseConfig]):
     """L1 attention along the edges of a graph: to the nearest tokens, and at doubling distances.
@@ -35,7 +39,6 @@ class L1SparseAttention(MaskedAttention[L1SparseConfig]):
     """
 
     Config = L1SparseConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

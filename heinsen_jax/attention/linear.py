@@ -20,6 +20,10 @@ class LinearConfig(HeadsConfig):
     feature_map: Literal["elu1", "relu", "identity"] = "elu1"
     """Feature map of queries and keys; elu1 is elu(x) + 1."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities.all()
+
 
 class LinearAttention(HeadedAttention[LinearConfig, LinearAttentionState]):
     """Linear attention; the state is a matrix and a vector per head.
@@ -29,7 +33,6 @@ class LinearAttention(HeadedAttention[LinearConfig, LinearAttentionState]):
     """
 
     Config = LinearConfig
-    capabilities = Capabilities.all()
 
     def attend(
         self, query: Query, key: Keys, value: Values, call: CallArguments[LinearAttentionState]

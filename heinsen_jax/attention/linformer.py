@@ -20,6 +20,10 @@ class LinformerConfig(HeadsConfig):
     rank: pydantic.PositiveInt = 64
     """Number of rows to which the positions are projected."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(bidirectional=True, cross=True)
+
 
 class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
     """Linformer: softmax attention over a fixed number of trained projections of all positions.
@@ -29,7 +33,6 @@ class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
     """
 
     Config = LinformerConfig
-    capabilities = Capabilities(bidirectional=True, cross=True)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

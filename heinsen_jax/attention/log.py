@@ -54,6 +54,12 @@ class LogConfig(HeadsConfig):
     implementation: Literal["reference", "scan", "chunked", "gpu"] | Chunked | None = None
     """Implementation of `log_attention`; chosen automatically when None. "gpu" is experimental."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        if self.window_size is not None:
+            return Capabilities(causal=True, streaming=True, segments=True)
+        return Capabilities.all()
+
 
 State = LogAttentionState | HeinsenAttentionState | WindowCache
 
@@ -96,7 +102,6 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     """
 
     Config = LogConfig
-    capabilities = Capabilities.all()
 
     def setup(self, **options: Any) -> None:
         super().setup(**options)
@@ -116,8 +121,6 @@ class LogAttention(HeadedAttention[LogConfig, State]):
                 for norm in (self.query_norm, self.key_norm):
                     assert norm.scale is not None
                     norm.scale[...] = jnp.full_like(norm.scale[...], INITIAL_SCALE)
-        if self.config.window_size is not None:
-            self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
         if self.config.decay == "coupled":
             if self.num_features < 2:
                 raise ValueError(

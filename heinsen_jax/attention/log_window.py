@@ -60,6 +60,10 @@ class LogWindowConfig(RotaryOptions):
     implementation: Literal["scan", "chunked", "gpu"] | Chunked | None = None
     """Implementation of log-attention; chosen automatically when None. "gpu" is experimental."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
+
 
 class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
     """Softmax attention over the last w tokens and log-attention over all earlier ones, with one
@@ -91,7 +95,6 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
     """
 
     Config = LogWindowConfig
-    capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

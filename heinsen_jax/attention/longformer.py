@@ -37,6 +37,10 @@ class LongformerConfig(HeadsConfig):
     """Number of global tokens, the first ones, with attention to and from all tokens and separate
     projections."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, bidirectional=True, streaming=True)
+
 
 @pytree_dataclass
 class LongformerState:
@@ -60,7 +64,6 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
     """
 
     Config = LongformerConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

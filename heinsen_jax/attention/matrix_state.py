@@ -41,6 +41,10 @@ class MatrixStateConfig(AttentionConfig):
     """Head dimension of values; by default the published multiple of model_dim / num_heads,
     rounded."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
+
 
 @config_dataclass
 class ConvolvedConfig(MatrixStateConfig):
@@ -117,7 +121,6 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         conversion keeps.
     """
 
-    capabilities = Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
     state_type: ClassVar[type[MatrixState] | type[MLSTMState]] = MatrixState
     key_width: ClassVar[float] = 1.0
     value_width: ClassVar[float] = 1.0

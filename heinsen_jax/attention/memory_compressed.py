@@ -28,6 +28,10 @@ class MemoryCompressedConfig(HeadsConfig):
     capacity: pydantic.PositiveInt = 4096
     """Default capacity of the state, in tokens."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, bidirectional=True, streaming=True, cross=True)
+
 
 class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, CompressedCache]):
     """Softmax attention over keys and values that a strided convolution compresses.
@@ -40,7 +44,6 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
     """
 
     Config = MemoryCompressedConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, cross=True)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

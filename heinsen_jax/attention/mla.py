@@ -32,6 +32,10 @@ class LatentConfig(AttentionConfig):
     query_rank: pydantic.PositiveInt | None = None
     """Rank of the bottleneck of queries; no bottleneck by default."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
+
 
 class LatentAttention(Attention[LatentConfig, TokenCache]):
     """MLA: keys and values of all heads are projections of one latent vector per token, which is
@@ -45,7 +49,6 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
     """
 
     Config = LatentConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

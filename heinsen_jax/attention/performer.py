@@ -25,6 +25,10 @@ class PerformerConfig(HeadsConfig):
     seed: int = 0
     """Seed of the random features, which are not trained."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities.all()
+
 
 class PerformerAttention(HeadedAttention[PerformerConfig, HeinsenAttentionState]):
     """FAVOR+: an estimate of softmax attention at constant cost per token.
@@ -34,7 +38,6 @@ class PerformerAttention(HeadedAttention[PerformerConfig, HeinsenAttentionState]
     """
 
     Config = PerformerConfig
-    capabilities = Capabilities.all()
 
     @property
     def num_features(self) -> int:

@@ -24,6 +24,10 @@ class RecurrentMemoryConfig(AttentionConfig):
     num_memories: pydantic.PositiveInt = 8
     """Number of memory vectors, carried from segment to segment."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, streaming=True)
+
 
 class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
     """A recurrent memory in every layer: softmax attention over [memory | segment | memory].
@@ -38,7 +42,6 @@ class RecurrentMemoryAttention(Attention[RecurrentMemoryConfig, SegmentState]):
     """
 
     Config = RecurrentMemoryConfig
-    capabilities = Capabilities(causal=True, streaming=True)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

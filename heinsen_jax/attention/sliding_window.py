@@ -17,6 +17,10 @@ class SlidingWindowConfig(RotaryConfig):
     window_size: pydantic.PositiveInt = 256
     """Number of tokens that a query attends to, itself included; on each side if not causal."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
+
 
 class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     """Sliding-window attention; the state has the keys and values of one window.
@@ -26,7 +30,6 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     """
 
     Config = SlidingWindowConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

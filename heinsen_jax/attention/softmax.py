@@ -20,6 +20,14 @@ class SoftmaxConfig(PositionsConfig):
     implementation: Literal["xla", "tiled", "cudnn"] | None = None
     """Implementation of `dot_product_attention`; chosen automatically when None."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        if self.positions == "alibi":
+            return Capabilities(causal=True, streaming=True, segments=True)
+        return Capabilities(
+            causal=True, bidirectional=True, streaming=True, cross=True, segments=True
+        )
+
 
 class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
     """Multi-head softmax attention; the state has all keys and values.
@@ -33,14 +41,9 @@ class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
     """
 
     Config = SoftmaxConfig
-    capabilities = Capabilities(
-        causal=True, bidirectional=True, streaming=True, cross=True, segments=True
-    )
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)
-        if self.config.positions == "alibi":
-            self.capabilities = Capabilities(causal=True, streaming=True, segments=True)
 
     def over_all(
         self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]

@@ -28,6 +28,10 @@ class TaylorConfig(HeadsConfig):
     allow_negative_weights: bool = False
     """Whether num_terms may be even."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities.all()
+
 
 class TaylorAttention(HeadedAttention[TaylorConfig, LinearAttentionState]):
     """Softmax attention with a truncated Taylor series in place of the exponential.
@@ -40,7 +44,6 @@ class TaylorAttention(HeadedAttention[TaylorConfig, LinearAttentionState]):
     """
 
     Config = TaylorConfig
-    capabilities = Capabilities.all()
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

@@ -36,6 +36,10 @@ class TransientGlobalConfig(HeadsConfig):
     capacity: pydantic.PositiveInt = 4096
     """Default capacity of the state, in tokens."""
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(causal=True, bidirectional=True, streaming=True)
+
 
 @pytree_dataclass
 class TransientGlobalState:
@@ -84,7 +88,6 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     """
 
     Config = TransientGlobalConfig
-    capabilities = Capabilities(causal=True, bidirectional=True, streaming=True)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:

@@ -246,15 +246,7 @@ class LanguageModelConfig:
 
     def _mechanism(self, layer: Layers) -> AttentionConfig:
         name = layer.mechanism
-        capabilities, config = mechanism(name).capabilities, mechanism(name).Config
-        if self.is_causal and not capabilities.causal:
-            raise ValueError(
-                f"attention={name!r} is not causal, and cannot predict the next token; choose a "
-                "causal mechanism, or is_causal=False to train on masked tokens"
-            )
-        if not self.is_causal and not capabilities.bidirectional:
-            raise ValueError(f"attention={name!r} is causal only; set is_causal=True")
-        known = {field.name for field in dataclasses.fields(config)}
+        known = {field.name for field in dataclasses.fields(mechanism(name).Config)}
         asked = BLOCKS[self.block].options
         chosen = known & asked.keys() - (set() if name == "log" else OF_LOG)
         fields: dict[str, FieldValue] = {field: asked[field] for field in asked if field in chosen}
@@ -271,7 +263,17 @@ class LanguageModelConfig:
             fields["query_key_norm"] = True
         sizes = {"key_depth": self.key_depth, "value_depth": self.value_depth}
         fields |= {field: size for field, size in sizes.items() if size is not None}
-        return configure(name, **fields | {**layer.options})
+        made = configure(name, **fields | {**layer.options})
+        if self.is_causal and not made.capabilities.causal:
+            raise ValueError(
+                f"attention={name!r} is not causal, and cannot predict the next token; choose a "
+                "causal mechanism, or is_causal=False to train on masked tokens"
+            )
+        if not self.is_causal and not made.capabilities.bidirectional:
+            raise ValueError(
+                f"attention={name!r}, as configured, is causal only; set is_causal=True"
+            )
+        return made
 
 
 @cache

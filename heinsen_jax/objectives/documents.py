@@ -40,5 +40,5 @@ def resolve_documents(
 
 def _without_segments(model: LanguageModelConfig) -> str | None:
     """The first mechanism that does not support segments, as configured."""
-    layers = zip(model.layer_pattern, model.abstract_layers(), strict=True)
-    return next((name for name, layer in layers if not layer.capabilities.segments), None)
+    layers = zip(model.layer_pattern, model.mechanisms(), strict=True)
+    return next((name for name, config in layers if not config.capabilities.segments), None)

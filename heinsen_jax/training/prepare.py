@@ -263,8 +263,8 @@ def _check_mergeable(model: LanguageModelConfig, mesh: Mesh, owner: str = "") ->
     """Check that the mechanisms of a model run on split sequences."""
     if (context := mesh.shape["context"]) == 1:
         return
-    for name, layer in zip(model.layer_pattern, model.abstract_layers(), strict=True):
-        if not layer.capabilities.mergeable:
+    for name, config in zip(model.layer_pattern, model.mechanisms(), strict=True):
+        if not config.capabilities.mergeable:
             able = [name for name in names() if mechanism(name).capabilities.mergeable]
             raise UserError(
                 f"mesh.context={context}: model.attention={name!r}{owner}, as configured, has no "

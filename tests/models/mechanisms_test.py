@@ -152,7 +152,7 @@ def test_layers_follow_the_pattern(block, remat):
             {"attention": "linformer"},
             "'linformer' is not causal.* is_causal=False to train on masked",
         ),
-        ({"attention": "rmt", "is_causal": False}, "'rmt' is causal only"),
+        ({"attention": "rmt", "is_causal": False}, "'rmt', as configured, is causal only"),
         ({"attention": "additive", "key_depth": 8}, "key_depth"),
         ({"attention": ("log", "softmax"), "num_layers": 3}, "num_layers=3 is not a multiple of"),
     ],

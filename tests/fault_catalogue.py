@@ -499,13 +499,13 @@ ATTENTION_FAULTS = {
         ("tests/attention/heads_test.py",),
     ),
     "biases with weight decay": Fault(
-        "heinsen_jax/attention/layers.py",
+        "heinsen_jax/attention/parameters.py",
         '{"logical_axes": logical_axes[1:], "kind": "vector"}',
         '{"logical_axes": logical_axes[1:], "kind": "matrix"}',
         ("tests/training/optimizer_test.py",),
     ),
     "initial decays with the wrong sign": Fault(
-        "heinsen_jax/attention/layers.py",
+        "heinsen_jax/attention/parameters.py",
         "layer.bias[...] = jnp.log(timescales)",
         "layer.bias[...] = -jnp.log(timescales)",
         ("tests/attention/log_test.py",),
@@ -601,7 +601,7 @@ ATTENTION_FAULTS = {
         ("tests/attention/states_test.py",),
     ),
     "queries at the first slot of a window": Fault(
-        "heinsen_jax/attention/masked.py",
+        "heinsen_jax/attention/softmax_base.py",
         '{"query_offset": state.size,',
         '{"query_offset": 0,',
         ("tests/attention/cache_test.py",),
@@ -658,10 +658,10 @@ MODELS_FAULTS = {
         ("tests/models/language_model_test.py",),
     ),
     "a pattern without its repeats": Fault(
-        "heinsen_jax/models/layers.py",
+        "heinsen_jax/models/pattern.py",
         "for x in named for _ in range(x.repeats))",
         "for x in named)",
-        ("tests/models/layers_test.py",),
+        ("tests/models/pattern_test.py",),
     ),
     "a soft cap that shrinks all logits": Fault(
         "heinsen_jax/models/readout.py",
@@ -672,6 +672,12 @@ MODELS_FAULTS = {
 }
 
 TRAINING_FAULTS = {
+    "a missing name whose package is not named": Fault(
+        "heinsen_jax/runtime/lazy.py",
+        'AttributeError(f"module {package!r} has no attribute {name!r}")',
+        "AttributeError(name)",
+        ("tests/package_test.py",),
+    ),
     "a range that integers of JAX do not have": Fault(
         "heinsen_jax/config/load.py",
         "limit = 2**63 if name",

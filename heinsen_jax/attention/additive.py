@@ -11,7 +11,7 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, parameter
+from heinsen_jax.attention.parameters import LayerOptions, layer_norm, linear, parameter
 from heinsen_jax.ops.additive import (
     AdditiveState,
     additive_pooling,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array, DTypeLike, Features, Float, Integer, PyTree, config_dataclass
 

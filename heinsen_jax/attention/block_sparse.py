@@ -5,9 +5,9 @@ from typing import Literal, Unpack
 import pydantic
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.layers import LayerOptions
-from heinsen_jax.attention.masked import TokenStates
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
+from heinsen_jax.attention.softmax_base import TokenStates
 from heinsen_jax.ops.local import block_rule, block_sparse_attention
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass

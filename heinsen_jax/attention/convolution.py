@@ -6,7 +6,7 @@ from typing import Unpack
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.typing import Array, Features, Float, Integer
 

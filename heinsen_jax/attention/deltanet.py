@@ -5,7 +5,6 @@ from typing import Unpack
 import jax
 
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions, in_float32, linear
 from heinsen_jax.attention.matrix_state import (
     ConvolvedConfig,
     Gates,
@@ -14,6 +13,7 @@ from heinsen_jax.attention.matrix_state import (
     OfHeads,
     l2_normalized,
 )
+from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear
 from heinsen_jax.typing import Array, Features, config_dataclass
 
 

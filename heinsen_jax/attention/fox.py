@@ -11,8 +11,8 @@ import numpy as np
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions, in_float32, linear
-from heinsen_jax.attention.masked import MaskedAttention, TokenStates
+from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear
+from heinsen_jax.attention.softmax_base import MaskedAttention, TokenStates
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Features, config_dataclass
 

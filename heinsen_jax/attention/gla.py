@@ -5,12 +5,12 @@ from typing import Unpack
 import jax
 import pydantic
 
-from heinsen_jax.attention.layers import LayerOptions, LowRank, in_float32
 from heinsen_jax.attention.matrix_state import (
     Gates,
     MatrixStateAttention,
     MatrixStateConfig,
 )
+from heinsen_jax.attention.parameters import LayerOptions, LowRank, in_float32
 from heinsen_jax.typing import Features, config_dataclass
 
 TEMPERATURE = 16.0

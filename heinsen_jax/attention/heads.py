@@ -10,7 +10,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, StateT
-from heinsen_jax.attention.layers import LayerOptions, dense_options, linear, lora, rms_norm
+from heinsen_jax.attention.parameters import LayerOptions, dense_options, linear, lora, rms_norm
 from heinsen_jax.typing import Array, Features, Float, Keys, Mixed, Query, Values, config_dataclass
 
 

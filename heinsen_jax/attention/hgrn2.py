@@ -9,7 +9,6 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions, in_float32, parameter
 from heinsen_jax.attention.matrix_state import (
     Gates,
     MatrixStateAttention,
@@ -17,6 +16,7 @@ from heinsen_jax.attention.matrix_state import (
     MatrixStates,
     OfHeads,
 )
+from heinsen_jax.attention.parameters import LayerOptions, in_float32, parameter
 from heinsen_jax.typing import Array, Features, config_dataclass
 
 

@@ -3,11 +3,11 @@
 from typing import Unpack
 
 from heinsen_jax.attention.deltanet import DeltaNetAttention
-from heinsen_jax.attention.layers import (
+from heinsen_jax.attention.matrix_state import Gates, SoftplusDecay
+from heinsen_jax.attention.parameters import (
     LayerOptions,
     LowRank,
 )
-from heinsen_jax.attention.matrix_state import Gates, SoftplusDecay
 from heinsen_jax.typing import Features
 
 

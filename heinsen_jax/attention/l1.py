@@ -6,7 +6,7 @@ import pydantic
 
 from heinsen_jax.attention.base import Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.masked import MaskedAttention, MaskKeywords
+from heinsen_jax.attention.softmax_base import MaskedAttention, MaskKeywords
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 

@@ -8,7 +8,7 @@ import pydantic
 
 from heinsen_jax.attention.base import Capabilities
 from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.masked import MaskedAttention, MaskKeywords
+from heinsen_jax.attention.softmax_base import MaskedAttention, MaskKeywords
 from heinsen_jax.ops.l1_sparse import l1_sparse_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 

@@ -6,7 +6,7 @@ import pydantic
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
+from heinsen_jax.attention.parameters import LayerOptions, parameter, uniform
 from heinsen_jax.ops.linformer import linformer_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 

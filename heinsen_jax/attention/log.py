@@ -11,7 +11,7 @@ from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
-from heinsen_jax.attention.layers import decay_projection, identity, in_float32, parameter
+from heinsen_jax.attention.parameters import decay_projection, identity, in_float32, parameter
 from heinsen_jax.ops.log_attention import (
     Chunked,
     HeinsenAttentionState,

@@ -13,14 +13,14 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention
-from heinsen_jax.attention.layers import (
+from heinsen_jax.attention.log import hedgehog_features
+from heinsen_jax.attention.parameters import (
     LayerOptions,
     decay_projection,
     identity,
     in_float32,
     parameter,
 )
-from heinsen_jax.attention.log import hedgehog_features
 from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.ops.arguments import positions_in_segments, segment_starts
 from heinsen_jax.ops.log_attention import Chunked

@@ -11,7 +11,7 @@ import pydantic
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
 from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.ops.local import longformer_attention
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import (

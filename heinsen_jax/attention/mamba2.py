@@ -6,17 +6,17 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from heinsen_jax.attention.layers import (
-    LayerOptions,
-    linear,
-    parameter,
-)
 from heinsen_jax.attention.matrix_state import (
     ConvolvedConfig,
     Gates,
     MatrixStateAttention,
     OfHeads,
     SoftplusDecay,
+)
+from heinsen_jax.attention.parameters import (
+    LayerOptions,
+    linear,
+    parameter,
 )
 from heinsen_jax.typing import Features, config_dataclass
 

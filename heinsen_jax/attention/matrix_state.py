@@ -13,7 +13,7 @@ from flax import nnx
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.convolution import CausalConvolution
-from heinsen_jax.attention.layers import (
+from heinsen_jax.attention.parameters import (
     LayerOptions,
     LowRank,
     in_float32,

@@ -10,7 +10,7 @@ from flax import nnx
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions, parameter, uniform
+from heinsen_jax.attention.parameters import LayerOptions, parameter, uniform
 from heinsen_jax.ops.memory_compressed import (
     CompressedCache,
     Compression,

@@ -10,7 +10,7 @@ import pydantic
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.heads import head_depth
-from heinsen_jax.attention.layers import LayerOptions, linear, parameter, rms_norm, uniform
+from heinsen_jax.attention.parameters import LayerOptions, linear, parameter, rms_norm, uniform
 from heinsen_jax.ops.mla import mla_attention
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, Features, config_dataclass

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from heinsen_jax.attention.layers import LayerOptions, in_float32, linear, parameter
 from heinsen_jax.attention.matrix_state import (
     MatrixStateAttention,
     MatrixStateConfig,
     Mechanism,
     OfHeads,
 )
+from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter
 from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
 from heinsen_jax.typing import Features
 

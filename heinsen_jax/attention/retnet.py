@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions
 from heinsen_jax.attention.matrix_state import (
     Gates,
     MatrixStateAttention,
@@ -15,6 +14,7 @@ from heinsen_jax.attention.matrix_state import (
     MatrixStates,
     OfHeads,
 )
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.attention.rotary import check_pairs
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, Features

@@ -9,7 +9,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import Attention, AttentionConfig, CallArguments, Capabilities
-from heinsen_jax.attention.layers import LayerOptions, layer_norm, parameter
+from heinsen_jax.attention.parameters import LayerOptions, layer_norm, parameter
 from heinsen_jax.attention.softmax import SoftmaxAttention
 from heinsen_jax.ops.rmt import SegmentState, segment_recurrence
 from heinsen_jax.typing import Features, config_dataclass

@@ -7,8 +7,8 @@ import numpy as np
 import pydantic
 
 from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions
-from heinsen_jax.attention.masked import MaskedAttention
+from heinsen_jax.attention.parameters import LayerOptions
+from heinsen_jax.attention.softmax_base import MaskedAttention
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, Float, Integer, Keys, Query, config_dataclass
 

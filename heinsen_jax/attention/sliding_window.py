@@ -3,8 +3,8 @@
 import pydantic
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.masked import TokenStates
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
+from heinsen_jax.attention.softmax_base import TokenStates
 from heinsen_jax.ops.local import sliding_window_attention
 from heinsen_jax.ops.masks import Window
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass

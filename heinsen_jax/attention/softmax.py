@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.layers import LayerOptions
-from heinsen_jax.attention.masked import MaskKeywords, TokenStates
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
+from heinsen_jax.attention.softmax_base import MaskKeywords, TokenStates
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, Keys, Mixed, Query, Values, config_dataclass
 

@@ -11,7 +11,7 @@ import pydantic
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions
+from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.ops.linear import LinearAttentionState
 from heinsen_jax.ops.taylor import check_num_terms, taylor_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass

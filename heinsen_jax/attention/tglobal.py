@@ -15,7 +15,7 @@ from jax import lax
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache, check_capacity
 from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
-from heinsen_jax.attention.layers import LayerOptions, parameter, rms_norm, uniform
+from heinsen_jax.attention.parameters import LayerOptions, parameter, rms_norm, uniform
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.ops.tglobal import block_sums, relative_position_bucket, tglobal_attention
 from heinsen_jax.typing import Array, Features, Float, config_dataclass, pytree_dataclass

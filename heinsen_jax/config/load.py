@@ -12,7 +12,7 @@ from heinsen_jax.data import DataConfig
 from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE
 from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, check_regular, explain, parse_json
-from heinsen_jax.models.layers import with_layers
+from heinsen_jax.models.pattern import with_layers
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
 

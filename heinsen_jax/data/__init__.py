@@ -4,8 +4,9 @@ Names are imported at first use: the pipeline needs grain and JAX, for which
 `python -m heinsen_jax.data.prepare` should not wait.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from heinsen_jax.runtime.lazy import attributes
 
 if TYPE_CHECKING:
     from heinsen_jax.data.config import AnyDataConfig, DataConfig
@@ -68,21 +69,18 @@ __all__ = [
     "validation_batches",
 ]
 
-_MODULES = (
-    "tokenizers",
-    "corpora",
-    "manifest",
-    "dataset",
-    "config",
-    "text",
-    "mixture",
-    "tasks",
-    "pipeline",
+__getattr__ = attributes(
+    __name__,
+    __all__,
+    (
+        "tokenizers",
+        "corpora",
+        "manifest",
+        "dataset",
+        "config",
+        "text",
+        "mixture",
+        "tasks",
+        "pipeline",
+    ),
 )
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = (importlib.import_module(f"{__name__}.{module}") for module in _MODULES)
-    return next(getattr(module, name) for module in modules if hasattr(module, name))

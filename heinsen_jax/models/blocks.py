@@ -9,7 +9,7 @@ from flax import nnx
 
 from heinsen_jax.attention import mechanism
 from heinsen_jax.attention.convolution import CausalConvolution
-from heinsen_jax.attention.layers import NORMS, LayerOptions, linear
+from heinsen_jax.attention.parameters import NORMS, LayerOptions, linear
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.sharding import constrain
 from heinsen_jax.typing import Array, Features, Float, Integer, PyTree

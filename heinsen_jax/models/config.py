@@ -14,7 +14,7 @@ from heinsen_jax.attention import AttentionConfig, configure, mechanism
 from heinsen_jax.attention.base import Attention
 from heinsen_jax.attention.heads import head_depth
 from heinsen_jax.attention.registry import FieldValue
-from heinsen_jax.models.layers import Layers, Pattern, single_layers
+from heinsen_jax.models.pattern import Layers, Pattern, single_layers
 from heinsen_jax.typing import config_dataclass
 
 RematPolicy = Literal["nothing_saveable", "dots_with_no_batch_dims_saveable"]

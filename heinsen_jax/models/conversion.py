@@ -19,7 +19,7 @@ from heinsen_jax.attention.rotary import RotaryOptions
 from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.language_model import LanguageModel
-from heinsen_jax.models.layers import Layers, parse_pattern, single_layers
+from heinsen_jax.models.pattern import Layers, parse_pattern, single_layers
 from heinsen_jax.pytrees import flatten_with_names
 
 _IN_BLOCK = re.compile(r"blocks\.(\d+)\.(.*)")

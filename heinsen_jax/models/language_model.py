@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from heinsen_jax.attention.base import bytes_of_state
 from heinsen_jax.attention.cache import Cache, bucket
-from heinsen_jax.attention.layers import NORMS, LayerOptions, parameter, uniform
+from heinsen_jax.attention.parameters import NORMS, LayerOptions, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
 from heinsen_jax.models.position import (

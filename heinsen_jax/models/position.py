@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments
-from heinsen_jax.attention.layers import LayerOptions, layer_norm, linear, parameter, uniform
+from heinsen_jax.attention.parameters import LayerOptions, layer_norm, linear, parameter, uniform
 from heinsen_jax.ops.arguments import segment_starts
 from heinsen_jax.ops.linear_recurrence import RecurrenceState, log_linear_recurrence
 from heinsen_jax.ops.numerics import log_add_exp

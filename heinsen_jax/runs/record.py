@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from heinsen_jax.errors import UserError, parse_json
-from heinsen_jax.models.layers import with_layers
+from heinsen_jax.models.pattern import with_layers
 
 CONFIG_FILE = "config.json"
 """The resolved configuration of a run."""

@@ -3,8 +3,9 @@
 Names are imported at first use: configurations should not wait for the trainer.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from heinsen_jax.runtime.lazy import attributes
 
 if TYPE_CHECKING:
     from heinsen_jax.training.config import ExperimentConfig
@@ -22,9 +23,4 @@ __all__ = [
     "train",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    modules = (importlib.import_module(f"{__name__}.{x}") for x in ("config", "prepare", "loop"))
-    return next(getattr(module, name) for module in modules if hasattr(module, name))
+__getattr__ = attributes(__name__, __all__, ("config", "prepare", "loop"))

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from heinsen_jax.attention.layers import ParameterKind
+from heinsen_jax.attention.parameters import ParameterKind
 from heinsen_jax.errors import UserError
 from heinsen_jax.training.config import OptimizerConfig
 from heinsen_jax.typing import Array, PyTree

@@ -11,7 +11,7 @@ from flax import nnx
 
 from heinsen_jax import attention
 from heinsen_jax.attention.additive import AdditiveAttention
-from heinsen_jax.attention.layers import layer_norm
+from heinsen_jax.attention.parameters import layer_norm
 
 pytestmark = pytest.mark.usefixtures("x64")
 

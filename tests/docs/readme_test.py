@@ -11,7 +11,7 @@ from docs.figures import record, render
 from heinsen_jax import attention
 from heinsen_jax.attention.matrix_state import MatrixStateAttention
 from heinsen_jax.config import as_json, load_config, override
-from heinsen_jax.models.layers import parse_pattern, single_layers, with_layers
+from heinsen_jax.models.pattern import parse_pattern, single_layers, with_layers
 from heinsen_jax.training.optimizer import learning_rates
 from studies import load_study, sweeps
 from studies.runner import run_study

@@ -5,7 +5,7 @@ from typing import Any
 
 import pydantic
 
-from heinsen_jax.attention.layers import EPSILONS
+from heinsen_jax.attention.parameters import EPSILONS
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.families import FAMILIES, Family, describe_problem

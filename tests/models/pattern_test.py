@@ -8,7 +8,7 @@ import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModelConfig, Layers
-from heinsen_jax.models.layers import parse_pattern, with_layers
+from heinsen_jax.models.pattern import parse_pattern, with_layers
 
 HYBRID = (
     Layers("log", repeats=3, options={"decay": "head", "max_timescale": 64}),

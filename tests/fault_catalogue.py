@@ -672,6 +672,12 @@ MODELS_FAULTS = {
 }
 
 TRAINING_FAULTS = {
+    "a checkpoint that is due and not saved": Fault(
+        "heinsen_jax/training/loop.py",
+        "every is not None and step % every == 0",
+        "every is not None and step % every == 1",
+        ("tests/faults/lost_test.py",),
+    ),
     "a missing name whose package is not named": Fault(
         "heinsen_jax/runtime/lazy.py",
         'AttributeError(f"module {package!r} has no attribute {name!r}")',
@@ -919,7 +925,7 @@ TRAINING_FAULTS = {
         ("tests/training/prepare_test.py",),
     ),
     "data that resume a step early": Fault(
-        "heinsen_jax/training/loop.py",
+        "heinsen_jax/training/program.py",
         "start_step=start,\n            process_index",
         "start_step=max(start - 1, 0),\n            process_index",
         ("tests/training/loop_test.py",),

@@ -25,7 +25,7 @@ from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.runtime import distributed
-from heinsen_jax.training import loop, prepare_run, train
+from heinsen_jax.training import loop, prepare_run, program, train
 from heinsen_jax.training import memory as memory_module
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.memory import Memory
@@ -250,7 +250,7 @@ def test_stage_2_must_fit_before_the_first_is_trained(small, tmp_path, monkeypat
         raise AssertionError("a stage is trained")
 
     monkeypatch.setattr("heinsen_jax.linearize.run.train", trained)
-    monkeypatch.setattr(loop, "memory_of", lambda update: Memory(1 << 60, 0))
+    monkeypatch.setattr(program, "memory_of", lambda update: Memory(1 << 60, 0))
     monkeypatch.setattr(memory_module, "available_host_memory", lambda: 1 << 50)
     arguments = ["--model", str(teacher), "--workdir", str(tmp_path / "linear")]
     arguments += ["--attention", "log:features=hedgehog"]

@@ -10,7 +10,7 @@ import pytest
 from heinsen_jax import data
 from heinsen_jax.config import override
 from heinsen_jax.errors import UserError
-from heinsen_jax.training import loop, memory, prepare_run, train
+from heinsen_jax.training import memory, prepare_run, program, train
 from heinsen_jax.training.memory import Limits, Memory, Setting, cgroup_memory, check_memory
 from tests.training.conftest import corpus, small  # noqa: F401
 
@@ -91,9 +91,9 @@ def test_training_is_refused_before_it_allocates(small, tmp_path, monkeypatch): 
     def allocate(*_):
         raise Allocates
 
-    monkeypatch.setattr(loop._Run, "_compiled", compiled)
-    monkeypatch.setattr(loop, "describe", lambda *_: [])
-    monkeypatch.setattr(loop, "init_sharded", allocate)
+    monkeypatch.setattr(program.Program, "compile", compiled)
+    monkeypatch.setattr(program, "describe", lambda *_: [])
+    monkeypatch.setattr(program, "init_sharded", allocate)
     monkeypatch.setattr(memory, "available_host_memory", lambda: 9 * GB)
     dataset, workdir = data.load(small.data), tmp_path / "run"
     workdir.mkdir()

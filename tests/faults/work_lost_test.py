@@ -30,7 +30,7 @@ from heinsen_jax.runtime.signals import Signals
 from heinsen_jax.runtime.timeouts import with_timeout
 from heinsen_jax.sharding import MeshConfig, make_mesh
 from heinsen_jax.train import main
-from heinsen_jax.training import TrainingResult, loop, pacing, prepare_run, train
+from heinsen_jax.training import TrainingResult, loop, pacing, prepare_run, program, train
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.config import TrainingConfig
 from heinsen_jax.training.metrics import Reporter
@@ -119,7 +119,7 @@ def test_a_stop_does_not_wait_for_a_batch():
 def test_a_stop_interrupts_an_evaluation(train_here, tmp_path, monkeypatch):
     """The step is saved, without a validation loss."""
     evaluated = []
-    make_step = loop.make_evaluation_step
+    make_step = program.make_evaluation_step
 
     def make_stopped_step(*arguments, **options):
         step = make_step(*arguments, **options)
@@ -131,7 +131,7 @@ def test_a_stop_interrupts_an_evaluation(train_here, tmp_path, monkeypatch):
 
         return stopped_step
 
-    monkeypatch.setattr(loop, "make_evaluation_step", make_stopped_step)
+    monkeypatch.setattr(program, "make_evaluation_step", make_stopped_step)
     result = train_here(tmp_path / "run")
     assert result == TrainingResult(20, {}, signal.SIGTERM)
     assert len(evaluated) == 1  # of 2 batches
@@ -298,9 +298,9 @@ SLOW = """
 import dataclasses, time
 import jax
 from heinsen_jax.train import main
-from heinsen_jax.training import loop
+from heinsen_jax.training import program
 
-make_train_step = loop.make_train_step
+make_train_step = program.make_train_step
 
 def make_slow_step(*arguments, **options):
     train_step = make_train_step(*arguments, **options)
@@ -316,7 +316,7 @@ def make_slow_step(*arguments, **options):
 
     return jax.jit(slow_step, donate_argnums=0)
 
-loop.make_train_step = make_slow_step
+program.make_train_step = make_slow_step
 raise SystemExit(main())
 """
 
@@ -344,7 +344,8 @@ def test_slow_updates_lose_nothing(place, tmp_path):
 def test_a_skipped_update_is_reported_with_its_own_loss():
     run, lines, rows = object.__new__(loop._Run), [], []
     run.training = TrainingConfig(steps=2, log_every=2)
-    run.losses, run.learning_rates, run.data, run.flops_per_token = [], np.ones(2), DataConfig(), 1
+    run.losses = []
+    run.program = SimpleNamespace(learning_rates=np.ones(2), data=DataConfig(), flops_per_token=1)
     run.clock = SimpleNamespace(steps_per_second=lambda step: 1.0)
     run.reporter = SimpleNamespace(line=lines.append, training=lambda _, row: rows.append(row))
     for step, loss in ((1, 2.0), (2, math.nan)):

@@ -160,7 +160,7 @@ def test_a_stopped_run_resumes_bit_for_bit(stop, small, uninterrupted, tmp_path,
             os.kill(os.getpid(), stop)
         return shard_batch(*args)
 
-    monkeypatch.setattr("heinsen_jax.training.loop.train_batches", batches)
+    monkeypatch.setattr("heinsen_jax.training.program.train_batches", batches)
     monkeypatch.setattr("heinsen_jax.training.loop.shard_batch", shard)
     first = run(tmp_path / "run", small)
     assert (first.step, first.signal) == (7, stop)

@@ -1,0 +1,178 @@
+"""The programs of a run: its compiled update, its evaluation, and their arguments."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from heinsen_jax.data import Batch, DataConfig, train_batches
+from heinsen_jax.models import LanguageModel, LanguageModelConfig, flops_per_token
+from heinsen_jax.objectives.evaluation import evaluate, make_evaluation_step
+from heinsen_jax.objectives.objective import objective_of
+from heinsen_jax.runtime.distributed import together
+from heinsen_jax.sharding import batch_sharding, share_of_process
+from heinsen_jax.training.distillation import Distillation
+from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
+from heinsen_jax.training.optimizer import describe_warmup, learning_rates, make_optimizer
+from heinsen_jax.training.preflight import describe
+from heinsen_jax.training.prepare import Settings
+from heinsen_jax.training.state import (
+    TrainState,
+    abstract_state,
+    graph_of,
+    init_sharded,
+    initializer,
+)
+from heinsen_jax.training.step import make_train_step
+from heinsen_jax.training.utilization import without_peak
+
+
+class Program:
+    """The update and the evaluation of a run. No weights are allocated before `initial_state`.
+
+    Attributes:
+      settings: the settings of the run.
+      abstract: shapes, dtypes and shardings of the state.
+      graph: the graph of the model.
+      learning_rates: learning rate of each step, counted from 0.
+      distillation: the teacher, if any.
+      flops_per_token: model FLOPs of a token of training; None if they are not counted.
+    """
+
+    def __init__(self, settings: Settings):
+        config = settings.config
+        self.settings, self.config = settings, config
+        self.data, self.dataset, self.mesh = settings.data, settings.dataset, settings.mesh
+        self.model, self.training = config.model, config.training
+        self.learning_rates = learning_rates(config.optimizer, config.training.steps)
+        self.key_data = np.asarray(jax.random.key_data(jax.random.key(config.seed)))
+        self.graph, self.trained = graph_of(self.model), None
+        with together():
+            self.distillation = Distillation.of(config.distillation, self.model)
+            if self.distillation is not None:
+                shapes = nnx.state(LanguageModel.abstract(self.model), nnx.Param)
+                self.trained = self.distillation.trained(shapes)
+        self.transform = make_optimizer(config.optimizer, self.trained)
+        fraction, vocabulary = self.training.masked_fraction, self.dataset.vocab_size
+        self.objective = objective_of(self.model, fraction, vocabulary)
+        make_step = partial(make_evaluation_step, self.graph, self.objective)
+        self.evaluation_step = make_step()
+        by_position = self.training.loss_by_position
+        self.step_by_position = make_step(by_position=True) if by_position else None
+        self.ema_decay = config.optimizer.ema_decay
+        has_average = self.ema_decay is not None
+        self.init = initializer(self.model, self.transform, config.seed, has_average=has_average)
+        self.abstract = abstract_state(self.init, self.mesh)
+        self.count = sum(x.size for x in jax.tree.leaves(self.abstract.parameters))
+        self.flops_per_token = flops_per_token(self.model, self.count, self.data.sequence_length)
+
+    def compile(
+        self, accumulation_steps: int | None = None, model: LanguageModelConfig | None = None
+    ) -> jax.stages.Compiled:
+        """The update, compiled ahead of time for all steps, without allocating its arguments; with
+        another number of microbatches or computation of the model to learn what they need."""
+        step = make_train_step(
+            self.graph if model is None else graph_of(model),
+            self.transform,
+            accumulation_steps=accumulation_steps or self.training.accumulation_steps,
+            out_shardings=jax.tree.map(lambda x: x.sharding, self.abstract),
+            objective=self.distillation or self.objective,
+            trained=self.trained,
+            skip_grad_norm_ratio=self.training.skip_grad_norm_ratio,
+            z_loss=self.training.z_loss,
+            ema_decay=self.ema_decay,
+        )
+        rows, length = self.data.batch_size, self.data.sequence_length
+        of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
+        tokens = of_rows((rows, length + 1), jnp.int32)
+        is_separate = isinstance(self.data, DataConfig) and self.data.documents == "separate"
+        segment_ids = tokens if is_separate else None
+        labels = of_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
+        batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids, labels])
+        constants = ()
+        if self.distillation is not None:
+            constants = (self.distillation.abstract_parameters(self.mesh),)
+        arguments = self.learning_rates[0], self.key_data, *constants
+        return step.lower(self.abstract, batch, *arguments).compile()
+
+    def check_memory(self, update: jax.stages.Compiled) -> list[str]:
+        """Check that the devices and this host have the memory of the update, before its arguments
+        are allocated, and describe the memory of the host."""
+        if (memory := memory_of(update)) is None:
+            return []
+
+        def measure(accumulation_steps: int, remat: bool) -> Memory | None:
+            model = dataclasses.replace(self.model, remat=remat)
+            return memory_of(self.compile(accumulation_steps, model))
+
+        limits = Limits(self.abstract)
+        setting = Setting(
+            self.data.batch_size,
+            self.training.accumulation_steps,
+            self.mesh.shape["data"] * self.mesh.shape["fsdp"],
+            self.model.remat,
+        )
+        check_memory(limits, memory, setting, measure)
+        return [limits.describe(memory)]
+
+    @cached_property
+    def constants(self) -> tuple[nnx.State, ...]:
+        """The parameters of the teacher, if any, on the devices."""
+        if self.distillation is None:
+            return ()
+        parameters = jax.block_until_ready(self.distillation.parameters(self.mesh))
+        self.distillation.release()
+        return (parameters,)
+
+    def arguments(self, step: int) -> tuple[np.float32, np.ndarray, *tuple[nnx.State, ...]]:
+        """Further arguments of the update: learning rate of a step, counted from 0, the data of the
+        run's random key, and the parameters of the teacher, if any."""
+        return self.learning_rates[step], self.key_data, *self.constants
+
+    def describe(self, update: jax.stages.Compiled) -> list[str]:
+        what = self.mesh, self.data, self.training, self.dataset
+        warmup = describe_warmup(self.config.optimizer, self.training.steps)
+        return [
+            *describe(*what, self.count, update),
+            *warmup,
+            *self.settings.lines,
+            *without_peak(),
+        ]
+
+    def initial_state(self) -> TrainState:
+        """The state before the first step, on the devices."""
+        with together():
+            given = self.distillation and self.distillation.start()
+        return init_sharded(self.init, self.abstract, given)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Batches of this process, from a step on."""
+        process_index, process_count = share_of_process(self.mesh)
+        return train_batches(
+            self.dataset,
+            self.data,
+            seed=self.config.seed,
+            start_step=start,
+            process_index=process_index,
+            process_count=process_count,
+        )
+
+    def evaluate(
+        self, state: TrainState, before_batch: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """Metrics of a state on the validation split."""
+        return evaluate(
+            self.evaluation_step,
+            state.weights,
+            self.dataset,
+            self.data,
+            self.mesh,
+            max_batches=self.training.evaluation_batches,
+            is_causal=self.model.is_causal,
+            step_by_position=self.step_by_position,
+            before_batch=before_batch,
+        )

@@ -19,7 +19,7 @@ from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.generate.options import check_count
 from heinsen_jax.objectives.documents import resolve_documents
 from heinsen_jax.objectives.evaluation import evaluate_model
-from heinsen_jax.runs.folder import opened
+from heinsen_jax.runs.folder import open_run
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runtime.allocator import keep_freed_memory
@@ -103,7 +103,7 @@ def _run_text(options: Options) -> None:
             f"{workdir} has a run that trained on a task, with its own lengths; leave out "
             "--data and --sequence-length"
         )
-    with opened(workdir) as run:  # whose tokenizer prepares the data
+    with open_run(workdir) as run:  # whose tokenizer prepares the data
         experiment = load_config(run.files / CONFIG_FILE)
         settings, is_other = experiment.data, False
         if isinstance(settings, DataConfig) and data is not None:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from heinsen_jax.errors import UserError, check_regular, parse_json
-from heinsen_jax.storage.files import write_atomically, writing
+from heinsen_jax.storage.files import storage_errors, write_atomically
 from studies.grid import Run, Study
 from studies.records import Comparison, RunRecord, is_larger_better
 
@@ -49,7 +49,7 @@ class Recorded:
     def add(self, run: Run, record: RunRecord) -> None:
         record = {"labels": run.labels, "fingerprint": run.fingerprint, **record}
         self._records[run.fingerprint] = record
-        with writing(self._path.parent), self._path.open("a") as file:
+        with storage_errors(self._path.parent), self._path.open("a") as file:
             file.write(f"{self._separator}{json.dumps(record)}\n")
             self._separator = ""
 

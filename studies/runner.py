@@ -12,7 +12,7 @@ from heinsen_jax.data import AnyDataConfig
 from heinsen_jax.errors import UserError, printable
 from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.storage.buckets import local_path
-from heinsen_jax.storage.files import writing
+from heinsen_jax.storage.files import storage_errors
 from heinsen_jax.storage.locks import locked
 from heinsen_jax.training.prepare import resolve_settings
 from studies.grid import Run, Study, describe
@@ -60,7 +60,7 @@ def run_study(
         for other in others:
             _check_content(study, other)
     local_path(output, "output")
-    with writing(output):
+    with storage_errors(output):
         output.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if report_only else locked(output):
         recorded = Recorded(output / RESULTS_FILE, read_only=report_only)
@@ -147,7 +147,7 @@ def _report(study: Study, output: Path, records: Sequence[RunRecord | None]) -> 
     results = results_of(study, output)
     if study.plots:
         draw(study.title, study.plots, results).savefig(output / PLOT_FILE, dpi=100)
-    with writing(output):
+    with storage_errors(output):
         (output / REPORT_FILE).write_text("\n\n".join(paragraphs(study, results, records)) + "\n")
 
 

@@ -10,7 +10,13 @@ from etils import epath
 from heinsen_jax.data.manifest import MANIFEST_FILE, Manifest, Shard, numpy_dtype
 from heinsen_jax.errors import UserError
 from heinsen_jax.storage.buckets import reading
-from heinsen_jax.storage.files import byte_progress, joint_hash, replacing, sha256_of, writing
+from heinsen_jax.storage.files import (
+    byte_progress,
+    joint_hash,
+    replacing,
+    sha256_of,
+    storage_errors,
+)
 from heinsen_jax.storage.locks import locked
 
 FIELD = "data.corpus"
@@ -45,7 +51,7 @@ def fetch_prepared(remote: epath.Path, cache: Path) -> Path:
             ) from None
     manifest = Manifest.parse(content, path)
     folder = cache / f"{remote.name}-{joint_hash(content.decode())[:12]}"
-    with writing(folder):
+    with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder, wait=True):
             if not (folder / MANIFEST_FILE).exists():

@@ -24,7 +24,7 @@ from heinsen_jax.data.tokenizers import END_OF_TEXT, Tokenizer, tokenizer_name
 from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.runtime.arguments import POSITIONAL, parse
 from heinsen_jax.storage.buckets import local_path
-from heinsen_jax.storage.files import byte_progress, write_atomically, writing
+from heinsen_jax.storage.files import byte_progress, storage_errors, write_atomically
 
 SMALLEST = 257  # the bytes and the end of text
 
@@ -61,12 +61,12 @@ def train_tokenizer(
             raise UserError(f"output {path} exists; choose another or delete it")
     by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
     sources = [source for group in by_input.values() for source in group]
-    with writing(file.parent):
+    with storage_errors(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
     ensure_local(sources)
     document = _train(sources, vocab_size)
     tokenizer = JsonTokenizer(tokenizer_name(str(output)), file, document, END_OF_TEXT)
-    with writing(file.parent):
+    with storage_errors(file.parent):
         if is_file:
             write_atomically(file, as_json(document))
         else:

@@ -26,7 +26,7 @@ from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, command_line, parse_json, printable, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.runs.folder import RunFolder, opened
+from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.runs.metrics_file import METRICS_FILE, read_evaluations
 from heinsen_jax.runs.record import CONFIG_FILE, Sections, read_config
@@ -62,7 +62,7 @@ def save_pretrained(
     Raises:
       UserError: the run does not exist; the folder is not empty; or it cannot be written.
     """
-    with opened(workdir) as run:
+    with open_run(workdir) as run:
         return _save_pretrained(run, local_path(output, "output"), best, shard_bytes, repo_id)
 
 
@@ -250,7 +250,7 @@ class _Origin(NamedTuple):
 
 def _origin(config: Sections) -> _Origin:
     if teacher := config.get("distillation", {}).get("teacher"):
-        with opened(str(teacher)) as run:
+        with open_run(str(teacher)) as run:
             found = read_config(run.files)
         base = None if found is None else _origin(found).base
         name = _markdown(base or Path(str(teacher)).name)

@@ -9,7 +9,7 @@ from heinsen_jax.config.override import override
 from heinsen_jax.data import DataConfig
 from heinsen_jax.errors import UserError
 from heinsen_jax.models.conversion import linear_layers, new_parameters, with_lora
-from heinsen_jax.runs.folder import RunFolder, opened
+from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.load import load_architecture
 from heinsen_jax.runs.record import CONFIG_FILE, DATA_FILE
 from heinsen_jax.training.config import DistillationConfig, ExperimentConfig, OptimizerConfig
@@ -140,7 +140,7 @@ def plan_stages(
 def _warmup(teacher: ExperimentConfig, options: Options) -> int:
     """Updates of warmup of stage 2: the recorded ones when it resumes, so that it may get more
     updates; else the teacher's, but at most a tenth of its own."""
-    with opened(options.workdir) as run:
+    with open_run(options.workdir) as run:
         path = run.files / CONFIG_FILE
         if path.exists() and not options.restart:
             return load_config(path).optimizer.warmup_steps

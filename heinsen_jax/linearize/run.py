@@ -29,7 +29,7 @@ from heinsen_jax.models.conversion import (
     unused_parameters,
 )
 from heinsen_jax.runs.checkpoints import CheckpointReader
-from heinsen_jax.runs.folder import check_folder, opened
+from heinsen_jax.runs.folder import check_folder, open_run
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runtime import distributed
 from heinsen_jax.runtime.environment import environment
@@ -56,7 +56,7 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
         a stage does not fit into memory; before any training.
     """
     options = _with_absolute_paths(options)
-    with opened(options.model) as run:  # its tokenizer prepares the data
+    with open_run(options.model) as run:  # its tokenizer prepares the data
         with distributed.together():
             check_overrides(overrides)
             try:
@@ -66,7 +66,7 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
                 raise UserError(explain(error)) from None
             if options.restart:  # no run is moved if one of the folders is refused
                 for stage in stages:
-                    with opened(stage.folder) as folder:
+                    with open_run(stage.folder) as folder:
                         check_folder(folder, restart=True)
             else:
                 _check_order(stages)
@@ -128,7 +128,7 @@ def _compare(options: Options, stages: Sequence[Stage], last: Prepared) -> None:
         record = {"attention": options.attention, "keep": [*options.keep]}
         record |= {"results": [*map(asdict, results)], "environment": environment()}
         if jax.process_index() == 0:
-            with opened(options.workdir) as folder, folder.published():
+            with open_run(options.workdir) as folder, folder.published():
                 text = json.dumps(record, indent=2) + "\n"
                 write_atomically(folder.files / RESULTS_FILE, text.encode())
             Console().print(table(results))
@@ -148,7 +148,7 @@ def _check_order(stages: Sequence[Stage]) -> None:
     """Check that a stage 2 that is resumed has started from the end of this stage 1."""
     *before, (_, workdir, _) = stages
     for _, folder, experiment in before:
-        with opened(workdir) as run:
+        with open_run(workdir) as run:
             if not (run.files / CONFIG_FILE).exists():  # stage 2 has not begun
                 return
             if load_config(run.files / CONFIG_FILE).distillation.start is None:
@@ -156,7 +156,7 @@ def _check_order(stages: Sequence[Stage]) -> None:
                     f"--workdir {workdir}: holds another run; give another folder, or --restart, "
                     "which moves that run into a subfolder"
                 )
-        with opened(folder) as run:
+        with open_run(folder) as run:
             step, steps = CheckpointReader(run).latest_step(), experiment.training.steps
         if step != steps:
             raise UserError(

@@ -108,7 +108,7 @@ class CheckpointReader:
         found = "is damaged: " + ", ".join(reasons or earlier) if reasons or earlier else "is gone"
         raise UserError(f"{self.folder}: every checkpoint of this run {found}; {remedy}")
 
-    def losses(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Descriptions of damaged checkpoints and of a newest one that is missing."""
         found = [
             f"{self.folder / str(step)} is damaged ({reason})"

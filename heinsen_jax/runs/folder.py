@@ -20,7 +20,7 @@ from heinsen_jax.errors import UserError, check_regular
 from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, newest_saved, read_config
 from heinsen_jax.storage import buckets, locks
 from heinsen_jax.storage.buckets import AnyPath, move
-from heinsen_jax.storage.files import free_name, writing
+from heinsen_jax.storage.files import free_name, storage_errors
 
 CHECKPOINT_FOLDER = "checkpoints"
 SET_ASIDE = "before-restart"
@@ -135,7 +135,7 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def opened(workdir: str | Path) -> Iterator[RunFolder]:
+def open_run(workdir: str | Path) -> Iterator[RunFolder]:
     """Context manager for a run's folder, with the files of one in a bucket.
 
     Args:
@@ -221,7 +221,7 @@ def set_aside(run: RunFolder) -> None:
     intent = shared / RESTART_FILE
     if not (paths or intent.exists()):
         return
-    with writing(run.files):
+    with storage_errors(run.files):
         if not intent.exists():
             intent.write_text(free_name(shared / SET_ASIDE).name)
         aside = shared / intent.read_text()

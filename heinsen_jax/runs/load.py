@@ -13,7 +13,7 @@ from heinsen_jax.errors import UserError, explain
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.checkpoints import CheckpointReader
-from heinsen_jax.runs.folder import RunFolder, opened
+from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, Sections, newest_saved, read_config
 from heinsen_jax.runs.weights import has_weights, load_weights
 
@@ -36,7 +36,7 @@ def load_run(
     Warns:
       UserWarning: a checkpoint is damaged or missing, and another one is used.
     """
-    with opened(workdir) as run:
+    with open_run(workdir) as run:
         return _loaded(run, best, on_host)
 
 
@@ -46,7 +46,7 @@ def load_architecture(workdir: str | Path) -> LanguageModelConfig:
     Raises:
       UserError: as `load_run`, but for damaged checkpoints.
     """
-    with opened(workdir) as run:
+    with open_run(workdir) as run:
         return _architecture(run)[0]
 
 
@@ -112,7 +112,7 @@ def _of_checkpoint(
     checkpoints.check_lost("bring one back, or train it again")
     if step is None:
         raise UserError(_no_checkpoint(run))
-    for warning in checkpoints.losses():
+    for warning in checkpoints.warnings():
         warnings.warn(f"{warning}: step {step} is used", stacklevel=3)
     return checkpoints.restore(step, {name: abstract})[name], step
 

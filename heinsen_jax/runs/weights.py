@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from heinsen_jax.errors import UserError, check_regular, parse_json
-from heinsen_jax.storage.files import replacing, write_atomically, writing
+from heinsen_jax.storage.files import replacing, storage_errors, write_atomically
 from heinsen_jax.typing import Array
 
 WEIGHTS_FILE = "model.safetensors"
@@ -50,7 +50,7 @@ def save_weights(
         file = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
         file = WEIGHTS_FILE if len(shards) == 1 else file
         place |= dict.fromkeys(shard, file)
-        with writing(folder):
+        with storage_errors(folder):
             save_hashed(folder / file, shard, metadata)
     if len(shards) == 1:
         (folder / INDEX_FILE).unlink(missing_ok=True)  # the index of earlier shards
@@ -58,7 +58,7 @@ def save_weights(
         (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # a single file precedes an index
         total = sum(x.nbytes for x in arrays.values())
         index = {"metadata": {"total_size": total}, "weight_map": place}
-        with writing(folder):
+        with storage_errors(folder):
             write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
 
 

@@ -55,7 +55,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def storage_errors(folder: Path) -> Iterator[None]:
     """Convert errors of the operating system, in a block that writes files to `folder`, to
     `UserError`."""
     try:
@@ -82,7 +82,7 @@ def filling(place: Path) -> Iterator[Path]:
     holder = place if place.exists() else place.parent
     partial = free_name(holder / f"{place.name}.partial")
     try:
-        with writing(place.parent):
+        with storage_errors(place.parent):
             partial.mkdir(parents=True)
             yield partial
             place.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ from heinsen_jax.runs.folder import RunFolder
 from heinsen_jax.runs.storage_errors import is_of_storage, quiet_failed_saves, reading_steps
 from heinsen_jax.runtime.distributed import gather, process_0_first, together
 from heinsen_jax.storage.buckets import AnyPath, move
-from heinsen_jax.storage.files import free_name, write_atomically, writing
+from heinsen_jax.storage.files import free_name, storage_errors, write_atomically
 from heinsen_jax.typing import Array, PyTree
 
 
@@ -112,7 +112,7 @@ class Checkpoints(CheckpointReader):
         newest = max(self._finished(), default=default)
         if newest is None:
             return
-        with writing(self._saved_file.parent):
+        with storage_errors(self._saved_file.parent):
             write_atomically(self._saved_file, json.dumps({"step": newest}).encode())
 
     def _newest(self) -> int | None:

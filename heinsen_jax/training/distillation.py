@@ -26,7 +26,7 @@ from heinsen_jax.objectives.objective import RandomKey
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.load import load_architecture, load_run
 from heinsen_jax.sharding import put, shardings
-from heinsen_jax.storage.files import write_atomically, writing
+from heinsen_jax.storage.files import storage_errors, write_atomically
 from heinsen_jax.training.config import DistillationConfig
 from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree
 
@@ -153,7 +153,7 @@ class Distillation:
 
     def record(self, workdir: Path) -> None:
         """Record the teacher's weights in a run's folder."""
-        with writing(workdir):
+        with storage_errors(workdir):
             write_atomically(workdir / TEACHER_FILE, self.weights_hash.encode())
 
     def parameters(self, mesh: Mesh) -> nnx.State:

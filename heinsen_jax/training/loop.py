@@ -202,7 +202,7 @@ class _Run:
     def _start(self) -> tuple[int | None, list[str]]:
         """The step to resume from, or None for a new run; and warnings about lost steps."""
         with together():
-            lost = self.checkpoints.losses()
+            lost = self.checkpoints.warnings()
             recorded = 0
             if jax.process_index() == 0:
                 recorded = max((int(row["step"]) for row in read_metrics(self.workdir)), default=0)

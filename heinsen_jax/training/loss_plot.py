@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 from heinsen_jax.runs.metrics_file import read_metrics
-from heinsen_jax.storage.files import writing
+from heinsen_jax.storage.files import storage_errors
 
 PLOT_FILE = "loss.png"
 
@@ -22,6 +22,6 @@ def plot_losses(workdir: Path) -> Path:
     axes.set(xlabel="step", ylabel="loss (nats per token)", title=workdir.name)
     axes.grid(alpha=0.3)
     axes.legend()
-    with writing(workdir):
+    with storage_errors(workdir):
         figure.savefig(workdir / PLOT_FILE, dpi=150)
     return workdir / PLOT_FILE

@@ -18,7 +18,7 @@ from rich.table import Column
 
 from heinsen_jax.errors import UserError, printable
 from heinsen_jax.runs.metrics_file import METRICS_FILE, describe_damage, keep_lines, read_lines
-from heinsen_jax.storage.files import writing
+from heinsen_jax.storage.files import storage_errors
 from heinsen_jax.training.event_file import EventFile
 
 BOARD_FOLDER = "tensorboard"
@@ -53,7 +53,7 @@ class Reporter:
         if not self.active:
             return
         self._workdir, path = workdir, workdir / METRICS_FILE
-        with writing(workdir):
+        with storage_errors(workdir):
             rows, damaged = read_lines(path)
             keep_lines(path, [line for line, row in rows if row["step"] <= start_step])
             self._board = EventFile(workdir / BOARD_FOLDER, start_step)
@@ -92,7 +92,7 @@ class Reporter:
         with contextlib.ExitStack() as files:
             if kind is not None:  # the error that is raised already, not a further one
                 files.enter_context(contextlib.suppress(UserError))
-            files.enter_context(writing(self._workdir))
+            files.enter_context(storage_errors(self._workdir))
             files.callback(self._board.close)
             files.callback(self._file.close)
 
@@ -131,7 +131,7 @@ class Reporter:
         """Record a sample, also in a separate file."""
         if not self.active:
             return
-        with writing(self._workdir):
+        with storage_errors(self._workdir):
             self._board.add_text(step, "sample", text)
             folder = self._workdir / "samples"
             folder.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ class Reporter:
         if not self.active:
             return
         named = {f"{group}/{name}": value for name, value in metrics.items()}
-        with writing(self._workdir):
+        with storage_errors(self._workdir):
             self._file.write(json.dumps({"step": step} | named) + "\n")
             self._file.flush()
             for name, value in named.items():

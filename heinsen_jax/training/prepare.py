@@ -30,7 +30,7 @@ from heinsen_jax.runs.folder import (
     RunFolder,
     check_folder,
     complete_restart,
-    opened,
+    open_run,
     set_aside,
 )
 from heinsen_jax.runs.load import load_architecture
@@ -43,7 +43,7 @@ from heinsen_jax.runtime.distributed import (
     together,
 )
 from heinsen_jax.sharding import make_mesh, share_of_process
-from heinsen_jax.storage.files import joint_hash, sha256_of, write_atomically, writing
+from heinsen_jax.storage.files import joint_hash, sha256_of, storage_errors, write_atomically
 from heinsen_jax.training.config import ExperimentConfig, TrainingConfig, as_json, flat
 from heinsen_jax.training.distillation import check_teacher
 from heinsen_jax.training.optimizer import learning_rates
@@ -150,7 +150,7 @@ def prepare_run(
             if isinstance(workdir, RunFolder):
                 folder = workdir
             else:
-                folder = resources.enter_context(opened(workdir))
+                folder = resources.enter_context(open_run(workdir))
             folder.check_writable()
             if jax.process_index() == 0 and not dry_run:
                 if not isinstance(workdir, RunFolder):
@@ -421,7 +421,7 @@ def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
     Raises:
       UserError: a file cannot be written.
     """
-    with writing(workdir):
+    with storage_errors(workdir):
         if dataset.tokenizer is not None:
             save_tokenizer(dataset.tokenizer, workdir)
         if isinstance(dataset, TextDataset):

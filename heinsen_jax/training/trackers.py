@@ -14,7 +14,7 @@ from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from heinsen_jax.errors import UserError, explain, parse_json
 from heinsen_jax.runtime.environment import Environment
-from heinsen_jax.storage.files import write_atomically, writing
+from heinsen_jax.storage.files import storage_errors, write_atomically
 from heinsen_jax.typing import JSON
 
 TRACKER_FILE = "tracker.json"
@@ -122,7 +122,7 @@ class Tracking:
             worker = _Worker(tracker, self._warn)
             ids[tracker.name] = worker.start(replace(run, id=ids.get(tracker.name)))
             self._started.append(worker)
-            with writing(run.workdir):
+            with storage_errors(run.workdir):
                 content = json.dumps(ids, indent=2) + "\n"
                 write_atomically(run.workdir / TRACKER_FILE, content.encode())
 

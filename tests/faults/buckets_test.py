@@ -12,7 +12,7 @@ from heinsen_jax.data import DataConfig, load
 from heinsen_jax.errors import UserError
 from heinsen_jax.runs import checkpoints as checkpoints_module
 from heinsen_jax.runs.checkpoints import CheckpointReader
-from heinsen_jax.runs.folder import opened
+from heinsen_jax.runs.folder import open_run
 from heinsen_jax.runs.load import load_run
 from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.storage import buckets
@@ -33,7 +33,7 @@ def flip(path: epath.Path) -> None:
 
 def test_damaged_checkpoints_are_set_aside(bucket, monkeypatch):
     monkeypatch.setattr(checkpoints_module, "REMOVED_WITHIN", 0.0)
-    with opened(bucket) as run, Checkpoints(run) as checkpoints:
+    with open_run(bucket) as run, Checkpoints(run) as checkpoints:
         for step in (1, 2, 3):
             checkpoints.save(step, state(step), loss=float(step))
         folder = checkpoints.folder
@@ -42,11 +42,11 @@ def test_damaged_checkpoints_are_set_aside(bucket, monkeypatch):
     names = buckets.files_below(folder / "3")
     flip(folder / "3" / next(name for name in names if "/d/" in name))
     flip(folder / "2/default/_METADATA")
-    with opened(bucket) as run:
+    with open_run(bucket) as run:
         checkpoints = CheckpointReader(run)
         assert checkpoints.latest_step() == checkpoints.best_step() == 1
         assert sorted(checkpoints.damaged) == [2, 3]
-    with opened(bucket) as run, Checkpoints(run) as checkpoints:
+    with open_run(bucket) as run, Checkpoints(run) as checkpoints:
         assert sorted(checkpoints.damaged) == [2, 3]
         assert checkpoints.latest_step() == 1
         restored = checkpoints.restore(1, state(0.0))
@@ -57,19 +57,19 @@ def test_damaged_checkpoints_are_set_aside(bucket, monkeypatch):
 
 
 def test_an_unfinished_checkpoint_is_ignored(bucket):
-    with opened(bucket) as run, Checkpoints(run) as checkpoints:
+    with open_run(bucket) as run, Checkpoints(run) as checkpoints:
         checkpoints.save(1, state(1.0))
     (checkpoints.folder / "2/default/d/file").write_text("killed before commit_success.txt")
-    with opened(bucket) as run, Checkpoints(run) as checkpoints:
+    with open_run(bucket) as run, Checkpoints(run) as checkpoints:
         assert checkpoints.latest_step() == 1
         assert not checkpoints.damaged
         checkpoints.save(2, state(2.0))
-    with opened(bucket) as run, Checkpoints(run) as checkpoints:
+    with open_run(bucket) as run, Checkpoints(run) as checkpoints:
         assert checkpoints.latest_step() == 2
 
 
 def test_metrics_are_in_the_bucket_before_their_checkpoint(bucket):
-    with opened(bucket) as run, Checkpoints(run) as checkpoints:
+    with open_run(bucket) as run, Checkpoints(run) as checkpoints:
         (run.files / "metrics.jsonl").write_text('{"step": 1}\n')
         checkpoints.save(1, state(1.0))
         checkpoints.wait()
@@ -102,7 +102,7 @@ def test_a_killed_run_in_a_bucket_resumes_bit_for_bit(place, bucket):
     assert ours.keys() == theirs.keys()
     for name, x in ours.items():
         np.testing.assert_array_equal(x, theirs[name], err_msg=name)
-    with opened(bucket) as run:
+    with open_run(bucket) as run:
         rows, expected = read_metrics(run.files), read_metrics(place / "finished")
     assert [row.get("train/loss") for row in rows] == [row.get("train/loss") for row in expected]
     assert [row.get("validation/loss") for row in rows] == [

@@ -187,7 +187,7 @@ def test_a_checkpoint_that_was_saved_since_is_not_gone(run):
     checkpoints = CheckpointReader(run)
     (run / "40").rename(run / "checkpoints/40")
     assert checkpoints.latest_step() == 35
-    assert checkpoints.losses() == []
+    assert checkpoints.warnings() == []
 
 
 def test_a_checkpoint_that_its_owner_removes_is_not_damaged(run):

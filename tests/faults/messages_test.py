@@ -14,7 +14,7 @@ from heinsen_jax import chat, evaluate
 from heinsen_jax.config import ExperimentConfig, load_config, override
 from heinsen_jax.errors import UserError, command_line, printable
 from heinsen_jax.generate import __main__ as generate
-from heinsen_jax.runs.folder import opened
+from heinsen_jax.runs.folder import open_run
 from heinsen_jax.runtime import distributed
 from heinsen_jax.storage.locks import locked
 from heinsen_jax.training.metrics import Reporter
@@ -286,7 +286,10 @@ def test_pipes_devices_and_folders_are_no_files(special, tmp_path, monkeypatch, 
         folder = tmp_path / path.stem
         folder.mkdir()
         (folder / "config.json").symlink_to(path)
-        with pytest.raises(UserError, match=r"config\.json is a pipe or a device"), opened(folder):
+        with (
+            pytest.raises(UserError, match=r"config\.json is a pipe or a device"),
+            open_run(folder),
+        ):
             pass
         for main, more in ((generate.main, ("--prompt", "a")), (evaluate.main, ())):
             code, err = exits(monkeypatch, capsys, main, "--workdir", str(folder), *more)

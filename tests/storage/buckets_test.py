@@ -17,7 +17,7 @@ from heinsen_jax.data.prepare import prepare
 from heinsen_jax.data.text import load_text
 from heinsen_jax.errors import UserError
 from heinsen_jax.runs import folder as run_folder
-from heinsen_jax.runs.folder import opened, set_aside
+from heinsen_jax.runs.folder import open_run, set_aside
 from heinsen_jax.storage import buckets
 from heinsen_jax.storage.buckets import LOCK_FILE, bucket_path, locked
 
@@ -33,7 +33,7 @@ from heinsen_jax.storage.buckets import LOCK_FILE, bucket_path, locked
     ],
 )
 def test_other_addresses_are_refused(url, message):
-    with pytest.raises(UserError, match=message), opened(url):
+    with pytest.raises(UserError, match=message), open_run(url):
         raise AssertionError
 
 
@@ -42,7 +42,7 @@ def test_the_missing_extra_is_named(monkeypatch):
         raise ImportError("Please install gcsfs")
 
     monkeypatch.setattr(buckets.fsspec, "filesystem", missing)
-    with pytest.raises(UserError, match=r"pip install 'heinsen_jax\[gcs\]'"), opened("gs://a/b"):
+    with pytest.raises(UserError, match=r"pip install 'heinsen_jax\[gcs\]'"), open_run("gs://a/b"):
         raise AssertionError
 
 
@@ -65,7 +65,7 @@ assert (folder / "theirs").read_text() == "content"
 
 def test_a_bucket_that_does_not_exist_is_refused(bucket):
     with (
-        opened("gs://other-bucket/run") as run,
+        open_run("gs://other-bucket/run") as run,
         pytest.raises(UserError, match="--workdir gs://other-bucket/run cannot be written"),
     ):
         run.check_writable()
@@ -77,7 +77,7 @@ def test_files_of_a_run_are_uploaded_when_they_change(bucket, monkeypatch):
     monkeypatch.setattr(
         buckets, "write_whole", lambda path, x: (uploaded.append(path.name), write(path, x))
     )
-    with opened(bucket) as run:
+    with open_run(bucket) as run:
         run.check_writable()
         (run.files / "metrics.jsonl").write_text("1\n")
         (run.files / "samples").mkdir()
@@ -88,7 +88,7 @@ def test_files_of_a_run_are_uploaded_when_they_change(bucket, monkeypatch):
         run.publish()
     assert sorted(uploaded) == ["metrics.jsonl", "metrics.jsonl", "step_1.txt"]
     assert not run.files.exists()
-    with opened(bucket) as run:
+    with open_run(bucket) as run:
         assert (run.files / "metrics.jsonl").read_text() == "1\n2\n"
         assert run.files.name == bucket.rpartition("/")[2]
         run.publish()
@@ -102,7 +102,7 @@ def test_files_of_a_run_are_uploaded_when_they_change(bucket, monkeypatch):
 def test_files_that_change_before_the_lock_is_taken_are_read(bucket):
     metrics = epath.Path(bucket) / "metrics.jsonl"
     metrics.write_text("1\n")
-    with opened(bucket) as run:
+    with open_run(bucket) as run:
         metrics.write_text("1\n2\n")  # by the previous owner, which now ends
         with run.locked():
             assert (run.files / "metrics.jsonl").read_text() == "1\n2\n"
@@ -110,11 +110,11 @@ def test_files_that_change_before_the_lock_is_taken_are_read(bucket):
 
 def test_restart_sets_a_run_aside(bucket):
     for number in ("", "-2"):
-        with opened(bucket) as run:
+        with open_run(bucket) as run:
             (run.files / "metrics.jsonl").write_text(f"rows{number}")
             run.publish()
             (epath.Path(bucket) / "checkpoints/5/file").write_text("arrays")
-        with opened(bucket) as run:
+        with open_run(bucket) as run:
             set_aside(run)
             assert not list(run.files.iterdir())
         aside = epath.Path(bucket) / f"before-restart{number}"
@@ -131,7 +131,7 @@ def test_temporary_files_that_vanish_are_not_uploaded(bucket, monkeypatch):
 
     version = run_folder._version
     monkeypatch.setattr(run_folder, "_version", vanishing)
-    with opened(bucket) as run:
+    with open_run(bucket) as run:
         for name in ("config.json", "lock.tmp", "x.partial"):
             (run.files / name).write_text("{}")
         run.publish()
@@ -147,7 +147,7 @@ def test_two_threads_upload_a_file_once(bucket, monkeypatch):
         time.sleep(0.2)
 
     monkeypatch.setattr(buckets, "write_whole", slow)
-    with opened(bucket) as run:
+    with open_run(bucket) as run:
         (run.files / "config.json").write_text("{}")
         thread = threading.Thread(target=run.publish)
         thread.start()

@@ -24,8 +24,9 @@ Kind = TypeVar("Kind")
 
 
 def load_config(path: str | Path) -> ExperimentConfig:
-    """Load an experiment from a Python file with `get_config()`, or from a run's config.json; with
-    the tokenizer in the run's folder, unless it is one that is known by name.
+    """Load an experiment from a Python file with `get_config()`, or from a run's config.json.
+
+    A path of a tokenizer in a run's config.json is replaced by the run's saved tokenizer.
 
     Args:
       path: path of the file, or name of a shipped configuration.
@@ -51,29 +52,28 @@ def load_config(path: str | Path) -> ExperimentConfig:
 
 
 def _with_own_tokenizer(config: ExperimentConfig, path: Path) -> ExperimentConfig:
-    """The configuration in a file, with the tokenizer of the file's folder, if that is of a run, in
-    place of the path from which the run had it, which may not exist any more."""
+    """Use the run's saved tokenizer, if any; the original path may be gone."""
     data, folder = config.data, path.absolute().parent
-    is_of_run = path.name == CONFIG_FILE and (folder / TOKENIZER_FILE).exists()
-    if not is_of_run or not isinstance(data, DataConfig) or has_name(data.tokenizer):
+    has_saved_tokenizer = path.name == CONFIG_FILE and (folder / TOKENIZER_FILE).exists()
+    if not has_saved_tokenizer or not isinstance(data, DataConfig) or has_name(data.tokenizer):
         return config
     return dataclasses.replace(config, data=dataclasses.replace(data, tokenizer=str(folder)))
 
 
 def find_file(path: str | Path, shipped: Path) -> Path:
-    """The file of that path, or of that name in a shipped folder.
+    """Find a file by its path, or by its name in a shipped folder.
 
     Raises:
       UserError: neither exists, and the message lists the shipped names; or it is not a file.
     """
     by_name = {file.stem: file for file in sorted(shipped.glob("*.py"))}
-    found = by_name.get(str(path), Path(path))
-    check_regular(found)
-    if not found.is_file():
+    file = by_name.get(str(path), Path(path))
+    check_regular(file)
+    if not file.is_file():
         raise UserError(
             f"{path}: no such file; give an existing file or one of the names {', '.join(by_name)}"
         )
-    return found
+    return file
 
 
 def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
@@ -113,10 +113,10 @@ def run_file(path: Path, function: str, kind: type[Kind]) -> Kind:
 
 
 def check_range(config: ExperimentConfig) -> ExperimentConfig:
-    """The configuration, if JAX and NumPy can represent its integers.
+    """Return the configuration if JAX and NumPy can represent its integers.
 
     Raises:
-      UserError: one of them is not.
+      UserError: an integer is out of range.
     """
     for name, value in flat(as_json(config)).items():
         limit = 2**63 if name == "seed" else 2**31

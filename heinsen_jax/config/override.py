@@ -62,7 +62,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
 
 
 def _with_usual_values(message: str) -> str:
-    """The message, with the field's value for a value of other libraries, or a hint to --help."""
+    """Add a suggestion for a value of other libraries, or a hint to --help."""
     if "a value has the wrong type" in message:
         return f"{message}; {HELP}"
     given, separator, choices = message.partition(": no such choice; choose one of ")

@@ -30,7 +30,7 @@ _REMEDY = "change the messages, or the template in the files of the tokenizer"
 def render(template: str, variables: Mapping[str, Any]) -> str:
     """Render a template in a sandbox, since templates are code from others.
 
-    A process of its own renders it, with limits of time, memory and output.
+    A separate process renders it, with limits of time, memory and output.
 
     Raises:
       UserError: the template is invalid, exceeds a limit, or refuses the variables.
@@ -51,7 +51,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
 
 
 class _Worker:
-    """The process, which starts at the first request, and again after it was ended."""
+    """The process, which starts at the first request, and again after it has ended."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""A process that renders chat templates, so that its parent can end it: lines of JSON in and out.
+"""A separate process that renders chat templates: it reads and writes lines of JSON.
 
-It imports nothing of this package, so that it starts fast.
+Its parent can end it. It imports nothing of this package, so that it starts fast.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ MEMORY_BYTES = 2**30
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks answers of the model: its content."""
+    """Render the content of `{% generation %}`, which marks answers of the model."""
 
     tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
@@ -80,7 +80,7 @@ def _answer(request: dict[str, Any]) -> dict[str, str]:
             parts.append(part)
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES / 2**30:g} GiB of memory"}
-    except Exception as error:  # templates are programs of others
+    except Exception as error:  # a template may raise any error
         reason = " ".join(str(error).split()) or type(error).__name__
         return {"error": reason[:1000]}
     return {"text": "".join(parts)}

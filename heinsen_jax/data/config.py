@@ -104,14 +104,14 @@ class DataConfig:
     def absolute(self) -> "DataConfig":
         """A copy with absolute paths, for processes in other folders."""
 
-        def of_all(mixture: dict[str, float]) -> dict[str, float]:
+        def with_absolute_paths(mixture: dict[str, float]) -> dict[str, float]:
             return {_absolute_corpus(name): weight for name, weight in mixture.items()}
 
         return replace(
             self,
             corpus=_absolute_corpus(self.corpus),
-            mixture=None if self.mixture is None else of_all(self.mixture),
-            mixture_stages=tuple((step, of_all(x)) for step, x in self.mixture_stages),
+            mixture=None if self.mixture is None else with_absolute_paths(self.mixture),
+            mixture_stages=tuple((step, with_absolute_paths(x)) for step, x in self.mixture_stages),
             tokenizer=self.tokenizer if has_name(self.tokenizer) else absolute_path(self.tokenizer),
             cache=absolute_path(self.cache),
         )

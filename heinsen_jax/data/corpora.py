@@ -21,7 +21,7 @@ class Corpus:
     """Source of the download; `None` if every machine already has it."""
 
 
-# Sizes and hashes of WikiText and OpenWebText are those recorded in `dataset_infos.json` of Hugging
+# Sizes and hashes of WikiText and OpenWebText are recorded in `dataset_infos.json` of Hugging
 # Face `datasets`. The original site of WikiText is gone; its author's site has the file.
 CORPORA: dict[str, Corpus] = {
     "python-stdlib": Corpus(

@@ -29,7 +29,7 @@ class Batch(NamedTuple):
 
 
 class RowSequence(Sequence[Batch]):
-    """Rows that are made when they are read. Subclasses have `__len__` and `row`."""
+    """Rows that are computed on access. Subclasses have `__len__` and `row`."""
 
     def row(self, index: int) -> Batch:
         """The row at an index from 0."""

@@ -42,7 +42,7 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
 
     Args:
       source: the source. If it has a hash, then its content is compared with it.
-      on_read: called with the number of bytes of each read, and of the parts that need no reading.
+      on_read: called with the number of bytes of each read, and of each skipped part.
 
     Raises:
       UserError: the source is damaged, or cannot be read, or its content has another hash, which is
@@ -70,12 +70,12 @@ def read_documents(source: Source, on_read: Callable[[int], None]) -> Iterator[D
             read = digest.hexdigest() if in_order else sha256_of(source.path)
             if read != source.sha256 or (in_order and done != source.size):
                 raise _changed(source)
-        on_read(max(0, source.size - done))  # of the columns besides the text
+        on_read(max(0, source.size - done))  # bytes of the other columns
     except _DAMAGED as error:
         raise UserError(f"{source.place} is damaged ({error}); get the file again") from error
     except OSError as error:
         raise UserError(f"{source.place} cannot be read: {error.strerror or error}") from error
-    except Exception as error:  # the Hub's HTTP client differs between versions, and so do errors
+    except Exception as error:  # error classes differ between versions of the Hub's client
         if source.streamed is None or isinstance(error, UserError):
             raise
         raise UserError(
@@ -258,7 +258,7 @@ def _open_tar_xz(file: io.BufferedReader, expansion: Expansion) -> tarfile.TarFi
 
 
 def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> io.BufferedReader:
-    return cast(io.BufferedReader, archive.extractfile(member))  # None only for what is no file
+    return cast(io.BufferedReader, archive.extractfile(member))  # None only for other members
 
 
 _READERS: dict[str, Callable[[io.BufferedReader, Source], Iterator[Document]]] = {

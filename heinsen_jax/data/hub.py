@@ -51,15 +51,17 @@ def hub_sources(name: str, text_column: str = DEFAULT_COLUMN) -> list[Source]:
                 f"input {name}: no split {split or 'train'}; choose one of its splits, "
                 f"{', '.join(files)}, by :split"
             )
-        found = [(_source(url, text_column), each) for each in names for url in sorted(files[each])]
+        sources = [
+            (_source(url, text_column), each) for each in names for url in sorted(files[each])
+        ]
     except UserError:
         raise
-    except Exception as error:  # of the Hub's libraries, whose classes differ between versions
+    except Exception as error:  # error classes differ between versions of the libraries
         raise UserError(
             f"input {name} cannot be read from the Hugging Face Hub ({explain(error)}); check the "
             "name and the network; for private data, log in with `hf auth login`"
         ) from error
-    return [source for source, _ in found] if split else with_splits(found)
+    return [source for source, _ in sources] if split else with_splits(sources)
 
 
 def open_file(url: str) -> BinaryIO:

@@ -92,7 +92,7 @@ class Split(Record):
 
 
 class Manifest(Recipe):
-    """A complete data set. Bytes are of the UTF-8 text, without start and end-of-text tokens."""
+    """A complete data set. Bytes count the UTF-8 text, without start and end-of-text tokens."""
 
     dtype: DtypeName
     vocab_size: int
@@ -130,7 +130,7 @@ class Manifest(Recipe):
         """Check the hash of every shard.
 
         Raises:
-          UserError: one is not; the message names it.
+          UserError: a hash differs; the message names the file.
         """
         for shard in self.shards():
             if sha256_of(path := folder / shard.file) != shard.sha256:

@@ -21,9 +21,9 @@ ENDLESS = 1 << 40  # rows
 class MixedDataset:
     """Sources of training rows by name, each a corpus of its own.
 
-    From the step of a stage on, its weights hold. Rows alternate between the sources in proportion
-    to their weights, and each source continues in its own random order, also across stages; so a
-    row is a pure function of the seed and its number.
+    A stage's weights apply from its step on. Rows alternate between the sources in proportion to
+    their weights, and each source continues in its own random order, also across stages; so a row
+    is a pure function of the seed and its number.
 
     Args:
       sources: the data sets by name, with one tokenizer.
@@ -80,7 +80,7 @@ class MixedDataset:
         return (json.dumps(manifests, indent=2) + "\n").encode()
 
     def documents(self, config: DataConfig) -> Documents:
-        """As for one source: separate if end-of-text tokens divide one of them."""
+        """Separate if the documents of a source are, else continuous."""
         chosen = {source.documents(config) for source in self.sources.values()}
         return "separate" if "separate" in chosen else "continuous"
 
@@ -92,7 +92,7 @@ class MixedDataset:
 
     def epochs(self, config: DataConfig, steps: int) -> dict[str, float]:
         """Number of epochs of each source in the first updates."""
-        found = dict.fromkeys(self.sources, 0.0)
+        epochs = dict.fromkeys(self.sources, 0.0)
         begins = [min(begin, steps) for begin, _ in self._stages]
         for (_, weights), begin, end in zip(
             self._stages, begins, [*begins[1:], steps], strict=True
@@ -101,8 +101,8 @@ class MixedDataset:
             for name, weight in weights.items():
                 source = self.sources[name]
                 part = weight / sum(weights.values()) * (1 - source.padding(config))
-                found[name] += part * tokens / source.train_tokens
-        return found
+                epochs[name] += part * tokens / source.train_tokens
+        return epochs
 
     def train_row(self, config: DataConfig, seed: int) -> Callable[[int], Batch]:
         """Rows of the sources in proportion to the weights of the stage of their step."""
@@ -115,7 +115,7 @@ class MixedDataset:
         for (_, weights), begin, end in zip(self._stages, begins, [*begins[1:], 0], strict=True):
             mixtures.append(_mix(rows, used, weights))
             total = sum(weights.values())
-            for name, weight in weights.items():  # an upper bound: none is repeated
+            for name, weight in weights.items():  # an upper bound, so that no row repeats
                 used[name] += int(np.ceil((end - begin) * weight / total))
 
         def row(number: int) -> Batch:
@@ -144,7 +144,8 @@ def load_mixture(config: DataConfig) -> MixedDataset:
     """Load the corpora of a mixture, and prepare them first if needed.
 
     Raises:
-      UserError: two have the same name, or that of another row of metrics, or one cannot be loaded.
+      UserError: a corpus cannot be loaded, or its name is also the name of another corpus or a test
+        length.
     """
     chosen = dict.fromkeys(name for weights in config.mixtures for name in weights)
     single = replace(config, mixture=None, mixture_stages=())

@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 class Plan:
-    """Rows of whole documents of one shard after the other, as `(shard, segments)`.
+    """Rows of whole documents, shard by shard, as `(shard, segments)`.
 
     A document longer than a row is cut into segments of row length. The first token of each is the
     last one of the previous segment, so that every token but the first of a document is predicted.
@@ -42,8 +42,8 @@ class Plan:
     def __init__(self, ends: Sequence[np.ndarray], length: int) -> None:
         self._shards: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         counts, tokens = [0], 0
-        for of_shard in ends:
-            starts, sizes = _segments(of_shard, length)
+        for shard_ends in ends:
+            starts, sizes = _segments(shard_ends, length)
             rows = best_fit(sizes, length + 1)
             order = np.argsort(rows, kind="stable")
             bounds = np.flatnonzero(np.diff(rows[order], prepend=-1, append=len(rows)))
@@ -85,7 +85,7 @@ def best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
     """
     order = np.argsort(-sizes, kind="stable")
     rows, count = np.empty(len(sizes), np.int64), 0
-    spaces: list[int] = []  # of rows that are not full: distinct, in increasing order
+    spaces: list[int] = []  # in rows that are not full: distinct, increasing
     rows_by_space: defaultdict[int, list[int]] = defaultdict(list)
     for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         place = bisect_left(spaces, size)

@@ -44,7 +44,7 @@ def read_texts(file: BinaryIO, name: str, column: str) -> Iterator[str]:
             f"{name}, row {row}: column {column!r} is not UTF-8 text; fix the row"
         ) from None
     except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # of the file, not of its pages
+        if isinstance(error, OSError) and error.errno is not None:  # a failed read
             raise
         raise UserError(f"{name} is damaged ({error}); get the file again") from error
 

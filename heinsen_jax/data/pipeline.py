@@ -56,11 +56,11 @@ def train_batches(
     local_batch = _local_batch(config, process_count)
     row = dataset.train_row(config, seed)
 
-    def of_share(index: int) -> Batch:
+    def local_row(index: int) -> Batch:
         step, place = divmod(index, local_batch)
         return row(step * config.batch_size + process_index * local_batch + place)
 
-    batches = grain.MapDataset.range(ENDLESS).map(of_share).batch(local_batch)
+    batches = grain.MapDataset.range(ENDLESS).map(local_row).batch(local_batch)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(batches[start_step:].to_iter_dataset(options))
 
@@ -103,8 +103,8 @@ def row_batches(
     for step in range(count if max_batches is None else min(count, max_batches)):
         first = step * config.batch_size + process_index * local_batch
         indices = range(first, first + local_batch)
-        found = [rows[i] if i < len(rows) else padding for i in indices]
-        yield jax.tree.map(lambda *x: np.stack(x), *found)
+        batch = [rows[i] if i < len(rows) else padding for i in indices]
+        yield jax.tree.map(lambda *x: np.stack(x), *batch)
 
 
 def _local_batch(config: DataSettings, process_count: int) -> int:

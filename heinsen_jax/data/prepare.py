@@ -113,10 +113,10 @@ def prepare(
     by_input = sources_by_input(inputs, local_path(downloads, "downloads"), text_column)
     rule = _split_rule(split, validation_fraction, [*itertools.chain(*by_input.values())])
     _check_output(output)
-    found = _tokenizer(tokenizer, output)
+    loaded_tokenizer = _tokenizer(tokenizer, output)
     by_input = hashed_sources(by_input)
     sources = [*itertools.chain(*by_input.values())]
-    recipe = _recipe(by_input, found, rule, text_column)
+    recipe = _recipe(by_input, loaded_tokenizer, rule, text_column)
     try:
         output.mkdir(parents=True, exist_ok=True)
         if _is_finished(recipe, output):
@@ -125,14 +125,14 @@ def prepare(
             if _is_finished(recipe, output):  # the process that held the lock has finished it
                 return Manifest.load(output)
             for path in output.iterdir():
-                if _OWN_PARTIAL.fullmatch(path.name):  # of a process that was killed
+                if _OWN_PARTIAL.fullmatch(path.name):  # left by a killed process
                     path.unlink()
-            recipe.write(output / _RECIPE_FILE)  # first, since it marks the folder as its own
-            save_tokenizer(found, output)
+            recipe.write(output / _RECIPE_FILE)  # first, since it marks the folder as a data set
+            save_tokenizer(loaded_tokenizer, output)
             units = plan_units(recipe, rule, sources)
             left = [unit for unit in units if read_record(unit, output) is None]
             _process(left, output, executor)
-            return _finish(recipe, found, units, output)
+            return _finish(recipe, loaded_tokenizer, units, output)
     except OSError as error:
         raise UserError(f"output {output} cannot be written: {error}") from error
 
@@ -167,7 +167,7 @@ def _split_rule(
 
 
 def _tokenizer(name: str, output: Path) -> Tokenizer:
-    """The tokenizer of that name, without the network if `output` has it already."""
+    """Load a tokenizer by name, without the network if `output` has it already."""
     is_published = name in tiktoken.list_encoding_names()
     if is_published and saved_name(output) == name:
         return load_tokenizer(output)
@@ -215,7 +215,7 @@ def _is_finished(recipe: Recipe, output: Path) -> bool:
     if not path.exists():
         return False
     try:
-        held = Recipe.model_validate_json(path.read_bytes())
+        recorded = Recipe.model_validate_json(path.read_bytes())
     except pydantic.ValidationError:
         raise UserError(
             f"{path} is damaged, or not of a preparation; choose another output"
@@ -223,7 +223,7 @@ def _is_finished(recipe: Recipe, output: Path) -> bool:
     wanted = dict(recipe)
     differing = [
         f"{field} ({_brief(value)}, not {_brief(wanted[field])})"
-        for field, value in held
+        for field, value in recorded
         if value != wanted[field]
     ]
     is_finished = (output / MANIFEST_FILE).exists()

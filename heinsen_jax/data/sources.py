@@ -23,12 +23,12 @@ SPLITS: tuple[SplitName, ...] = ("train", "validation")
 DEFAULT_COLUMN = "text"
 
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-"""Formats of files by their suffix, in small letters; all others are text."""
+"""Formats by suffix, in small letters; all other files are text."""
 _COMPRESSIONS = {".gz": ".gz", ".zst": ".zst", ".zstd": ".zst"}
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z", ".rar", ".bz2", ".xz", ".lzma", ".lz4"}
-"""Suffixes of archives, of which some are valid UTF-8, and of other compressions."""
+"""Suffixes of unsupported archives and compressions; some archives are valid UTF-8."""
 _TABLES = {".csv", ".tsv", ".xls", ".xlsx", ".arrow", ".feather", ".orc", ".parq", ".avro"}
-"""Suffixes of tables whose rows are not read: as text, they would be documents of their own."""
+"""Suffixes of unsupported tables, which would be read as text otherwise."""
 _HUB_FILE = re.compile(
     r"(?:.*/)?(train|validation|valid|val|dev|test)(?:/\d+|-\d{5}-of-\d{5}(?:-[0-9a-f]+)?)?"
     r"(?i:\.parquet|\.(?:jsonl|ndjson|json)(?:\.(?:gz|zst|zstd))?)"
@@ -104,7 +104,8 @@ class Source:
 
     @property
     def version(self) -> tuple[str | int, ...]:
-        """Key that changes whenever the content may have changed: of a local file, its mtime."""
+        """Key that changes whenever the content may have changed; it has the mtime of a local
+        file."""
         if self.streamed:
             return (self.name, self.size, self.streamed.version)
         changed = 0 if self.remote else self.path.stat().st_mtime_ns
@@ -150,29 +151,29 @@ def _check_file(path: Path) -> None:
 def with_splits(sources: Sequence[tuple[Source, str]]) -> list[Source]:
     """Select the sources of training and validation by the names of their splits, and mark them if
     both splits have some."""
-    found: list[tuple[Source, SplitName]] = [
+    chosen: list[tuple[Source, SplitName]] = [
         (source, "train" if name == "train" else "validation")
         for source, name in sources
         if name != "test"
     ]
-    if len({split for _, split in found}) < 2:
-        return [source for source, _ in found]
-    return [replace(source, split=split) for source, split in found]
+    if len({split for _, split in chosen}) < 2:
+        return [source for source, _ in chosen]
+    return [replace(source, split=split) for source, split in chosen]
 
 
 def _hub_splits(names: Sequence[str]) -> dict[str, str] | None:
     """The split of each data file of a folder in the form of the Hub; None for other folders."""
     data = [name for name in names if Path(name).name not in _HUB_OTHERS]
-    found = {name: match[1] for name in data if (match := _HUB_FILE.fullmatch(name))}
-    return found if len(found) == len(data) and "train" in found.values() else None
+    splits = {name: match[1] for name in data if (match := _HUB_FILE.fullmatch(name))}
+    return splits if len(splits) == len(data) and "train" in splits.values() else None
 
 
 def check_sources(sources: Sequence[Source]) -> None:
     """Check, before any is read, that the sources can be read.
 
     Raises:
-      UserError: they need a package that is not installed, or none of them has columns although one
-        is named.
+      UserError: a source needs a package that is not installed, or a column is named and no source
+        has columns.
     """
     if any(source.kind == "parquet" for source in sources):
         extra_module("heinsen_jax.data.parquet")
@@ -212,9 +213,9 @@ def _visible_files(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise UserError(f"{error.filename} cannot be read: {error.strerror}") from error
 
-    for place, folders, names in os.walk(folder, onerror=refuse):
+    for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not _is_hidden(name)]
-        yield from (Path(place, name) for name in names if not _is_hidden(name))
+        yield from (Path(parent, name) for name in names if not _is_hidden(name))
 
 
 def _is_hidden(name: str) -> bool:

@@ -59,7 +59,7 @@ class _ReportingFile(io.RawIOBase):
 
 
 class Expansion:
-    """The size of what a compressed file expands to, which is limited.
+    """The decompressed size of a file, which is limited.
 
     Args:
       name: name of the file, for messages.

@@ -69,8 +69,8 @@ class Recall(Task):
     Keys are distinct; keys and values have disjoint tokens. The position of a query follows a power
     law: the n-th position has probability proportional to n^(power - 1).
 
-    Settings are those of Zoology, with 4, 8, 16 and 64 pairs at lengths 64, 128, 256 and 512. In
-    contrast to it, answers follow their queries in the sequence, and no example is repeated.
+    Zoology has 4, 8, 16 and 64 pairs at lengths 64, 128, 256 and 512. In contrast to it, answers
+    follow their queries in the sequence, and no example is repeated.
 
     References:
       Arora et al., 2023, Zoology, arXiv:2312.04927.
@@ -82,11 +82,10 @@ class Recall(Task):
     num_pairs: pydantic.PositiveInt = 8
     """Number of key/value pairs, also at test lengths."""
     min_pairs: pydantic.PositiveInt | None = None
-    """Smallest number of pairs: that of each example is drawn from min_pairs, 2 min_pairs,
-    4 min_pairs, ..., num_pairs; num_pairs when None."""
+    """Smallest number of pairs. Each example has min_pairs, 2 min_pairs, 4 min_pairs, ..., or
+    num_pairs, drawn at random; num_pairs when None."""
     test_pairs: tuple[pydantic.PositiveInt, ...] = ()
-    """Further evaluations, at sequence_length and with one query of each key: the number of pairs
-    of all their examples."""
+    """Numbers of pairs of further evaluations, at sequence_length and with one query per key."""
     sequence_length: pydantic.PositiveInt = 128
     """Sequence length in tokens, an even number."""
     repeated_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.0

@@ -61,11 +61,11 @@ class TokenSource:
     def document_ends(self, shard: int, end_of_text: int) -> np.ndarray:
         """Positions after the last token of each document of a shard, in order."""
         tokens = self._shards[shard]
-        found = [
+        ends = [
             np.flatnonzero(tokens[start : start + _BLOCK] == end_of_text) + start + 1
             for start in range(0, len(tokens), _BLOCK)
         ]
-        return np.unique(np.concatenate([*found, [len(tokens)]]))
+        return np.unique(np.concatenate([*ends, [len(tokens)]]))
 
 
 class TokenDataset:
@@ -80,7 +80,7 @@ class TokenDataset:
         self.tokenizer = load_tokenizer(folder)
         if self.tokenizer.fingerprint != self.manifest.tokenizer_fingerprint:
             raise UserError(
-                f"{folder}: its tokenizer differs from that of its tokens; delete the folder and "
+                f"{folder}: its tokens were made with another tokenizer; delete the folder and "
                 "prepare it again"
             )
         if document_start(self.tokenizer) != self.manifest.start_ids:
@@ -192,7 +192,7 @@ def load_text(config: DataConfig, *, split: SplitChoice = "auto") -> TokenDatase
       split: as for `prepare`; ignored for prepared folders and published splits.
 
     Raises:
-      UserError: the corpus is that of an imported model, or cannot be prepared.
+      UserError: the corpus is an imported model's, which is unknown, or cannot be prepared.
     """
     if config.corpus.startswith(MODEL):
         raise UserError(
@@ -311,7 +311,7 @@ def _check_prepared(manifest: Manifest, config: DataConfig) -> None:
 
 
 def _folder_name(config: DataConfig, split: SplitChoice, sources: Sequence[Source]) -> str:
-    """Folder name in the cache: different for everything that may give different tokens."""
+    """Folder name in the cache, which differs wherever tokens may differ."""
     path = Path(config.corpus)
     is_path = config.corpus not in CORPORA and not config.corpus.startswith(HUB)
     name = path.resolve().stem if is_path else config.corpus.removeprefix(HUB)

@@ -85,12 +85,12 @@ def stop_ids_of(folder: Path) -> list[int]:
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Special tokens by name, such as `bos_token`."""
-    found = {}
+    tokens = {}
     for name, value in config.items():
         match value:
             case str(token) | {"content": str(token)} if name.endswith("_token"):
-                found[name] = token
-    return found
+                tokens[name] = token
+    return tokens
 
 
 def templates_of(given: Any, path: Path) -> dict[str, str]:
@@ -101,13 +101,13 @@ def templates_of(given: Any, path: Path) -> dict[str, str]:
         case str(template):
             return {DEFAULT: template}
         case [*several]:
-            found = {}
+            templates = {}
             for one in several:
                 match one:
                     case {"name": str(name), "template": str(template)}:
-                        found[name] = template
-            if len(found) == len(several):
-                return found
+                        templates[name] = template
+            if len(templates) == len(several):
+                return templates
     raise UserError(f"{path}: chat_template must be a text, or texts with names; correct it")
 
 
@@ -116,33 +116,33 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _decoder_tokens(tokens: Any, path: Path) -> dict[int, dict[str, Any]]:
-    """Added tokens by id, of the field `added_tokens_decoder`."""
+    """Added tokens by id, from the field `added_tokens_decoder`."""
     if not isinstance(tokens, Mapping):
         raise UserError(f"{path}: added_tokens_decoder must map ids to objects; correct it")
-    found = {}
+    by_id = {}
     for number, token in tokens.items():
         match token:
             case {"content": str(content)} if number.isdecimal():
                 flags = {name: bool(token[name]) for name in FLAGS if name in token}
-                found[int(number)] = {"id": int(number), "content": content, **flags}
+                by_id[int(number)] = {"id": int(number), "content": content, **flags}
             case _:
                 raise UserError(
                     f"{path}: added_tokens_decoder[{number!r}]={token!r} does not map an id to an "
                     "object with content; correct it"
                 )
-    return found
+    return by_id
 
 
 def _legacy_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Added tokens by id, of `added_tokens.json`."""
-    found, special = {}, {token["content"] for token in _named(config)}
+    """Added tokens by id, from `added_tokens.json`."""
+    by_id, special = {}, {token["content"] for token in _named(config)}
     for content, number in _optional(path).items():
         if type(number) is not int or number < 0:
             raise UserError(f"{path}: {content!r} has no id but {number!r}; correct it")
         flags = dict.fromkeys(FLAGS, False)
         flags |= {"special": content in special, "normalized": content not in special}
-        found[number] = {"id": number, "content": content, **flags}
-    return found
+        by_id[number] = {"id": number, "content": content, **flags}
+    return by_id
 
 
 def _with_tokens(
@@ -223,8 +223,7 @@ def _with_special_tokens(
 def _with_prefix_space(
     document: dict[str, Any], config: Mapping[str, Any], folder: Path
 ) -> dict[str, Any]:
-    """The content of `tokenizer.json`, with `add_prefix_space` of a byte-level class; for other
-    classes as it is.
+    """The content of `tokenizer.json`, with `add_prefix_space` applied to byte-level classes.
 
     Raises:
       UserError: `add_prefix_space` of a Llama tokenizer contradicts the file.

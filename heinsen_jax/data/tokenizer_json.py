@@ -55,21 +55,21 @@ class Spelling:
     def of(cls, decoder: Mapping[str, Any] | None, path: Path) -> "Spelling":
         """Read a decoder; `path` is for messages."""
         decoder = decoder or {"type": "null"}
-        found: dict[str, Any] = {"replacements": ()}
+        fields: dict[str, Any] = {"replacements": ()}
         for part in decoder.get("decoders", [decoder]):
             match part:
                 case {"type": "ByteLevel"}:
-                    found["is_byte_level"] = True
+                    fields["is_byte_level"] = True
                 case {"type": "ByteFallback"}:
-                    found["has_byte_tokens"] = True
+                    fields["has_byte_tokens"] = True
                 case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                    found["replacements"] += ((old, new),)
+                    fields["replacements"] += ((old, new),)
                 case {"type": "Metaspace", "replacement": old}:
-                    found["replacements"] += ((old, " "),)
+                    fields["replacements"] += ((old, " "),)
                     scheme = part.get("prepend_scheme", part.get("add_prefix_space", True))
-                    found["strips_space"] = scheme not in ("never", False)
+                    fields["strips_space"] = scheme not in ("never", False)
                 case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-                    found["strips_space"] = True
+                    fields["strips_space"] = True
                 case {"type": "Fuse"}:
                     pass
                 case _:
@@ -77,7 +77,7 @@ class Spelling:
                         f"{path}: its decoder {part['type']} is unsupported; choose a tokenizer of "
                         "byte-level BPE or of SentencePiece"
                     )
-        return cls(**found)
+        return cls(**fields)
 
     def bytes_of(self, token: str) -> bytes:
         if self.is_byte_level and _BYTES.keys() >= set(token):
@@ -129,10 +129,10 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         try:  # the method for batches is three times as fast
             with refusing_panics(*self._refusal(text)):
-                (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+                (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         except TypeError:  # unpaired surrogates, which tiktoken replaces, too
             return self.encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        ids = found.ids
+        ids = encoding.ids
         if self._special.isdisjoint(ids):
             return ids
         return [x for token in ids for x in self._without_special(token)]
@@ -213,15 +213,15 @@ def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
     if not isinstance(document.get("model"), dict):
         raise UserError(f"{path} defines no tokenizer; give a tokenizer.json of Hugging Face")
     added = added_tokens(document, path)
-    found = sorted({token["content"] for token in added if token.get("special")} & ENDS_OF_TEXT)
-    if len(found) == 1:
-        return JsonTokenizer(name, path, document, found[0])
+    ends = sorted({token["content"] for token in added if token.get("special")} & ENDS_OF_TEXT)
+    if len(ends) == 1:
+        return JsonTokenizer(name, path, document, ends[0])
     config_path = path.with_name(SETTINGS_FILE)
     config = read_json(config_path) if config_path.exists() else {}
     match config.get("eos_token"):
         case str(end) | {"content": str(end)}:
             return JsonTokenizer(name, path, document, end)
-    known = ", ".join(found) or "none that is known"
+    known = ", ".join(ends) or "none that is known"
     raise UserError(
         f"{path}: exactly one special token must end a text, but it has {known}; write "
         f'{{"eos_token": "..."}} to {config_path}'
@@ -237,14 +237,14 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     check_regular(path)
     try:
-        found = parse_json(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); restore the file") from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); restore the file") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise UserError(f"{path} is damaged (it has no JSON object); restore the file")
-    return found
+    return content
 
 
 def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[RustTokenizer, int]:
@@ -276,17 +276,17 @@ def added_tokens(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]
       UserError: one has no id or no content, or two have the same id.
     """
     tokens = document.get("added_tokens") or []
-    found: dict[int, dict[str, Any]] = {}
+    by_id: dict[int, dict[str, Any]] = {}
     for token in tokens if isinstance(tokens, list) else [tokens]:
         match token:
-            case {"id": int(number), "content": str()} if number not in found and number >= 0:
-                found[number] = token
+            case {"id": int(number), "content": str()} if number not in by_id and number >= 0:
+                by_id[number] = token
             case _:
                 raise UserError(
                     f"{path}: added_tokens has {token!r}, which is no object with an id of its "
                     "own and content; correct it"
                 )
-    return [*found.values()]
+    return [*by_id.values()]
 
 
 def parsed(path: Path, document: Mapping[str, Any]) -> RustTokenizer:

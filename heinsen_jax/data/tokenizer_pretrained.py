@@ -73,14 +73,14 @@ class PretrainedTokenizer(JsonTokenizer):
     def config(self) -> dict[str, Any]:
         """The content of `tokenizer_config.json`, with all fields of the original."""
         own = super().config()
-        found = own | self._config | {"heinsen_jax": own["heinsen_jax"]}
-        found["heinsen_jax"] |= {"is_pretrained": True, "stop_ids": [*self.stop_ids]}
-        found |= self.special_tokens | {"add_bos_token": bool(self.start_ids)}
+        fields = own | self._config | {"heinsen_jax": own["heinsen_jax"]}
+        fields["heinsen_jax"] |= {"is_pretrained": True, "stop_ids": [*self.stop_ids]}
+        fields |= self.special_tokens | {"add_bos_token": bool(self.start_ids)}
         if self.templates:
             pairs = [{"name": k, "template": v} for k, v in self.templates.items()]
             is_one = {*self.templates} == {DEFAULT}
-            found["chat_template"] = self.templates[DEFAULT] if is_one else pairs
-        return found
+            fields["chat_template"] = self.templates[DEFAULT] if is_one else pairs
+        return fields
 
     def _start_ids(self, add_bos_token: bool | None) -> tuple[int, ...]:
         """Tokens before a document, by the configuration or else as the file adds them."""
@@ -98,7 +98,7 @@ class PretrainedTokenizer(JsonTokenizer):
         return (bos,) if add_bos_token and bos is not None and not start else start
 
     def _texts(self) -> Iterator[str]:
-        """Texts of which at least one has tokens."""
+        """Yield texts, at least one of which has tokens."""
         yield "a"
         yield from sorted(self._with_special.get_vocab())
 

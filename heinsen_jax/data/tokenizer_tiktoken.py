@@ -187,7 +187,7 @@ def _rank_lines(ranks: dict[bytes, int]) -> bytes:
 
 @dataclass(frozen=True)
 class Published:
-    """Definition of a published encoding without its ranks, so that a local file of them suffices.
+    """Definition of a published encoding without its ranks, for use with a local file of ranks.
 
     (The constructors in `tiktoken_ext.openai_public` download the ranks.)
     """
@@ -229,7 +229,7 @@ _HARMONY = {
     **{f"<|reserved_{i}|>": i for i in range(200013, 201088)},
 }
 PUBLISHED = {
-    "gpt2": _R50K,  # published in another format; the ranks are those of r50k_base
+    "gpt2": _R50K,  # published in another format, with the ranks of r50k_base
     "r50k_base": _R50K,
     "p50k_base": Published(_P50K_RANKS, openai_public.r50k_pat_str, {END_OF_TEXT: 50256}),
     "p50k_edit": Published(

@@ -105,9 +105,9 @@ def get_tokenizer(name: str) -> Tokenizer:
         the path of a `tokenizer.json` or of a folder that has one. A `.tiktoken` file named after a
         published encoding, such as `gpt2.tiktoken`, must be that encoding; any other is split by
         GPT-2's pattern and gets `<|endoftext|>` as its last id. A folder that `save_tokenizer`
-        wrote, such as that of a run, gives the saved tokenizer under its name. The folder of a
-        model of Hugging Face gives its tokens only: the tokens that documents start with and chat
-        templates are those of `interop.transformers.from_pretrained`.
+        wrote, such as a run's folder, gives the saved tokenizer under its name. The folder of a
+        Hugging Face model gives its tokens only; for the tokens that start documents and for chat
+        templates, use `interop.transformers.from_pretrained`.
     """
     path = Path(name)
     if name == "bytes":
@@ -136,8 +136,8 @@ def has_name(name: str) -> bool:
 
 
 def tokenizer_name(name: str) -> str:
-    """Return the name that `get_tokenizer(name)` gives its result; a `tokenizer.json` has that of
-    its folder."""
+    """Return the name that `get_tokenizer(name)` gives its result; a `tokenizer.json` is named
+    after its folder."""
     if has_name(name):
         return name
     if _is_saved(Path(name)):

@@ -142,8 +142,8 @@ def process_unit(
 
 
 def document_start(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens before each part of a document: `start_ids`, or none if the end-of-text token is
-    one of them, since it precedes each document already."""
+    """Tokens prepended to each part of a document: `start_ids`, unless they include the end-of-text
+    token, which precedes each document already."""
     start = start_ids(tokenizer)
     return () if tokenizer.end_of_text_id in start else start
 

@@ -67,12 +67,12 @@ def save_pretrained(
 
 
 def _save_pretrained(
-    run: RunFolder, place: Path, best: bool, shard_bytes: int, repo_id: str | None
+    run: RunFolder, output: Path, best: bool, shard_bytes: int, repo_id: str | None
 ) -> Path:
-    check_new_folder(place)
+    check_new_folder(output)
     model, tokenizer, step = load_run(str(run), best=best, on_host=True)
     arrays = flatten_with_names(nnx.state(model, nnx.Param))
-    with filling(place) as partial:
+    with filling(output) as partial:
         save_weights(partial, arrays, step=step, shard_bytes=shard_bytes)
         if tokenizer is not None:
             save_tokenizer(tokenizer, partial)
@@ -81,15 +81,15 @@ def _save_pretrained(
         (partial / CONFIG_FILE).write_text(content, encoding="utf-8")
         if (run.files / METRICS_FILE).exists():
             shutil.copyfile(run.files / METRICS_FILE, partial / METRICS_FILE)
-        name = place.name if place.is_absolute() else str(place)
+        name = output.name if output.is_absolute() else str(output)
         text = card(run.files, step, arrays, repo_id or name)
         (partial / CARD_FILE).write_text(text, encoding="utf-8")
-    return place
+    return output
 
 
 def _without_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that names files and folders without the folders of this machine that they
-    are in; the tokenizer is the file beside it."""
+    """Remove this machine's folders from the paths in a configuration; the tokenizer is the file
+    beside it."""
 
     def plain(value: Any) -> Any:
         match value:
@@ -181,7 +181,7 @@ def push(
                 delete_patterns=["*.safetensors", "*.safetensors.index.json"],  # earlier weights
                 commit_message="A model of heinsen_jax",
             )
-        except Exception as error:  # its HTTP client differs between versions, and so do errors
+        except Exception as error:  # error classes differ between versions of its client
             reason = next(iter(str(error).splitlines()), "no reason given")
             raise UserError(
                 f"{repo_id} could not be uploaded ({type(error).__name__}: {reason}); check the "
@@ -251,8 +251,8 @@ class _Origin(NamedTuple):
 def _origin(config: Sections) -> _Origin:
     if teacher := config.get("distillation", {}).get("teacher"):
         with open_run(str(teacher)) as run:
-            found = read_config(run.files)
-        base = None if found is None else _origin(found).base
+            teacher_config = read_config(run.files)
+        base = None if teacher_config is None else _origin(teacher_config).base
         name = _markdown(base or Path(str(teacher)).name)
         return _Origin(DISTILLED.format(teacher=name), True, base)
     name = str(config["data"].get("corpus"))
@@ -324,7 +324,8 @@ def _results(metrics: dict[str, float], batches: JSON) -> str:
     if not metrics:
         return "Not measured."
     rows = "\n".join(f"| {name.replace('_', ' ')} | {x:.4f} |" for name, x in metrics.items())
-    part = "" if batches is None else f"\n\nOf the first {batches} batches of the validation text."
+    part = f"\n\nMeasured on the first {batches} batches of the validation text."
+    part = "" if batches is None else part
     return f"| | validation |\n|---|---|\n{rows}{part}"
 
 
@@ -337,7 +338,7 @@ def _metadata(
     title: str,
     attention: str,
     source: str,
-    found: dict[str, float],
+    metrics: dict[str, float],
     writes: bool,
     origin: _Origin,
 ) -> str:
@@ -350,7 +351,7 @@ def _metadata(
             metric_type=name,
             metric_value=round(value, 4),
         )
-        for name, value in found.items()
+        for name, value in metrics.items()
     ]
     return ModelCardData(
         library_name="heinsen_jax",
@@ -394,12 +395,12 @@ def main() -> None:
     prog = "python -m heinsen_jax.interop.hub"
     match parse_command(commands, prog=prog, description=__doc__):
         case SaveOptions() as options:
-            place = save_pretrained(options.workdir, options.output, best=not options.latest)
-            print(printable(f"saved in {place}"))
+            folder = save_pretrained(options.workdir, options.output, best=not options.latest)
+            print(printable(f"saved in {folder}"))
         case PushOptions() as options:
             private, best = options.private, not options.latest
-            place = push(options.workdir, options.repo_id, private=private, best=best)
-            print(printable(f"pushed to {place}"))
+            address = push(options.workdir, options.repo_id, private=private, best=best)
+            print(printable(f"pushed to {address}"))
 
 
 if __name__ == "__main__":

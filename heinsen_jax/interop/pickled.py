@@ -2,8 +2,8 @@
 
 Such a file is a zip archive: `data.pkl`, a pickle of the structure in which each tensor is a view
 of a storage, and a member `data/<key>` for every storage. Pickles may call any function and set the
-state of any object; only what constructs tensors in dictionaries and lists is allowed here. Views
-are checked against their storage, as by `torch.load(..., weights_only=True)`.
+state of any object; only functions that construct tensors in dictionaries and lists are allowed
+here. Views are checked against their storage, as by `torch.load(..., weights_only=True)`.
 """
 
 import collections

@@ -121,9 +121,11 @@ def from_file(path: str | Path, *, num_heads: int, allow_nonfinite: bool = False
     path = Path(path)
     arrays = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickled(path)
     if not isinstance(arrays, Mapping) or not _are_arrays(arrays):
-        found = f"entries {sorted(map(str, arrays))[:5]}" if isinstance(arrays, Mapping) else "none"
+        content = (
+            f"entries {sorted(map(str, arrays))[:5]}" if isinstance(arrays, Mapping) else "none"
+        )
         raise UserError(
-            f"{path} holds no state dict, of tensors by name ({found}); save the model's "
+            f"{path} holds no state dict, of tensors by name ({content}); save the model's "
             "state_dict() alone, torch.save(model.state_dict(), path)"
         )
     for name, value in ({} if allow_nonfinite else arrays).items():

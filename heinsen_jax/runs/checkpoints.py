@@ -27,11 +27,11 @@ Tree = TypeVar("Tree")
 
 
 class CheckpointReader:
-    """The checkpoints in a run's folder, one per step, of named arrays; those at the opening.
+    """The checkpoints in a run's folder at the opening: one per step, of named arrays.
 
-    No step is used before all its files have the hashes that were recorded. Older steps are checked
-    on opening, except array data. Damaged steps are listed in `damaged`, and earlier ones are used.
-    Nothing is changed, and another process may write meanwhile.
+    No step is used before its files are compared with their recorded hashes. Older steps are
+    checked on opening, except array data. Damaged steps are listed in `damaged`, and earlier ones
+    are used. Nothing is changed; another process may write meanwhile.
     """
 
     def __init__(self, workdir: Path | RunFolder):
@@ -96,7 +96,7 @@ class CheckpointReader:
             of its newest checkpoint is missing, too.
 
         Raises:
-          UserError: it had; the message says what happened, and ends with the remedy.
+          UserError: it had some; the message says what happened, and ends with the remedy.
         """
         if self._newest() is not None:
             return
@@ -105,12 +105,12 @@ class CheckpointReader:
         saved = newest_saved(self._saved_file)
         if not (reasons or earlier or saved or (saved is None and recorded)):
             return
-        found = "is damaged: " + ", ".join(reasons or earlier) if reasons or earlier else "is gone"
-        raise UserError(f"{self.folder}: every checkpoint of this run {found}; {remedy}")
+        state = "is damaged: " + ", ".join(reasons or earlier) if reasons or earlier else "is gone"
+        raise UserError(f"{self.folder}: every checkpoint of this run {state}; {remedy}")
 
     def warnings(self) -> list[str]:
-        """Descriptions of damaged checkpoints and of a newest one that is missing."""
-        found = [
+        """Describe damaged checkpoints, and the newest one if it is missing."""
+        lines = [
             f"{self.folder / str(step)} is damaged ({reason})"
             for step, reason in sorted(self.damaged.items())
         ]
@@ -118,8 +118,8 @@ class CheckpointReader:
         if latest is not None and newest is not None and latest < newest not in self.damaged:
             path = self.folder / str(newest)
             if not path.exists():  # another process may have saved it since this was opened
-                found.append(f"{path} was saved, and is gone")
-        return found
+                lines.append(f"{path} was saved, and is gone")
+        return lines
 
     def _newest(self) -> int | None:
         """The newest step without known damage."""
@@ -141,8 +141,8 @@ class CheckpointReader:
         Raises:
           UserError: the step is damaged, has other arrays, or cannot be read; the message names it.
         """
-        wanted, place = flatten_with_names(abstract), self.folder / str(step)
-        folder = place / ITEM
+        wanted, folder = flatten_with_names(abstract), self.folder / str(step)
+        item = folder / ITEM
         arguments = ocp.args.PyTreeRestore(
             wanted,
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
@@ -150,28 +150,28 @@ class CheckpointReader:
         )
         try:
             handler = ocp.PyTreeCheckpointHandler()
-            saved = handler.metadata(epath.Path(folder)).tree
+            saved = handler.metadata(epath.Path(item)).tree
             if missing := wanted.keys() - saved.keys():
                 raise UserError(
-                    f"{place} has no {min(missing)}: it was saved with another optimizer.name or "
+                    f"{folder} has no {min(missing)}: it was saved with another optimizer.name or "
                     "optimizer.ema_decay; restore those settings, or give --restart"
                 )
             with ocp.Checkpointer(handler) as checkpointer:
-                restored = checkpointer.restore(folder, arguments)
-        except (UserError, jax.errors.JaxRuntimeError):  # the latter: of a device or a process
+                restored = checkpointer.restore(item, arguments)
+        except (UserError, jax.errors.JaxRuntimeError):  # the latter: a device or process failed
             raise
         except Exception as error:
             is_missing = isinstance(error, FileNotFoundError)
             remedy = "check the disk or network, and give the command again"
             if is_missing or not is_of_storage(error):
                 remedy = "move that folder away to resume from the step before"
-            raise UserError(f"{place} cannot be read ({first_line(error)}): {remedy}") from error
+            raise UserError(f"{folder} cannot be read ({first_line(error)}): {remedy}") from error
         return jax.tree.unflatten(jax.tree.structure(abstract), [restored[name] for name in wanted])
 
 
 def is_finished(folder: AnyPath) -> bool:
-    """Whether a folder is of a finished step: by its name on a disk, where Orbax renames it; by its
-    last object in a bucket."""
+    """Whether a folder is a finished step. On a disk, Orbax has renamed it; in a bucket, it has its
+    last object."""
     is_local = isinstance(folder, Path)
     return folder.name.isdecimal() and (is_local or (folder / "commit_success.txt").exists())
 
@@ -185,6 +185,5 @@ def _is_being_removed(folder: AnyPath) -> bool:
 
 
 def score(metrics: dict[str, float]) -> float:
-    """The negative loss, which the best step has largest; a loss that is not a number is never
-    the best."""
+    """The negative loss, which is largest for the best step; -inf if the loss is NaN."""
     return -math.inf if math.isnan(metrics["loss"]) else -metrics["loss"]

@@ -3,8 +3,8 @@
 The file of checksums is written into a step's folder before the folder gets its final name: a step
 without it was not finished. Orbax then writes two small files, whose checksums are added later.
 
-XXH3 detects damage as SHA-256 does, at ten times its speed, so that the disk sets the time. It does
-not resist forgery, and nothing here is secret. SHA-256 is read in earlier checkpoints.
+XXH3 detects damage as well as SHA-256, at ten times the speed, so that the disk is the limit. It
+does not resist forgery, and nothing here is secret. Earlier checkpoints have SHA-256.
 """
 
 import errno
@@ -24,7 +24,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     "xxh3_128": xxhash.xxh3_128,
     "sha256": hashlib.sha256,
 }
-"""Hash functions by name; the first one is that of new checkpoints."""
+"""Hash functions by name; new checkpoints use the first one."""
 
 WRITTEN_LAST = {"_CHECKPOINT_METADATA", "commit_success.txt"}
 
@@ -55,8 +55,8 @@ def add_last_checksums(folder: AnyPath) -> None:
     """Add the checksums of the files that Orbax writes last."""
     recorded = _read(folder)
     if recorded is not None and WRITTEN_LAST.isdisjoint(recorded.files):
-        found = _hashes(folder, WRITTEN_LAST & set(_files(folder)), recorded.algorithm)
-        _write(folder, recorded._replace(files=recorded.files | found))
+        hashes = _hashes(folder, WRITTEN_LAST & set(_files(folder)), recorded.algorithm)
+        _write(folder, recorded._replace(files=recorded.files | hashes))
 
 
 def find_damage(folder: AnyPath) -> str | None:
@@ -97,14 +97,14 @@ def _is_of_arrays(name: str) -> bool:
 
 def _first_changed(folder: AnyPath, recorded: Checksums, names: Iterable[str]) -> str | None:
     try:
-        found = _hashes(folder, names, recorded.algorithm)
+        hashes = _hashes(folder, names, recorded.algorithm)
     except FileNotFoundError as error:  # removed meanwhile
         return f"{error.filename or error} is missing"
     except OSError as error:
         if error.errno != errno.EIO:
             raise
         return f"{error.filename or 'a file'} cannot be read ({error.strerror})"
-    changed = (name for name, digest in found.items() if digest != recorded.files[name])
+    changed = (name for name, digest in hashes.items() if digest != recorded.files[name])
     name = next(changed, None)
     return name and f"{name} is not as it was written"
 
@@ -132,8 +132,8 @@ def _name(algorithm: str) -> str:
 
 
 def _read(folder: AnyPath) -> Checksums | None:
-    """The checksums of a step; None if their file is missing or damaged. Other errors of reading,
-    such as those of permissions or of a network, do not mean damage."""
+    """The checksums of a step; None if their file is missing or damaged. Other errors, such as
+    missing permissions or a failed network, do not mean damage."""
     for algorithm in ALGORITHMS:
         try:
             text = (folder / _name(algorithm)).read_bytes()

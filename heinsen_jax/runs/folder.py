@@ -65,9 +65,9 @@ class RunFolder:
         if self.remote is None:
             return
         with buckets.reading(self.remote, "--workdir"):
-            found = list(self.remote.iterdir()) if self.remote.is_dir() else []
-            found = [path for path in found if not (path.name.startswith(".") or path.is_dir())]
-        for path in found:
+            paths = list(self.remote.iterdir()) if self.remote.is_dir() else []
+            paths = [path for path in paths if not (path.name.startswith(".") or path.is_dir())]
+        for path in paths:
             with buckets.reading(path, "--workdir"):
                 content = path.read_bytes()
             file = self.files / path.name
@@ -99,7 +99,7 @@ class RunFolder:
     @contextlib.contextmanager
     def published(self) -> Iterator[None]:
         """Context manager that publishes at the end, also after an error, which takes precedence
-        over one of the upload."""
+        over an error of the upload."""
         try:
             yield
         except BaseException:
@@ -112,7 +112,7 @@ class RunFolder:
         """Check that the folder can be written, before any work is done.
 
         Raises:
-          UserError: it cannot be.
+          UserError: it cannot be written.
         """
         if self.remote is not None:
             buckets.check_writable(self.remote, "--workdir")
@@ -136,7 +136,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def open_run(workdir: str | Path) -> Iterator[RunFolder]:
-    """Context manager for a run's folder, with the files of one in a bucket.
+    """Context manager that opens a run's folder, and downloads its files from a bucket.
 
     Args:
       workdir: path or gs:// address of the folder.
@@ -164,8 +164,8 @@ def check_folder(run: RunFolder, *, restart: bool) -> None:
     """Check that a folder is new, empty or a run's, before anything is written into it.
 
     Raises:
-      UserError: it has files of others, or checkpoints without `config.json`, unless they are set
-        aside.
+      UserError: it has other files; or it has checkpoints without `config.json`, and `restart` is
+        false.
     """
     if not run.shared.is_dir():
         return
@@ -202,7 +202,7 @@ def _is_step(path: AnyPath) -> bool:
 
 def _may_precede(path: AnyPath) -> bool:
     """Whether a file or folder may be there before a run begins: a log to which its output is
-    redirected, or what it writes before its record of the newest checkpoint."""
+    redirected, or a file that it writes before its record of the newest checkpoint."""
     name = path.name
     if name == CHECKPOINT_FOLDER:
         return not any(path.iterdir())
@@ -240,6 +240,6 @@ def complete_restart(run: RunFolder) -> None:
 
 
 def _version(file: Path) -> tuple[int, int]:
-    """Values that differ after every change of a file."""
+    """(mtime, size) of a file, to notice changes."""
     status = file.stat()
     return status.st_mtime_ns, status.st_size

@@ -31,7 +31,7 @@ def load_run(
         on its first device.
 
     Raises:
-      UserError: the folder has no run, a damaged one, or one without checkpoints.
+      UserError: the folder has no run, or the run is damaged or has no checkpoints.
 
     Warns:
       UserWarning: a checkpoint is damaged or missing, and another one is used.
@@ -44,7 +44,7 @@ def load_architecture(workdir: str | Path) -> LanguageModelConfig:
     """The architecture of the model of `load_run`, without its weights.
 
     Raises:
-      UserError: as `load_run`, but for damaged checkpoints.
+      UserError: as `load_run`, except for damaged checkpoints.
     """
     with open_run(workdir) as run:
         return _architecture(run)[0]
@@ -76,7 +76,7 @@ def _loaded(
     if run.checkpoints.is_dir():
         has_average = config["optimizer"].get("ema_decay") is not None
         name = "average" if has_average else "parameters"
-        parameters, step = _of_checkpoint(run, name, abstract, best)
+        parameters, step = _load_checkpoint(run, name, abstract, best)
     else:
         arrays, step = load_weights(workdir, flatten_with_names(abstract))
         leaves = [arrays[name] for name in flatten_with_names(abstract)]
@@ -102,7 +102,7 @@ def load_text_run(
     return model, tokenizer, step
 
 
-def _of_checkpoint(
+def _load_checkpoint(
     run: RunFolder, name: str, abstract: nnx.State, best: bool
 ) -> tuple[nnx.State, int]:
     """Load the parameters, or their average, by the name in `TrainState`, and the step of a run's
@@ -119,13 +119,13 @@ def _of_checkpoint(
 
 def _no_run(run: RunFolder) -> str:
     """Error message for a path without a run."""
-    workdir, said = run.files, f"{run} holds no run ({CONFIG_FILE} is missing)"
+    workdir, message = run.files, f"{run} holds no run ({CONFIG_FILE} is missing)"
     if workdir.is_file():
         return f"{workdir} is a file; give the folder of a run"
     if runs := sorted(path.parent.name for path in workdir.glob(f"*/{CONFIG_FILE}")):
-        return f"{said}; give one of the folders in it that do: {', '.join(runs)}"
+        return f"{message}; give one of the folders in it that do: {', '.join(runs)}"
     command = shlex.join(("--config", "quickstart", "--workdir", str(run)))
-    return f"{said}; train one with `python -m heinsen_jax.train {command}`"
+    return f"{message}; train one with `python -m heinsen_jax.train {command}`"
 
 
 def _no_checkpoint(run: RunFolder) -> str:

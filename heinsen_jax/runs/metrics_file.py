@@ -23,12 +23,12 @@ def read_metrics(workdir: Path) -> list[dict[str, float]]:
 
 def read_evaluations(workdir: Path) -> dict[int, dict[str, float]]:
     """Read the metrics of each evaluation from a run's metrics.jsonl, by step."""
-    group, found = "validation/", {}
+    group, evaluations = "validation/", {}
     for row in read_metrics(workdir):
         metrics = {x.removeprefix(group): row[x] for x in row if x.startswith(group)}
         if metrics:
-            found[row["step"]] = metrics
-    return found
+            evaluations[row["step"]] = metrics
+    return evaluations
 
 
 def read_lines(path: Path) -> tuple[list[tuple[bytes, dict[str, float]]], list[int]]:

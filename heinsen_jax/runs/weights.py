@@ -36,8 +36,8 @@ def save_weights(
     shard_bytes: int = SHARD_BYTES,
     framework: str = "flax",
 ) -> None:
-    """Write named arrays, in shards of at most `shard_bytes` or of one array; `framework` is that
-    of their names and layouts, in the metadata."""
+    """Write named arrays, in shards of at most `shard_bytes` or of one array; the metadata
+    name the `framework` whose names and layouts they have."""
     shards: list[dict[str, Array | np.ndarray]] = [{}]
     for name, x in arrays.items():
         if shards[-1] and sum(y.nbytes for y in shards[-1].values()) + x.nbytes > shard_bytes:
@@ -45,11 +45,11 @@ def save_weights(
         shards[-1][name] = x
     metadata = {"format": framework, "step": str(step)}
     stem, suffix = WEIGHTS_FILE.split(".")
-    place = {}
+    files = {}
     for number, shard in enumerate(shards, start=1):
         file = f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}"
         file = WEIGHTS_FILE if len(shards) == 1 else file
-        place |= dict.fromkeys(shard, file)
+        files |= dict.fromkeys(shard, file)
         with storage_errors(folder):
             save_hashed(folder / file, shard, metadata)
     if len(shards) == 1:
@@ -57,7 +57,7 @@ def save_weights(
     else:
         (folder / WEIGHTS_FILE).unlink(missing_ok=True)  # a single file precedes an index
         total = sum(x.nbytes for x in arrays.values())
-        index = {"metadata": {"total_size": total}, "weight_map": place}
+        index = {"metadata": {"total_size": total}, "weight_map": files}
         with storage_errors(folder):
             write_atomically(folder / INDEX_FILE, json.dumps(index, indent=2).encode())
 
@@ -71,20 +71,20 @@ def load_weights(
     Raises:
       UserError: a file is missing or damaged, or has other arrays; the message names it.
     """
-    place = weight_files(folder) or dict.fromkeys(abstract, WEIGHTS_FILE)
-    if problems := place.keys() ^ abstract.keys():
+    files = weight_files(folder) or dict.fromkeys(abstract, WEIGHTS_FILE)
+    if problems := files.keys() ^ abstract.keys():
         raise UserError(_mismatch(folder / INDEX_FILE, min(problems), "of another model"))
     arrays, step = {}, 0
-    for file in sorted(set(place.values())):
+    for file in sorted(set(files.values())):
         path = folder / file
-        names = [name for name in place if place[name] == file]
-        found, metadata = load_hashed(path, "fetch it again")
-        if problems := {*names} ^ found.keys():
+        names = [name for name in files if files[name] == file]
+        loaded, metadata = load_hashed(path, "fetch it again")
+        if problems := {*names} ^ loaded.keys():
             raise UserError(_mismatch(path, min(problems), "of another model"))
         if not (number := metadata.get("step", "0")).isdecimal():
             raise UserError(f"{path}: its step {number!r} is not an integer; fetch it again")
         step = int(number)
-        for name, x in found.items():
+        for name, x in loaded.items():
             want = abstract[name]
             if x.shape != want.shape or x.dtype != want.dtype:
                 what = f"{x.dtype}{[*x.shape]}, not {want.dtype}{[*want.shape]}"
@@ -101,10 +101,10 @@ def save_hashed(
     Raises:
       OSError: the file cannot be written.
     """
-    held = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
     try:
         with replacing(Path(path)) as file:
-            save_file(held, file.name, {**metadata, HASH: _hash_of(held, metadata)})
+            save_file(contiguous, file.name, {**metadata, HASH: _hash_of(contiguous, metadata)})
             os.chmod(file.name, os.fstat(file.fileno()).st_mode)  # safetensors makes it private
             with open(file.name, "rb") as made:
                 os.fsync(made.fileno())
@@ -151,13 +151,13 @@ def weight_files(folder: Path) -> dict[str, str] | None:
     if (folder / WEIGHTS_FILE).exists() or not path.exists():
         return None
     try:
-        place = parse_json(path.read_bytes())["weight_map"]
-        outside = {file for file in place.values() if Path(file).name != file}
+        files = parse_json(path.read_bytes())["weight_map"]
+        outside = {file for file in files.values() if Path(file).name != file}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error!r}); fetch it again") from None
     if outside:
         raise UserError(f"{path}: {min(outside)!r} is not a file in this folder; correct the index")
-    return place
+    return files
 
 
 def check_finite(value: Array | np.ndarray, name: str, path: Path, remedy: str) -> None:

@@ -1,1 +1,1 @@
-"""The process: memory allocator, caches, signals, other processes, and what they run on."""
+"""The process: command line, memory allocator, caches, signals, other processes and machines."""

@@ -39,7 +39,7 @@ FLAG = re.compile(r"--?[A-Za-z]")
 
 @dataclass(frozen=True)
 class Form:
-    """Metadata of a field with a form of its own.
+    """Metadata of a field that is parsed differently.
 
     Attributes:
       parse: function from the values on the command line to the field's value; None if the field
@@ -102,13 +102,13 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Values of a `Literal`, also of one in a tuple; none for other types."""
+        """Values of a `Literal`, alone or in a tuple; none for other types."""
         kinds = [y for x in self.types for y in (get_args(x) if get_origin(x) is tuple else (x,))]
         return tuple(y for x in kinds if get_origin(x) is Literal for y in get_args(x))
 
     @property
     def capacity(self) -> int | None:
-        """Number of values that it takes; None for any number."""
+        """Number of values; None for any number."""
         if self.is_switch:
             return 0
         several = any(get_origin(x) is tuple for x in self.types)
@@ -213,7 +213,7 @@ def split(arguments: Iterable[str]) -> tuple[list[str], list[Given]]:
 
 
 class Extra(NamedTuple):
-    """A value that the option before it does not take."""
+    """A surplus value after an option."""
 
     option: Option
     flag: str
@@ -238,7 +238,7 @@ class Arguments:
       words: the values on the command line by the name of their option.
       first: values before the first option.
       unknown: unknown options.
-      extra: values that are too many.
+      extra: surplus values.
     """
 
     values: dict[str, Any]
@@ -315,7 +315,7 @@ def parse(
       kind: configuration class, whose fields are the options.
       prog: the command.
       description: text above the options.
-      arguments: the arguments; those of the process when None.
+      arguments: the arguments; `sys.argv[1:]` when None.
       unknown: a list to which unknown arguments are appended; they are refused when None.
 
     Raises:

@@ -12,7 +12,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 MAX_BYTES = 2 << 30
-LOCK_FILE = ".lockfile"  # of JAX, for caches of limited size
+LOCK_FILE = ".lockfile"  # JAX's, for caches of limited size
 MIN_SECONDS = 0.2  # faster compilations are not worth a file
 
 

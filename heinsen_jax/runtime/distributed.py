@@ -81,7 +81,8 @@ def together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def process_0_first() -> Iterator[bool]:
-    """Context manager for a block that process 0 runs before the others; yields whether this is 0.
+    """Context manager for a block that process 0 runs before the others; yields whether this is
+    process 0.
 
     Raises:
       UserError: as `together`; where process 0 fails, the others do not run the block.
@@ -101,9 +102,9 @@ def check_alike(values: Mapping[str, object]) -> None:
     Raises:
       UserError: a process differs from process 0; the message names the values.
     """
-    found = [json.loads(text) for text in gather(json.dumps(values, default=str))]
-    ours = found[0]
-    for number, theirs in enumerate(found):
+    gathered = [json.loads(text) for text in gather(json.dumps(values, default=str))]
+    ours = gathered[0]
+    for number, theirs in enumerate(gathered):
         differing = [
             f"{name} ({theirs.get(name)!r}, not {ours.get(name)!r})"
             for name in sorted(ours.keys() | theirs.keys())
@@ -174,8 +175,8 @@ class DelayedMax:
         if jax.process_count() == 1:
             return value
         shape = (self._parts.mesh.size,)
-        said = jax.make_array_from_callback(
+        values = jax.make_array_from_callback(
             shape, self._parts, lambda _: np.array([value], np.int32)
         )
-        before, self._previous = self._previous, self._largest(said)
+        before, self._previous = self._previous, self._largest(values)
         return 0 if before is None else int(before)

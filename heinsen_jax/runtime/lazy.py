@@ -11,8 +11,8 @@ def attributes(package: str, names: Sequence[str], modules: Sequence[str]) -> Ca
     Args:
       package: the package, `__name__`.
       names: its names, `__all__`.
-      modules: its modules that define them, in the order in which they are searched: those that
-        are fast to import first.
+      modules: its modules that define them, in the order in which they are searched: fast imports
+        first.
     """
 
     def get(name: str) -> Any:

@@ -32,7 +32,7 @@ AnyPath: TypeAlias = Path | epath.Path
 SCHEME = "gs://"
 LOCK_FILE = ".lock"
 OWNER = {"id", "host", "pid", "start"}
-"""Keys of the content of a lock by which its owner is known."""
+"""Fields of a lock that identify its owner."""
 REFRESHED_AFTER = 10.0
 """Seconds after which the owner of a lock renews it."""
 ABANDONED_AFTER = 60.0
@@ -57,8 +57,8 @@ def local_path(path: str | Path, field: str) -> Path:
       field: option or field with that path, for messages.
 
     Raises:
-      UserError: it is an address, such as gs://bucket/folder, of which a local folder `gs:` would
-        be made; `Path` shortens that to gs:/bucket/folder.
+      UserError: it is an address, such as gs://bucket/folder (which `Path` shortens to
+        gs:/bucket/folder): it would create a local folder `gs:`.
     """
     if re.match("[a-z][a-z0-9]+:/", str(path)):
         raise UserError(f"{field} {path}: must be on a disk; give a local path")
@@ -127,7 +127,7 @@ def upload(content: bytes, target: epath.Path) -> None:
     """
     try:
         write_whole(target, content)
-    except Exception as error:  # of credentials, of HTTP, or of the operating system
+    except Exception as error:  # an error of credentials, HTTP or the system
         raise UserError(
             f"{target} cannot be written ({first_line(error)}); check the network and the "
             "credentials, and give the same command again"
@@ -146,7 +146,7 @@ def reading(path: epath.Path, field: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # of credentials, of HTTP, or of the operating system
+    except Exception as error:  # an error of credentials, HTTP or the system
         raise UserError(
             f"{field} {path} cannot be read ({first_line(error)}); check the name, the network and "
             "the credentials (gcloud auth application-default login)"
@@ -168,14 +168,14 @@ def check_writable(folder: epath.Path, field: str) -> None:
     """Check that a folder in a bucket can be written and read.
 
     Raises:
-      UserError: it cannot be.
+      UserError: it cannot be written, or not be read.
     """
     path = folder / f".writable-{uuid.uuid4().hex}"
     try:
         path.write_text("")
         path.read_text()
         path.unlink()
-    except Exception as error:  # of credentials, of HTTP, or of the operating system
+    except Exception as error:  # an error of credentials, HTTP or the system
         raise UserError(
             f"{field} {folder} cannot be written ({first_line(error)}); check its name, the "
             "credentials (gcloud auth application-default login) and the role Storage Object User"
@@ -217,32 +217,33 @@ class _Lock:
         self._id = uuid.uuid4().hex
 
     def acquire(self) -> None:
-        if (found := self._read()) is not None:
-            self._wait_until_abandoned(found)
-            self.release(found["id"])
+        if (content := self._read()) is not None:
+            self._wait_until_abandoned(content)
+            self.release(content["id"])
         try:
             self._write("create")  # fails if another process has created it since
         except FileExistsError:
             self._refuse(self._read() or {})
 
-    def _wait_until_abandoned(self, found: dict[str, Any]) -> None:
-        is_here = all(found.get(name) == self._owner[name] for name in ("host", "processes"))
-        if is_here and not _is_running(found["pid"]):
+    def _wait_until_abandoned(self, content: dict[str, Any]) -> None:
+        is_here = all(content.get(name) == self._owner[name] for name in ("host", "processes"))
+        if is_here and not _is_running(content["pid"]):
             return
-        said = f"{self._folder} may be in use by {_described(found)}: waiting for its next sign"
-        print(f"{printable(said)}, up to {ABANDONED_AFTER:g} s", file=sys.stderr)
+        message = printable(f"{self._folder} may be in use by {_describe_owner(content)}")
+        limit = f"up to {ABANDONED_AFTER:g} s"
+        print(f"{message}: waiting for its next sign, {limit}", file=sys.stderr)
         deadline = time.monotonic() + ABANDONED_AFTER
         while time.monotonic() < deadline:
             time.sleep(REFRESHED_AFTER / 10)
             if (now := self._read()) is None:
                 return
-            if now != found:
+            if now != content:
                 self._refuse(now)
 
-    def _refuse(self, found: dict[str, Any]) -> NoReturn:
+    def _refuse(self, content: dict[str, Any]) -> NoReturn:
         raise UserError(
-            f"{self._folder} is in use by {_described(found)}; wait until it ends, stop it, or "
-            "choose another folder"
+            f"{self._folder} is in use by {_describe_owner(content)}; wait until it ends, stop it, "
+            "or choose another folder"
         )
 
     def renew(self, released: threading.Event) -> None:
@@ -254,8 +255,8 @@ class _Lock:
                 else:
                     folder = printable(self._folder)
                     print(f"error: another process has locked {folder}", file=sys.stderr)
-                    os._exit(1)  # not to write into its run
-            except Exception as error:  # of the network: tried again
+                    os._exit(1)  # never write into the other process's run
+            except Exception as error:  # a failure of the network: try again
                 failed = printable(f"{self._path} cannot be renewed ({error})")
                 print(f"warning: {failed}", file=sys.stderr)
 
@@ -266,32 +267,32 @@ class _Lock:
                 file_system().rm_file(self._path)
 
     def _read(self) -> dict[str, Any] | None:
-        """The content of the lock; None if it is free. Of a damaged one, its bytes are the id, by
-        which a renewal by its unknown owner is noticed."""
+        """The content of the lock; None if it is free. For a damaged lock, the raw bytes are its
+        id, so that a renewal is noticed."""
         try:
-            content = file_system().cat_file(self._path)
+            raw = file_system().cat_file(self._path)
         except FileNotFoundError:
             return None
         with contextlib.suppress(ValueError):
-            found = parse_json(content)
-            if isinstance(found, dict) and found.keys() >= OWNER:
-                return found
-        return {"id": repr(content)}
+            content = parse_json(raw)
+            if isinstance(content, dict) and content.keys() >= OWNER:
+                return content
+        return {"id": repr(raw)}
 
     def _write(self, mode: str) -> None:
         content = self._owner | {"id": self._id, "renewed": time.time()}
         file_system().pipe_file(self._path, json.dumps(content).encode(), mode=mode)
 
 
-def _described(found: dict[str, Any]) -> str:
-    if not found.keys() >= OWNER:
+def _describe_owner(content: dict[str, Any]) -> str:
+    if not content.keys() >= OWNER:
         return "another process"
-    return f"process {found['pid']} on {found['host']}, since {found['start']}"
+    return f"process {content['pid']} on {content['host']}, since {content['start']}"
 
 
 def _process_namespace() -> str:
-    """Identity of the namespace of process ids. Containers with the name of one host have their
-    own; that of hosts has the same number on all of them, but they differ in the id of the boot."""
+    """Identity of the namespace of process ids. Containers with the same host name have different
+    namespaces; hosts have the same initial namespace, but different boot ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

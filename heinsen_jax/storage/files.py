@@ -68,26 +68,26 @@ def storage_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def check_new_folder(place: Path) -> None:
-    """Raise UserError unless `place` is a new or an empty folder."""
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UserError(f"{place} exists; give the name of a new folder")
+def check_new_folder(folder: Path) -> None:
+    """Raise UserError unless `folder` is a new or an empty folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists; give the name of a new folder")
 
 
 @contextmanager
-def filling(place: Path) -> Iterator[Path]:
-    """Yield a partial folder, whose files move to the new or empty folder `place` if the block ends
+def filling(folder: Path) -> Iterator[Path]:
+    """Yield a partial folder, whose files move to the new or empty `folder` if the block ends
     without an error. Errors of the operating system become `UserError`."""
-    place = place.resolve()
-    holder = place if place.exists() else place.parent
-    partial = free_name(holder / f"{place.name}.partial")
+    folder = folder.resolve()
+    holder = folder if folder.exists() else folder.parent
+    partial = free_name(holder / f"{folder.name}.partial")
     try:
-        with storage_errors(place.parent):
+        with storage_errors(folder.parent):
             partial.mkdir(parents=True)
             yield partial
-            place.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             for path in partial.iterdir():
-                path.replace(place / path.name)
+                path.replace(folder / path.name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

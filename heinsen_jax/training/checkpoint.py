@@ -70,7 +70,7 @@ class Checkpoints(CheckpointReader):
 
     def _verify_newest(self) -> None:
         """Verify the arrays of the newest step, each process a share of their files; while they are
-        damaged, rename that step and verify the one before."""
+        damaged, rename that step and verify the previous one."""
         index, count = jax.process_index(), jax.process_count()
         while newest := self._newest_of_process_0():
             folder = self.folder / newest
@@ -170,8 +170,8 @@ class Checkpoints(CheckpointReader):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait until all saves are written. An error inside the context takes precedence over those
-        of saves, which may fail for the same reason."""
+        """Wait until all saves are written. An error inside the context takes precedence over
+        errors of saves, which may have the same cause."""
         try:
             self.wait()
             if jax.process_index() == 0:

@@ -24,7 +24,7 @@ class OptimizerConfig:
     name: Literal["adamw", "muon", "lion"] = "adamw"
     """adamw; muon: orthogonalized momentum for the matrices of the layers, AdamW for the other
     parameters, such as embeddings, both with the learning rates of AdamW; lion: needs learning
-    rates that are 3 to 10 times smaller, and as much more weight decay."""
+    rates that are 3 to 10 times smaller, and 3 to 10 times more weight decay."""
     schedule: Literal["one_cycle", "wsd", "linear", "constant"] = "one_cycle"
     """Learning rate after the warm-up. one_cycle: a cosine to end_learning_rate. wsd (warm-up,
     stable, decay): constant, then linear to end_learning_rate during decay_fraction of the steps.
@@ -75,11 +75,10 @@ class TrainingConfig:
     sequences: the mean loss at positions below 16, then below each power of 2, from the one before,
     up to the length. Positions are counted in each document if documents are separate."""
     checkpoint_every: pydantic.PositiveInt | None = None
-    """Number of steps between checkpoints, in addition to those of evaluations; no others when
-    None."""
+    """Number of steps between checkpoints, in addition to one at each evaluation. None disables
+    this."""
     checkpoint_minutes: pydantic.PositiveFloat | None = 10.0
-    """Minutes between checkpoints, in addition to those by steps; the first one within a minute.
-    None disables this."""
+    """Minutes between further checkpoints; the first one is within a minute. None disables this."""
     keep_checkpoints: pydantic.PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best one."""
     sample_prompt: str = "\n"
@@ -118,8 +117,8 @@ class DistillationConfig:
     teacher: str | None = None
     """Folder of the teacher, a run or a model folder; no distillation when None."""
     start: str | None = None
-    """Folder of the run with the initial weights; those of the teacher when None. Parameters that
-    it does not have are initialized randomly."""
+    """Folder of the run with the initial weights; the teacher's weights when None. Parameters that
+    are not in it are initialized randomly."""
     target: Literal["attention", "logits"] = "logits"
     """attention: the outputs of the teacher's attention layers, for those layers that have another
     mechanism, given the same inputs. logits: the teacher's predictions, and the next token."""
@@ -127,7 +126,7 @@ class DistillationConfig:
     """logits: w, for the loss (1 - w) cross-entropy + w KL(teacher || model)."""
     trained: Literal["all", "new"] = "all"
     """all: all parameters are trained; with the target "attention", all of the replaced attention
-    layers. new: of these, only those that the teacher does not have."""
+    layers. new: among these, only the parameters that the teacher does not have."""
 
 
 @config_dataclass

@@ -1,4 +1,4 @@
-"""Training of a model to imitate another one, its teacher, from the teacher's weights."""
+"""Distillation: training of a model to imitate a teacher, from the teacher's weights."""
 
 import dataclasses
 import hashlib
@@ -108,7 +108,7 @@ class Distillation:
 
     @classmethod
     def of(cls, config: DistillationConfig, model: LanguageModelConfig) -> "Distillation | None":
-        """The distillation into a model, of settings that `check_teacher` accepts; None without a
+        """The distillation into a model, with settings that `check_teacher` accepts; None without a
         teacher.
 
         Raises:
@@ -121,8 +121,8 @@ class Distillation:
         return cls(config, model, teacher, new_parameters(model, teacher.config))
 
     def start(self) -> Mapping[str, np.ndarray]:
-        """The initial weights by name, without those that are initialized randomly: of the latest
-        checkpoint of `config.start`, or of the teacher."""
+        """The initial weights by name, from the latest checkpoint of `config.start` or from the
+        teacher. Parameters that are initialized randomly are left out."""
         if self.config.start is None:
             return shared_weights(self.model, self.teacher)
         model, _, _ = load_run(self.config.start, best=False, on_host=True)
@@ -131,17 +131,17 @@ class Distillation:
     @cached_property
     def weights_hash(self) -> str:
         """SHA-256 of the teacher's parameters, with their names, shapes and dtypes."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name, value in flatten_with_names(nnx.state(self.teacher, nnx.Param)).items():
-            found.update(f"{name} {value.shape} {value.dtype} ".encode())
-            found.update(value.ravel().view(np.uint8))
-        return found.hexdigest()
+            digest.update(f"{name} {value.shape} {value.dtype} ".encode())
+            digest.update(value.ravel().view(np.uint8))
+        return digest.hexdigest()
 
     def check_unchanged(self, workdir: Path) -> None:
         """Check that the teacher has the weights that a run has recorded, if any.
 
         Raises:
-          UserError: it has others.
+          UserError: it has other weights.
         """
         path = workdir / TEACHER_FILE
         if path.exists() and path.read_text() != self.weights_hash:
@@ -176,11 +176,11 @@ class Distillation:
         nnx.update(self.teacher, nnx.state(weights, nnx.Param))
 
     def trained(self, parameters: PyTree) -> PyTree[bool] | None:
-        """Whether each parameter is trained; None if all are. With the target "attention", none
-        outside of the replaced attention layers is.
+        """Whether each parameter is trained; None if all are. With the target "attention", only
+        parameters of the replaced attention layers are.
 
         Raises:
-          UserError: none is, since the teacher has all of them.
+          UserError: no parameter is trained, since the teacher has all of them.
         """
         is_attention, pattern = self.config.target == "attention", len(self.model.layers)
         if self.config.trained == "all" and not is_attention:
@@ -203,7 +203,7 @@ class Distillation:
         self, model: LanguageModel, batch: Batch, key: RandomKey, teacher: nnx.State
     ) -> DistillationLosses:
         """The losses of a batch: with the target "attention", errors of the outputs of attention
-        layers at the tokens up to the last prediction; else those of the predictions.
+        layers at the tokens up to the last prediction; else losses of the predictions.
 
         Args:
           model: the trained model.
@@ -222,12 +222,12 @@ class Distillation:
             losses = self._attention_errors(model, theirs, tokens, segment_ids, mask)
             return DistillationLosses(losses, mask)
         features, _ = model.features(tokens, segment_ids=segment_ids)
-        of_teacher, _ = theirs.features(tokens, segment_ids=segment_ids)
+        teacher_features, _ = theirs.features(tokens, segment_ids=segment_ids)
         losses = distilled_losses(
             model.readout,
             features,
             theirs.readout,
-            of_teacher,
+            teacher_features,
             jnp.asarray(batch.targets),
             divergence_weight=self.config.divergence_weight,
         )
@@ -243,7 +243,7 @@ class Distillation:
     ) -> Float[Array, "B T"]:
         """The squared errors of the outputs of replaced attention layers, relative to the mean
         square of the teacher's at the tokens of the mask in this batch or microbatch; the mean over
-        these layers. Inputs are those of the teacher."""
+        these layers. All layers have the teacher's inputs."""
         replaced = self.replaced
         ours, theirs = (_layers(each, len(replaced)) for each in (model, teacher))
 
@@ -257,8 +257,8 @@ class Distillation:
                 wanted = block.attention(inputs, segment_ids=segment_ids)
                 if is_replaced:
                     other = nnx.merge(ours[place].graph, parameters[0][place]).attention
-                    found = other(inputs, segment_ids=segment_ids)
-                    errors = errors + _relative_errors(found, wanted, mask)
+                    outputs = other(inputs, segment_ids=segment_ids)
+                    errors = errors + _relative_errors(outputs, wanted, mask)
                 x, _ = block.after_attention(x, normed, wanted, segment_ids=segment_ids)
             return (x, errors), None
 
@@ -290,13 +290,13 @@ def _layers(model: LanguageModel, period: int) -> list[_Stack]:
 
 
 def _relative_errors(
-    found: Features, wanted: Features, mask: Bool[Array, "B T"]
+    outputs: Features, wanted: Features, mask: Bool[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """|found - wanted|^2 / mean |wanted|^2, with the mean over the tokens of the mask."""
-    found, wanted = found.astype(jnp.float32), wanted.astype(jnp.float32)
+    """|outputs - wanted|^2 / mean |wanted|^2, with the mean over the tokens of the mask."""
+    outputs, wanted = outputs.astype(jnp.float32), wanted.astype(jnp.float32)
     total = jnp.sum(jnp.sum(wanted**2, -1) * mask)
     mean = jnp.maximum(total / jnp.maximum(jnp.sum(mask), 1), jnp.finfo(jnp.float32).tiny)
-    return jnp.sum((found - wanted) ** 2, -1) / mean
+    return jnp.sum((outputs - wanted) ** 2, -1) / mean
 
 
 def _mechanisms(model: LanguageModelConfig) -> list[tuple[str, dict[str, Any]]]:

@@ -49,8 +49,8 @@ class EventFile:
 
 def _drop_after(path: Path, step: int) -> None:
     """Remove events after a step from a file, which TensorBoard's default loader would show: they
-    are of a process that was killed before its next checkpoint. A record is its length (8 bytes),
-    a checksum (4), the event, and a checksum (4)."""
+    come from a process that was killed before its next checkpoint. A record is its length (8
+    bytes), a checksum (4), the event, and a checksum (4)."""
     content, kept, start = path.read_bytes(), [], 0
     while start < len(content):
         end = start + 16 + int.from_bytes(content[start : start + 8], "little")

@@ -44,7 +44,7 @@ class Guard:
         An update is applied if the loss, the gradients and the updates are finite, and the norm of
         the gradients is at most `skip_grad_norm_ratio` times its running mean. Finite updates that
         are skipped raise the mean too, by as much as the largest allowed norm would: gradients that
-        stay large are not those of a bad batch, and training continues after some skipped updates.
+        stay large do not come from a bad batch, and training continues after some skipped updates.
         """
         norm, mean = optax.tree.norm(gradients).astype(jnp.float32), self.mean_grad_norm
         ratio = math.inf if skip_grad_norm_ratio is None else skip_grad_norm_ratio

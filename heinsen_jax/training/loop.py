@@ -71,7 +71,7 @@ def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingRe
     end training early. Before the first step, this function does not handle them.
 
     Args:
-      prepared: the run, of `prepare_run`; closed at the end.
+      prepared: the run, from `prepare_run`; closed at the end.
       trackers: trackers of the metrics, in addition to `training.trackers`; process 0 calls them.
 
     Raises:
@@ -212,7 +212,7 @@ class _Run:
                 )
                 self.checkpoints.record_newest(default=0)
         start = self.checkpoints.latest_step()
-        lost = [f"warning: {words}: step {start} is used" for words in lost]
+        lost = [f"warning: {text}: step {start} is used" for text in lost]
         if start is None and recorded:
             lost.append(
                 f"warning: the run ended after step {recorded}, before its first checkpoint: it "

@@ -14,7 +14,7 @@ from heinsen_jax.runtime.distributed import gather
 from heinsen_jax.typing import PyTree
 
 UNLIMITED = 1 << 60
-"""A cgroup limit at or above this is none."""
+"""A cgroup limit at or above this counts as no limit."""
 
 
 class Memory(NamedTuple):
@@ -92,8 +92,9 @@ class Limits:
     def peak_bytes(self, memory: Memory) -> int:
         """Bytes of this host at the peak, which is an estimate.
 
-        On CPUs the workspace counts twice. While a checkpoint is written, the state is in new
-        places, some of them in the freed workspace, and the next one needs a place of its own.
+        On CPUs the workspace counts twice. While a checkpoint is written, the state is in newly
+        allocated memory, some of it in the freed workspace, and the next workspace needs further
+        memory.
         """
         again = len(jax.local_devices()) * memory.workspace if self._on_cpu else 0
         return self.host_bytes(memory) + again
@@ -103,8 +104,8 @@ class Limits:
         return not is_low and (self.device is None or memory.total <= self.device)
 
     def describe(self, memory: Memory) -> str:
-        """The memory of this host at the peak, and the part of it that is available; a warning if
-        that may not suffice."""
+        """Describe the peak and the available memory of this host; a warning if it may not
+        suffice."""
         peak = self.peak_bytes(memory)
         text = f"about {bytes_text(self.used + peak)} of this host's memory at the peak"
         if self.host is None:
@@ -115,11 +116,11 @@ class Limits:
 
     def shortage(self, memory: Memory) -> str:
         if self.device is not None and memory.total > self.device:
-            need, have, place = memory.total, self.device, "each device"
+            need, have, owner = memory.total, self.device, "each device"
         else:
-            need, have, place = self.host_bytes(memory), self.host or 0, "this host"
+            need, have, owner = self.host_bytes(memory), self.host or 0, "this host"
         return (
-            f"training needs another {bytes_text(need)} of the memory of {place}, which has "
+            f"training needs another {bytes_text(need)} of the memory of {owner}, which has "
             f"{bytes_text(have)} available"
         )
 
@@ -185,8 +186,8 @@ def available_host_memory() -> int | None:
     except OSError:
         return None
     fields = dict(line.split(":") for line in text.splitlines())
-    found = [1024 * int(fields["MemAvailable"].split()[0])] if "MemAvailable" in fields else []
-    return min([*found, *cgroup_memory()], default=None)
+    available = [1024 * int(fields["MemAvailable"].split()[0])] if "MemAvailable" in fields else []
+    return min([*available, *cgroup_memory()], default=None)
 
 
 def cgroup_memory(
@@ -196,7 +197,7 @@ def cgroup_memory(
     counts as free."""
     if not groups.exists():
         return []
-    found = []
+    available = []
     for line in groups.read_text().splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers not in ("", "memory"):
@@ -214,8 +215,8 @@ def cgroup_memory(
             except (OSError, ValueError):  # no such group, or "max"
                 continue
             if limit < UNLIMITED:
-                found.append(max(limit - used + cached, 0))
-    return found
+                available.append(max(limit - used + cached, 0))
+    return available
 
 
 def available_device_memory() -> int | None:

@@ -30,9 +30,8 @@ class Reporter:
     """Context manager that writes a run's metrics, on process 0 only.
 
     Every row is also passed to `log`, as a step and metrics. Rows of metrics.jsonl after
-    `start_step`, from a process that was killed before its next
-    checkpoint, are removed, since the run resumes from that step. Damaged lines are reported and
-    skipped.
+    `start_step`, from a process that was killed before its next checkpoint, are removed, since the
+    run resumes from that step. Damaged lines are reported and skipped.
 
     Raises:
       UserError: metrics.jsonl cannot be read or written.

@@ -1,4 +1,4 @@
-"""Pace of the loop: updates in flight, and what interrupts their sequence."""
+"""Pace of the loop: updates in flight, signals, and checkpoints by time."""
 
 import time
 from collections import deque
@@ -19,8 +19,8 @@ FIRST_CHECKPOINT = 60.0
 
 class InFlight(Generic[Metrics]):
     """Updates that are dispatched and not complete: at most two, so that the device never waits for
-    the host, and a stop waits for few of them; one where updates take longer than `SLOW` seconds.
-    (JAX lets about 32 updates run ahead on a CPU.)
+    the host, and a stop waits for few updates; one if updates need more than `SLOW` seconds. (JAX
+    lets about 32 updates run ahead on a CPU.)
 
     Args:
       completed: called with the step and the metrics of each complete update, in order.
@@ -35,8 +35,8 @@ class InFlight(Generic[Metrics]):
         self._added_at = time.monotonic()
 
     def add(self, step: int, metrics: Metrics) -> None:
-        """Add a dispatched update, and wait for those before it; if updates are slow, also for
-        itself."""
+        """Add a dispatched update, and wait for earlier ones; if updates are slow, also for this
+        one."""
         now = time.monotonic()
         is_slow, self._added_at = now - self._added_at > self.SLOW, now
         self._updates.append((step, metrics))
@@ -59,7 +59,7 @@ class Requests:
     Args:
       mesh: the mesh of the run.
       signals: the signals of this process.
-      minutes: time between checkpoints; None for none by time.
+      minutes: time between checkpoints; None disables checkpoints by time.
     """
 
     def __init__(self, mesh: Mesh, signals: Signals, minutes: float | None):

@@ -22,7 +22,7 @@ _REPEATED = (
     "(Muennighoff et al., 2023, arXiv:2305.16264); use more data or fewer steps, or watch the "
     "validation loss"
 )
-TIMED = 3  # updates, of which the first does not count
+TIMED = 3  # updates; the first does not count
 
 
 def describe(
@@ -46,9 +46,9 @@ def describe(
     update, available = tokens_per_update(data), dataset.train_tokens
     total = training.steps * update
     epochs = _epochs(data, training, dataset)
-    of_text = ""
+    epochs_text = ""
     if available:
-        of_text = f": {epochs[THE_DATA]:.3g} epochs of {available:,} training tokens"
+        epochs_text = f": {epochs[THE_DATA]:.3g} epochs of {available:,} training tokens"
     rows = dataset.validation_rows(data)[""]
     splits = [*rows.sources.values()] if isinstance(rows, MixedRows) else [rows]
     sizes = [math.ceil(len(split) / data.batch_size) for split in splits]
@@ -59,7 +59,7 @@ def describe(
         f"process(es): {axes}",
         f"{memory(compiled)} of each device's memory",
         f"{data.batch_size:,} x {data.sequence_length:,} = {update:,} tokens an update, {total:,} "
-        f"in all{of_text}",
+        f"in all{epochs_text}",
         *(_REPEATED.format(epochs=x, name=n) for n, x in epochs.items() if x > MANY_EPOCHS),
         f"validation: the first {measured:,} of {batches:,} batches"
         if measured < batches
@@ -94,8 +94,8 @@ def time_updates(
     others: Sequence[PyTree],
     steps: int,
 ) -> str:
-    """Time a few updates with the same arguments besides the state, discard their results, and
-    estimate the time of all."""
+    """Time a few updates with the same batch, discard their results, and estimate the total
+    time."""
     seconds = 0.0
     for turn in range(TIMED):
         start = time.perf_counter()

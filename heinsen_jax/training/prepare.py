@@ -133,7 +133,7 @@ def prepare_run(
       config: the configuration.
       workdir: the run's folder, as a path or a gs:// address; or opened, checked and locked by
         the caller.
-      dataset: the data set; that of `config.data` is loaded when None.
+      dataset: the data set; loaded from `config.data` when None.
       restart: whether to begin at step 1, and move a run in the folder into a subfolder.
       allow_change: whether to resume although data, teacher, or settings that affect the result
         have changed.
@@ -197,9 +197,9 @@ def resolve_settings(config: ExperimentConfig, dataset: Dataset) -> Settings:
     data, lines = resolve_documents(config.data, dataset, model)
     vocabulary = dataset.vocab_size
     if model.vocab_size < vocabulary:
-        of = f"data.tokenizer={data.tokenizer}" if isinstance(data, DataConfig) else data.task
+        owner = f"data.tokenizer={data.tokenizer}" if isinstance(data, DataConfig) else data.task
         raise UserError(
-            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of {of}; make "
+            f"model.vocab_size={model.vocab_size} is smaller than the vocabulary of {owner}; make "
             f"it at least {vocabulary}"
         )
     if training.sample_tokens:
@@ -344,7 +344,7 @@ def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -
 def check_changes(
     workdir: Path, config: ExperimentConfig, dataset: Dataset, *, allowed: bool
 ) -> list[str]:
-    """Describe the differences between the current settings and those that a run recorded.
+    """Describe the differences between the current settings and a run's recorded settings.
 
     Args:
       workdir: the run's folder.
@@ -383,7 +383,8 @@ def _differs(path: Path, content: bytes) -> bool:
 
 
 def splits_of(content: bytes) -> JSON:
-    """The shards with their hashes in a manifest, or in those of a mixture; None if damaged."""
+    """The shards with their hashes, from a manifest, or from all manifests of a mixture; None if
+    damaged."""
     try:
         manifest = parse_json(content)
         by_name = manifest if "splits" not in manifest else {"": manifest}

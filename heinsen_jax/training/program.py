@@ -73,8 +73,8 @@ class Program:
     def compile(
         self, accumulation_steps: int | None = None, model: LanguageModelConfig | None = None
     ) -> jax.stages.Compiled:
-        """The update, compiled ahead of time for all steps, without allocating its arguments; with
-        another number of microbatches or computation of the model to learn what they need."""
+        """Compile the update ahead of time for all steps, without allocating its arguments. Another
+        number of microbatches or another model serves to measure the memory of other settings."""
         step = make_train_step(
             self.graph if model is None else graph_of(model),
             self.transform,
@@ -87,12 +87,12 @@ class Program:
             ema_decay=self.ema_decay,
         )
         rows, length = self.data.batch_size, self.data.sequence_length
-        of_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
-        tokens = of_rows((rows, length + 1), jnp.int32)
+        abstract_rows = partial(jax.ShapeDtypeStruct, sharding=batch_sharding(self.mesh))
+        tokens = abstract_rows((rows, length + 1), jnp.int32)
         is_separate = isinstance(self.data, DataConfig) and self.data.documents == "separate"
         segment_ids = tokens if is_separate else None
-        labels = of_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
-        batch = Batch._make([tokens, of_rows((rows, length), bool), segment_ids, labels])
+        labels = abstract_rows((rows, length), jnp.int32) if self.dataset.has_labels else None
+        batch = Batch._make([tokens, abstract_rows((rows, length), bool), segment_ids, labels])
         constants = ()
         if self.distillation is not None:
             constants = (self.distillation.abstract_parameters(self.mesh),)
@@ -134,10 +134,10 @@ class Program:
         return self.learning_rates[step], self.key_data, *self.constants
 
     def describe(self, update: jax.stages.Compiled) -> list[str]:
-        what = self.mesh, self.data, self.training, self.dataset
+        parts = self.mesh, self.data, self.training, self.dataset
         warmup = describe_warmup(self.config.optimizer, self.training.steps)
         return [
-            *describe(*what, self.count, update),
+            *describe(*parts, self.count, update),
             *warmup,
             *self.settings.lines,
             *without_peak(),

@@ -81,9 +81,9 @@ def init_sharded(
 ) -> TrainState:
     """Run `init`, with given parameters by name, with sharded inputs and outputs, so that no device
     holds a complete array."""
-    places = flatten_with_names(abstract.parameters)
+    leaves = flatten_with_names(abstract.parameters)
     given = given or {}
-    sharded = {name: jax.device_put(x, places[name].sharding) for name, x in given.items()}
+    sharded = {name: jax.device_put(x, leaves[name].sharding) for name, x in given.items()}
     return jax.jit(init, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(sharded)
 
 

@@ -39,11 +39,11 @@ def make_train_step(
     Random numbers of the objective depend only on the key and the step. An update that `Guard`
     rejects changes neither the parameters nor the optimizer state nor the average of the weights,
     which is average + (1 - d) (parameters - average), with d = min(ema_decay, (1 + n) / (10 + n))
-    at step n, so that the initial weights lose their influence. `z_loss` is that of
+    at step n, so that the initial weights lose their influence. `z_loss` is defined in
     `cross_entropy`.
 
     With accumulation, the gradients of `accumulation_steps` microbatches are summed in a loop: the
-    update is that of the full batch, with the memory of one microbatch.
+    update is the same as for the full batch, with the memory of one microbatch.
     """
 
     gradient = _make_gradient(graph, accumulation_steps, objective, trained, z_loss)

@@ -19,7 +19,7 @@ PARAMETERS_PER_CALL = 100
 
 
 class Wandb:
-    """Weights & Biases. Credentials and modes are those of wandb: `wandb login`, `WANDB_MODE`."""
+    """Weights & Biases. Credentials and modes are wandb's: `wandb login`, `WANDB_MODE`."""
 
     name = "wandb"
 
@@ -85,7 +85,7 @@ class Trackio:
 
 class MLflow:
     """MLflow, at `MLFLOW_TRACKING_URI`. Its parameters are the configuration at the first start,
-    since MLflow does not change them; its tags are the environment of the last one."""
+    since MLflow does not change them; its tags are the environment at the last start."""
 
     name = "mlflow"
 

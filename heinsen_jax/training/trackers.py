@@ -18,7 +18,7 @@ from heinsen_jax.storage.files import storage_errors, write_atomically
 from heinsen_jax.typing import JSON
 
 TRACKER_FILE = "tracker.json"
-"""Ids of a run in its trackers, by the trackers' names."""
+"""File with the run's id in each tracker: tracker name -> run id."""
 START_SECONDS = 120
 FINISH_SECONDS = 30
 
@@ -56,7 +56,7 @@ class TrackedRun:
 
 @runtime_checkable
 class Tracker(Protocol):
-    """A service that records the metrics of a run. All calls are in one thread of their own."""
+    """A service that records the metrics of a run. All calls are in one separate thread."""
 
     @property
     def name(self) -> str:
@@ -77,7 +77,7 @@ class Tracker(Protocol):
 
 
 class Tracking:
-    """Context manager that passes metrics to trackers, each in a thread of its own.
+    """Context manager that passes metrics to trackers, each in a separate thread.
 
     A tracker that cannot start ends the run before its first step. Later, one that is slow or fails
     causes a warning, and never delays or ends training.
@@ -110,7 +110,7 @@ class Tracking:
             self.finish("failed")
 
     def start(self, run: TrackedRun) -> None:
-        """Start the trackers; those that tracker.json names resume the same tracked run.
+        """Start the trackers; trackers in tracker.json resume the same tracked run.
 
         Raises:
           UserError: a tracker cannot start, or tracker.json is damaged.
@@ -188,7 +188,7 @@ class _Worker:
         while (call := self._calls.get()) is not None:
             try:
                 call()
-            except Exception as error:  # of any library: training continues
+            except Exception as error:  # any error of a library: training continues
                 if not self._has_failed:
                     self._has_failed = True
                     self._say(f"{explain(error) or repr(error)}; training continues")

@@ -146,7 +146,7 @@ def test_a_model_of_this_package_is_written(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"block": "paper"}, "model: its architecture is that of no supported model"),
+        ({"block": "paper"}, "model: no supported model of transformers has its architecture"),
         ({"logit_soft_cap": 3.0}, r"in the closest one, llama: model\.logit_soft_cap is 3\.0"),
         ({"value_depth": 3}, r"llama: model\.attention\.value_depth is 3, not 4"),
         (

@@ -111,10 +111,10 @@ def _loaded(
     graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
     checkpoint.check_count({name: x.shape for name, x in leaves.items()})
-    found = entries(model_type, config, leaves)
-    checkpoint.check({k: v for x in found for k, v in x.shapes(leaves[x.path].shape)})
-    place = np.asarray if on_host else jnp.asarray
-    values = {x.path: place(x.load(leaves[x.path].shape, checkpoint.read)) for x in found}
+    parameters = entries(model_type, config, leaves)
+    checkpoint.check({k: v for x in parameters for k, v in x.shapes(leaves[x.path].shape)})
+    to_array = np.asarray if on_host else jnp.asarray
+    values = {x.path: to_array(x.load(leaves[x.path].shape, checkpoint.read)) for x in parameters}
     tree = jax.tree.unflatten(jax.tree.structure(state), [values[path] for path in leaves])
     return nnx.merge(graph, tree)
 
@@ -145,8 +145,8 @@ def import_model(
       UserError: as `from_pretrained`; or the model has no `tokenizer.json`, or the folder is not
         empty.
     """
-    place = local_path(workdir, "--workdir")
-    check_new_folder(place)
+    output = local_path(workdir, "--workdir")
+    check_new_folder(output)
     model, tokenizer = from_pretrained(
         name, revision=revision, on_host=True, allow_nonfinite=allow_nonfinite
     )
@@ -164,12 +164,12 @@ def import_model(
         "data": dataclasses.asdict(data),
         "optimizer": {"learning_rate": 5e-5, "end_learning_rate": 5e-6},
     }
-    with filling(place) as partial:
+    with filling(output) as partial:
         arrays = flatten_with_names(nnx.state(model, nnx.Param))
         save_weights(partial, arrays, step=0)
         (partial / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_tokenizer(tokenizer, partial)
-    return place
+    return output
 
 
 def to_pretrained(
@@ -193,34 +193,35 @@ def to_pretrained(
         without both.
       like: folder of the original checkpoint. The model type, the dtype, and fields that do not
         change results, such as ids of special tokens, are copied from its `config.json`, and all
-        fields from its `generation_config.json`, but for the tokenizer's ids that end generation.
-      dtype: dtype of the tensors; that of `like`, or float32, when None.
+        fields from its `generation_config.json`, except for the ids that end generation, which are
+        the tokenizer's.
+      dtype: dtype of the tensors; when None, the dtype of `like`, or float32 without it.
       shard_bytes: maximum size of a file.
 
     Raises:
       UserError: no supported model of transformers has this architecture; the dtype is unsupported,
         or a value is too large for it; the folder is not empty; or it cannot be written.
     """
-    place = local_path(folder, "folder")
-    check_new_folder(place)
+    output = local_path(folder, "folder")
+    check_new_folder(output)
     path = None if like is None else Path(like) / TRANSFORMERS_CONFIG
     others = {} if path is None else read_json(path)
     only = None if path is None else family_of(others, path).model_type
     family = family_for(model.config, only)
     stored = dtype or others.get("dtype") or others.get("torch_dtype") or "float32"
     if stored not in (known := get_args(StoredDtype)):
-        of = "" if dtype else f"{path}: "
-        raise UserError(f"{of}dtype={stored!r} is unsupported; give one of {', '.join(known)}")
+        source = "" if dtype else f"{path}: "
+        raise UserError(f"{source}dtype={stored!r} is unsupported; give one of {', '.join(known)}")
     arrays = _tensors(model, family.model_type, str(stored))
     fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
     fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
-    if like is None:  # null, since absent ids would be those of the original model
+    if like is None:  # null, since transformers has defaults for absent ids
         start = () if tokenizer is None else start_ids(tokenizer)
         fields["bos_token_id"] = start[0] if start else None
         fields["eos_token_id"] = None if tokenizer is None else _ends(tokenizer)
     fields |= family.to_json() | {"torch_dtype": stored}
     fields.pop("dtype", None)
-    with filling(place) as partial:
+    with filling(output) as partial:
         save_weights(partial, arrays, step=0, shard_bytes=shard_bytes, framework="pt")
         contents = {TRANSFORMERS_CONFIG: fields, GENERATION_FILE: _generation(like, tokenizer)}
         for file, content in contents.items():
@@ -229,12 +230,11 @@ def to_pretrained(
                 (partial / file).write_text(text)
         if tokenizer is not None:
             tokenizer.save(partial)
-    return place
+    return output
 
 
 def _generation(like: str | Path | None, tokenizer: Tokenizer | None) -> dict[str, JSON]:
-    """The content of `generation_config.json`: that of the original, if any, with the tokenizer's
-    ids."""
+    """The content of `generation_config.json`: the original's, if any, with the tokenizer's ids."""
     path = None if like is None else Path(like) / GENERATION_FILE
     fields: dict[str, JSON] = read_json(path) if path is not None and path.exists() else {}
     if tokenizer is not None:
@@ -250,11 +250,11 @@ def _ends(tokenizer: Tokenizer) -> int | list[JSON]:
 
 def _tensors(model: LanguageModel, model_type: str, dtype: str) -> dict[str, np.ndarray]:
     """All tensors in transformers, by name."""
-    leaves, found = flatten_with_names(nnx.state(model, nnx.Param)), {}
+    leaves, tensors = flatten_with_names(nnx.state(model, nnx.Param)), {}
     for entry in entries(model_type, model.config, leaves):
         for name, value in entry.tensors(np.asarray(leaves[entry.path])):
             with np.errstate(over="ignore"):
-                found[name] = value.astype(dtype)
-            if np.any(np.isinf(found[name].astype(np.float32)) & np.isfinite(value)):
+                tensors[name] = value.astype(dtype)
+            if np.any(np.isinf(tensors[name].astype(np.float32)) & np.isfinite(value)):
                 raise UserError(f"dtype={dtype}: {name} exceeds its range; choose float32")
-    return found
+    return tensors

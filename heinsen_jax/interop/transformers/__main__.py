@@ -42,7 +42,7 @@ class ExportOptions:
     like: Path | None = None
     """Folder of the original checkpoint, to copy its other fields."""
     dtype: StoredDtype | None = None
-    """Dtype of the tensors; that of --like, or float32, when None."""
+    """Dtype of the tensors; when None, the dtype of --like, or float32 without it."""
     latest: bool = False
     """Use the latest checkpoint, not the best."""
 
@@ -53,19 +53,19 @@ def main() -> None:
     prog = "python -m heinsen_jax.interop.transformers"
     match parse_command(commands, prog=prog, description=__doc__):
         case ImportOptions() as options:
-            place = import_model(
+            folder = import_model(
                 options.model,
                 options.workdir,
                 revision=options.revision,
                 allow_nonfinite=options.allow_nonfinite,
             )
-            print(printable(f"imported into {place}"))
+            print(printable(f"imported into {folder}"))
         case ExportOptions() as options:
             model, tokenizer, _ = load_run(options.workdir, best=not options.latest, on_host=True)
-            place = to_pretrained(
+            folder = to_pretrained(
                 model, options.output, tokenizer=tokenizer, like=options.like, dtype=options.dtype
             )
-            print(printable(f"exported to {place}"))
+            print(printable(f"exported to {folder}"))
 
 
 if __name__ == "__main__":

@@ -40,8 +40,8 @@ class Checkpoint:
 
     Args:
       folder: the folder.
-      names: names of modules of its family. All but the readout share a prefix, which files of a
-        model without its readout lack.
+      names: names of modules of its family. All but the readout share a prefix, which is missing in
+        files of a model without its readout.
       allow_nonfinite: whether values may be NaN or infinite.
 
     Raises:
@@ -56,21 +56,21 @@ class Checkpoint:
             raise UserError(
                 f"{folder} has no weights; give a folder with {WEIGHTS_FILE} or {INDEX_FILE}"
             )
-        place = weight_files(folder)
-        files = [WEIGHTS_FILE] if place is None else sorted(set(place.values()))
+        index = weight_files(folder)
+        files = [WEIGHTS_FILE] if index is None else sorted(set(index.values()))
         self._files = {folder / name: _open(folder / name) for name in files}
-        found = self._merged({} if place is None else place)
+        merged = self._merged({} if index is None else index)
         self.embedding, self.readout = (f"{names[x][0]}.weight" for x in ("embed", "unembed"))
         prefix = self.embedding.partition(".")[0] + "."
-        is_bare = not any(name.startswith(prefix) for name in found)
+        is_bare = not any(name.startswith(prefix) for name in merged)
         self.tensors = {
             (prefix + name if is_bare and name != self.readout else name): tensor
-            for name, tensor in found.items()
+            for name, tensor in merged.items()
             if not BUFFERS.search(name)
         }
 
-    def _merged(self, place: Mapping[str, str]) -> dict[str, Tensor]:
-        """The tensors of all files, from those that the index names.
+    def _merged(self, index: Mapping[str, str]) -> dict[str, Tensor]:
+        """Merge the tensors of all files; the index, if any, has the file of each tensor.
 
         Raises:
           UserError: a file lacks a tensor of the index, or files have different values for one.
@@ -79,8 +79,8 @@ class Checkpoint:
         for path in self._files:
             for tensor in self._tensors(path):
                 copies.setdefault(tensor.name, []).append(tensor)
-        found = {}
-        for name, file in place.items():
+        merged = {}
+        for name, file in index.items():
             if not any(x.path.name == file for x in copies.get(name, [])):
                 raise UserError(
                     f"{self.folder / file} has no tensor {name}, which {INDEX_FILE} says it has; "
@@ -93,8 +93,8 @@ class Checkpoint:
                         f"{other.path}: tensor {name} differs from the one in {first.path.name}; "
                         "fetch both again"
                     )
-            found[name] = first
-        return found
+            merged[name] = first
+        return merged
 
     def check_sizes(self, config: LanguageModelConfig) -> None:
         """Compare the sizes in `config.json` with the files, before names are built or memory is
@@ -128,7 +128,7 @@ class Checkpoint:
                 )
 
     def _tensors(self, path: Path) -> list[Tensor]:
-        found = []
+        tensors = []
         for name in self._files[path].keys():  # noqa: SIM118 - no mapping
             part = self._files[path].get_slice(name)
             dtype = part.get_dtype()
@@ -137,8 +137,8 @@ class Checkpoint:
                     f"{path}: tensor {name} has dtype {dtype}, which is unsupported; choose a "
                     f"checkpoint in one of {', '.join(DTYPES)}"
                 )
-            found.append(Tensor(path, name, tuple(part.get_shape())))
-        return found
+            tensors.append(Tensor(path, name, tuple(part.get_shape())))
+        return tensors
 
     def check(
         self,
@@ -194,7 +194,7 @@ class Checkpoint:
         """Leave out the readout of a model with tied embeddings, if the files have it, too.
 
         Raises:
-          UserError: it is no copy of the embedding.
+          UserError: the readout differs from the embedding.
         """
         ours, other = self.tensors.get(self.embedding), self.tensors.pop(self.readout, None)
         if ours is None or other is None:

@@ -1,4 +1,4 @@
-"""Families of models: the fields of their `config.json`, as architectures of this package and back.
+"""Families of models: conversion of their `config.json` to architectures of this package and back.
 
 A field that is not listed here is refused, since it may change results.
 """
@@ -87,21 +87,21 @@ class Family(Fields):
 
     def to_json(self) -> dict[str, JSON]:
         """The fields as versions 4 and 5 of transformers read them."""
-        found = self.model_dump(exclude={"rope"})
-        if found.get("max_position_embeddings", ...) is None:  # transformers has a default
-            del found["max_position_embeddings"]
+        fields = self.model_dump(exclude={"rope"})
+        if fields.get("max_position_embeddings", ...) is None:  # transformers has a default
+            del fields["max_position_embeddings"]
         rope = getattr(self, "rope", None)
         if rope is not None:
             plain = {old: getattr(rope, new) for new, old in self.rope_names.items()}
-            found |= plain | {"rope_scaling": rope.scaling()}
-        return found
+            fields |= plain | {"rope_scaling": rope.scaling()}
+        return fields
 
 
 class Variant(NamedTuple):
     """Differences between models like Llama.
 
     Attributes:
-      num_kv_heads: number of key/value heads; that of query heads when None.
+      num_kv_heads: number of key/value heads; as many as query heads when None.
       depth: head dimension; hidden_size / num_attention_heads when None.
       bias: whether queries, keys and values have biases.
       output_bias, mlp_bias, qk_norm: as in `LanguageModelConfig` and its mechanisms.
@@ -142,16 +142,18 @@ class LlamaLike(Family):
         raise NotImplementedError
 
     def to_model(self) -> LanguageModelConfig:
-        of = self.variant()
-        depth = None if of.depth == self.hidden_size / self.num_attention_heads else of.depth
+        variant = self.variant()
+        depth = (
+            None if variant.depth == self.hidden_size / self.num_attention_heads else variant.depth
+        )
         options: dict[str, FieldValue] = {
-            "num_kv_heads": of.num_kv_heads or self.num_attention_heads,
-            "use_bias": of.bias,
-            "output_bias": of.output_bias,
+            "num_kv_heads": variant.num_kv_heads or self.num_attention_heads,
+            "use_bias": variant.bias,
+            "output_bias": variant.output_bias,
             **self.rope.options(),
-            **({} if of.window is None else {"window_size": of.window}),
+            **({} if variant.window is None else {"window_size": variant.window}),
         }
-        name = "gqa" if of.window is None else "sliding_window"
+        name = "gqa" if variant.window is None else "sliding_window"
         return LanguageModelConfig(
             vocab_size=self.vocab_size,
             model_dim=self.hidden_size,
@@ -159,10 +161,10 @@ class LlamaLike(Family):
             attention=Layers(name, options=options),
             block="llama",
             mlp_dim=self.intermediate_size,
-            use_bias=of.mlp_bias or None,
+            use_bias=variant.mlp_bias or None,
             norm_epsilon=self.rms_norm_eps,
             trained_length=self.max_position_embeddings,
-            qk_norm=of.qk_norm,
+            qk_norm=variant.qk_norm,
             tie_embeddings=self.tie_word_embeddings,
             num_heads=self.num_attention_heads,
             key_depth=depth,

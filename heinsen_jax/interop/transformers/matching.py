@@ -1,4 +1,4 @@
-"""Find the family of transformers of an architecture."""
+"""Find the family of transformers that has an architecture."""
 
 import dataclasses
 from typing import Any
@@ -33,33 +33,33 @@ def family_for(config: LanguageModelConfig, only: str | None) -> Family:
             continue
         try:
             family = kind.model_validate({k: facts[k] for k in kind.model_fields if k in facts})
-            found = resolved(family.to_model())
+            candidate = resolved(family.to_model())
         except ValueError as error:
             problem = str(error)
             if isinstance(error, pydantic.ValidationError):
                 first = error.errors()[0]
-                said = describe_problem(first)
-                problem = f"its field {said}" if first["loc"] else said
+                description = describe_problem(first)
+                problem = f"its field {description}" if first["loc"] else description
             problems[name] = [problem]
             is_invalid.add(name)
             continue
-        every = sorted(found.keys() | wanted.keys())
-        differing = [key for key in every if found.get(key) != wanted.get(key)]
+        every = sorted(candidate.keys() | wanted.keys())
+        differing = [key for key in every if candidate.get(key) != wanted.get(key)]
         if not differing:
             return family
         problems[name] = [
-            f"model.{key} is {wanted.get(key)!r}, not {found.get(key)!r}" for key in differing
+            f"model.{key} is {wanted.get(key)!r}, not {candidate.get(key)!r}" for key in differing
         ]
     name = min(problems, key=lambda name: (name in is_invalid, len(problems[name])))
     raise UserError(
-        f"model: its architecture is that of no supported model of transformers; in the closest "
-        f"one, {name}: {'; '.join(problems[name])}; change these fields, or save the model with "
+        f"model: no supported model of transformers has its architecture; in the closest one, "
+        f"{name}: {'; '.join(problems[name])}; change these fields, or save the model with "
         "heinsen_jax.interop.hub"
     )
 
 
 def _facts(config: LanguageModelConfig) -> dict[str, Any]:
-    """Values of all fields of families, by the names of all."""
+    """Values for the fields of all families, by name."""
     layer = config.abstract_layers()[0]
     options: Any = layer.config
     rope = {"rope": Rope.of(options)} if isinstance(options, PositionsConfig) else {}
@@ -91,12 +91,12 @@ def _facts(config: LanguageModelConfig) -> dict[str, Any]:
 
 def resolved(config: LanguageModelConfig) -> dict[str, Any]:
     """The architecture as values that are equal for equal models."""
-    found: dict[str, Any] = dataclasses.asdict(config)
+    architecture: dict[str, Any] = dataclasses.asdict(config)
     for name in ("attention", "key_depth", "value_depth", "qk_norm", "use_bias", "mlp_ratio"):
-        del found[name]
+        del architecture[name]
     for name in ("trained_length", "dtype", "param_dtype", "remat", "remat_policy"):
-        del found[name]
-    found |= {
+        del architecture[name]
+    architecture |= {
         "block": "fastformer" if config.block == "fastformer" else "pre-norm",
         "norm": config.norm_kind,
         "norm_epsilon": config.norm_epsilon or EPSILONS[config.norm_kind],
@@ -111,8 +111,10 @@ def resolved(config: LanguageModelConfig) -> dict[str, Any]:
     options: dict[str, Any] = dataclasses.asdict(layer.config)
     options.pop("implementation", None)
     if others or not isinstance(layer, RotaryAttention):
-        return found
-    found["attention"] = ("gqa",) if config.layer_pattern == ("softmax",) else config.layer_pattern
+        return architecture
+    architecture["attention"] = (
+        ("gqa",) if config.layer_pattern == ("softmax",) else config.layer_pattern
+    )
     options |= {
         "num_kv_heads": layer.num_kv_heads,
         "key_depth": layer.key_depth,
@@ -124,4 +126,4 @@ def resolved(config: LanguageModelConfig) -> dict[str, Any]:
         del options["norm_epsilon"]
     if options["positions"] != "rotary":
         options = {k: v for k, v in options.items() if not k.startswith("rotary_")}
-    return found | {f"attention.{name}": value for name, value in options.items()}
+    return architecture | {f"attention.{name}": value for name, value in options.items()}

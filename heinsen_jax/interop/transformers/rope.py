@@ -11,7 +11,7 @@ from heinsen_jax.attention.rotary import PositionsConfig
 from heinsen_jax.typing import JSON
 
 OBJECTS = "rope_parameters", "rope_scaling"
-"""Fields of current and earlier versions that hold others."""
+"""Objects with the fields, in current and in earlier versions."""
 PLAIN = {"rope_theta": "rotary_base", "partial_rotary_factor": "rotary_fraction"}
 SCALING = {
     "default": {},
@@ -23,7 +23,7 @@ SCALING = {
         "original_max_position_embeddings": "rotary_original_length",
     },
 }
-"""Options of mechanisms by the names of fields: those of every type, and of each."""
+"""Options of mechanisms by the names of fields: PLAIN for all types, SCALING for each type."""
 
 
 Size = Annotated[int, pydantic.Field(gt=0, lt=2**31)]
@@ -74,8 +74,8 @@ class Rope(Fields):
 
     def scaling(self) -> dict[str, JSON] | None:
         """The field `rope_scaling`."""
-        found = self.model_dump(exclude={*PLAIN}, exclude_none=True)
-        return None if self.rope_type == "default" else found
+        fields = self.model_dump(exclude={*PLAIN}, exclude_none=True)
+        return None if self.rope_type == "default" else fields
 
 
 class Given(NamedTuple):
@@ -91,7 +91,7 @@ class Given(NamedTuple):
 
 
 def given_fields(values: Mapping[str, Any], further_names: Mapping[str, str]) -> dict[str, Given]:
-    """The fields of `Rope` that a `config.json` has, in any version's place for them.
+    """The fields of `Rope` in a `config.json` of any version.
 
     Args:
       values: its content.
@@ -111,19 +111,20 @@ def given_fields(values: Mapping[str, Any], further_names: Mapping[str, str]) ->
     for name, other in further_names.items():
         names = [x for x in dict.fromkeys((other, name)) if x in values]
         every += [(name, Given(x, values[x])) for x in names]
-    found: dict[str, Given] = {}
+    by_name: dict[str, Given] = {}
     for name, given in every:
-        first = found.setdefault(name, given)
+        first = by_name.setdefault(name, given)
         if first.value != given.value:
             raise ValueError(
                 f"{first.place}={first.value!r} and {given.place}={given.value!r} differ; remove "
                 "one"
             )
-    return found
+    return by_name
 
 
 def place_of(names: Sequence[str], given: Mapping[str, Given]) -> str:
-    """The place of a field of `Rope`, or of all, in a file with these fields."""
+    """Name of a field of `Rope` in a file with the given fields, or of their object without
+    `names`."""
     if names and names[0] in given:
         return given[names[0]].place
     outers = (x.place.partition(".")[0] for x in given.values() if "." in x.place)

@@ -92,7 +92,7 @@ THIRDS = Layout(
     lambda x, heads: heads.join(*np.split(x[0].T, 3)).T,
     lambda x, heads: [np.concatenate(heads.split(x.T)).T],
 )
-"""Layouts. PyTorch's linear layers have the transpose of our kernels; those of GPT-2 have not."""
+"""Layouts. PyTorch's linear layers have the transpose of our kernels; GPT-2's layers do not."""
 
 # Module of this package -> (module in transformers, layout). A name with {} exists once per layer;
 # one with * is q, k and v.
@@ -148,7 +148,7 @@ class Entry:
     Attributes:
       path: its path in the model.
       layers: names of its tensors, for each layer if it is stacked.
-      is_stacked: whether its first axis is that of layers.
+      is_stacked: whether its first axis enumerates layers.
       layout: the maps between both.
       heads: sizes that the layout needs.
     """
@@ -169,8 +169,8 @@ class Entry:
     def load(self, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> np.ndarray:
         """The parameter of this shape, from a function that reads tensors."""
         value = np.empty(shape, np.float32)  # filled by layer, so that no tensor is in memory twice
-        for place, names in zip(value if self.is_stacked else [value], self.layers, strict=True):
-            place[...] = self.layout.to_ours([read(name) for name in names], self.heads)
+        for part, names in zip(value if self.is_stacked else [value], self.layers, strict=True):
+            part[...] = self.layout.to_ours([read(name) for name in names], self.heads)
         return value
 
     def tensors(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -181,7 +181,7 @@ class Entry:
 
 def entries(model_type: str, config: LanguageModelConfig, paths: Iterable[str]) -> list[Entry]:
     """The parameters of a model by their paths, with their tensors in transformers."""
-    heads, found = Heads.of(config), []
+    heads, parameters = Heads.of(config), []
     for path in paths:
         module, _, leaf = path.removesuffix(".value").rpartition(".")
         theirs, layout = NAMES[model_type][module]
@@ -190,5 +190,5 @@ def entries(model_type: str, config: LanguageModelConfig, paths: Iterable[str]) 
         is_stacked = "{}" in name
         layers = range(config.num_layers if is_stacked else 1)
         each = [[name.format(layer) for name in names] for layer in layers]
-        found.append(Entry(path, each, is_stacked, layout, heads))
-    return found
+        parameters.append(Entry(path, each, is_stacked, layout, heads))
+    return parameters

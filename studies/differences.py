@@ -28,10 +28,10 @@ class Difference:
     Attributes:
       compared: labels of the result.
       metric: the metric.
-      mean: mean of the result minus that of the baseline, over their seeds; NaN without values.
-      interval: 95% confidence interval of the mean, by Welch's t-test; None if one of them has only
-        one seed, or if the seeds of each are equal.
-      p_value: of that test; None without an interval.
+      mean: mean of the result minus the baseline's mean, over their seeds; NaN without values.
+      interval: 95% confidence interval of the mean, by Welch's t-test; None if the result or the
+        baseline has only one seed, or if all seeds of each are equal.
+      p_value: p-value of the test; None without an interval.
     """
 
     compared: dict[str, str]
@@ -93,10 +93,10 @@ def differences_of(study: Study, results: Sequence[Comparison]) -> list[Differen
 def difference_table(differences: Sequence[Difference]) -> str:
     """Table in Markdown of differences, with a row for each result and a column for each metric."""
     lines: dict[tuple[str, ...], list[str]] = {}
-    for found in differences:
-        labels = tuple(found.compared.values())
-        lines.setdefault(labels, [*labels]).append(str(found))
-    metrics = dict.fromkeys(found.metric for found in differences)
+    for difference in differences:
+        labels = tuple(difference.compared.values())
+        lines.setdefault(labels, [*labels]).append(str(difference))
+    metrics = dict.fromkeys(difference.metric for difference in differences)
     return markdown_table([*differences[0].compared, *metrics], [*lines.values()])
 
 
@@ -108,8 +108,8 @@ def adjusted_p_values(
         p'_(i) = max_{j <= i} min(1, (n - j + 1) p_(j)),    p_(1) <= ... <= p_(n)
 
     Returns:
-      The corrected p-values in increasing order, by the labels of the results; without those of
-      differences that have no interval.
+      The corrected p-values in increasing order, by the labels of the results. Differences without
+      an interval are left out.
 
     References:
       Holm, 1979, A Simple Sequentially Rejective Multiple Test Procedure.
@@ -147,8 +147,8 @@ def _welch(
     if min(len(values), len(baseline)) < 2:
         return None, None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # of equal values
+        warnings.simplefilter("ignore", RuntimeWarning)  # for equal values
         test: Any = stats.ttest_ind(values, baseline, equal_var=False)  # its types lack pvalue
-        found = test.confidence_interval(0.95)
-    low, high = float(found.low), float(found.high)
+        confidence = test.confidence_interval(0.95)
+    low, high = float(confidence.low), float(confidence.high)
     return ((low, high), float(test.pvalue)) if low < high else (None, None)

@@ -65,8 +65,8 @@ class Study:
       select: function of labels that returns whether to run their combination; by default all are.
         It may leave out seeds other than the first.
       stages: function of the labels and the experiment of a run that returns its stages. Each
-        starts from the weights of the one before, so that all have a `distillation.teacher`; those
-        before the last are evaluated on one batch only. By default a run has one stage, the
+        starts from the weights of the previous one, so that all have a `distillation.teacher`; all
+        but the last are evaluated on one batch only. By default a run has one stage, the
         experiment.
     """
 
@@ -96,11 +96,11 @@ class Study:
                 "name of one axis, or search='grid'"
             )
         if self.baseline is not None:
-            found = [axis for axis in compared if self.baseline in self.axes[axis]]
-            if len(found) != 1:
+            matching = [axis for axis in compared if self.baseline in self.axes[axis]]
+            if len(matching) != 1:
                 raise ValueError(
                     f"baseline={self.baseline!r} must be a label of one compared axis, not of "
-                    f"{len(found)}"
+                    f"{len(matching)}"
                 )
         for plot in self.plots:
             try:
@@ -118,8 +118,8 @@ class Study:
         ]
 
     def restricted(self, axis: str, labels: Sequence[str]) -> "Study":
-        """The study of these labels of an axis, without plots of other labels only, and without
-        its baseline if that is another one.
+        """Restrict an axis to these labels. Plots of other labels only are left out, and so is the
+        baseline if it is another label.
 
         Raises:
           ValueError: the study has no such axis, or the axis no such label.
@@ -158,7 +158,7 @@ class Study:
         return [self.run(labels) for labels in grid if self.select(labels)]
 
     def all_runs(self) -> list["Run"]:
-        """The runs with all tuned values and all seeds; errors as of `first_seed_runs`."""
+        """The runs with all tuned values and all seeds; raises as `first_seed_runs` does."""
         first = self.first_seed_runs()
         return [run for best in first for run in (best, *self.other_seed_runs(best.labels))]
 
@@ -219,7 +219,7 @@ class Run:
         """
         settings = self.config if len(self.stages) == 1 else self.stages
         text = json.dumps(settings, default=_chosen, sort_keys=True)
-        text = text.replace(f"{CONFIGS}/", "configs/")  # of any checkout, from any folder
+        text = text.replace(f"{CONFIGS}/", "configs/")  # the same in all checkouts and folders
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -245,16 +245,16 @@ def load_study(path: str | Path) -> Study:
 
 def _chosen(config: DataclassInstance) -> dict[str, JSON]:
     """The tag of a nested configuration and its fields that differ from the defaults."""
-    found: dict[str, JSON] = {"of": type(config).__name__}
+    chosen: dict[str, JSON] = {"of": type(config).__name__}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in ADDED and value == field.default:
             continue
         if dataclasses.is_dataclass(type(value)):
-            found[field.name] = _chosen(value)
+            chosen[field.name] = _chosen(value)
         elif value != field.default:
-            found[field.name] = value
-    return found
+            chosen[field.name] = value
+    return chosen
 
 
 def _with(config: Config, fields: Mapping[str, FieldValue]) -> Config:
@@ -269,6 +269,6 @@ def _with(config: Config, fields: Mapping[str, FieldValue]) -> Config:
             inner.setdefault(name, {})[rest] = value
         else:
             changed[name] = value
-    for name, of_section in inner.items():
-        changed[name] = _with(changed.get(name, getattr(config, name)), of_section)
+    for name, section_fields in inner.items():
+        changed[name] = _with(changed.get(name, getattr(config, name)), section_fields)
     return replace(config, **changed)

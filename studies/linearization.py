@@ -61,23 +61,23 @@ COLORS = {
 
 
 def models(teacher: LanguageModelConfig, length: int) -> sweeps.Sweep:
-    """The teacher's architecture with other attention layers, but for windows of `length` tokens,
+    """The teacher's architecture with other attention layers, except windows of `length` tokens,
     which are softmax attention."""
     chosen = {
         label: attention.format(length=length)
         for label, attention in MECHANISMS.items()
         if f"window_size={length}" not in re.split("[:,]", attention)
     }
-    found: sweeps.Sweep = {TRAINED_FURTHER: {}}
+    sweep: sweeps.Sweep = {TRAINED_FURTHER: {}}
     for label, attention in chosen.items():
-        found[label] = {"model": linear_layers(teacher, attention)}
+        sweep[label] = {"model": linear_layers(teacher, attention)}
     for label in HYBRID_MECHANISMS:
         for words, keep in HYBRIDS.items():
-            found[f"{label}, {words}"] = {"model": linear_layers(teacher, chosen[label], keep)}
+            sweep[f"{label}, {words}"] = {"model": linear_layers(teacher, chosen[label], keep)}
     for label in ("log, Hedgehog", MERGED):
-        found[f"{label}, {STAGE_2}"] = found[label]
+        sweep[f"{label}, {STAGE_2}"] = sweep[label]
     no_teacher: dict[str, FieldValue] = {"distillation": DistillationConfig()}
-    return found | {f"{MERGED}, {FROM_SCRATCH}": found[MERGED] | no_teacher}
+    return sweep | {f"{MERGED}, {FROM_SCRATCH}": sweep[MERGED] | no_teacher}
 
 
 def stages(
@@ -106,7 +106,7 @@ def study(
 
     Args:
       title: title of the study.
-      about: what the teacher is.
+      about: description of the teacher.
       teacher: the teacher's experiment.
       folder: the folder of its run.
       test_lengths: further lengths of sequences in the evaluation.

@@ -115,13 +115,13 @@ class Plot:
         return f"{words} ({self.unit})" if self.unit else words
 
     def name(self, result: Comparison) -> str:
-        """The labels of a result, but for those that all results of the plot have."""
+        """The labels of a result that are not shared by all plotted results."""
         shared = {axis for axis in self.where if len(self.labels(axis)) == 1}
         return " ".join(label for axis, label in result.compared.items() if axis not in shared)
 
     def color(self, result: Comparison) -> str:
-        found = (self.highlighted.get(label) for label in result.compared.values())
-        return next((color for color in found if color), GRAY)
+        colors = (self.highlighted.get(label) for label in result.compared.values())
+        return next((color for color in colors if color), GRAY)
 
     def set_title(
         self, axes: Axes, default: str, results: Sequence[Comparison], seeds: str, note: str = ""
@@ -133,7 +133,7 @@ class Plot:
         axes.set_title(f"{title}\n({notes})" if notes else title, fontsize="medium")
 
     def line(self, axes: Axes, name: str, points: Sequence[tuple[float, Comparison, str]]) -> Line:
-        """Draw the mean of the seeds at each place, with a bar over all seeds."""
+        """Draw the mean of the seeds at each x, with a bar over all seeds."""
         seeds = [result.values(metric) for _, result, metric in points]
         x, y = [x for x, *_ in points], [result.mean(metric) for _, result, metric in points]
         bars = [(min(values), max(values)) for values in seeds]
@@ -157,8 +157,8 @@ class Plot:
     def draw_chance(self, axes: Axes) -> None:
         if self.chance is not None:
             axes.axhline(self.chance, color="black", linestyle="--", linewidth=1)
-            at, place = (0.01, self.chance), axes.get_yaxis_transform()
-            axes.annotate("chance", at, (0, 2), place, "offset points", fontsize=8)
+            at, transform = (0.01, self.chance), axes.get_yaxis_transform()
+            axes.annotate("chance", at, (0, 2), transform, "offset points", fontsize=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,15 +187,15 @@ class LinePlot(Plot):
           axes: the axes.
           results: the results to plot.
           y: name of the metrics.
-          x: name of what they depend on, and after it, in brackets, its unit.
+          x: label of the x-axis, with its unit in brackets.
           metrics: names of the metrics by their x.
         """
         drawn = []
-        for label, of_line in by_label(results, self.lines).items():
-            for result in of_line:
+        for label, line_results in by_label(results, self.lines).items():
+            for result in line_results:
                 points = [(at, result, metric) for at, metric in metrics.items()]
                 points = [point for point in points if is_measured(result, point[2])]
-                name = label if len(of_line) == 1 else self.name(result)
+                name = label if len(line_results) == 1 else self.name(result)
                 if points:
                     drawn.append(self.line(axes, name, points))
         self.draw_chance(axes)
@@ -304,8 +304,8 @@ class Ranking(Plot):
                 name.set(color=color, weight="bold")
         if self.chance is not None:
             axes.axvline(self.chance, color="black", linestyle="--", linewidth=1)
-            at, place = (self.chance, 0.01), axes.get_xaxis_transform()
-            axes.annotate("chance", at, (2, 0), place, "offset points", fontsize=8)
+            at, transform = (self.chance, 0.01), axes.get_xaxis_transform()
+            axes.annotate("chance", at, (2, 0), transform, "offset points", fontsize=8)
         axes.set_xlabel(self.label(self.metric))
         self.set_title(axes, self.metric.replace("_", " "), results, "dots: seeds; line: mean")
         return []

@@ -42,15 +42,15 @@ class Points(LinePlot):
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         measured = [x for x in results if is_measured(x, self.x) and is_measured(x, self.y)]
         best, drawn = self._best(measured) if self.frontier else measured, []
-        for label, of_line in by_label(measured, self.lines).items():
-            of_line.sort(key=lambda result: result.mean(self.x))
-            places = [place for place, result in enumerate(of_line) if result in best]
-            if places or self.color(of_line[0]) != GRAY:
-                points = [(result.mean(self.x), result, self.y) for result in of_line]
+        for label, line_results in by_label(measured, self.lines).items():
+            line_results.sort(key=lambda result: result.mean(self.x))
+            places = [place for place, result in enumerate(line_results) if result in best]
+            if places or self.color(line_results[0]) != GRAY:
+                points = [(result.mean(self.x), result, self.y) for result in line_results]
                 place = places[-1] if places else -1
                 drawn.append(replace(self.line(axes, label, points), place=place))
             else:
-                for result in of_line:
+                for result in line_results:
                     x, y = result.mean(self.x), result.mean(self.y)
                     axes.plot(x, y, "o", color=GRAY, markersize=3)
                     drawn.append(Line("", [x], [y], GRAY))

@@ -83,11 +83,11 @@ class PowerLawPlot(LinePlot):
 
     def fits(self, results: Sequence[Comparison]) -> dict[str, Fit | None]:
         """The fits to the means of the selected results, by the labels of the lines."""
-        return {label: self._fit(of_line) for label, of_line in self._by_line(results).items()}
+        return {label: self._fit(group) for label, group in self._by_line(results).items()}
 
     def differences(self, results: Sequence[Comparison], baseline: str) -> dict[str, Fit | None]:
-        """The fits to the means relative to those of a line: their exponents are differences from
-        its exponent.
+        """The fits to the means, divided by the means of a line: their exponents are differences
+        from its exponent.
 
         Args:
           results: results of the study.
@@ -95,7 +95,7 @@ class PowerLawPlot(LinePlot):
         """
         lines = self._by_line(results)
         relative_to = {self._scale(x): x.mean(self.y) for x in lines.pop(baseline)}
-        return {label: self._fit(of_line, relative_to) for label, of_line in lines.items()}
+        return {label: self._fit(group, relative_to) for label, group in lines.items()}
 
     def _by_line(self, results: Sequence[Comparison]) -> dict[str, list[Comparison]]:
         selected = self.selected(results)
@@ -103,7 +103,7 @@ class PowerLawPlot(LinePlot):
         return by_label(measured, self.lines)
 
     def _scale(self, result: Comparison) -> tuple[str, ...]:
-        """The labels of a result without that of its line."""
+        """The labels of a result, without the label of its line."""
         return tuple(label for axis, label in result.compared.items() if axis != self.lines)
 
     def _fit(
@@ -111,7 +111,7 @@ class PowerLawPlot(LinePlot):
         results: Sequence[Comparison],
         relative_to: Mapping[tuple[str, ...], float] | None = None,
     ) -> Fit | None:
-        """The fit to the means, or to their ratios to those of the same scales in `relative_to`."""
+        """Fit the means, or their ratios to the means `relative_to` at the same scales."""
         if relative_to is not None:
             results = [x for x in results if self._scale(x) in relative_to]
         y = [x.mean(self.y) / (relative_to[self._scale(x)] if relative_to else 1) for x in results]
@@ -119,15 +119,15 @@ class PowerLawPlot(LinePlot):
 
     def draw(self, axes: Axes, results: Sequence[Comparison]) -> list[Line]:
         drawn = []
-        for label, of_line in self._by_line(results).items():
-            of_line.sort(key=lambda result: result.mean(self.x))
-            color = self.color(of_line[0])
-            costs = [result.mean(self.x) for result in of_line]
-            for cost, result in zip(costs, of_line, strict=True):
+        for label, group in self._by_line(results).items():
+            group.sort(key=lambda result: result.mean(self.x))
+            color = self.color(group[0])
+            costs = [result.mean(self.x) for result in group]
+            for cost, result in zip(costs, group, strict=True):
                 values = result.values(self.y)
                 axes.plot([cost] * len(values), values, "o", color=color, markersize=4)
-            y = [result.mean(self.y) for result in of_line]
-            if (fit := self._fit(of_line)) is not None:
+            y = [result.mean(self.y) for result in group]
+            if (fit := self._fit(group)) is not None:
                 y = [fit(cost) for cost in costs]
                 axes.plot(costs, y, color=color, linewidth=1.5)
             drawn.append(Line(label, costs, y, color))

@@ -13,11 +13,11 @@ from heinsen_jax.runtime.environment import Environment
 class RunRecord(TypedDict):
     """Record of a run: `metrics` or the reason why it `failed`, costs, and environment.
 
-    `tokens` are those of all updates, `flops` those of all tokens, and `curve` has the metrics of
-    each evaluation by the number of updates before it; earlier versions recorded none of them.
-    `content` are hashes of the data and of the weights of the teacher, if any; earlier versions
-    recorded none. `before` are the metrics of each earlier stage, of one batch.
-    `seconds` are those since the run was last started or resumed.
+    `tokens` counts all updates, `flops` counts all tokens, and `curve` has the metrics of each
+    evaluation by the number of updates before it; earlier versions recorded none of them. `content`
+    are hashes of the data and of the weights of the teacher, if any; earlier versions recorded
+    none. `before` has the metrics of each earlier stage, on one batch. `seconds` counts from the
+    last start or resumption of the run.
     """
 
     labels: NotRequired[dict[str, str]]
@@ -42,7 +42,7 @@ class Comparison:
     Attributes:
       compared: labels of the compared axes.
       tuned: best labels of the tuned axes.
-      records: those of its seeds.
+      records: one per seed.
     """
 
     compared: dict[str, str]
@@ -51,8 +51,8 @@ class Comparison:
 
     def values(self, metric: str) -> list[float]:
         """Values of a metric for all seeds, without failed runs."""
-        found = [_value(record, metric) for record in self.records]
-        return [x for x in found if x is not None]
+        values = [_value(record, metric) for record in self.records]
+        return [x for x in values if x is not None]
 
     def mean(self, metric: str) -> float:
         """Mean over the seeds; NaN without values."""
@@ -65,7 +65,7 @@ class Comparison:
 
     def updates_until(self, metric: str, value: float) -> list[int | None]:
         """Number of updates until a metric was first at least as good as a value, for each seed
-        with a recorded curve of it; None if that was at no evaluation."""
+        with a recorded curve of it; None if no evaluation reached it."""
         sign = 1 if is_larger_better(metric) else -1
 
         def is_reached(metrics: dict[str, float]) -> bool:
@@ -122,8 +122,8 @@ def table(
         head.append(f"updates until {reached[0]} {reached[1]:g}")
     lines = []
     for result in results:
-        found = [(_value(record, metric), record) for record in result.records]
-        each = [record.get("failed", "") if x is None else f"{x:.4f}" for x, record in found]
+        measured = [(_value(record, metric), record) for record in result.records]
+        each = [record.get("failed", "") if x is None else f"{x:.4f}" for x, record in measured]
         mean, *others = (_with_spread(result, name) for name in (metric, *extra_metrics))
         numbers = [f"{result.mean(cost):,.0f}" for cost in costs]
         labels = [*result.compared.values(), *result.tuned.values()]

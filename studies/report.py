@@ -32,7 +32,7 @@ def paragraphs(
     Args:
       study: the study.
       results: its finished results.
-      records: those of all its runs, None if unfinished.
+      records: one per run, None if unfinished.
 
     Raises:
       UserError: no run has measured a metric that the study names.
@@ -49,12 +49,12 @@ def paragraphs(
             "and the worst."
         )
     parts += _tuning(study, results)
-    if study.baseline is not None and (found := differences_of(study, results)):
+    if study.baseline is not None and (differences := differences_of(study, results)):
         parts.append(f"Differences from {study.baseline}, which is subtracted:")
         method = f"{METHOD} {SELECTION}" if {*study.tuned} & {*study.axes} else METHOD
-        parts += [difference_table(found), method]
-        if any(x.p_value is not None for x in found):
-            parts.append(remaining_differences(found))
+        parts += [difference_table(differences), method]
+        if any(x.p_value is not None for x in differences):
+            parts.append(remaining_differences(differences))
     parts += _power_laws(study, results)
     finished = [record for record in records if record is not None]
     parts.append(f"{len(finished)} of {len(records)} runs, {_made(finished)}.")
@@ -119,7 +119,7 @@ def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
                     f" Differences are exponents of losses relative to those of {study.baseline}."
                 )
             lines = [
-                [label, *(str(found.get(label) or "") for found in columns.values())]
+                [label, *(str(column.get(label) or "") for column in columns.values())]
                 for label in fits
             ]
             parts.append(markdown_table([plot.lines, *columns], lines))
@@ -132,9 +132,9 @@ def _words(axis: str) -> str:
 
 def _made(records: Sequence[RunRecord]) -> str:
     """Hardware, versions and commit of the runs."""
-    found = [record["environment"] for record in records]
-    places = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in found}
-    commits = {x["commit"][:7] or "no commit" for x in found}
-    changed = " with uncommitted changes" if any(x["uncommitted_changes"] for x in found) else ""
-    on = "; ".join(f"{device}, JAX {version}" for device, version in sorted(places))
+    made_on = [record["environment"] for record in records]
+    platforms = {(x["cpu"] if x["backend"] == "cpu" else x["device"], x["jax"]) for x in made_on}
+    commits = {x["commit"][:7] or "no commit" for x in made_on}
+    changed = " with uncommitted changes" if any(x["uncommitted_changes"] for x in made_on) else ""
+    on = "; ".join(f"{device}, JAX {version}" for device, version in sorted(platforms))
     return f"on {on}; at {', '.join(sorted(commits))}{changed}"

@@ -96,20 +96,20 @@ def searched(study: Study, recorded: Recorded, runs: Sequence[Run]) -> Sequence[
 
 
 def results_of(study: Study, output: Path) -> list[Comparison]:
-    """Results of a study: the best run of each comparison, with its finished seeds; without the
-    comparisons of which not all runs with the first seed are finished.
+    """Results of a study: the best run of each comparison, with its finished seeds. Comparisons are
+    left out until all their runs with the first seed are finished.
 
     Raises:
       UserError: no comparison is finished.
     """
     recorded = Recorded(output / RESULTS_FILE, read_only=True)
-    found = [
+    results = [
         _result(study, best, recorded)
         for runs, best in zip(study.groups(), best_of(study, recorded), strict=True)
         if not recorded.unfinished(searched(study, recorded, runs))
     ]
-    if found:
-        return found
+    if results:
+        return results
     raise UserError(f"{output / RESULTS_FILE}: nothing to report yet; finish the study")
 
 

@@ -96,8 +96,8 @@ def _run_study(
             for run, record in executor(left, lambda run: output / "runs" / folder_name(run)):
                 recorded.add(run, record)
                 progress.advance(task)
-                said = record.get("failed") or f"{study.metric} {_metric(study, record):.4f}"
-                line = printable(f"{describe(run.labels)}: {said}")
+                outcome = record.get("failed") or f"{study.metric} {_metric(study, record):.4f}"
+                line = printable(f"{describe(run.labels)}: {outcome}")
                 console.print(line, highlight=False, markup=False)
     _report(study, output, [recorded.of(run) for run in (*first, *others)])
     console.print(printable(f"report: {output / REPORT_FILE}"), markup=False)
@@ -132,7 +132,7 @@ def _check(study: Study) -> None:
 
 
 def _check_content(study: Study, recorded: Recorded) -> None:
-    """Check that recorded runs had the data and the teachers of now."""
+    """Check that recorded runs had the current data and teachers."""
     contents: dict[tuple[AnyDataConfig, str | None], dict[str, str]] = {}
     for run in study.all_runs():
         if then := (recorded.of(run) or {}).get("content"):

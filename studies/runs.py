@@ -99,7 +99,7 @@ def _measured(stages: Sequence[ExperimentConfig], workdir: Path) -> RunRecord:
         except Diverged as error:
             failed = str(error)
     seconds = round(time.monotonic() - begin, 1)
-    curve = {str(step): found for step, found in read_evaluations(workdir).items()}
+    curve = {str(step): evaluation for step, evaluation in read_evaluations(workdir).items()}
     measured = RunRecord(**costs(*stages), seconds=seconds, environment=environment(), curve=curve)
     if failed:
         measured["failed"] = failed
@@ -132,23 +132,23 @@ def _read(path: Path) -> Any:
 
 
 def content_of(config: ExperimentConfig) -> dict[str, str]:
-    """Hashes of what a run has from files, which may change under the same name: its tokens and
-    the weights of its teacher."""
-    found, dataset = {}, data.load(config.data)
+    """Hashes of a run's tokens and of its teacher's weights, whose files may change under the same
+    name."""
+    hashes, dataset = {}, data.load(config.data)
     if isinstance(dataset, TextDataset):
-        found["data"] = joint_hash(json.dumps(splits_of(dataset.content), sort_keys=True))
+        hashes["data"] = joint_hash(json.dumps(splits_of(dataset.content), sort_keys=True))
     if distillation := Distillation.of(config.distillation, config.model):
-        found["teacher"] = distillation.weights_hash
-    return {name: value[:16] for name, value in found.items()}
+        hashes["teacher"] = distillation.weights_hash
+    return {name: value[:16] for name, value in hashes.items()}
 
 
 def check_content(then: Mapping[str, str], now: Mapping[str, str], where: str) -> None:
-    """Check that a run had the data and the teacher of now.
+    """Check that a run had the current data and teacher.
 
     Args:
-      then: its hashes, as `content_of` returns them.
-      now: those of its settings now.
-      where: the place in which it is recorded.
+      then: its recorded hashes, as `content_of` returns them.
+      now: the current hashes for its settings.
+      where: name of the record, for messages.
 
     Raises:
       UserError: it had others.
@@ -169,29 +169,28 @@ class Costs(TypedDict):
 
 def costs(*stages: ExperimentConfig) -> Costs:
     """Number of parameters, bytes of state after a sequence of the training length, and tokens and
-    model FLOPs of all updates of all stages; the latter if those of all mechanisms are counted, and
-    without a teacher."""
+    model FLOPs of all updates of all stages. FLOPs are left out with a teacher, or if the FLOPs of
+    a mechanism are not counted."""
     config = stages[-1]
     model = LanguageModel.abstract(config.model)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
     length = config.data.sequence_length
     tokens = sum(stage.training.steps * tokens_per_update(stage.data) for stage in stages)
-    found: Costs = {
+    known: Costs = {
         "parameters": parameters,
         "state_bytes": model.state_size(length),
         "tokens": tokens,
     }
     flops = flops_per_token(config.model, parameters, length)
     if flops is None or config.distillation.teacher is not None:
-        return found
-    return {**found, "flops": flops * tokens}
+        return known
+    return {**known, "flops": flops * tokens}
 
 
 def in_processes(
     runs: Sequence[Run], folder: Callable[[Run], Path], jobs: int
 ) -> Iterator[tuple[Run, RunRecord]]:
-    """Yield each run with its record as they finish, with at most `jobs` of them at a time, which
-    share the cores.
+    """Yield each run with its record as they finish. At most `jobs` runs share the cores at a time.
 
     Raises:
       Stopped: a signal stopped them.

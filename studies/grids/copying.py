@@ -2,7 +2,7 @@
 
 python -m studies copying --jobs 2
 
-Copying is that of Jelassi et al. (2024). Needs about four and a half hours on two CPU cores.
+The copying task follows Jelassi et al. (2024). Needs about four and a half hours on two CPU cores.
 """
 
 from dataclasses import replace

@@ -23,7 +23,7 @@ quarter of the teacher's peak. Rows of 3% have two seeds, but for kept layers, s
 scratch.
 """
 COMPARED = "3%", "30%"
-"""Fractions of the tokens of which all models are run; of the others, `MAIN`."""
+"""Fractions of the tokens with which all models are run; the other fractions have only `MAIN`."""
 MIDDLE_RATE = "0.00125"
 LABELS = {"model": "softmax, rotary", "learning_rate": "0.005", "seed": "1"}
 

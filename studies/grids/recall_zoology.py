@@ -2,9 +2,9 @@
 
 python -m studies recall_zoology --executor ray --gpus 1
 
-Lengths, pairs, widths, learning rates and batch sizes are those of Arora et al., 2023,
-arXiv:2312.04927. Instead of 64 epochs over 100,000 examples, the same number of examples is drawn
-without repetition. Blocks, convolutions, MLPs and windows are those of `recall.py`.
+Lengths, pairs, widths, learning rates and batch sizes follow Arora et al., 2023, arXiv:2312.04927.
+Instead of 64 epochs over 100,000 examples, the same number of examples is drawn without repetition.
+Blocks, convolutions, MLPs and windows are the same as in `recall.py`.
 """
 
 from dataclasses import replace

@@ -64,13 +64,11 @@ def main(options: Options) -> int:
     for name in options.configs:
         measured: dict[str, list[dict[str, float]]] = {"default": [], "kept": []}
         for _ in range(options.repeats):
-            for setting, of_setting in measured.items():
-                of_setting.append(measure_in_subprocess(name, setting))
+            for setting, runs in measured.items():
+                runs.append(measure_in_subprocess(name, setting))
         row: dict[str, Any] = {"config": name}
-        for setting, of_setting in measured.items():
-            row[setting] = {
-                key: statistics.median(x[key] for x in of_setting) for key in of_setting[0]
-            }
+        for setting, runs in measured.items():
+            row[setting] = {key: statistics.median(x[key] for x in runs) for key in runs[0]}
         row["ratio"] = row["default"]["seconds"] / row["kept"]["seconds"]
         row["memory_ratio"] = row["kept"]["peak_bytes"] / row["default"]["peak_bytes"]
         rows.append(row)

@@ -3,10 +3,10 @@
     python benchmarks/checkpoint_verify.py --gigabytes 10 --folder FOLDER
 
 Saves random arrays in a subfolder, which it deletes at the end: states of 2 GB, one after another,
-whose files become one step, like those of several processes. First a flipped bit must be found.
-Then it measures, alternately: reading with the same threads, verification, and verification as in
-earlier versions, SHA-256 of one file after another. Cold: the files are removed from the page cache
-before each measurement. Linux only. Writes a JSON record.
+whose files become one step, as if several processes had written it. First a flipped bit must be
+found. Then it measures, alternately: reading with the same threads, verification, and verification
+as in earlier versions, SHA-256 of one file after another. Cold: the files are removed from the page
+cache before each measurement. Linux only. Writes a JSON record.
 """
 
 import json

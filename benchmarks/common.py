@@ -51,7 +51,7 @@ def interleaved_medians(
                 jax.block_until_ready(function())
                 times[name].append(time.perf_counter() - start)
                 calls += 1
-    return {name: statistics.median(of_all) for name, of_all in times.items()}
+    return {name: statistics.median(seconds_per_call) for name, seconds_per_call in times.items()}
 
 
 def random_tokens(length: int, seed: int = 0) -> list[jax.Array]:

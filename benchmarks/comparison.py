@@ -94,9 +94,9 @@ def gated_mechanisms() -> dict[str, tuple[Callable, Callable]]:
     chunked = importlib.import_module("jla.ops.chunked")
 
     def gated(by_feature: bool, erases: bool) -> Callable:
-        def call(query, key, value, of_heads, of_features, share):
+        def call(query, key, value, head_decay, feature_decay, share):
             options = {"erase": share, "write": share} if erases else {}
-            decay = of_features if by_feature else of_heads
+            decay = feature_decay if by_feature else head_decay
             return gated_delta_rule(query, key, value, log_decay=decay, **options)
 
         return call
@@ -117,10 +117,10 @@ def compare_gated(length: int, repeats: int) -> dict[str, Any]:
     query, key, value, cotangent = random_tokens(length)
     query, key = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
     rng = np.random.default_rng(1)
-    of_features = -0.05 * rng.exponential(size=key.shape).astype(np.float32)
-    of_heads = -0.1 * rng.exponential(size=key.shape[:-1]).astype(np.float32)
+    feature_decay = -0.05 * rng.exponential(size=key.shape).astype(np.float32)
+    head_decay = -0.1 * rng.exponential(size=key.shape[:-1]).astype(np.float32)
     share = rng.uniform(size=key.shape[:-1]).astype(np.float32)
-    arrays = query, key, value, jnp.asarray(of_heads), jnp.asarray(of_features), jnp.asarray(share)
+    arrays = query, key, value, *map(jnp.asarray, (head_decay, feature_decay, share))
     results = {}
     for name, pair in gated_mechanisms().items():
 
@@ -233,7 +233,7 @@ def main(options: Options) -> int:
     output.write_text(json.dumps(record, indent=2) + "\n")
     console.print(f"written to {output}")
     results = record.get("gated_delta_rule", {}).values()
-    is_met = all(result["met"] for of_length in results for result in of_length.values())
+    is_met = all(result["met"] for by_peer in results for result in by_peer.values())
     return 0 if is_met else 1
 
 

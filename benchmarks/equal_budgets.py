@@ -3,10 +3,10 @@
     python benchmarks/equal_budgets.py
 
 Measures an update of each model with results of the study long_context_updates, on random tokens in
-interleaved runs, without compilation, evaluation and data. The budgets are those of 300 and of 600
-updates of the first model. The loss of a model with such a budget is interpolated for each seed, by
-the parabola through the logarithms of its losses and numbers of updates; null if the budget is
-outside of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
+interleaved runs, without compilation, evaluation and data. The budgets are 300 and 600 updates of
+the first model. The loss of a model with such a budget is interpolated for each seed, by the
+parabola through the logarithms of its losses and numbers of updates; null if the budget is outside
+of these numbers. Needs about 5 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 """
 
 import json
@@ -45,7 +45,8 @@ class Options:
 
 
 def interpolated(updates: float, losses: dict[int, float]) -> float | None:
-    """Return the loss after a number of updates, given those after three others; None outside."""
+    """Return the loss after a number of updates, given the losses after three others; None
+    outside."""
     if not min(losses) <= updates <= max(losses):
         return None
     parabola = np.polyfit(np.log([*losses]), np.log([*losses.values()]), len(losses) - 1)
@@ -53,8 +54,8 @@ def interpolated(updates: float, losses: dict[int, float]) -> float | None:
 
 
 def by_seed(results: dict[int, Comparison], updates: float) -> list[float | None]:
-    """Return the loss of each seed after a number of updates, given the results of others; only of
-    the seeds that all of them have."""
+    """Return the loss of each seed after a number of updates, given results for other numbers.
+    Seeds that are not in all results are left out."""
     by_updates = {
         n: {
             record.get("labels", {})["seed"]: record["metrics"]["loss"]
@@ -73,12 +74,12 @@ def by_seed(results: dict[int, Comparison], updates: float) -> list[float | None
 def main(options: Options) -> int:
     study = load_study(STUDY)
     results = results_of(study, ROOT / "benchmarks/results/studies" / STUDY)
-    found = {(x.compared["model"], int(x.compared["updates"])): x for x in results}
-    numbers = sorted({updates for _, updates in found})
+    by_model = {(x.compared["model"], int(x.compared["updates"])): x for x in results}
+    numbers = sorted({updates for _, updates in by_model})
     configs = {
         run.labels["model"]: run.config
         for run in study.first_seed_runs()
-        if all((run.labels["model"], updates) in found for updates in numbers)
+        if all((run.labels["model"], updates) in by_model for updates in numbers)
     }
     steps = {
         name: TrainingStep(config, config.model.vocab_size, DOCUMENT_LENGTH)
@@ -90,13 +91,15 @@ def main(options: Options) -> int:
     columns = [f"{budget} of {updates}" for updates, budget in product(UPDATES, BUDGETS)]
     table = Table("model", "s/update", *columns, title=f"losses with the budget of {first}")
     for name in configs:
-        by_updates = {n: found[name, n] for n in numbers}
-        flops = found[first, numbers[0]].mean("flops") / found[name, numbers[0]].mean("flops")
-        of_first = {"flops": flops, "time": seconds[first] / seconds[name]}
-        losses = {
-            str(n): {x: by_seed(by_updates, n * of_first[x]) for x in BUDGETS} for n in UPDATES
+        by_updates = {n: by_model[name, n] for n in numbers}
+        flops = by_model[first, numbers[0]].mean("flops") / by_model[name, numbers[0]].mean("flops")
+        scale = {"flops": flops, "time": seconds[first] / seconds[name]}
+        losses = {str(n): {x: by_seed(by_updates, n * scale[x]) for x in BUDGETS} for n in UPDATES}
+        row = {
+            "seconds_per_update": seconds[name],
+            "updates_per_budget": scale,
+            "loss": losses,
         }
-        row = {"seconds_per_update": seconds[name], "updates_per_budget": of_first, "loss": losses}
         rows[name] = row
         cells = [x for by_budget in losses.values() for x in by_budget.values()]
         texts = [", ".join("" if x is None else f"{x:.3f}" for x in values) for values in cells]

@@ -74,8 +74,8 @@ def main() -> None:
     measured = json.loads((RESULTS / "mechanisms.json").read_text())["mechanisms"]
     for axes, (cost, (title, unit)) in zip(panels, COSTS.items(), strict=False):
         for name, label in LAYERS.items():
-            of_length = {int(length): x for length, x in measured[name][cost].items()}
-            draw(axes, label, of_length)
+            by_length = {int(length): x for length, x in measured[name][cost].items()}
+            draw(axes, label, by_length)
         axes.set(title=title, xlabel="tokens", ylabel=unit, xscale="log", yscale="log")
         axes.margins(y=0.15)
     draw_losses(panels[2])
@@ -84,8 +84,8 @@ def main() -> None:
     figure.savefig(RESULTS / "front_page.png", dpi=110)
 
 
-def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
-    x, y = list(of_length), list(of_length.values())
+def draw(axes: Axes, label: Label, by_length: Mapping[int, float]) -> None:
+    x, y = list(by_length), list(by_length.values())
     axes.plot(x, y, label.line, color=label.color)
     label.write(axes, x, y)
     axes.grid(alpha=0.3)
@@ -94,11 +94,11 @@ def draw(axes: Axes, label: Label, of_length: Mapping[int, float]) -> None:
 def draw_losses(axes: Axes) -> None:
     """Plot the mean over seeds against the length of the evaluated sequences."""
     study = load_study(ROOT / "studies/grids/long_context.py")
-    found = results_of(study, RESULTS / "studies/long_context")
-    results = {result.compared["model"]: result for result in found}
+    comparisons = results_of(study, RESULTS / "studies/long_context")
+    results = {result.compared["model"]: result for result in comparisons}
     for model, label in MODELS.items():
-        of_length = {length: results[model].mean(loss) for length, loss in LOSSES.items()}
-        draw(axes, label, of_length)
+        by_length = {length: results[model].mean(loss) for length, loss in LOSSES.items()}
+        draw(axes, label, by_length)
     axes.set(
         title="Loss on Python code (dashed: the cache grows)",
         xlabel="tokens per sequence",

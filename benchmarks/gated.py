@@ -3,10 +3,10 @@
     python benchmarks/gated.py [--length 4096] [--repeats 9]
 
 Forward and backward, float32, one sequence, 8 heads of dimension 32, interleaved in one process.
-Decays are those of layers at initialization, or large ones, whose sums exceed what the fast form
-of decays by feature admits. A sequence is also split over two devices, the cores of this machine,
-that exchange states: bytes per device, and time relative to one device. Exits with 1 if a
-requirement is not met. Needs about a minute on 2 cores of an AMD EPYC.
+Decays are as in layers at initialization, or large: their sums exceed what the fast form of decays
+by feature admits. A sequence is also split over two devices, the cores of this machine, that
+exchange states: bytes per device, and time relative to one device. Exits with 1 if a requirement is
+not met. Needs about a minute on 2 cores of an AMD EPYC.
 """
 
 import json
@@ -67,22 +67,22 @@ def cases(length: int) -> dict[str, tuple[Callable, tuple[jax.Array, ...]]]:
     query, key, value, _ = random_tokens(length)
     unit_query, unit_key = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
     rng = np.random.default_rng(1)
-    of_features = jnp.asarray(-0.05 * rng.exponential(size=key.shape), jnp.float32)
-    of_heads = jnp.asarray(-0.1 * rng.exponential(size=key.shape[:-1]), jnp.float32)
+    feature_decay = jnp.asarray(-0.05 * rng.exponential(size=key.shape), jnp.float32)
+    head_decay = jnp.asarray(-0.1 * rng.exponential(size=key.shape[:-1]), jnp.float32)
     share = jnp.asarray(rng.uniform(size=key.shape[:-1]), jnp.float32)
     plain, unit = (query, key, value), (unit_query, unit_key, value)
     return {
         "linear": (linear_attention, plain),
         "log": (heinsen_attention, plain),
         "no gates": (gated_delta_rule, plain),
-        "mamba2": (gated, (*plain, of_heads)),
-        "gla": (gated, (*plain, of_features)),
-        "gla, large decays": (gated, (*plain, LARGE * of_features)),
+        "mamba2": (gated, (*plain, head_decay)),
+        "gla": (gated, (*plain, feature_decay)),
+        "gla, large decays": (gated, (*plain, LARGE * feature_decay)),
         "deltanet": (delta, (*unit, share)),
-        "gated_deltanet": (gated, (*unit, of_heads, share)),
-        "kda": (gated, (*unit, of_features, share)),
-        "kda, large decays": (gated, (*unit, LARGE * of_features, share)),
-        "mlstm": (mlstm, (*plain, of_heads, of_heads)),
+        "gated_deltanet": (gated, (*unit, head_decay, share)),
+        "kda": (gated, (*unit, feature_decay, share)),
+        "kda, large decays": (gated, (*unit, LARGE * feature_decay, share)),
+        "mlstm": (mlstm, (*plain, head_decay, head_decay)),
     }
 
 
@@ -149,14 +149,14 @@ def check(name: str, arrays: tuple[jax.Array, ...], output: jax.Array) -> None:
 
 def main(options: Options) -> int:
     jax.config.update("jax_num_cpu_devices", 2)
-    found = cases(options.length)
-    calls = {name: differentiated(*case) for name, case in found.items()}
-    for name, (function, arrays) in found.items():
+    all_cases = cases(options.length)
+    calls = {name: differentiated(*case) for name, case in all_cases.items()}
+    for name, (function, arrays) in all_cases.items():
         if function is gated:
             check(name, arrays, jax.jit(gated)(*arrays))
     names = "mamba2", "gla", "gated_deltanet", "kda"
     for name in names:
-        arrays = found[name][1]
+        arrays = all_cases[name][1]
         calls[f"{name}, two devices"] = differentiated(split(arrays), arrays)
         for a, b in zip(
             *(jax.tree.leaves(calls[x]()) for x in (name, f"{name}, two devices")), strict=True
@@ -171,7 +171,7 @@ def main(options: Options) -> int:
         "seconds": seconds,
         "times_linear": ratios,
         "requirements": met,
-        "exchanged_bytes": {name: exchanged_bytes(found[name][1]) for name in names},
+        "exchanged_bytes": {name: exchanged_bytes(all_cases[name][1]) for name in names},
     }
     table = Table("", "ms", "times linear", "at most")
     for name, ratio in ratios.items():

@@ -84,8 +84,8 @@ class Options:
       depths: head dimensions.
       dtypes: dtypes of all arrays.
       tokens: numbers of tokens in a batch.
-      lengths: numbers of tokens in a sequence, if not more than in the batch; those of
-        `LENGTHS_OF_TOKENS` when None.
+      lengths: numbers of tokens in a sequence, if not more than in the batch; `LENGTHS_OF_TOKENS`
+        when None.
     """
 
     output: Path = ROOT / "benchmarks/results/gpu_attention.json"
@@ -175,7 +175,7 @@ def flash_linear_attention(query, key, log_value):
 
 
 def ways(console: Console) -> dict[str, Way]:
-    found = {
+    implementations = {
         "chunked": in_jax(partial(log_attention, implementation="chunked")),
         "gpu": in_jax(partial(log_attention, implementation="gpu")),
         "cudnn": in_jax(
@@ -184,14 +184,14 @@ def ways(console: Console) -> dict[str, Way]:
         ),
     }
     if importlib.util.find_spec("torch"):
-        found["torch softmax"] = in_torch(torch_softmax, is_same_function=False)
-        found["torch original"] = in_torch(original)
+        implementations["torch softmax"] = in_torch(torch_softmax, is_same_function=False)
+        implementations["torch original"] = in_torch(original)
     if importlib.util.find_spec("fla"):
-        found["fla"] = in_torch(flash_linear_attention)
+        implementations["fla"] = in_torch(flash_linear_attention)
     absent = [name for name in ("torch", "fla") if not importlib.util.find_spec(name)]
     if absent:
         console.print(f"not installed, so not measured: {', '.join(absent)}")
-    return found
+    return implementations
 
 
 def to_numpy(x: Any) -> np.ndarray:
@@ -202,7 +202,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 def is_refusal(name: str, error: Exception) -> bool:
     """Whether an implementation does not support a call, or lacks memory. Exceptions differ by
-    library; those of ours are NotImplementedError."""
+    library; ours are NotImplementedError."""
     return name not in OURS or isinstance(error, NotImplementedError)
 
 
@@ -316,15 +316,15 @@ def plot(record: dict[str, Any], file: Path) -> None:
         2, len(depths), figsize=(4 * len(depths), 6), layout="constrained", squeeze=False
     )
     for column, depth in enumerate(depths):
-        of_depth = [row for row in rows if row["depth"] == depth]
+        depth_rows = [row for row in rows if row["depth"] == depth]
         for name in record["ways"]:
-            valid = [row for row in of_depth if "seconds" in row["results"].get(name, {})]
+            valid = [row for row in depth_rows if "seconds" in row["results"].get(name, {})]
             lengths = [row["length"] for row in valid]
-            of_way = [row["results"][name] for row in valid]
+            results = [row["results"][name] for row in valid]
             panels[0, column].plot(
-                lengths, [1e3 * x["seconds"]["both"] for x in of_way], "o-", label=name
+                lengths, [1e3 * x["seconds"]["both"] for x in results], "o-", label=name
             )
-            panels[1, column].plot(lengths, [x["of_roof"]["both"] for x in of_way], "o-")
+            panels[1, column].plot(lengths, [x["of_roof"]["both"] for x in results], "o-")
         panels[0, column].set(xscale="log", yscale="log", title=f"depth {depth}")
         panels[1, column].set(xscale="log", xlabel="tokens in a sequence", ylim=(0, 1))
     panels[0, 0].set(ylabel="forward and backward, ms")
@@ -341,7 +341,7 @@ def main(options: Options) -> int:
     if not any(options.shapes()):
         console.print("[red]--tokens, --lengths: nothing to measure; give lengths up to --tokens")
         return 2
-    found = ways(console)
+    compared = ways(console)
     with ThreadPoolExecutor(COMPILED_AT_A_TIME) as pool:
         checks = {
             (dtype, name): pool.submit(
@@ -351,7 +351,7 @@ def main(options: Options) -> int:
                 [Shape(2 * 300, 300, depth, dtype) for depth in options.depths],
             )
             for dtype in options.dtypes
-            for name, way in found.items()
+            for name, way in compared.items()
             if way.is_same_function
         }
     errors: dict[str, dict[str, float | None]] = {dtype: {} for dtype in options.dtypes}
@@ -368,19 +368,19 @@ def main(options: Options) -> int:
         console.print(f"[red]results are wrong, so nothing is timed: {'; '.join(wrong)}")
         return 1
 
-    functions = compile_all(found, options)
+    functions = compile_all(compared, options)
     card = measure_card()
     record: dict[str, Any] = {
         "environment": environment(),
         "card": card,
         "repeats": options.repeats,
         "relative_errors": errors,
-        "ways": list(found),
+        "ways": list(compared),
         "shapes": [],
     }
     table = Table("tokens", "length", "depth", "type", "way", "forward ms", "of roof", "both", "of")
     for shape in options.shapes():
-        results = measure(found, functions, shape, options.repeats, card["bytes_a_second"])
+        results = measure(compared, functions, shape, options.repeats, card["bytes_a_second"])
         record["shapes"].append(shape._asdict() | {"results": results})
         for name, result in results.items():
             cells = [result.get("refused", "")[:40], "", "", ""]

@@ -62,8 +62,8 @@ class Options:
     def memory_limit(self) -> float:
         if self.memory is not None:
             return self.memory
-        found = jax.devices()[0].memory_stats() or {}
-        return STATE_MEMORY * found.get("bytes_limit", 8e9)
+        stats = jax.devices()[0].memory_stats() or {}
+        return STATE_MEMORY * stats.get("bytes_limit", 8e9)
 
 
 class Decoder:

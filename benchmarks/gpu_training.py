@@ -5,9 +5,10 @@
 Measures all combinations of batch size, rematerialization policy and attention on random tokens:
 implementations of log-attention (the "gpu" kernels are experimental), and softmax attention by
 cuDNN in otherwise the same model. Then profiles the fastest log-attention. All steps are compiled
-first, several at a time, but for their initialization. Model FLOPs are those of `flops_per_token`,
-causal attention counted by half; the peak is that of dense bfloat16 in the datasheet. Needs a GPU
-of the Hopper generation; other devices need a smaller `--config`. Writes a JSON record.
+first, several at a time, except their initialization. Model FLOPs are computed by
+`flops_per_token`, with causal attention counted by half; the peak is the datasheet's for dense
+bfloat16. Needs a GPU of the Hopper generation; other devices need a smaller `--config`. Writes a
+JSON record.
 """
 
 import json

@@ -63,12 +63,12 @@ def made(config_file: Path, folder: Path) -> Path:
 
 def questions(number: int, length: int, vocabulary: int) -> list[Any]:
     rng = np.random.default_rng(0)
-    found = []
+    requests = []
     for _ in range(number):
         context = rng.integers(0, vocabulary, length).tolist()
         for _ in range(ANSWERS):
-            found.append((None, context, rng.integers(0, vocabulary, TOKENS).tolist()))
-    return found
+            requests.append((None, context, rng.integers(0, vocabulary, TOKENS).tolist()))
+    return requests
 
 
 def main(options: Options) -> int:
@@ -100,8 +100,8 @@ def main(options: Options) -> int:
         )
     console.print(table)
     setting = {"contexts": options.contexts, "answers": ANSWERS, "tokens_of_an_answer": TOKENS}
-    found = {"environment": environment(), "config": options.config.stem, "setting": setting}
-    options.output.write_text(json.dumps(found | {"rows": rows}, indent=2) + "\n")
+    record = {"environment": environment(), "config": options.config.stem, "setting": setting}
+    options.output.write_text(json.dumps(record | {"rows": rows}, indent=2) + "\n")
     console.print(f"written to {options.output}")
     return 0
 

@@ -6,7 +6,7 @@ A step is a stand-in for one on a device: this thread sleeps. Its batch of 512 s
 tokens is either always the same, or the next one of the pipeline as in training: read from memory
 maps of prepared shards by grain's thread, taken with a timeout. The corpus is random text, prepared
 in a temporary folder. Also measures the pipeline alone, without steps. First the batches are
-compared with those of a second iterator that begins later. Writes a JSON record.
+compared with the batches of a second iterator that begins later. Writes a JSON record.
 """
 
 import json
@@ -71,18 +71,18 @@ def seconds_per_step(
     steps: int, take: Callable[[], Batch], step: Callable[[], None]
 ) -> dict[str, float]:
     """Statistics of steps, and of the part in which they wait for their batch."""
-    of_steps, of_inputs = [], []
+    step_seconds, waits = [], []
     for _ in range(steps):
         start = time.perf_counter()
         take()
-        of_inputs.append(time.perf_counter() - start)
+        waits.append(time.perf_counter() - start)
         step()
-        of_steps.append(time.perf_counter() - start)
+        step_seconds.append(time.perf_counter() - start)
     return {
-        "median": statistics.median(of_steps),
-        "mean": statistics.fmean(of_steps),
-        "median_wait": statistics.median(of_inputs),
-        "longest_wait": max(of_inputs),
+        "median": statistics.median(step_seconds),
+        "mean": statistics.fmean(step_seconds),
+        "median_wait": statistics.median(waits),
+        "longest_wait": max(waits),
     }
 
 
@@ -101,13 +101,13 @@ def main(options: Options) -> int:
             time.sleep(options.step_seconds)
 
         batch = next(pipeline())
-        found = {
+        seconds = {
             "same batch": seconds_per_step(options.steps, lambda: batch, sleep),
             "pipeline": seconds_per_step(options.steps, pipeline().__next__, sleep),
             "pipeline alone": seconds_per_step(options.steps, pipeline().__next__, lambda: None),
         }
     tokens = config.batch_size * config.sequence_length
-    rate = tokens / found["pipeline alone"]["mean"]
+    rate = tokens / seconds["pipeline alone"]["mean"]
     record = {
         "environment": environment(),
         "setting": {
@@ -116,11 +116,11 @@ def main(options: Options) -> int:
             "step_seconds": options.step_seconds,
             "steps": options.steps,
         },
-        "seconds_per_step": found,
+        "seconds_per_step": seconds,
         "pipeline_tokens_per_second": rate,
     }
     options.output.write_text(json.dumps(record, indent=2) + "\n")
-    for name, values in found.items():
+    for name, values in seconds.items():
         print(f"{name}: {1000 * values['median']:.2f} ms per step")
     print(f"{rate / 1e6:.0f} million tokens/s; written to {options.output}")
     return 0

@@ -59,7 +59,7 @@ class Options:
 
 def naive(query: jax.Array, key: jax.Array, value: jax.Array, is_causal: bool) -> jax.Array:
     differences = query[:, :, None] - key[:, None]
-    # |x| with derivative 0 at 0; that of jnp.abs is 1, and equal features occur.
+    # |x| with derivative 0 at 0, where jnp.abs has 1: equal features occur.
     distances = jnp.sum(differences * jax.lax.stop_gradient(jnp.sign(differences)), -1)
     scores = -distances / math.sqrt(query.shape[-1])
     if is_causal:
@@ -133,7 +133,7 @@ def measure_apart() -> dict[str, dict[str, float]]:
             rounds[-1][form] = json.loads(result.stdout)
     return {
         form: {
-            unit: statistics.median(of_all[form][unit] for of_all in rounds)
+            unit: statistics.median(measured[form][unit] for measured in rounds)
             for unit in rounds[0][form]
         }
         for form in FORMS
@@ -152,15 +152,15 @@ def main(options: Options) -> int:
     error = worst_error()
     assert error < 1e-5, error
     forms = measure_apart()
-    of_edges = interleaved_medians(edge_calls(), options.repeats)
-    for_each = {count: of_edges[count] / int(count) for count in of_edges}
+    seconds_by_edges = interleaved_medians(edge_calls(), options.repeats)
+    for_each = {count: seconds_by_edges[count] / int(count) for count in seconds_by_edges}
     first, *_, last = for_each.values()
     record: dict[str, Any] = {
         "environment": environment(),
         "setting": {"tokens": LENGTH, "heads": HEADS, "depth": DEPTH, "dtype": "float32"},
         "worst_relative_error": error,
         "forms": forms,
-        "seconds_by_edges": of_edges,
+        "seconds_by_edges": seconds_by_edges,
         "seconds_for_an_edge": for_each,
         "requirements": {
             "memory": all(

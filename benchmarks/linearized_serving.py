@@ -7,8 +7,8 @@ weights: the time to the first token after a prompt of each length; the time per
 difference between generating 65 tokens and one, divided by 64, so that copying the state does not
 count; and the memory that the prompt adds to the process at its peak, state included. Times are
 medians of interleaved runs; memory is measured once. Needs an hour on 2 cores of an AMD EPYC. Linux
-only. Writes a JSON record after each context; contexts that are in it, of the same machine and
-commit, are not repeated.
+only. Writes a JSON record after each context; its contexts from the same machine and commit are not
+repeated.
 """
 
 import json
@@ -62,7 +62,7 @@ class Options:
 def configs() -> dict[str, LanguageModelConfig]:
     """The teacher and its linearizations."""
     study = load_study(STUDY)
-    labels = {axis: next(iter(of_axis)) for axis, of_axis in study.axes.items()}
+    labels = {axis: next(iter(values)) for axis, values in study.axes.items()}
     teacher = load_config(ROOT / f"studies/grids/{STUDY}.py").model
     return {"teacher": teacher} | {
         name: study.run({**labels, "model": name}).config.model for name in MODELS
@@ -70,7 +70,7 @@ def configs() -> dict[str, LanguageModelConfig]:
 
 
 class Served:
-    """A model and a prompt of each of some rows."""
+    """A model and a batch of prompts."""
 
     def __init__(self, config: LanguageModelConfig, context: int, rows: int) -> None:
         self.model = LanguageModel(config, rngs=nnx.Rngs(0))
@@ -115,18 +115,18 @@ def measure(context: int, options: Options) -> list[dict[str, Any]]:
 
 
 def main(options: Options) -> int:
-    found, here = [], environment()
+    rows, here = [], environment()
     if options.output.exists():
         earlier = json.loads(options.output.read_text())
         is_same = all(earlier["environment"].get(x) == here[x] for x in here if x != "date")
-        found = earlier["rows"] if is_same else []
+        rows = earlier["rows"] if is_same else []
     for context in options.contexts:
-        if context not in {row["context"] for row in found}:
-            found += measure(context, options)
-            record = {"environment": here, "repeats": options.repeats, "rows": found}
+        if context not in {row["context"] for row in rows}:
+            rows += measure(context, options)
+            record = {"environment": here, "repeats": options.repeats, "rows": rows}
             options.output.write_text(json.dumps(record, indent=2) + "\n")
     table = Table("context", "rows", "model", "first token s", "tokens/s", "peak MB", "state MB")
-    for row in found:
+    for row in rows:
         speed = row["rows"] / row["seconds_per_token"]
         sizes = (f"{row[name] / 1e6:,.2f}" for name in ("peak_bytes", "state_bytes"))
         numbers = f"{row['first_token_seconds']:.2f}", f"{speed:,.0f}", *sizes

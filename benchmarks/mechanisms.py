@@ -140,7 +140,7 @@ def interleaved(calls: dict[str, Preparation]) -> dict[str, float]:
             if times[name][0] < 2:
                 seconds_of(call)  # warm up: the others have occupied the caches
                 times[name].append(seconds_of(call))
-    return {name: statistics.median(of_one) for name, of_one in times.items()}
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
 def measure(options: Options) -> Iterator[dict[str, Measured]]:
@@ -149,12 +149,12 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
 
     def feasible(panel: str, length: int) -> list[str]:
         """Return the names whose last call was short enough."""
-        found = []
+        names = []
         for name in options.names:
             shorter, seconds = max(record[name][panel].items(), default=(length, 0.0))
             if seconds * (length / shorter) ** 2 < options.longest:
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     for length in options.lengths:
         calls = {}
@@ -180,17 +180,17 @@ def measure(options: Options) -> Iterator[dict[str, Measured]]:
 def draw(record: dict[str, Any], path: Path) -> None:
     """Plot the measurements, with the name of each mechanism at the end of its line."""
     figure = matplotlib.figure.Figure(figsize=(13, 11), layout="constrained")
-    of = record["environment"]
+    made_on = record["environment"]
     figure.suptitle(
-        f"One layer, width {MODEL_DIM}, {NUM_HEADS} heads, float32; {of['cpu']}, "
-        f"{of['cpu_cores']} cores, JAX {of['jax']}"
+        f"One layer, width {MODEL_DIM}, {NUM_HEADS} heads, float32; {made_on['cpu']}, "
+        f"{made_on['cpu_cores']} cores, JAX {made_on['jax']}"
     )
     for axes, (panel, (title, unit, across)) in zip(
         figure.subplots(2, 2).flat, PANELS.items(), strict=True
     ):
         lines = []
-        for name, of_one in record["mechanisms"].items():
-            if points := of_one[panel]:
+        for name, measured in record["mechanisms"].items():
+            if points := measured[panel]:
                 color = COLORS.get(name, GRAY)
                 x, y = [int(length) for length in points], list(points.values())
                 is_gray = color == GRAY

@@ -5,8 +5,8 @@
 
 One stream, 1000 tokens per call, in float32 and, with the same weights, in float64. Reports for
 every 10,000 tokens: the largest difference of log-probabilities between the two, the time per token
-(float32), that of a single token, and the memory of the process. Needs about 2 minutes on 2 cores
-of an AMD EPYC. Writes a JSON record and a plot next to it.
+(float32), the time of a single token, and the memory of the process. Needs about 2 minutes on 2
+cores of an AMD EPYC. Writes a JSON record and a plot next to it.
 """
 
 import json

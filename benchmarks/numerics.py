@@ -2,11 +2,11 @@
 
     python benchmarks/numerics.py [--output benchmarks/results/numerics.json]
 
-Compared with the definition in float64 on the same inputs, rounded to the dtype. The families are
-those of the tests. Needs about 2 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
+Compared with the definition in float64 on the same inputs, rounded to the dtype. The tests use the
+same families. Needs about 2 minutes on 2 cores of an AMD EPYC. Writes a JSON record.
 
 - error of values: |difference| / (1 + |log Y| + std of the inputs), maximum over all outputs;
-- error of gradients: norm of the difference / norm, those of query, key and log-values together, in
+- error of gradients: norm of the difference / norm, for query, key and log-values together, in
   units of 1e-4 + 1e-6 max|input|; the second term is due to rounding sums of inputs.
 """
 

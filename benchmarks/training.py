@@ -30,7 +30,7 @@ class Options:
 
     Attributes:
       config: file of the configuration.
-      corpus: replaces that of the configuration, for example by a local copy of the same text.
+      corpus: replaces the configuration's corpus, for example by a local copy of the same text.
       output: path of the JSON record; benchmarks/results/<name of the config>.json when None.
     """
 

@@ -77,8 +77,8 @@ def extract(commit: str, folder: Path) -> None:
 
 def load(folder: Path, *names: str) -> list[ModuleType]:
     """Import the package from a folder, in addition to modules that are already imported."""
-    of_package = [name for name in sys.modules if name.split(".")[0] == "heinsen_jax"]
-    kept = {name: sys.modules.pop(name) for name in of_package}
+    package_modules = [name for name in sys.modules if name.split(".")[0] == "heinsen_jax"]
+    kept = {name: sys.modules.pop(name) for name in package_modules}
     sys.path.insert(0, str(folder))
     try:
         modules = [importlib.import_module(f"heinsen_jax.{name}") for name in names]

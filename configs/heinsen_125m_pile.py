@@ -5,9 +5,9 @@ python train.py --config configs/heinsen_125m_pile.py
 
 where pile/train contains The Pile's *.jsonl.zst files, which you must provide. Needs 20 to 80 hours
 on a node of 8 H100s (an estimate); on fewer devices increase training.accumulation_steps. The paper
-reports a loss of 2.47. Learning rates, length and number of tokens are those of the paper; batch
-size, warm-up and clipping are not in the paper and are nanoGPT's, as are sequences in which
-documents are not separated. Never trained to the end by us.
+reports a loss of 2.47. Learning rates, length and number of tokens follow the paper; batch size,
+warm-up and clipping are not in the paper and are nanoGPT's, as are sequences in which documents are
+not separated. Never trained to the end by us.
 """
 
 from heinsen_jax.config import (

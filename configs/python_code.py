@@ -2,8 +2,8 @@
 
 python train.py --config configs/python_code.py
 
-This machine's Python library with a byte-level BPE of 2048 tokens, which was trained on that of
-Python 3.11: python -m heinsen_jax.data.train_tokenizer python-stdlib --vocab-size 2048
+This machine's Python library with a byte-level BPE of 2048 tokens, which was trained on the library
+of Python 3.11: python -m heinsen_jax.data.train_tokenizer python-stdlib --vocab-size 2048
 --output configs/tokenizers/python_2048. The decay block with 1.1M parameters, 600 updates of 8 x
 512 tokens. Also evaluated on sequences of 2048 tokens, by position.
 """

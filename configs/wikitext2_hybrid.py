@@ -9,7 +9,8 @@ BPE trained on the corpus, RMS norms and SwiGLU, separate documents, Muon with a
 warm-up, constant rate and decay. 1.3M parameters, 400 updates of 8 x 256 tokens, some minutes on
 2 CPU cores.
 benchmarks/results/wikitext2_hybrid.json has the losses of a run on the validation articles, tested
-on the test articles, and wikitext2_hybrid_adamw.json those of AdamW with a one-cycle schedule.
+on the test articles, and wikitext2_hybrid_adamw.json has the losses of AdamW with a one-cycle
+schedule.
 """
 
 from heinsen_jax.config import (

@@ -726,7 +726,7 @@ TRAINING_FAULTS = {
         "LatestN(keep)",
         ("tests/training/checkpoint_test.py",),
     ),
-    "fields of a section that are forgotten": Fault(
+    "fields of a section that are lost": Fault(
         "heinsen_jax/training/config.py",
         "if isinstance(fields, dict):",
         "if not isinstance(fields, dict):",

@@ -19,7 +19,7 @@ class Options:
     output: Path
     """A folder."""
     number: int = 3
-    """How many."""
+    """A number."""
     kind: Literal["first", "second"] | None = None
     """Which of them."""
     others: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ def test_help_has_all_fields(capsys):
         given("-h")
     text = capsys.readouterr().out
     assert text.startswith("usage: program INPUTS ... --output OUTPUT [options]\n\nA program.\n")
-    assert "  --number 3\n      How many.\n" in text
+    assert "  --number 3\n      A number.\n" in text
     assert "  --kind None\n      Which of them. One of first, second.\n" in text
     assert "  --is-fast (now on)\n" in text
 

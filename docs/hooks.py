@@ -1,5 +1,5 @@
 """Hooks for MkDocs: the README is the home page, pages may link to files outside docs/, and their
-numbers are those of the records."""
+numbers come from the records."""
 
 import re
 from pathlib import Path

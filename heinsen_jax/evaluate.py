@@ -41,7 +41,7 @@ class Options:
     evaluated; or any other input of training, evaluated completely unless the run was trained on
     it; the run's data when None."""
     sequence_length: int | None = None
-    """Sequence length, in tokens; that of the run when None."""
+    """Sequence length, in tokens; the run's when None."""
     max_batches: int | None = None
     """Maximum number of batches; all when None."""
     text_column: str | None = None
@@ -55,7 +55,7 @@ class Options:
     limit: int | None = None
     """Maximum number of examples per task; all when None."""
     num_fewshot: int | None = None
-    """Number of examples in a prompt; that of each task when None."""
+    """Number of examples in a prompt; set by each task when None."""
     batch_size: int | None = None
     """Number of sequences per batch of tasks; 16 when None."""
     output: Path | None = None
@@ -165,8 +165,8 @@ def _check_tokenizer(
 ) -> None:
     if ours and theirs and ours.fingerprint != theirs.fingerprint:
         raise UserError(
-            f"--data {corpus} was prepared with the tokenizer {theirs.name}, which differs from "
-            f"that of {workdir}; prepare it with the latter"
+            f"--data {corpus} was prepared with the tokenizer {theirs.name}, and {workdir} has "
+            f"another; prepare the data with the run's tokenizer"
         )
 
 

@@ -91,7 +91,7 @@ for name, options in CASES.items():
 # ## "Subtract the maximum"
 #
 # is the usual solution, and the right one for a softmax over all tokens. In causal attention,
-# however, the maximum may be that of a later token. If keys rise, the largest key of a chunk
+# however, the maximum may belong to a later token. If keys rise, the largest key of a chunk
 # belongs to its last tokens; relative to it, the weights of the first tokens underflow in float32.
 
 
@@ -193,7 +193,7 @@ errors = []
 for std in sizes:
     inputs = [np.float32(x) for x in draw(std)]
     expected = truth(*(x.astype(np.float64) for x in inputs))
-    found = np.asarray(ours(*inputs), np.float64)
-    assert np.all(np.isfinite(found))
-    errors.append(np.max(np.abs(found - expected) / (1 + np.abs(expected) + std)))
+    result = np.asarray(ours(*inputs), np.float64)
+    assert np.all(np.isfinite(result))
+    errors.append(np.max(np.abs(result - expected) / (1 + np.abs(expected) + std)))
 print(f"largest error for inputs from 0.001 to 1e30: {max(errors):.0e}; all outputs are finite")

@@ -149,11 +149,11 @@ axes[1].set_xticks(range(len(letters)), letters, fontsize=7)
 
 # %%
 _, state = model(tokens, return_state=True)
-held = jax.tree.map(lambda x: x[0], state.blocks[0]).attention
+first_state = jax.tree.map(lambda x: x[0], state.blocks[0]).attention
 figure, axes = plt.subplots(1, 4, figsize=(14, 2.8), layout="constrained")
 for head, panel in enumerate(axes):
     image = panel.imshow(
-        held.log_s[head] - held.log_z[head][:, None], cmap="coolwarm", aspect="auto"
+        first_state.log_s[head] - first_state.log_z[head][:, None], cmap="coolwarm", aspect="auto"
     )
     panel.set(title=f"head {head}", xlabel="value feature", ylabel="key feature")
     figure.colorbar(image, ax=panel)

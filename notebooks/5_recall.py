@@ -109,13 +109,13 @@ plt.legend()
 # store changes.
 
 # %%
-held = {}
+capacities = {}
 for pairs in (2, 8):
     for depth in (4, 16):
         model = replace(base.model, attention=MECHANISMS["log"], key_depth=depth)
         config = replace(base, data=replace(task, num_pairs=pairs), model=model)
-        held[pairs, depth] = accuracy_over_time(config)[-1]
-        print(f"{pairs} pairs, {depth} key features per head: {held[pairs, depth]:.3f}")
+        capacities[pairs, depth] = accuracy_over_time(config)[-1]
+        print(f"{pairs} pairs, {depth} key features per head: {capacities[pairs, depth]:.3f}")
 
 # %% [markdown]
 # These are small models and few steps. A study compares all mechanisms on longer sequences, with

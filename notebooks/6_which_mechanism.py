@@ -91,9 +91,9 @@ study, results = load("language_model_seeds")
 differences = differences_of(study, results)
 for metric in ("loss", "loss_1024"):
     print(metric)
-    found = {x.compared["model"]: x for x in differences if x.metric == metric}
+    by_model = {x.compared["model"]: x for x in differences if x.metric == metric}
     for (name,), p_value in adjusted_p_values(differences, metric).items():
-        print(f"  {name:32} {found[name].mean:+.4f}, p = {p_value:.3f}")
+        print(f"  {name:32} {by_model[name].mean:+.4f}, p = {p_value:.3f}")
 
 # %% [markdown]
 # Most differences are small here: characters of plays depend little on distant ones. Code repeats

@@ -21,9 +21,9 @@ if the new layers have no parameters of their own, or with the label "stage 2 on
 5% of all updates. "softmax, trained further" is the teacher after the same training, "from scratch"
 has no teacher. With decay, merged windows initially have time constants up to the length of
 training sequences, log-attention alone up to 4096 tokens. Windows have the teacher's rotary
-positions; the other mechanisms have no positions but those of decay and convolutions, so that
+positions; the other mechanisms encode positions by decay and convolutions only, so that
 differences are not of the mechanism alone. "1 of 4 softmax" keeps every fourth layer as it is.
-Tokens are those of both stages.
+Tokens include both stages.
 """
 TRAINED_FURTHER, FROM_SCRATCH, STAGE_2 = "softmax, trained further", "from scratch", "stage 2 only"
 DECAY = "decay=head,max_timescale={length}"

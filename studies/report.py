@@ -116,7 +116,7 @@ def _power_laws(study: Study, results: Sequence[Comparison]) -> list[str]:
             if study.baseline is not None and study.baseline in fits:
                 columns["difference"] = plot.differences(results, study.baseline)
                 parts[-1] += (
-                    f" Differences are exponents of losses relative to those of {study.baseline}."
+                    f" Differences are exponents of losses relative to losses of {study.baseline}."
                 )
             lines = [
                 [label, *(str(column.get(label) or "") for column in columns.values())]

@@ -10,7 +10,15 @@ PATTERNS = (
     *("*.md", "*.toml", "*.yml", ".ci/*", ".github/**/*.yml", "Dockerfile", "scripts/*"),
     *(
         f"{folder}/**/*.{suffix}"
-        for folder in ("heinsen_jax", "benchmarks", "configs", "docs", "notebooks", "tests")
+        for folder in (
+            "heinsen_jax",
+            "studies",
+            "benchmarks",
+            "configs",
+            "docs",
+            "notebooks",
+            "tests",
+        )
         for suffix in ("md", "py", "toml")
     ),
     "train.py",
@@ -106,6 +114,13 @@ def search(pattern: str, flags: int = 0) -> list[str]:
 def test_prose_uses_the_terms_of_the_field(words):
     found = search(words.replace(" ", r"[\s_#]+"), re.IGNORECASE)  # also in names and across lines
     assert not found, f"write {BANNED[words]!r}:\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("words", [r"(that|those)[\s_#]+of", r"(found|said|held) ="])
+def test_things_are_named(words):
+    """Not pointed at, as in "the size is that of the other". Tests have fewer readers."""
+    found = [line for line in search(words, re.IGNORECASE) if not line.startswith("tests/")]
+    assert not found, "name the thing:\n" + "\n".join(found)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -211,11 +211,11 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
     """
     arrays = {name: np.asarray(x) for name, x in flatten_with_names(state).items()}
     arrays = {name: x for name, x in arrays.items() if x.size}  # empty arrays cannot be saved
-    held = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
+    real = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
     metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
     metadata["format"] = FORMAT
     try:
-        save_hashed(path, held, metadata)
+        save_hashed(path, real, metadata)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error}); give a file in a folder that exists"
@@ -269,7 +269,7 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
 def _batch(
     shape: Sequence[int], like: Sequence[int], grows: Sequence[bool], axis: int
 ) -> tuple[int, ...]:
-    """The batch axes, from `axis` on, of an array whose other axes are those of `like`, or of any
+    """The batch axes, from `axis` on, of an array whose other axes have the sizes of `like`, or any
     size if they grow with the capacity; ValueError otherwise."""
     end = len(shape) - len(like) + axis
     rest = [*shape[:axis], *shape[end:]]
@@ -323,6 +323,6 @@ def fingerprint(model: LanguageModel) -> str:
 
 def _fields(config: LanguageModelConfig | AttentionConfig) -> dict[str, Any]:
     """The fields of a configuration as plain values, without `ADDED_FIELDS` at their defaults."""
-    found = dataclasses.asdict(config)
+    fields = dataclasses.asdict(config)
     defaults = {x.name: x.default for x in dataclasses.fields(config) if x.name in ADDED_FIELDS}
-    return {k: v for k, v in found.items() if k not in defaults or v != defaults[k]}
+    return {k: v for k, v in fields.items() if k not in defaults or v != defaults[k]}

@@ -238,7 +238,7 @@ class HarnessModel(HarnessTexts):
         return values
 
     def _streamed(self, texts: list[list[int]]) -> list[float]:
-        found = np.zeros(len(texts))
+        values = np.zeros(len(texts))
         order = sorted(range(len(texts)), key=lambda number: -len(texts[number]))
         for part in batches(self.batch_size, order):
             longest = len(texts[part[0]])
@@ -251,8 +251,8 @@ class HarnessModel(HarnessTexts):
                 given = [row[: len(other)] for row, other in zip(given, wanted, strict=True)]
                 log_p, _, state = self._predict(given, wanted, state, chunk)
                 for row, number in enumerate(part):
-                    found[number] += np.sum(log_p[row, : len(wanted[row])], dtype=np.float64)
-        return found.tolist()
+                    values[number] += np.sum(log_p[row, : len(wanted[row])], dtype=np.float64)
+        return values.tolist()
 
     def _windowed(self, texts: list[list[int]]) -> list[float]:
         """Split tokens into windows of `max_length`: each token is predicted once, after the tokens
@@ -271,7 +271,7 @@ class HarnessModel(HarnessTexts):
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate text after contexts, greedily unless a task sets do_sample."""
         del disable_tqdm
-        found = [""] * len(requests)
+        answers = [""] * len(requests)
         repetitions: collections.Counter[tuple[str, str]] = collections.Counter()
         alike: dict[tuple[str, int], list[int]] = {}
         for number, request in enumerate(requests):
@@ -294,9 +294,9 @@ class HarnessModel(HarnessTexts):
                 for number, (text,) in zip(part, texts, strict=True):
                     if isinstance(self.encoding, PretrainedTokenizer):
                         text = self.encoding.without_special_tokens(text)
-                    found[number] = text
+                    answers[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
-        return found
+        return answers
 
     def _prompts(self, contexts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
         """Encode contexts, cut on the left so that new tokens fit in `max_length`."""

@@ -18,7 +18,7 @@ The teacher is softmax attention with rotary positions of the study language_mod
 12 x 64 characters. Loss in nats per character, over the whole validation text.
 
 Learning rates of stage 2 were searched for the teacher itself, from scratch, and for up to 10% of
-the tokens; the other rows of 30% and 100%, and those of kept layers and of stage 2 only, have a
+the tokens; the other rows of 30% and 100%, with kept layers, and with stage 2 only, have a
 quarter of the teacher's peak. Rows of 3% have two seeds, but for kept layers, stage 2 only and from
 scratch.
 """

@@ -19,7 +19,7 @@ position to it, in sequences of 2048 tokens; it compares models, not positions, 
 All models have four layers of width 128 with a convolution of 4 tokens before each branch, and MLPs
 whose width is chosen so that they have 1.05M to 1.07M parameters. In hybrids, softmax attention has
 no positions. Windows have rotary positions; `log_window` merges one with log-attention over all
-earlier tokens. Keys of Mamba-2, its state size per channel, have 32 numbers as those of the other
+earlier tokens. Keys of Mamba-2, its state size per channel, have 32 numbers like keys of the other
 mechanisms, if the name has no other number; 128 were published.
 """
 LENGTHS = 32, 128, 512, 2048

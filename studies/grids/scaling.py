@@ -22,7 +22,7 @@ on 0.16 million bytes of the files for validation.
 The MLP of Gated DeltaNet is narrower, for about as many parameters.
 
 All widths have the same number of updates, fewer than large models need, and hyperparameters other
-than the learning rate are those of width 128. The exponents compare mechanisms under these
+than the learning rate are tuned at width 128. The exponents compare mechanisms under these
 conditions. They do not extrapolate: sizes span little more than one order of magnitude, and the
 fitted laws have no irreducible loss. Parameters include embeddings, 8% at width 64.
 """

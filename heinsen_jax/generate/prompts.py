@@ -29,8 +29,8 @@ def padded(
     *,
     max_length: int | None,
 ) -> tuple[Integer[Array, "*B T2"], Integer[Array, "*#B"]]:
-    """Pad prompts to one of few lengths, at most the model's `max_length`; also return their lengths,
-    a scalar if all are equal.
+    """Pad prompts to one of few lengths, at most the model's `max_length`; also return their
+    lengths, a scalar if all are equal.
 
     Single tokens stay as they are.
     """

@@ -27,8 +27,8 @@ import numpy as np
 import tyro
 from common import ROOT
 
+from heinsen_jax.runs import checksums
 from heinsen_jax.runtime.environment import environment
-from heinsen_jax.training import checksums
 from heinsen_jax.training.checkpoint import Checkpoints
 
 ARRAY_BYTES, ARRAYS = 1 << 27, 15  # 2 GB per state

@@ -86,6 +86,7 @@ def main() -> int:
     with exit_immediately():
         with distributed.together():
             config = override(load_config(options.config), overrides)
+        train = training.train  # imports the trainer, before the folder is locked
         prepared = training.prepare_run(
             config,
             options.workdir or Path("runs") / _name(Path(options.config)),
@@ -94,7 +95,7 @@ def main() -> int:
             dry_run=options.dry_run,
             profile=options.profile,
         )
-        result = training.train(prepared)
+        result = train(prepared)
     return 0 if result.signal is None else 128 + result.signal
 
 

@@ -115,7 +115,8 @@ def _trained(config: ExperimentConfig, workdir: Path, start: Path | None) -> dic
     if start is not None:
         config = replace(config, distillation=replace(config.distillation, start=str(start)))
     workdir.mkdir(exist_ok=True)
-    ended = train(prepare_run(config, RunFolder(workdir)))
+    # content.json has the data and the teacher; paths may change
+    ended = train(prepare_run(config, RunFolder(workdir), allow_change=True))
     if ended.signal is not None:
         raise Stopped
     return ended.metrics

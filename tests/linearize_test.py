@@ -390,7 +390,7 @@ def test_folders_of_other_runs_are_refused(small, tmp_path, monkeypatch, capsys)
         ("link", "teacher", "a stage would be written to .*teacher, the folder of --model"),
         ("linear-transfer", "linear", "would be written to .*linear-transfer, the folder of --mod"),
         ("teacher", "other", "other: holds another run; give another folder, or --restart"),
-        ("teacher", "imported", "imported: holds another run; give another folder, or --restart"),
+        ("teacher", "imported", "imported holds a run of another architecture"),
     ):
         arguments = ["--model", str(tmp_path / teacher), "--workdir", str(tmp_path / workdir)]
         assert command(monkeypatch, *arguments) == 2

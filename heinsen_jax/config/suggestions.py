@@ -143,9 +143,10 @@ def stray(value: str, values: Mapping[str, JSON]) -> str:
 def _suggested(word: str, values: Mapping[str, JSON]) -> list[str]:
     """Options that a word may stand for, the most likely ones."""
     word = re.sub(r"is(?=e|ation|ing)", "iz", word.replace(":", "."))  # American spelling
-    if word.removeprefix("no_") in values and word.startswith("no_"):
-        section, _, field = word.removeprefix("no_").rpartition(".")
-        return [f"--{section}.no-{field}".replace("_", "-")]
+    field = word.removeprefix("no_")
+    if word != field and isinstance(values.get(field), bool):
+        section, _, name = field.rpartition(".")
+        return [f"--{section}.no-{name}".replace("_", "-")]
     names = [*values, *COMMAND_OPTIONS]
     likely = next(filter(None, _candidates(word, names)), [])
     return [f"--{name.replace('_', '-')}" for name in likely]

@@ -36,7 +36,7 @@ from heinsen_jax.runtime.environment import environment
 from heinsen_jax.storage.buckets import absolute_path, is_remote
 from heinsen_jax.storage.files import write_atomically
 from heinsen_jax.training.loop import check_fits, train
-from heinsen_jax.training.prepare import Prepared, prepare_run
+from heinsen_jax.training.prepare import Prepared, check_workdir, prepare_run
 
 RESULTS_FILE = "linearized.json"
 
@@ -64,16 +64,14 @@ def linearize(options: Options, overrides: Sequence[str] = ()) -> int:
                 stages = plan_stages(teacher, options, overrides)
             except pydantic.ValidationError as error:
                 raise UserError(explain(error)) from None
-            if options.restart:  # no run is moved if one of the folders is refused
-                for stage in stages:
-                    with open_run(stage.folder) as folder:
-                        check_folder(folder, restart=True)
-            else:
-                _check_order(stages)
+            _check_folders(stages, restart=options.restart)  # before data are prepared
         with ExitStack() as resources:
             runs = _prepared(stages, options, resources)
-            if len(runs) > 1 and not (runs[-1].folder.files / CONFIG_FILE).exists():
+            is_new = options.restart or not (runs[-1].folder.files / CONFIG_FILE).exists()
+            if len(runs) > 1 and is_new:
                 check_fits(runs[-1])  # before stage 1, which may take hours
+            for prepared in runs:
+                prepared.begin()  # once both stages have been checked
             for stage, prepared in zip(stages, runs, strict=True):
                 if jax.process_index() == 0:
                     _print_stage(stage, teacher.model)
@@ -142,6 +140,17 @@ def _listed(parameters: Iterable[str]) -> str:
     """Names of parameters within their layer, such as attention.query_features."""
     names = {name.removesuffix(".value").split(".", 2)[2] for name in parameters}
     return ", ".join(sorted(names)) or "nothing"
+
+
+def _check_folders(stages: Sequence[Stage], *, restart: bool) -> None:
+    """Check that the stages may start or resume in their folders."""
+    for stage in stages:
+        with open_run(stage.folder) as run:
+            check_folder(run, restart=restart)
+            if not restart:
+                check_workdir(run.files, stage.experiment)
+    if not restart:
+        _check_order(stages)
 
 
 def _check_order(stages: Sequence[Stage]) -> None:

@@ -128,13 +128,17 @@ class Option:
             try:
                 return form.parse(values)
             except UserError as error:
-                raise UserError(f"{self.flag}: {error}") from None
+                name = self.name.upper() if self.is_positional else self.flag
+                raise UserError(f"{name}: {error}") from None
         if self.capacity is None:
             return tuple(values)
         if not values:
-            shown = "VALUE" if self.default in (None, "", dataclasses.MISSING) else self.default
-            raise UserError(f"{self.flag}: the value is missing; write {self.flag} {shown}")
-        return None if values[0] in ("None", "none") and type(None) in self.types else values[0]
+            shown = self.default
+            if shown in (None, dataclasses.MISSING) or not str(shown).strip():
+                shown = "VALUE"
+            dash = f", or {self.flag}=VALUE if it begins with a dash" if str in self.types else ""
+            raise UserError(f"{self.flag}: the value is missing; write {self.flag} {shown}{dash}")
+        return None if values[0] == "None" and type(None) in self.types else values[0]
 
     def explain(self, problem: Mapping[str, Any], values: Sequence[str]) -> str:
         """Describe an error of pydantic in the terms of the command line."""
@@ -188,11 +192,12 @@ class Given(NamedTuple):
 
     flag: str
     values: list[str]
+    words: list[str]
 
     def named(self, options: Mapping[str, Option]) -> tuple[Option | None, bool]:
         """The option, None if unknown, and whether it is negated."""
         name = self.flag.lstrip("-").replace("-", "_") if self.flag.startswith("--") else ""
-        if name in options:
+        if name in options and not options[name].is_positional:
             return options[name], False
         section, dot, field = name.rpartition(".")
         option = options.get(section + dot + field.removeprefix("no_"))
@@ -202,13 +207,17 @@ class Given(NamedTuple):
 
 def split(arguments: Iterable[str]) -> tuple[list[str], list[Given]]:
     """The values before the first option, and the options."""
-    first, given = [], []
+    first: list[str] = []
+    given: list[Given] = []
     for argument in arguments:
         if FLAG.match(argument):
             flag, equals, value = argument.partition("=")
-            given.append(Given(flag, [value] if equals else []))
-        else:
-            (given[-1].values if given else first).append(argument)
+            given.append(Given(flag, [value] if equals else [], [argument]))
+        elif given:
+            given[-1].values.append(argument)
+            given[-1].words.append(argument)
+        elif argument != "--":
+            first.append(argument)
     return first, given
 
 
@@ -323,7 +332,7 @@ def parse(
     """
     words = ["--help" if x == "-h" else x for x in _given(arguments)]
     options = options_of(kind)
-    if "--help" in words and "help" not in options:
+    if _wants_help(options, words) and "help" not in options:
         print_options(prog, description, options)
         raise SystemExit(0)
     given = read(options, words)
@@ -334,7 +343,7 @@ def parse(
         given.first.clear()
     elif given.extra:
         raise UserError(given.extra[0].explain())
-    rest = [*given.first, *(x for each in given.unknown for x in (each.flag, *each.values))]
+    rest = [*given.first, *(x for each in given.unknown for x in each.words)]
     if unknown is not None:
         unknown += rest
     elif rest:
@@ -369,6 +378,16 @@ def parse_command(
         raise UserError(f"{name or 'the command is missing'}: choose one of {', '.join(commands)}")
     kind = commands[name]
     return parse(kind, prog=f"{prog} {name}", description=kind.__doc__, arguments=given)
+
+
+def _wants_help(options: Mapping[str, Option], words: Sequence[str]) -> bool:
+    """Whether --help is given, and not as the value of the option before it."""
+    _, given = split(words)
+    for before, each in zip([None, *given], given, strict=False):
+        if each.flag == "--help":
+            option = before.named(options)[0] if before else None
+            return option is None or option.capacity == 0 or bool(before and before.values)
+    return False
 
 
 def _given(arguments: Sequence[str] | None) -> Sequence[str]:
@@ -407,6 +426,8 @@ def print_fields(options: Iterable[Option]) -> None:
 def _shown(option: Option) -> str:
     if option.is_switch:
         return f"(now {'on' if option.default else 'off'})"
+    if option.default is None or option.default == ():
+        return f"{option.name.rpartition('.')[2].upper()}{' ...' if option.default == () else ''}"
     several = isinstance(option.default, tuple)
     return " ".join(map(str, option.default)) if several else str(option.default)
 

@@ -150,7 +150,7 @@ def as_json(config: ExperimentConfig) -> dict[str, Any]:
 
 def flat(config: dict[str, Any]) -> dict[str, JSON]:
     """The fields of all sections, with names such as data.corpus."""
-    fields_by_name: dict[str, JSON] = {"seed": config["seed"]}
+    fields_by_name = {name: x for name, x in config.items() if not isinstance(x, dict)}
     for section, fields in config.items():
         if isinstance(fields, dict):
             fields_by_name |= {f"{section}.{name}": value for name, value in fields.items()}

@@ -70,7 +70,7 @@ class DistillationLosses(NamedTuple):
 
     def sums(self, z_loss: float = 0.0) -> tuple[Float[Array, ""], Integer[Array, ""]]:
         """Sum of the losses that count; no predictions are counted as correct."""
-        assert not z_loss  # refused by `check_settings`
+        assert not z_loss  # refused by `resolve_settings`
         return jnp.sum(self.losses * self.loss_mask), jnp.zeros((), jnp.int32)
 
 

@@ -86,7 +86,10 @@ def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingRe
     """
     with prepared, jax.set_mesh(prepared.settings.mesh), prepared.folder.published():
         run = _Run(prepared, trackers)
-        return run.dry_run() if prepared.dry_run else run()
+        if prepared.dry_run:
+            return run.dry_run()
+        prepared.begin()
+        return run()
 
 
 def check_fits(prepared: Prepared) -> None:

@@ -145,7 +145,7 @@ def decay_mask(parameters: PyTree[Array | jax.ShapeDtypeStruct]) -> PyTree[bool]
 def _by_kind(
     parameters: PyTree[Array | jax.ShapeDtypeStruct], choose: Callable[[str], Choice]
 ) -> PyTree[Choice]:
-    """A choice for each parameter by its kind, `attention.layers.ParameterKind`.
+    """A choice for each parameter by its kind, `attention.parameters.ParameterKind`.
 
     Raises:
       ValueError: a parameter carries no kind.
@@ -156,7 +156,7 @@ def _by_kind(
         if metadata.get("kind") not in get_args(ParameterKind):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             raise ValueError(
-                f"parameter {name} has no kind; make it with attention.layers.parameter, or as "
+                f"parameter {name} has no kind; make it with attention.parameters.parameter, or as "
                 f"nnx.Param(..., kind=...) with one of {', '.join(get_args(ParameterKind))}"
             )
         return jax.tree.map(lambda _: choose(metadata["kind"]), node)

@@ -1,4 +1,4 @@
-"""Preparation of a run: every check of its settings, its data and its folder, before any work."""
+"""Preparation of a run: the checks of its settings, its data and its folder, before any work."""
 
 import dataclasses
 import importlib.metadata
@@ -85,14 +85,15 @@ class Settings:
     lines: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Prepared:
-    """A run that passed every check, for `train`. It holds the lock of its folder until training
-    ends; as a context manager, until the end of the block.
+    """A run whose settings, data and folder fit together, for `train`. It holds the lock of its
+    folder until training ends; as a context manager, until the end of the block.
 
     Attributes:
       settings: its settings, data and devices.
       folder: its folder.
+      restart: whether `begin` moves an earlier run into a subfolder.
       dry_run: whether to compile, time a few updates and report the cost, instead of training.
       profile: whether to write a trace of a few steps into the folder.
       allow_change: whether to resume although the weights of the teacher have changed.
@@ -100,12 +101,23 @@ class Prepared:
 
     settings: Settings
     folder: RunFolder
+    restart: bool = False
     dry_run: bool = False
     profile: bool = False
     allow_change: bool = False
     _resources: ExitStack = field(default_factory=ExitStack, repr=False)
+    is_closed: bool = field(default=False, init=False, repr=False)
+
+    def begin(self) -> None:
+        """Move an earlier run aside, if requested. All processes of the run call this."""
+        with process_0_first() as is_first:
+            if is_first and self.restart and not self.dry_run:
+                set_aside(self.folder)
+        self.restart = False
 
     def __enter__(self) -> "Prepared":
+        if self.is_closed:
+            raise RuntimeError(f"{self.folder} is not locked any more: prepare the run again")
         return self
 
     def __exit__(
@@ -114,6 +126,7 @@ class Prepared:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self.is_closed = True
         self._resources.__exit__(kind, error, traceback)
 
 
@@ -127,7 +140,8 @@ def prepare_run(
     dry_run: bool = False,
     profile: bool = False,
 ) -> Prepared:
-    """Check a run completely, and lock its folder. All processes of the run call this.
+    """Check the settings, the data and the folder of a run, and lock the folder. All processes of
+    the run call this.
 
     Args:
       config: the configuration.
@@ -171,20 +185,21 @@ def prepare_run(
             "--restart": restart,
             "--allow-change": allow_change,
         }
-        with together():
-            alike = identity(config, dataset) | modes
-        check_alike(alike)
+        if jax.process_count() > 1:
+            with together():
+                alike = identity(config, dataset) | modes
+            check_alike(alike)
         with together():
             settings = resolve_settings(config, dataset)
         with process_0_first() as is_first:
-            if is_first and not dry_run:
-                if restart:
-                    set_aside(folder)
+            if is_first and not (dry_run or restart):
                 check_tokenizer(folder.files, config, dataset)
                 changed = check_changes(folder.files, config, dataset, allowed=allow_change)
                 if changed:
-                    print(f"changed since the last start: {printable('; '.join(changed))}")
-        return Prepared(settings, folder, dry_run, profile, allow_change, resources.pop_all())
+                    line = f"changed since the last start: {printable('; '.join(changed))}"
+                    print(line, flush=True)
+        modes_of_run = restart, dry_run, profile, allow_change
+        return Prepared(settings, folder, *modes_of_run, resources.pop_all())
 
 
 def resolve_settings(config: ExperimentConfig, dataset: Dataset) -> Settings:

@@ -74,7 +74,7 @@ def test_help_has_all_fields(capsys):
     text = capsys.readouterr().out
     assert text.startswith("usage: program INPUTS ... --output OUTPUT [options]\n\nA program.\n")
     assert "  --number 3\n      A number.\n" in text
-    assert "  --kind None\n      Which of them. One of first, second.\n" in text
+    assert "  --kind KIND\n      Which of them. One of first, second.\n" in text
     assert "  --is-fast (now on)\n" in text
 
 

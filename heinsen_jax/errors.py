@@ -60,7 +60,7 @@ def printable(text: object, *, lines: bool = False) -> str:
       red: \\x1b[31m
     """
     pattern = _UNPRINTABLE_IN_LINES if lines else _UNPRINTABLE
-    return pattern.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return pattern.sub(lambda match: ascii(match[0])[1:-1], str(text))
 
 
 def parse_json(content: str | bytes) -> Any:

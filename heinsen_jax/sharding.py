@@ -55,7 +55,7 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """The mesh of these devices; of all, of all processes, when None.
+    """The mesh of these devices; of all devices of all processes when None.
 
     Raises:
       UserError: the sizes do not make up the number of devices.
@@ -85,12 +85,12 @@ def current_mesh() -> AbstractMesh | None:
 def spec(
     mesh: Mesh | AbstractMesh, shape: tuple[int, ...], axes: tuple[str | None, ...]
 ) -> PartitionSpec:
-    """Return the sharding of an activation with these logical axes, by `RULES`. Axes that devices
-    do not divide are not split, and missing mesh axes are ignored."""
+    """Return the sharding of an activation with these logical axes, by `RULES`. Axes whose
+    size the devices do not divide are not split, and missing mesh axes are ignored."""
 
     def names(size: int, axis: str | None) -> tuple[str, ...] | None:
-        found = tuple(x for x in RULES.get(axis or "", ()) if mesh.shape.get(x, 1) > 1)
-        return found if found and size % math.prod(mesh.shape[x] for x in found) == 0 else None
+        split = tuple(x for x in RULES.get(axis or "", ()) if mesh.shape.get(x, 1) > 1)
+        return split if split and size % math.prod(mesh.shape[x] for x in split) == 0 else None
 
     return PartitionSpec(*map(names, shape, axes))
 
@@ -102,8 +102,10 @@ def splits_tokens(length: int) -> bool:
 
 
 def constrain(x: Array, *axes: str | None) -> Array:
-    """x, laid out by `RULES` if a mesh is set; as it is if not. The last axes are named; of those
-    before, the first is "batch"."""
+    """x, laid out by `RULES`; unchanged without a mesh.
+
+    `axes` name the trailing axes; if more axes precede them, the first one is "batch".
+    """
     mesh, leading = current_mesh(), x.ndim - len(axes)
     if mesh is None:
         return x
@@ -166,7 +168,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """This process's share of a batch: of each array in it, one over the devices of all."""
+    """Make arrays over the devices of all processes from this process's share of a batch."""
     index, count = share_of_process(mesh)
 
     def whole(rows: np.ndarray) -> Array:

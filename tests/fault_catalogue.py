@@ -38,7 +38,7 @@ LOG_ATTENTION_FAULTS = {
     ),
     "a stale state": Fault(
         "heinsen_jax/ops/log_attention/chunked.py",
-        "return (after, _write(outputs, of_block, index)), saved",
+        "return (after, _write(outputs, block_outputs, index)), saved",
         "return (before, _write(outputs, of_block, index)), saved",
         ("tests/ops/log_attention/chunked_test.py",),
     ),
@@ -200,8 +200,8 @@ LOG_ATTENTION_FAULTS = {
     ),
     "values projected like keys": Fault(
         "heinsen_jax/attention/linformer.py",
-        "linformer_attention(query, key, value, of_keys, of_values)",
-        "linformer_attention(query, key, value, of_keys, of_keys)",
+        "linformer_attention(query, key, value, *projections)",
+        "linformer_attention(query, key, value, *projections[:1] * 2)",
         ("tests/attention/oracle_test.py",),
     ),
     "padding before the tokens in place of after them": Fault(
@@ -476,8 +476,8 @@ ATTENTION_FAULTS = {
     ),
     "scaled and unscaled frequencies exchanged": Fault(
         "heinsen_jax/attention/rotary.py",
-        "unchanged * found + (1 - unchanged) * scaled",
-        "unchanged * scaled + (1 - unchanged) * found",
+        "unchanged * unscaled + (1 - unchanged) * scaled",
+        "unchanged * scaled + (1 - unchanged) * unscaled",
         ("tests/attention/rotary_test.py",),
     ),
     "slopes of ALiBi from head 0": Fault(
@@ -566,8 +566,8 @@ ATTENTION_FAULTS = {
     ),
     "a mask of queries taken for one of keys": Fault(
         "heinsen_jax/attention/flax_fn.py",
-        "if (mask == of_keys).all():",
-        "if (mask == of_keys).any():",
+        "if (mask == key_mask).all():",
+        "if (mask == key_mask).any():",
         ("tests/attention/flax_fn_test.py",),
     ),
     "importance weights without their window": Fault(
@@ -836,8 +836,8 @@ TRAINING_FAULTS = {
     ),
     "bits per token in place of bits per byte": Fault(
         "heinsen_jax/objectives/evaluation.py",
-        "found.loss / math.log(2) / dataset.bytes_per_token",
-        "found.loss / math.log(2)",
+        "average.loss / math.log(2) / dataset.bytes_per_token",
+        "average.loss / math.log(2)",
         ("tests/objectives/evaluation_test.py",),
     ),
     "a mixture whose sources count alike": Fault(
@@ -1565,8 +1565,8 @@ COMMANDS_FAULTS = {
     ),
     "a split that leaves a remainder": Fault(
         "heinsen_jax/sharding.py",
-        "return found if found and size % math.prod(mesh.shape[x] for x in found) == 0 else None",
-        "return found or None",
+        "return split if split and size % math.prod(mesh.shape[x] for x in split) == 0 else None",
+        "return split or None",
         ("tests/sharding_test.py",),
     ),
     "a setting that another process lacks": Fault(

@@ -36,7 +36,7 @@ class Capabilities:
       causal: tokens attend only to themselves and to earlier tokens.
       bidirectional: tokens attend to all tokens.
       streaming: explicit state; a sequence may be fed in chunks of any lengths.
-      cross: tokens attend to those of another sequence.
+      cross: tokens attend to another sequence.
       segments: packed documents do not attend to each other.
       mergeable: states of consecutive chunks merge; a sequence may be split over devices.
     """
@@ -113,7 +113,7 @@ class _Declared:
 class Attention(nnx.Module, Generic[ConfigT, StateT]):
     """A layer that mixes tokens: `[..., T, D] -> [..., T, D]`, with explicit state.
 
-    Generic in the mechanism's configuration and state; the latter is `Never` without streaming.
+    Generic in the mechanism's configuration and state; the state is `Never` without streaming.
 
     Subclasses have a `Config`, which declares `capabilities`; they implement `setup`, `apply`, and,
     if they stream, `init_state`.
@@ -148,7 +148,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         self.setup(dtype=dtype, param_dtype=self.param_dtype, rngs=rngs)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
-        """Create the parameters; the options are those of `layers`."""
+        """Create the parameters, with these options of layers."""
 
     @overload
     def __call__(

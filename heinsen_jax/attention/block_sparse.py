@@ -37,7 +37,7 @@ class BlockSparseConfig(RotaryConfig):
 
 
 class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
-    """Block-sparse attention: the state holds all keys and values, or those of the local pattern.
+    """Block-sparse attention: the state holds all keys and values, or a window if local.
 
     To alternate with dense layers, mix mechanisms: `attention=("block_sparse", "softmax")`.
 

@@ -1,4 +1,4 @@
-"""States that hold tokens: all of them, or those of a window."""
+"""States that hold tokens: all of them, or a window."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TokenCache:
 
     @property
     def tokens(self) -> tuple[Float[Array, "*B capacity G _"], ...]:
-        """The arrays with the axis of tokens before that of heads."""
+        """The arrays with the token axis before the head axis."""
         return tuple(jnp.swapaxes(x, -3, -2) for x in self.arrays)
 
     @property

@@ -52,9 +52,9 @@ def recur(
         _check_heads(mesh.shape.get("tensor", 1), x.shape[axes.index("heads")])
         return spec(mesh, x.shape, (*axes, *[None] * (x.ndim - len(axes))))
 
-    of_arrays = tuple(place(("tokens", "heads"), x) for x in arrays)
-    of_states = jax.tree.map(partial(place, state_axes), empty)
-    of_tokens_alone = PartitionSpec(*of_arrays[0][: batch + 1])
+    array_specs = tuple(place(("tokens", "heads"), x) for x in arrays)
+    state_specs = jax.tree.map(partial(place, state_axes), empty)
+    token_spec = PartitionSpec(*array_specs[0][: batch + 1])
     wants_state = call.state is not None
 
     def on_device(
@@ -64,7 +64,7 @@ def recur(
         state: MergeableT | None,
     ) -> tuple[Array, MergeableT | None]:
         here = replace(call, segment_ids=segment_ids, state=state)
-        if of_arrays[0][batch] is None:
+        if array_specs[0][batch] is None:
             return here.recur(op, *arrays, **here.keywords)
         return over_context(
             cast("Callable[..., tuple[Array, MergeableT]]", partial(op, return_state=True)),
@@ -78,8 +78,8 @@ def recur(
 
     return jax.shard_map(
         on_device,
-        in_specs=(of_arrays, of_tokens_alone, of_states, of_states if wants_state else None),
-        out_specs=(of_arrays[0], of_states if wants_state else None),
+        in_specs=(array_specs, token_spec, state_specs, state_specs if wants_state else None),
+        out_specs=(array_specs[0], state_specs if wants_state else None),
     )(arrays, call.segment_ids, empty, call.state)
 
 

@@ -60,10 +60,10 @@ def log_attention_fn(
       value: `[*B, S, num_kv_heads, value_depth]`.
       mask: True, or nonzero, where a query attends to a key; broadcasts to `[*B, num_heads, T, S]`.
         No mask when None.
-      is_causal: whether tokens attend only to themselves and earlier tokens, among those of the
+      is_causal: whether tokens attend only to themselves and earlier tokens, in addition to the
         mask. T must equal S; but a single query with a mask, as in decoding, is the last token.
-      implementation: of `heinsen_attention`, if the cost is linear; chosen automatically when None.
-        A named one refuses unsupported calls.
+      implementation: as in `heinsen_attention`, if the cost is linear; chosen automatically when
+        None. A named implementation refuses unsupported calls.
       dtype: dtype to which query, key and value are cast; unchanged when None.
       precision: has no effect. Products are at least float32, unless query, key and value are all
         bfloat16 and the cost is linear: then factors of products are bfloat16.
@@ -151,11 +151,11 @@ def _simplest(
         check_same_length(query, key, "is_causal=True", "for others pass a mask alone")
     if not isinstance(mask, np.ndarray) or mask.size == 0:
         return mask, is_causal
-    of_keys = mask[..., -1:, :]  # in a causal mask of keys, the last query attends to all of them
-    if (mask == of_keys).all():
-        mask = of_keys
-    elif length == sources and (mask == (of_keys & np.tri(length, dtype=bool))).all():
-        mask, is_causal = of_keys, True
+    key_mask = mask[..., -1:, :]  # in a causal mask of keys, the last query attends to all of them
+    if (mask == key_mask).all():
+        mask = key_mask
+    elif length == sources and (mask == (key_mask & np.tri(length, dtype=bool))).all():
+        mask, is_causal = key_mask, True
     return None if mask.all() else mask, is_causal
 
 

@@ -127,11 +127,12 @@ class HeadedAttention(Attention[HeadsT, StateT]):
 
     def columns(self) -> dict[str, np.ndarray]:
         """Columns of the matrix of `project` for the query, key and value of each of num_heads
-        heads: `[N K]`, `[N K]`, `[N V]`. Those of a key/value head are repeated in its group."""
+        heads: `[N K]`, `[N K]`, `[N V]`. Columns of a key/value head are repeated in its
+        group."""
         group = self.num_heads // self.num_kv_heads
         ends = group * self.key_depth, (group + 1) * self.key_depth
-        of_heads = np.arange(self.project.out_features).reshape(self.num_kv_heads, -1)
-        query, key, value = np.split(of_heads, ends, axis=1)
+        by_head = np.arange(self.project.out_features).reshape(self.num_kv_heads, -1)
+        query, key, value = np.split(by_head, ends, axis=1)
         shared = {"key": key, "value": value}
         repeated = {name: np.repeat(x, group, 0).ravel() for name, x in shared.items()}
         return {"query": query.ravel(), **repeated}
@@ -171,19 +172,19 @@ class HeadProjection(nnx.Linear):
         value_depth: int,
     ) -> tuple[Query, Keys, Values]:
         """Queries `[..., T, N, K]` of x, keys `[..., S, G, K]` and values of x or of a source."""
-        of_queries = num_heads // num_kv_heads * key_depth
+        query_width = num_heads // num_kv_heads * key_depth
 
         def apart(x: Array) -> Array:
             return x.reshape(*x.shape[:-1], num_kv_heads, x.shape[-1] // num_kv_heads)
 
         if source is None:
             parts = apart(self(x) + self.lora(x) if self.lora else self(x))
-            query, rest = parts[..., :of_queries], parts[..., of_queries:]
+            query, rest = parts[..., :query_width], parts[..., query_width:]
         elif self.lora:
             raise NotImplementedError("lora_rank is unsupported with source; leave it out")
         else:
-            query = self._part(x, apart, slice(None, of_queries))
-            rest = self._part(source, apart, slice(of_queries, None))
+            query = self._part(x, apart, slice(None, query_width))
+            rest = self._part(source, apart, slice(query_width, None))
         query = query.reshape(*query.shape[:-2], num_heads, key_depth)
         return query, rest[..., :key_depth], rest[..., key_depth:]
 

@@ -49,5 +49,5 @@ class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
     def attend(
         self, query: Query, key: Keys, value: Values, call: CallArguments[Never]
     ) -> tuple[Mixed, None]:
-        of_keys, of_values = self.of_keys[...], self.of_values[...]
-        return linformer_attention(query, key, value, of_keys, of_values), None
+        projections = self.of_keys[...], self.of_values[...]
+        return linformer_attention(query, key, value, *projections), None

@@ -301,5 +301,5 @@ def log_complement(log_p: Float[Array, "*B K"]) -> Float[Array, "*B K"]:
     them rounds to 1."""
     is_largest = jax.nn.one_hot(jnp.argmax(log_p, -1), log_p.shape[-1], dtype=bool)
     others = jnp.where(is_largest, -jnp.inf, log_p)
-    of_largest = jax.nn.logsumexp(others, -1, keepdims=True)
-    return jnp.where(is_largest, of_largest, jnp.log1p(-jnp.exp(others)))
+    complement = jax.nn.logsumexp(others, -1, keepdims=True)
+    return jnp.where(is_largest, complement, jnp.log1p(-jnp.exp(others)))

@@ -43,7 +43,7 @@ class LogWindowConfig(RotaryOptions):
     """Configuration of softmax attention over a window, with log-attention over earlier tokens."""
 
     window_size: pydantic.PositiveInt = 64
-    """Number of tokens of softmax attention, that of the query included."""
+    """Window size in tokens, including the query."""
     features: Literal["hedgehog", "identity"] = "hedgehog"
     """Log features of queries and keys for earlier tokens. hedgehog: log softmax(x W) and
     log softmax(-x W), with a trained matrix W per head; twice as many features. identity: the
@@ -52,7 +52,7 @@ class LogWindowConfig(RotaryOptions):
     """Decay of earlier tokens at every token; no decay when None. head: at a trained rate that
     depends on the token, one per key/value head."""
     max_timescale: Annotated[float, pydantic.Field(ge=1)] = 4096.0
-    """Initial time constant, in tokens, of the slowest-decaying head; that of the fastest is the
+    """Initial time constant, in tokens, of the slowest-decaying head; the fastest starts at the
     window size, if it is smaller. Unused without decay."""
     positions: Literal["none", "rotary"] = "none"
     """Position encoding of queries and keys, before their log features: none; or rotary, which
@@ -184,8 +184,8 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
     def flops(self, length: int, is_causal: bool = True) -> float:
         window = min(self.config.window_size, length)
         visible = window - window * (window - 1) / (2 * length)
-        of_window = 2.0 * self.num_heads * (self.key_depth + self.value_depth) * visible
-        return of_window + 4.0 * self.num_heads * self.num_features * self.value_depth
+        window_flops = 2.0 * self.num_heads * (self.key_depth + self.value_depth) * visible
+        return window_flops + 4.0 * self.num_heads * self.num_features * self.value_depth
 
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
@@ -223,7 +223,7 @@ def _summary(
     *arrays: Array,
     key_value_seq_lengths: Integer[Array, "*B 2"] | None = None,
 ) -> LogWindowState:
-    """The state of a device's tokens alone, from the first one of the given range on."""
+    """The state of a device's tokens alone, starting at the first token of the given range."""
     _, key, value, _, features, _, *decay = arrays
     first = None if key_value_seq_lengths is None else key_value_seq_lengths[..., 0]
     return LogWindowState.of_tokens(

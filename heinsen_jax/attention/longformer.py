@@ -113,8 +113,8 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         near = near & (slot[None] <= at[:, None])  # a global token is not also part of the window
         earlier = jnp.arange(count)[None] <= at[:, None]
         y = dot_product_attention(query, keys, values, mask=jnp.concatenate([earlier, near], 1))
-        of_global = dot_product_attention(own_query, *first[2:], mask=earlier)
-        y = jnp.where((at < count)[:, None, None], of_global, y)
+        y_global = dot_product_attention(own_query, *first[2:], mask=earlier)
+        y = jnp.where((at < count)[:, None, None], y_global, y)
         return y, LongformerState(window, first)
 
     def init_state(
@@ -132,10 +132,10 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
 
 
 def _kept(old: Array, new: Array, num_tokens: Array) -> Array:
-    """The first tokens `[*B, count, G, F]`, of which `new` may hold some more."""
+    """The first tokens `[*B, count, G, F]`; `new` may contain some of them."""
     if new.shape[-3] == 0:
         return old
     place = jnp.arange(old.shape[-3]) - num_tokens
-    found = jnp.take(new, jnp.clip(place, 0, new.shape[-3] - 1), -3)
+    taken = jnp.take(new, jnp.clip(place, 0, new.shape[-3] - 1), -3)
     is_new = (place >= 0) & (place < new.shape[-3])
-    return jnp.where(is_new[:, None, None], found.astype(old.dtype), old)
+    return jnp.where(is_new[:, None, None], taken.astype(old.dtype), old)

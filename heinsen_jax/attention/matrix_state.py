@@ -109,7 +109,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     Attributes:
       state_type: class of the mechanism's state.
       key_width: width of the keys of all heads together, as a multiple of model_dim.
-      value_width: that of the values.
+      value_width: width of the values, likewise.
       depth_multiple: default head dimensions are multiples of it.
       shares_keys: whether all heads share queries and keys.
       has_convolution_bias: whether convolutions have a bias.
@@ -117,7 +117,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
       norms_heads_jointly: whether the norm is over all heads together.
       has_erasure: whether the mechanism erases, which `flops` counts as one more product.
       gate_activation: activation of the output gate; no gate when None.
-      softmax_projections: projections with the meaning of those of softmax attention, which a
+      softmax_projections: projections with the same meaning as in softmax attention, which a
         conversion keeps.
     """
 
@@ -140,9 +140,9 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         keys = self.key_depth if self.shares_keys else num_heads * self.key_depth
         values = num_heads * self.value_depth
         axes = "embed", "heads"
-        of_keys = () if self.shares_keys else axes
+        key_axes = () if self.shares_keys else axes
         self.query, self.key = (
-            linear(model_dim, keys, of_keys, use_bias=False, **options) for _ in range(2)
+            linear(model_dim, keys, key_axes, use_bias=False, **options) for _ in range(2)
         )
         self.value = linear(model_dim, values, axes, use_bias=False, **options)
         size = config.convolution_size if isinstance(config, ConvolvedConfig) else 0
@@ -187,8 +187,8 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         if isinstance(self.config, ConvolvedConfig):
             arrays = [jax.nn.silu(x) for x in arrays]
         keys = *x.shape[:-1], self.num_heads, self.key_depth
-        of_keys = (*keys[:-2], 1, keys[-1]) if self.shares_keys else keys
-        query, key = (jnp.broadcast_to(x.reshape(of_keys), keys) for x in arrays[:2])
+        projected = (*keys[:-2], 1, keys[-1]) if self.shares_keys else keys
+        query, key = (jnp.broadcast_to(x.reshape(projected), keys) for x in arrays[:2])
         return query, key, arrays[2].reshape(*keys[:-1], self.value_depth), tuple(after)
 
     def apply(
@@ -235,7 +235,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         )
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
-        """The output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""
+        """The layer's output, given the mechanism's: `[..., T, N, V]` -> `[..., T, D]`"""
         del value
         flat = *x.shape[:-1], self.num_heads * self.value_depth
         y = self.norm(y.reshape(flat) if self.norms_heads_jointly else y).reshape(flat)

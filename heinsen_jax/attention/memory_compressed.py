@@ -61,8 +61,8 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
 
     def _compressions(self, dtype: DTypeLike) -> list[Compression]:
         return [
-            Compression(*(of[name][...].astype(dtype) for name in ("kernel", "bias", "null")))
-            for of in (self.of_keys, self.of_values)
+            Compression(*(part[name][...].astype(dtype) for name in ("kernel", "bias", "null")))
+            for part in (self.of_keys, self.of_values)
         ]
 
     def attend(
@@ -77,7 +77,6 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
     ) -> CompressedCache:
         dtype = jnp.dtype(self.dtype or self.param_dtype)
         num_tokens: int = self.config.capacity if capacity is None else capacity
-        of_keys, of_values = self._compressions(dtype)
         return CompressedCache.empty(
-            batch_shape, of_keys, of_values, capacity=num_tokens, dtype=dtype
+            batch_shape, *self._compressions(dtype), capacity=num_tokens, dtype=dtype
         )

@@ -30,7 +30,7 @@ class LayerOptions(TypedDict):
     """Options of a layer besides its sizes.
 
     Attributes:
-      dtype: dtype of activations and matrix products; that of the inputs when None.
+      dtype: dtype of activations and matrix products; the inputs' dtype when None.
       param_dtype: dtype of the parameters.
       rngs: the source of the initial weights.
     """

@@ -35,7 +35,7 @@ class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
 
     Config = MatrixStateConfig
     value_width = 2.0
-    depth_multiple = 2  # of which rotations need pairs
+    depth_multiple = 2  # rotations need pairs of features
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

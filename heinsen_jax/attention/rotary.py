@@ -22,7 +22,7 @@ class RotaryOptions(HeadsConfig):
     rotary_fraction: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     """Fraction of the features of a head that are rotated, the first ones."""
     rotary_factor: pydantic.PositiveFloat = 1.0
-    """Factor by which frequencies are divided, for sequences longer than those of training (linear
+    """Factor by which frequencies are divided, for sequences longer than in training (linear
     scaling)."""
     rotary_original_length: pydantic.PositiveInt | None = None
     """Sequence length L of the original training, for the scaling of Llama 3: frequencies with at
@@ -56,18 +56,18 @@ class RotaryOptions(HeadsConfig):
         return count
 
     def frequencies(self, key_depth: int) -> np.ndarray | None:
-        """Frequencies of the rotated pairs of features, in radians per token; None for those of
-        `rotary_base` alone."""
+        """Frequencies of the rotated pairs of features, in radians per token; None if they
+        depend on `rotary_base` alone."""
         if self.rotary_fraction == self.rotary_factor == 1:
             return None
         rotated = self.rotated(key_depth)
-        found = self.rotary_base ** (-np.arange(0, rotated, 2) / rotated)
-        scaled = found / self.rotary_factor
+        unscaled = self.rotary_base ** (-np.arange(0, rotated, 2) / rotated)
+        scaled = unscaled / self.rotary_factor
         if self.rotary_original_length is not None:
-            turns = self.rotary_original_length * found / (2 * np.pi)
+            turns = self.rotary_original_length * unscaled / (2 * np.pi)
             low, high = self.rotary_low_turns, self.rotary_high_turns
             unchanged = np.clip((turns - low) / (high - low), 0, 1)
-            scaled = unchanged * found + (1 - unchanged) * scaled
+            scaled = unchanged * unscaled + (1 - unchanged) * scaled
         return scaled
 
     def rotate(

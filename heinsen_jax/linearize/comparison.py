@@ -46,8 +46,8 @@ def recall(model: LanguageModel, dataset: Dataset, data: DataConfig) -> float:
     @jax.jit
     def correct(model: LanguageModel, tokens: Array) -> Array:
         features, _ = model.features(tokens[:, :-1])
-        _, found = token_losses(model.readout, features[:, second:], tokens[:, second + 1 :])
-        return jnp.mean(found)
+        _, is_right = token_losses(model.readout, features[:, second:], tokens[:, second + 1 :])
+        return jnp.mean(is_right)
 
     return float(correct(model, tokens))
 

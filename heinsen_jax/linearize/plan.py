@@ -64,7 +64,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
     """Refuse overrides of fields that differ by stage.
 
     Raises:
-      UserError: one is of these fields.
+      UserError: an override sets one of these fields.
     """
     for option in overrides:
         name = option.partition("=")[0].replace("-", "_")
@@ -78,7 +78,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 
 def read_teacher(options: Options, run: RunFolder) -> ExperimentConfig:
     """The teacher's experiment, with the data to train on."""
-    load_architecture(options.model)  # its errors say what the folder is
+    load_architecture(options.model)  # raises if the folder is no model
     teacher = load_config(run.files / CONFIG_FILE)
     has_text = (run.files / DATA_FILE).exists()
     if options.data is None and isinstance(teacher.data, DataConfig) and not has_text:
@@ -115,7 +115,7 @@ def plan_stages(
     base = replace(
         teacher,
         model=model,
-        seed=teacher.seed + 1,  # other batches than those of the teacher
+        seed=teacher.seed + 1,  # other batches than the teacher's
         optimizer=replace(teacher.optimizer, warmup_steps=_warmup(teacher, options)),
         training=replace(teacher.training, steps=options.steps, z_loss=0.0),
     )
@@ -132,14 +132,14 @@ def plan_stages(
     if options.lora_rank is not None:
         model = with_lora(finetuning.model, options.lora_rank)
         finetuning, settings = replace(finetuning, model=model), replace(settings, trained="new")
-    # other batches than those of stage 1
+    # other batches than in stage 1
     finetuning = replace(finetuning, distillation=settings, seed=finetuning.seed + 1)
     return [*stages, Stage("stage 2", options.workdir, finetuning)]
 
 
 def _warmup(teacher: ExperimentConfig, options: Options) -> int:
-    """Updates of warmup of stage 2: the recorded ones when it resumes, so that it may get more
-    updates; else the teacher's, but at most a tenth of its own."""
+    """Warmup steps of stage 2. When it resumes: as recorded, so that it may get more updates.
+    Otherwise: as for the teacher, but at most a tenth of the updates of stage 2."""
     with open_run(options.workdir) as run:
         path = run.files / CONFIG_FILE
         if path.exists() and not options.restart:

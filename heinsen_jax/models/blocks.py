@@ -114,7 +114,7 @@ class Block(nnx.Module):
           normed: norm(x), `[..., T, D]`.
           attended: output of attention, `[..., T, D]`.
           state: the state before x.
-          segment_ids: those of the tokens, `[..., T]`.
+          segment_ids: segment of each token, `[..., T]`.
 
         Returns:
           y: the result, `[..., T, D]`.

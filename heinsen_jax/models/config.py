@@ -27,10 +27,10 @@ class BlockDefaults(NamedTuple):
     """Defaults that a block kind gives to fields that the configuration leaves unset.
 
     Attributes:
-      options: options of its mechanism; ignored by mechanisms without such options. Those in
-        `OF_LOG` are for `log` alone.
+      options: options of its mechanism; ignored by mechanisms without such options. Options in
+        `LOG_OPTIONS` are for `log` alone.
       convolution_size, norm, use_bias: see `LanguageModelConfig`.
-      positions: see `LanguageModelConfig`; that of the embedding style when None.
+      positions: see `LanguageModelConfig`; the embedding style's when None.
       mlp: see `LanguageModelConfig`; no MLP when None.
       mlp_use_bias: whether the MLP has biases.
     """
@@ -44,7 +44,7 @@ class BlockDefaults(NamedTuple):
     mlp_use_bias: bool = True
 
 
-OF_LOG = {"values", "decay"}
+LOG_OPTIONS = {"values", "decay"}
 DECAY_OPTIONS = {"gated": False, "values": "linear", "decay": "head", "positions": "rotary"}
 BLOCKS = {
     "paper": BlockDefaults({"gated": True}, mlp=None),
@@ -91,16 +91,16 @@ class LanguageModelConfig:
     """gelu: GELU(x W1) W2. gelu_tanh: the same with the approximation of GELU by tanh. swiglu:
     (SiLU(x W1) * x W2) W3. The paper's block has no MLP."""
     norm_epsilon: pydantic.PositiveFloat | None = None
-    """Epsilon of the norms, also of those of queries and keys in mechanisms with an option
-    `norm_epsilon`. When None: 1e-5 for layer normalization, 1e-6 for RMS."""
+    """Epsilon of all norms, including the norms in mechanisms with an option `norm_epsilon`. When
+    None: 1e-5 for layer normalization, 1e-6 for RMS."""
     parallel_branches: bool = False
     """Whether the MLP has the same residual stream as input as the attention, as in GPT-NeoX:
     x + attention(norm(x)) + mlp(norm'(x))."""
     mlp_ratio: pydantic.PositiveInt = 4
-    """Width of the MLP divided by model_dim; of a SwiGLU MLP, 3/2 of its width, so that it has as
-    many parameters."""
+    """Width of the MLP divided by model_dim. A SwiGLU MLP has 2/3 of this width, so that it has
+    as many parameters."""
     mlp_dim: pydantic.PositiveInt | None = None
-    """Width of the MLP; by default that of mlp_ratio, for SwiGLU rounded up to a multiple of 16."""
+    """Width of the MLP; by default from mlp_ratio, for SwiGLU rounded up to a multiple of 16."""
     use_bias: bool | None = None
     """Whether the MLP has biases, and the projections of mechanisms with an option `use_bias`."""
     qk_norm: bool = False
@@ -116,7 +116,7 @@ class LanguageModelConfig:
     1/sqrt(model_dim)."""
     positions: Positions | None = None
     """Position encoding: the paper's recurrence, learned vectors, or none. When None: none in the
-    blocks decay and llama, else that of the embedding style."""
+    blocks decay and llama, else the embedding style's."""
     max_length: pydantic.PositiveInt | None = None
     """Maximum sequence length, in tokens, with learned positions; None with others."""
     trained_length: pydantic.PositiveInt | None = None
@@ -174,15 +174,15 @@ class LanguageModelConfig:
                 f"{of} with is_causal=False: convolutions are causal; use block='standard' and "
                 "convolution_size=None"
             )
-        self.mechanisms()  # refuses what does not fit
+        self.mechanisms()  # raises for invalid options
         if self.key_depth is None or self.value_depth is None:
             head_depth(self.model_dim, self.num_heads)
 
     @property
     def position_kind(self) -> Positions:
         """Position encoding, with the defaults resolved."""
-        of_style: Positions = "recurrence" if self.embedding_style == "paper" else "learned"
-        return self.positions or BLOCKS[self.block].positions or of_style
+        default: Positions = "recurrence" if self.embedding_style == "paper" else "learned"
+        return self.positions or BLOCKS[self.block].positions or default
 
     @property
     def norm_kind(self) -> Norm:
@@ -228,11 +228,11 @@ class LanguageModelConfig:
         return tuple(layer.mechanism for layer in self.layers)
 
     def warn_beyond_trained_length(self, length: int) -> None:
-        """Warn, once, if a sequence is longer than those that the model was trained on."""
+        """Warn, once, if a sequence is longer than in training."""
         if self.trained_length is not None and length > self.trained_length:
             warnings.warn(
-                f"model.trained_length={self.trained_length}: a sequence is longer than those that "
-                "the model was trained on, and results may be poor; use shorter ones",
+                f"model.trained_length={self.trained_length}: a sequence is longer than in "
+                "training, and results may be poor; use shorter ones",
                 stacklevel=2,
             )
 
@@ -248,7 +248,7 @@ class LanguageModelConfig:
         name = layer.mechanism
         known = {field.name for field in dataclasses.fields(mechanism(name).Config)}
         asked = BLOCKS[self.block].options
-        chosen = known & asked.keys() - (set() if name == "log" else OF_LOG)
+        chosen = known & asked.keys() - (set() if name == "log" else LOG_OPTIONS)
         fields: dict[str, FieldValue] = {field: asked[field] for field in asked if field in chosen}
         if "use_bias" in known:
             fields["use_bias"] = self.has_bias

@@ -28,7 +28,7 @@ MAY_DIFFER = {"attention", "key_depth", "value_depth", "qk_norm"}
 MAY_DIFFER |= {"dtype", "param_dtype", "remat", "remat_policy"}
 """Fields of attention layers, and of the computation."""
 COPIED = {field.name for field in fields(RotaryOptions)} | {"positions"}
-"""Options that new layers have from those that they replace."""
+"""Options that new layers inherit from the layers that they replace."""
 
 
 def linear_layers(
@@ -102,8 +102,8 @@ def _indices(index: str, num_layers: int) -> list[int]:
         numbers = [int(part) if part else None for part in index.split(":")]
         if len(numbers) == 1 and numbers[0] is not None:
             return [range(num_layers)[numbers[0]]]
-        if 2 <= len(numbers) <= 3 and (found := [*range(num_layers)[slice(*numbers)]]):
-            return found
+        if 2 <= len(numbers) <= 3 and (indices := [*range(num_layers)[slice(*numbers)]]):
+            return indices
     except (ValueError, IndexError):
         pass
     raise UserError(
@@ -140,7 +140,7 @@ def _option(layer: Attention, name: str) -> FieldValue:
 
 
 class _Place(NamedTuple):
-    """A parameter, or that of one layer in a stack of layers, or some of its columns."""
+    """A parameter, or one layer of it in a stack of layers, or some of its columns."""
 
     name: str
     layer: int | None = None
@@ -159,8 +159,8 @@ class _Place(NamedTuple):
 
 
 def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[str, np.ndarray]:
-    """The parameters of a model that another one has, too, by the names of the former, in the
-    memory of this host.
+    """The parameters that a model has in common with another one, by their names in the model, in
+    the memory of this host.
 
     Layers are matched by their index, so that the layer patterns may differ, and parameters by
     their name and shape within the layer; attention layers with other head dimensions, or another
@@ -169,7 +169,7 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
 
     Args:
       config: the architecture.
-      source: a model of the same architecture, but for its attention layers.
+      source: a model of the same architecture, except for its attention layers.
 
     Raises:
       UserError: the architectures differ elsewhere, or only some of the layers that share a place
@@ -193,7 +193,7 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
 
 @cache
 def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> frozenset[str]:
-    """Names of the parameters of a model that one of the architecture `source` does not have.
+    """Names of the parameters that a model of the architecture `source` does not have.
 
     Raises:
       UserError: as `shared_weights`.
@@ -202,20 +202,20 @@ def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> 
 
 
 def unused_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> frozenset[str]:
-    """Names of the parameters of a model of the architecture `source` that one of the architecture
-    `config` does not have, in some layers at least.
+    """Names of the parameters of a model of the architecture `source` that a model of the
+    architecture `config` does not have, at least in some layers.
 
     Raises:
       UserError: as `shared_weights`.
     """
     pairs = _matched(config, source).values()
     used = {(place.name, place.layer) for _, places in pairs for place in places}
-    found = set()
+    unused = set()
     for name, leaf in _parameters(source).items():
         layers = range(leaf.shape[0]) if _IN_BLOCK.fullmatch(name) else [None]
         if any((name, layer) not in used for layer in layers):
-            found.add(name)
-    return frozenset(found)
+            unused.add(name)
+    return frozenset(unused)
 
 
 def layers_without_positions(
@@ -237,7 +237,7 @@ def _matched(
     config: LanguageModelConfig, source: LanguageModelConfig
 ) -> dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]]:
     """The parameters of a model by name, each with its places in a model of the architecture
-    `source`: one for each layer of a stack, and none if the latter does not have it."""
+    `source`: one for each layer of a stack, and none if that model does not have it."""
     for field in fields(config):
         ours, theirs = (getattr(x, field.name) for x in (config, source))
         if field.name not in MAY_DIFFER and ours != theirs:
@@ -246,16 +246,16 @@ def _matched(
                 "weights; make them equal; only attention layers may differ"
             )
     known = _parameters(source)
-    layers, of_source = config.abstract_layers(), source.abstract_layers()
-    found: dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]] = {}
+    layers, source_layers = config.abstract_layers(), source.abstract_layers()
+    matched: dict[str, tuple[jax.ShapeDtypeStruct, list[_Place]]] = {}
     for name, leaf in _parameters(config).items():
         if (in_block := _IN_BLOCK.fullmatch(name)) is None:
             places, shape = [_Place(name)], leaf.shape
         else:
             places, shape = [], leaf.shape[1:]
-            first, period = int(in_block[1]), len(of_source)
+            first, period = int(in_block[1]), len(source_layers)
             for layer in range(first, config.num_layers, len(layers)):
-                pair = layers[first], of_source[layer % period]
+                pair = layers[first], source_layers[layer % period]
                 rest, columns = _in_layer(in_block[2], *pair)
                 places.append(_Place(f"blocks.{layer % period}.{rest}", layer // period, columns))
         is_known = [place.shape(known) == shape for place in places]
@@ -263,19 +263,19 @@ def _matched(
             raise UserError(
                 f"model.attention: only some of the layers of {name.removesuffix('.value')} have "
                 "weights in the other model; repeat the pattern up to "
-                f"{math.lcm(len(layers), len(of_source))} layers"
+                f"{math.lcm(len(layers), len(source_layers))} layers"
             )
-        found[name] = leaf, places if all(is_known) else []
-    return found
+        matched[name] = leaf, places if all(is_known) else []
+    return matched
 
 
 def _in_layer(name: str, ours: Attention, theirs: Attention) -> tuple[str, np.ndarray | None]:
-    """The name, within a layer of the source, of a parameter of a layer of the model, empty if the
-    source cannot have it; and its columns, if it is a part of a matrix."""
+    """The name that a parameter of a layer has in the source's layer, empty if the source cannot
+    have it; and its columns, if it is a part of a matrix."""
     if not isinstance(theirs, HeadedAttention) or not name.startswith("attention."):
         return name, None
     if isinstance(ours, HeadedAttention) and ours.sizes != theirs.sizes:
-        return "", None  # equal shapes would be those of other heads
+        return "", None  # equal shapes would belong to other heads
     part = _PART.fullmatch(name)
     if part is None or not isinstance(ours, MatrixStateAttention):
         return name, None

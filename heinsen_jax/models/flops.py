@@ -5,7 +5,7 @@ from heinsen_jax.models.config import LanguageModelConfig
 
 def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -> float | None:
     """Model FLOPs per token of a forward and backward pass over sequences of `length` tokens; None
-    if those of a mechanism are not counted.
+    if a mechanism does not count its own.
 
     Each parameter counts 6, all parameters included; the embedding counts once, as the readout. In
     addition, each layer counts 3 times the products of its mechanism, `Attention.flops`, such as
@@ -16,8 +16,8 @@ def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -
     if not config.tie_embeddings:
         parameters -= config.vocab_size * config.model_dim
     pattern = config.abstract_layers()
-    of_layers = [layer.flops(length, config.is_causal) for layer in pattern]
-    counted = [x for x in of_layers if x is not None]
-    if len(counted) < len(of_layers):
+    products = [layer.flops(length, config.is_causal) for layer in pattern]
+    counted = [x for x in products if x is not None]
+    if len(counted) < len(products):
         return None
     return 6.0 * parameters + 3.0 * sum(counted) * config.num_layers / len(pattern)

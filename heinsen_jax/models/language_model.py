@@ -65,7 +65,7 @@ class LanguageModel(nnx.Module):
     The layer pattern is scanned, so compile time does not depend on the number of its repeats. For
     a single token, up to `MAX_UNROLLED` repeats are unrolled, since a loop would copy their weights
     and states at every step. The state is an argument and a result: a sequence may be fed in
-    chunks of any lengths; the logits equal those of a single call.
+    chunks of any lengths; the logits are the same as in a single call.
 
     Args:
       config: the architecture.
@@ -150,10 +150,9 @@ class LanguageModel(nnx.Module):
 
         Args:
           tokens: ids `[*B, T]` of integers below vocab_size.
-          segment_ids: `[*B, T]`, the segment of each token: the logits of each segment, a run of
-            equal ids that do not recur, are those of that segment alone. With a state, which few
-            mechanisms support, the first segment continues from it, and the state returned is that
-            of the last one.
+          segment_ids: `[*B, T]`, the segment of each token. A segment, a run of equal ids that do
+            not recur, has the same logits as alone. With a state, which few mechanisms support, the
+            first segment continues from it, and the returned state belongs to the last one.
           state: state after the previous tokens; None at the start of a sequence.
           return_state: whether to return the state after the T tokens, too.
 
@@ -349,8 +348,8 @@ def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
 def split_and_join(
     repeats: int, length: int
 ) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
-    """The functions that split a stack of layers before a loop over steps of `length` tokens, and
-    join it inside, as for `unstacked`; both return their argument if layers are not unrolled."""
+    """Functions that split a stack of layers before a loop over steps of `length` tokens, and join
+    it inside the loop, as in `unstacked`; identities if layers are not unrolled."""
     if not _is_unrolled(repeats, length):
         return lambda blocks: blocks, lambda blocks: blocks
 

@@ -30,8 +30,8 @@ class Readout:
     def __call__(self, features: Features) -> Float[Array, "*B T vocab_size"]:
         """Logits `[*B, T, vocab_size]` of features `[*B, T, D]`."""
         features = features.astype(self.dtype)
-        of_one_type = features.dtype == self.embedding.dtype
-        logits = (_product if of_one_type else _mixed_product)(features, self.embedding)
+        is_one_type = features.dtype == self.embedding.dtype
+        logits = (_product if is_one_type else _mixed_product)(features, self.embedding)
         if self.bias is not None:
             logits = logits + jnp.broadcast_to(self.bias, logits.shape)
         logits = logits if self.scale == 1 else logits * self.scale

@@ -47,7 +47,7 @@ def cross_entropy(
       targets: `[B, T]`, token ids.
       loss_mask: `[B, T]`, the predictions that count.
       z_loss: weight of the squares of z, which keep z close to 0.
-      max_logits: number of logits in memory per device; at least those of one token per row.
+      max_logits: number of logits in memory per device; at least one token per row is processed.
 
     References:
       Chowdhery et al., 2022, PaLM, arXiv:2204.02311, section 5 (z-loss).
@@ -75,8 +75,8 @@ def token_losses(
     chunks = jax.tree.map(
         partial(_chunks, _number_of_chunks(readout, features, max_logits)), tokens
     )
-    found = lax.map(lambda chunk: _of_tokens(0.0, readout, *chunk), chunks)
-    return jax.tree.map(lambda x: _together(x)[:, : targets.shape[1]], found)
+    results = lax.map(lambda chunk: _token_losses(0.0, readout, *chunk), chunks)
+    return jax.tree.map(lambda x: _together(x)[:, : targets.shape[1]], results)
 
 
 def distilled_losses(
@@ -97,7 +97,7 @@ def distilled_losses(
     Args:
       readout: as for `cross_entropy`.
       features: `[B, T, D]`.
-      teacher_readout: that of the teacher, which has no gradient.
+      teacher_readout: the teacher's readout, which has no gradient.
       teacher_features: `[B, T, D]`.
       targets: `[B, T]`, token ids.
       divergence_weight: w, of the divergence from the teacher.
@@ -108,7 +108,7 @@ def distilled_losses(
     """
 
     @jax.checkpoint
-    def of_chunk(
+    def chunk_losses(
         chunk: tuple[Float[Array, "B T D"], Float[Array, "B T D"], Integer[Array, "B T"]],
     ) -> Float[Array, "B T"]:
         ours, theirs, chosen = chunk
@@ -120,7 +120,7 @@ def distilled_losses(
 
     number = _number_of_chunks(readout, features, max_logits // 2)
     tokens = features, lax.stop_gradient(teacher_features), targets
-    losses = lax.map(of_chunk, jax.tree.map(partial(_chunks, number), tokens))
+    losses = lax.map(chunk_losses, jax.tree.map(partial(_chunks, number), tokens))
     return _together(losses)[:, : targets.shape[1]]
 
 
@@ -132,7 +132,7 @@ def _number_of_chunks(readout: Readout, features: Float[Array, "B T D"], max_log
     return min(math.ceil(rows * length * vocabulary / limit), length)
 
 
-def _of_tokens(
+def _token_losses(
     z_loss: float,
     readout: Readout,
     features: Float[Array, "B T D"],
@@ -152,7 +152,7 @@ def _sums(
     targets: Integer[Array, "B T"],
     loss_mask: Bool[Array, "B T"],
 ) -> Sums:
-    losses, correct = _of_tokens(z_loss, readout, features, targets)
+    losses, correct = _token_losses(z_loss, readout, features, targets)
     return jnp.sum(losses * loss_mask), jnp.sum(correct & loss_mask)
 
 

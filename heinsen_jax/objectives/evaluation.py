@@ -78,17 +78,17 @@ def evaluate(
         return measured[id(rows)]
 
     for name, rows in rows_by_name.items():
-        found = means(rows, name)
+        average = means(rows, name)
         if step_by_position is not None and name == longest:
-            for end, loss in found.by_end.items():
+            for end, loss in average.by_end.items():
                 by_position[f"loss_{lengths[name]}_at_{end}"] = loss
         if name:
-            metrics |= {f"loss_{name}": found.loss, f"accuracy_{name}": found.accuracy}
+            metrics |= {f"loss_{name}": average.loss, f"accuracy_{name}": average.accuracy}
             continue
-        perplexity = math.exp(min(found.loss, 700.0))
-        metrics |= {"loss": found.loss, "perplexity": perplexity, "accuracy": found.accuracy}
+        perplexity = math.exp(min(average.loss, 700.0))
+        metrics |= {"loss": average.loss, "perplexity": perplexity, "accuracy": average.accuracy}
         if is_causal and dataset.bytes_per_token is not None:
-            metrics["bits_per_byte"] = found.loss / math.log(2) / dataset.bytes_per_token
+            metrics["bits_per_byte"] = average.loss / math.log(2) / dataset.bytes_per_token
     return metrics | by_position
 
 
@@ -166,7 +166,7 @@ def _means(sums: Sequence[np.ndarray], length: int) -> _Means:
 
 
 def _weighted_means(sources: Sequence[_Means], weights: Sequence[float]) -> _Means:
-    """The means over sources; for a bucket, over those that have predictions in it."""
+    """The means over sources; for a bucket, over the sources with predictions in it."""
     pairs = [*zip(weights, sources, strict=True)]
     by_end = {
         end: _weighted([(w, x.by_end[end]) for w, x in pairs if end in x.by_end])

@@ -32,8 +32,8 @@ class Predictions(NamedTuple):
     loss_mask: Bool[Array, "B T"]
 
     def sums(self, z_loss: float = 0.0) -> tuple[Float[Array, ""], Integer[Array, ""]]:
-        """Sum of the losses in nats, and number of correct predictions, over those that count;
-        `z_loss` as for `cross_entropy`."""
+        """Sum of the losses in nats, and number of correct predictions, over the predictions that
+        count; `z_loss` as for `cross_entropy`."""
         predicted = self.features, self.targets, self.loss_mask
         with jax.named_scope("logits"):
             return cross_entropy(self.readout, *predicted, z_loss=z_loss)
@@ -56,8 +56,8 @@ Objective: TypeAlias = Callable[[LanguageModel, Batch, RandomKey], Predictions]
 
 
 def next_token(model: LanguageModel, batch: Batch, key: RandomKey) -> Predictions:
-    """Predict each token from the previous ones of its segment; or the label of each token from
-    these and the token."""
+    """Predict each token from the previous tokens of its segment; or each token's label from these
+    and the token itself."""
     del key
     segment_ids = None if batch.segment_ids is None else batch.segment_ids[:, :-1]
     features, _ = model.features(batch.tokens[:, :-1], segment_ids=segment_ids)
@@ -74,9 +74,9 @@ def objective_of(model: LanguageModelConfig, masked_fraction: float, num_tokens:
 class MaskedTokens:
     """Predict a random part of the last T tokens from the others.
 
-    Of the drawn tokens, 80% are replaced by the mask, 10% by a random token, and 10% stay. Padding
-    is masked, too, and does not count; with segments it has one of its own instead. Then the first
-    tokens of segments, which are never counted, are visible.
+    The mask replaces 80% of the drawn tokens, a random token 10%, and 10% stay. Padding is masked,
+    too, and does not count; with segments, it is a segment of its own instead, and the first tokens
+    of segments, which never count, are visible.
 
     Attributes:
       fraction: fraction of the T tokens that is drawn; at least one token.

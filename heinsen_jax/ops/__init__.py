@@ -1,6 +1,6 @@
 """Attention mechanisms as pure functions of arrays, without Flax, configurations or globals.
 
-Shape letters are those of `heinsen_jax.typing`. Examples assume that these functions, `jax`,
+Shape letters are defined in `heinsen_jax.typing`. Examples assume that these functions, `jax`,
 `jax.numpy` as `jnp` and `numpy` as `np` are imported.
 """
 

@@ -301,8 +301,7 @@ def _end(valid: Array) -> Array:
 def _last_tokens(
     before: WeightedTokens, tokens: WeightedTokens, segments: Any, end: Array | None
 ) -> WeightedTokens:
-    """Return the state of a window after the tokens, of which those past `end` `[X]` are
-    padding."""
+    """Return the state of a window after the tokens; tokens past `end` `[X]` are padding."""
     slots = before.x.shape[1]
     if segments is not None:
         last = segments[:, -1:]
@@ -334,8 +333,8 @@ def _pooled(
     window: int | None,
     is_causal: bool,
 ) -> WeightedTokens:
-    """Return the average at each token: over the tokens and the `early` ones of the state, which
-    are not visible to all, merged with the average of the other tokens of the state, which are."""
+    """Return the average at each token: over the tokens and the state's `early` tokens, which are
+    not visible to all, merged with the average of the state's other tokens, visible to all."""
     length = tokens.x.shape[1]
     reach = length if window is None else min(window, length)
     early = 0 if window is None or before is None else reach - 1

@@ -112,7 +112,7 @@ def signed_ids(ids: Array) -> Array:
 
 
 def int32_lengths(lengths: Array) -> Array:
-    """Return numbers of tokens as int32; those above its largest value are as large."""
+    """Return numbers of tokens as int32, clipped to its largest value."""
     lengths = jnp.asarray(lengths)
     if lengths.dtype.itemsize >= 4:
         lengths = jnp.minimum(lengths, np.array(np.iinfo(np.int32).max, lengths.dtype))

@@ -25,7 +25,7 @@ class Mergeable(Protocol):
     """State that can be merged with the state of the tokens that follow."""
 
     def merge(self, other: Any, /) -> Any:
-        """Return the state of these tokens followed by those of `other`."""
+        """Return the state of these tokens followed by the tokens of `other`."""
         ...
 
 
@@ -42,9 +42,9 @@ def over_context(
 ) -> tuple[Array, Any]:
     """Run a mechanism on a sequence that is split over the devices of a mesh axis.
 
-    Call it inside `jax.shard_map`. Output, state and gradients equal those of the whole sequence.
-    The forward pass needs one all-gather of states, the backward pass one reduce-scatter (an
-    all-reduce with `return_state`).
+    Call it inside `jax.shard_map`. Output, state and gradients are the same as for the whole
+    sequence. The forward pass needs one all-gather of states, the backward pass one reduce-scatter
+    (an all-reduce with `return_state`).
 
     Args:
       op: called with the arrays, and the keywords is_causal, initial_state and, if given,

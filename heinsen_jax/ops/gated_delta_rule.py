@@ -49,7 +49,7 @@ class MatrixState:
         return cls(jnp.zeros((*batch_shape, num_heads, key_depth, value_depth), dtype))
 
     def merge(self, other: MatrixState) -> MatrixState:
-        """Return the state of these tokens followed by those of `other`."""
+        """Return the state of these tokens followed by the tokens of `other`."""
         if other.transition is None:
             raise ValueError(
                 "other.transition is None: the later state lacks its transition; compute it with "
@@ -80,8 +80,7 @@ def matrix_summary(
     write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
     key_value_seq_lengths: Lengths | None = None,
 ) -> MatrixState:
-    """Return the state of these tokens alone, with its transition: arguments are those of
-    `gated_delta_rule`.
+    """Return the state of these tokens alone, with its transition. Args: as `gated_delta_rule`.
 
     With erasure, the transition is computed as K more columns of the state, which start as the
     identity.

@@ -186,19 +186,19 @@ def _tiled(
 ) -> tuple[_L1Tiles, _MaskData]:
     groups = key.shape[-2]
 
-    def of_tokens(x: Array, size: int) -> Array:
+    def token_tiles(x: Array, size: int) -> Array:
         return _tiles(jnp.repeat(x.reshape(-1, x.shape[-1]), groups, 0), size, 1)
 
     query_ids = key_ids = None
     if segment_ids is not None:
-        query_ids = of_tokens(segment_ids, problem.rows)
-        key_ids = of_tokens(segment_ids, problem.columns)
+        query_ids = token_tiles(segment_ids, problem.rows)
+        key_ids = token_tiles(segment_ids, problem.columns)
     tiles = _L1Tiles(
         jnp.moveaxis(_tiles(fold_heads(query, groups), problem.rows, 2), -1, 1),
         jnp.moveaxis(_tiles(fold_heads(key, groups)[:, 0], problem.columns, 1), -1, 1),
         _tiles(fold_heads(value, groups)[:, 0], problem.columns, 1),
     )
-    return tiles, _MaskData(of_tokens(valid, problem.columns), query_ids, key_ids, offset)
+    return tiles, _MaskData(token_tiles(valid, problem.columns), query_ids, key_ids, offset)
 
 
 def _tiles(x: Array, size: int, axis: int) -> Array:
@@ -278,7 +278,7 @@ def _forward(problem: _Problem, tiles: _L1Tiles, mask_data: _MaskData):
 def _backward(problem: _Problem, saved, d_y: Array):
     tiles, mask_data, y, largest, total = saved
 
-    def one(of_keys, i):
+    def one(key_sums, i):
         query, d_row = tiles.query[i], d_y[i]
         mean = jnp.sum(d_row * y[i], -1, keepdims=True)
 
@@ -289,8 +289,8 @@ def _backward(problem: _Problem, saved, d_y: Array):
             d_weights = jnp.einsum("xrcv,xsv->xrcs", d_row, value)
             d_scores = problem.scale * weights * (d_weights - mean)
 
-            def feature(_, of_tokens):
-                q, k = of_tokens
+            def feature(_, pair):
+                q, k = pair
                 d = jnp.sign(q[..., None] - k[:, None, None]) * d_scores
                 return None, (-jnp.sum(d, -1), jnp.sum(d, (1, 2)))
 
@@ -298,10 +298,10 @@ def _backward(problem: _Problem, saved, d_y: Array):
             more_value = jnp.einsum("xrcs,xrcv->xsv", weights, d_row)
             return d_query + more_query, d_key.at[j].add(more_key), d_value.at[j].add(more_value)
 
-        d_query, *of_keys = lax.fori_loop(
-            0, _visible_tiles(problem, mask_data, i), add, (jnp.zeros_like(query), *of_keys)
+        d_query, *key_sums = lax.fori_loop(
+            0, _visible_tiles(problem, mask_data, i), add, (jnp.zeros_like(query), *key_sums)
         )
-        return tuple(of_keys), d_query
+        return tuple(key_sums), d_query
 
     zeros = jnp.zeros_like(tiles.key), jnp.zeros_like(tiles.value)
     (d_key, d_value), d_query = lax.scan(one, zeros, jnp.arange(len(tiles.query)))

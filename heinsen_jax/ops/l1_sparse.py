@@ -147,7 +147,7 @@ def edge_counts(edges: Edges) -> tuple[np.ndarray, int, int]:
     Returns:
       `[E, 4]` int32: destination, source, and the numbers of preceding edges with the same
         destination and with the same source; then the maximum number of edges to one destination,
-        and that from one source (1 for an empty list).
+        and from one source (1 for an empty list).
 
     Raises:
       ValueError: edges are not `[E, 2]` integers.
@@ -240,7 +240,7 @@ def _distances_backward(saved, d_distances):
 
     def block(sums, edges):
         destination, source, d_distance = edges
-        # The derivative of |x| at 0 is 0; that of jnp.abs is 1.
+        # The derivative of |x| at 0 is 0 here, but 1 for jnp.abs.
         d = jnp.sign(_take(query, destination) - _take(key, source)) * d_distance[..., None]
         return (_put(sums[0], destination, d), _put(sums[1], source, -d)), None
 

@@ -65,7 +65,7 @@ def astype_like(tree: Tree, example: Tree) -> Tree:
 
 def varying_like(tree: Tree, example: object) -> Tree:
     """Mark arrays as varying over the devices of an enclosing `jax.shard_map` if any array of
-    `example` is, since loops and branches require equal types, of which this is a part."""
+    `example` is, since loops and branches require equal types, which include this."""
     axes = frozenset[str]().union(*(_varying_axes(x) for x in jax.tree.leaves(example)))
 
     def cast(x: Array) -> Array:

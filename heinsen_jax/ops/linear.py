@@ -262,11 +262,11 @@ def _features(feature_map: FeatureMap, query: Array, key: Array) -> tuple[Array,
         )
     phi = FEATURE_MAPS[feature_map] if isinstance(feature_map, str) else feature_map
     features = phi(query), phi(key)
-    for x, of_x in zip((query, key), features, strict=True):
-        if of_x.shape[:-1] != x.shape[:-1] or of_x.dtype != x.dtype:
+    for x, mapped in zip((query, key), features, strict=True):
+        if mapped.shape[:-1] != x.shape[:-1] or mapped.dtype != x.dtype:
             raise ValueError(
                 f"feature_map must change only the last axis and no dtype, but maps {x.dtype} "
-                f"{x.shape} to {of_x.dtype} {of_x.shape}"
+                f"{x.shape} to {mapped.dtype} {mapped.shape}"
             )
     return features
 

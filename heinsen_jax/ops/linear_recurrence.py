@@ -139,7 +139,7 @@ class RecurrenceState:
         return cls(jnp.sum(log_coefficients, -2), log_sum_exp(log_inputs + kept, -2))
 
     def merge(self, other: RecurrenceState) -> RecurrenceState:
-        """Return the state of these tokens followed by those of `other`."""
+        """Return the state of these tokens followed by the tokens of `other`."""
         h = log_add_exp(self.h + other.log_decay, other.h)
         return RecurrenceState(self.log_decay + other.log_decay, h)
 

@@ -97,10 +97,10 @@ class Global(Mask):
         return visible if self.visible_only else visible | self._among(query) & (key >= 0)
 
     def _among(self, position: Any) -> Any:
-        found = position < 0
+        is_global = position < 0
         for start, stop in self.runs:
-            found = found | ((position >= start) & (position < stop))
-        return found
+            is_global = is_global | ((position >= start) & (position < stop))
+        return is_global
 
 
 @dataclass(frozen=True)

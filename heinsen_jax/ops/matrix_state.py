@@ -39,11 +39,11 @@ from heinsen_jax.ops.layout import chunk, unchunk, varying_like
 from heinsen_jax.ops.numerics import einsum, matmul, split_exact
 from heinsen_jax.typing import Array, DTypeLike, Float
 
-CHUNK, SMALL_CHUNK = 32, 16  # tokens; the latter with decay by feature or with erasure
+CHUNK, SMALL_CHUNK = 32, 16  # tokens; small with decay by feature or with erasure
 CHUNKS_IN_BLOCK = 8  # computed in parallel; the backward pass saves one state per block
 SMALL_DECAY = 32.0  # nats of decay in a chunk up to which sums may be subtracted
 INVERSE = "inverse"  # the one intermediate result that is not recomputed in the backward pass
-QUANTUM = 2.0**-10  # of the part of a decay whose sums are exact
+QUANTUM = 2.0**-10  # unit of the part of a decay whose sums are exact
 
 
 class MatrixOperands(NamedTuple):
@@ -234,8 +234,10 @@ def _scaled(rows: Array, chunks: MatrixOperands) -> tuple[_Scaled, Array]:
 def _sum_up_to(
     decay: Float[Array, "J X C F"], head_decay: Float[Array, "J X C 1"] | None = None
 ) -> Float[Array, "J X C F"]:
-    """Return G: the sums up to each token, which is included. They begin again at a head decay of
-    log 0, as at the start of a segment, so that no cotangent of another one cancels only nearly.
+    """Return G: the sums up to and including each token.
+
+    They restart at a head decay of log 0, as at the start of a segment; otherwise cotangents of
+    other segments would cancel only approximately.
     """
     if head_decay is None:
         return einsum("ts,jxsf->jxtf", _up_to(decay), decay)
@@ -252,7 +254,7 @@ def _sum_after(decay: Float[Array, "J X C F"]) -> Float[Array, "J X C F"]:
 @jax.custom_jvp
 def _between(decay: Float[Array, "J X C 1"]) -> Float[Array, "J X C C"]:
     """Return the exponential of the sum of the decays after token s up to token t; 1 for s >= t."""
-    # Exact sums may be subtracted, and those of the rests are small.
+    # Exact sums may be subtracted; the sums of the rests are small.
     sums = einsum("ts,pjxsf->pjxtf", _up_to(decay), split_exact(decay, QUANTUM))
     coarse, fine = sums - jnp.swapaxes(sums, -1, -2)
     return jnp.exp(jnp.tril(coarse + fine))
@@ -274,9 +276,9 @@ def _finite(decay: Array) -> Array:
 def _by_levels(rows: Array, key: Array, decay: Array) -> Array:
     """Return the scores, with decays by feature of any size.
 
-    The decay from s to t is one from s up to a boundary between them, times one from there to t: of
-    the boundaries at multiples of 1, 2, 4, ... tokens, the only one between them of the largest
-    such multiple. Each level of boundaries is one product of rows and keys with their decays.
+    The decay from s to t is the decay from s up to a boundary between them, times the decay from
+    there to t. The boundary is the multiple of the largest possible power of two between them,
+    which is unique. Each power, a level, is one product of rows and keys with their decays.
     """
     size = key.shape[-2]
     levels = (size - 1).bit_length() + 1

@@ -343,17 +343,25 @@ def memory_compressed_attention(
 
 
 def _attend_whole(
-    query, key, value, lengths, of_keys, of_values, pad: Pad, is_causal: bool, options: dict
+    query,
+    key,
+    value,
+    lengths,
+    key_compression,
+    value_compression,
+    pad: Pad,
+    is_causal: bool,
+    options: dict,
 ) -> Array:
     """Attend over whole sequences, shifted by their padding so that groups begin at multiples of
     F."""
-    length, factor = key.shape[AXIS], of_keys.factor
+    length, factor = key.shape[AXIS], key_compression.factor
     extra = -length % factor
 
     def attend(query: Array, key: Array, value: Array, **more: Any) -> Array:
-        key = compress(key, of_keys.kernel, of_keys.bias, pad=pad)
-        value = compress(value, of_values.kernel, of_values.bias, pad=pad)
-        key, value = of_keys.with_null(key), of_values.with_null(value)
+        key = compress(key, key_compression.kernel, key_compression.bias, pad=pad)
+        value = compress(value, value_compression.kernel, value_compression.bias, pad=pad)
+        key, value = key_compression.with_null(key), value_compression.with_null(value)
         return dot_product_attention(query, key, value, **options, **more)
 
     if lengths is None:
@@ -389,9 +397,11 @@ def _check_pad(pad: str) -> None:
         raise ValueError(f'pad must be "left" or "right", got {pad!r}')
 
 
-def _check(query, key, value, of_keys: Compression, of_values: Compression, pad: str) -> None:
+def _check(
+    query, key, value, key_compression: Compression, value_compression: Compression, pad: str
+) -> None:
     _check_pad(pad)
-    for name, compression in {"key": of_keys, "value": of_values}.items():
+    for name, compression in {"key": key_compression, "value": value_compression}.items():
         kernel, null = compression.kernel, compression.null
         if kernel.ndim != 4:
             raise ValueError(
@@ -400,12 +410,12 @@ def _check(query, key, value, of_keys: Compression, of_values: Compression, pad:
             )
         shape = kernel.shape[0], kernel.shape[3]
         check_array(f"{name}_compression.null", null, (shape,), jnp.floating)
-    if of_keys.factor != of_values.factor:
+    if key_compression.factor != value_compression.factor:
         raise ValueError(
             "key_compression and value_compression must have kernels of one width, have "
-            f"{of_keys.factor} and {of_values.factor}"
+            f"{key_compression.factor} and {value_compression.factor}"
         )
-    new_depth = of_keys.kernel.shape[3]
+    new_depth = key_compression.kernel.shape[3]
     if query.ndim and query.shape[-1] != new_depth:
         raise ValueError(
             f"key_compression.kernel: compresses keys to depth {new_depth}, but queries have "

@@ -57,7 +57,7 @@ def mla_attention(
         `[*B, 2]`, the first valid token and the one past the last.
       query_offset: position of the first query among the keys.
       scale: factor of the scores; 1 / sqrt(K + P) when None.
-      implementation: that of `dot_product_attention`.
+      implementation: as in `dot_product_attention`.
 
     Returns:
       Y `[*B, T, num_heads, V]`.
@@ -122,7 +122,7 @@ def latent_attention(
       query_pe, latent, key_pe: as in `mla_attention`.
       scale: factor of the scores; 1 / sqrt(K + P) in `mla_attention`.
       is_causal, segment_ids, key_value_seq_lengths, query_offset: as in `mla_attention`.
-      implementation: that of `dot_product_attention`.
+      implementation: as in `dot_product_attention`.
 
     Returns:
       O `[*B, T, num_heads, R]`, to be projected by W^V.

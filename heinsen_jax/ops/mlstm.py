@@ -59,7 +59,7 @@ class MLSTMState:
         return cls(c, jnp.zeros((*shape, key_depth), dtype), m)
 
     def merge(self, other: MLSTMState) -> MLSTMState:
-        """Return the state of these tokens followed by those of `other`."""
+        """Return the state of these tokens followed by the tokens of `other`."""
         if other.log_forget is None:
             raise ValueError(
                 "other.log_forget is None: the later state lacks the sum of its log forget gates; "
@@ -256,8 +256,8 @@ def mlstm_summary(
     log_forget_gate: Float[Array, "*B T N"],
     key_value_seq_lengths: Lengths | None = None,
 ) -> MLSTMState:
-    """Return the state of these tokens alone, with the sum of their log forget gates: arguments are
-    those of `mlstm_attention`."""
+    """Return the state of these tokens alone, with the sum of their log forget gates. Args: as
+    `mlstm_attention`."""
     *batch, _, heads, key_depth = key.shape
     dtype = jnp.promote_types(jnp.result_type(query, key, value), jnp.float32)
     empty = MLSTMState.empty(batch, heads, key_depth, value.shape[-1], dtype)

@@ -118,7 +118,7 @@ def log_difference(log_numerator: Array, log_denominator: Array) -> Array:
 class Scaled:
     """Number factor * exp(exponent): a sum beyond the range of floating point.
 
-    The exponent is close to that of the largest term, -inf for an empty sum, and broadcasts to the
+    The exponent is close to the largest term's, -inf for an empty sum, and broadcasts to the
     factor. It has no gradient: gradients flow through the factor alone.
     """
 
@@ -167,7 +167,7 @@ def in_units(function: Callable[..., Array]) -> Callable[..., Array]:
 
     @jax.custom_vjp
     @wraps(function)
-    def of_units(*arguments: Array) -> Array:
+    def scaled(*arguments: Array) -> Array:
         return function(*arguments)
 
     def backward(pullback: Callable[[Array], tuple[Array, ...]], d_result: Array):
@@ -175,8 +175,8 @@ def in_units(function: Callable[..., Array]) -> Callable[..., Array]:
         unit = jnp.where(largest == 0, 1, largest)
         return tuple(unit * d_argument for d_argument in pullback(d_result / unit))
 
-    of_units.defvjp(partial(jax.vjp, function), backward)
-    return of_units
+    scaled.defvjp(partial(jax.vjp, function), backward)
+    return scaled
 
 
 @in_units
@@ -224,15 +224,15 @@ def _or_by_terms_backward(saved, cotangents):
     way, x, y, added, exponent = saved
     d_sums, _ = cotangents
 
-    def of_sums():
+    def sums_pullback():
         return d_sums, *jax.tree.map(jnp.zeros_like, (x, y, added))
 
-    def of_terms():
+    def terms_pullback():
         d_x, d_y = _terms_backward(x, y, exponent, d_sums)
         d_added = None if added is None else share(added, exponent) * d_sums
         return jnp.zeros_like(d_sums), d_x, d_y, d_added
 
-    d_sums, *d_terms = lax.switch(way, (of_sums, of_terms))
+    d_sums, *d_terms = lax.switch(way, (sums_pullback, terms_pullback))
     return d_sums, None, *d_terms
 
 
@@ -240,7 +240,7 @@ def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple
     """Return the cotangents of x and y, computed for a few matrices of the batch at a time: at most
     `TERMS` terms, or one matrix."""
 
-    def of_part(part: tuple[Array, ...]) -> tuple[Array, Array]:
+    def part_cotangents(part: tuple[Array, ...]) -> tuple[Array, Array]:
         x, y, exponent, d_sums = part
         d_terms = share(_terms(x, y), exponent[..., None, :]) * d_sums[..., None, :]
         return jnp.sum(d_terms, -1), jnp.sum(d_terms, -3)
@@ -250,12 +250,12 @@ def _terms_backward(x: Array, y: Array, exponent: Array, d_sums: Array) -> tuple
     sizes = (size for size in range(1, number + 1) if number % size == 0)
     size = max((size for size in sizes if size * terms <= max_terms), default=min(number, 1))
     if size == number:
-        return of_part((x, y, exponent, d_sums))
+        return part_cotangents((x, y, exponent, d_sums))
 
     def split(m: Array) -> Array:  # every n-th matrix, which stays on its device
         return jnp.swapaxes(m.reshape(size, -1, *m.shape[-2:]), 0, 1)
 
-    parts = lax.map(of_part, tuple(split(m) for m in (x, y, exponent, d_sums)))
+    parts = lax.map(part_cotangents, tuple(split(m) for m in (x, y, exponent, d_sums)))
     d_x, d_y = (jnp.swapaxes(part, 0, 1) for part in parts)
     return d_x.reshape(x.shape), d_y.reshape(y.shape)
 

@@ -97,7 +97,7 @@ def performer_attention(
     return_state: bool = False,
     implementation: Literal["log_space", "published"] | None = None,
 ) -> Mixed | tuple[Mixed, HeinsenAttentionState | LinearAttentionState]:
-    r"""Linear attention whose weights estimate those of softmax attention from random features.
+    r"""Linear attention whose weights estimate softmax attention's from random features.
 
         phi(x) = M^-1/2 (exp(W x' - |x'|^2 / 2) + epsilon),    x' = x K^-1/4
         E[phi(q) . phi(k)] = exp(q . k / sqrt(K))    for epsilon = 0             (Lemma 1)
@@ -192,8 +192,8 @@ def orthogonal_features(
       key: a key of `jax.random`.
       num_features: M, number of rows.
       depth: K, length of a row. Blocks of K rows are independent of each other.
-      scaling: norms of the rows: 0 for those of independent normal vectors, so that each row is
-        normally distributed and weights are unbiased; 1 for sqrt(depth).
+      scaling: norms of the rows. 0: as for independent normal vectors, so that each row is normally
+        distributed and weights are unbiased. 1: sqrt(depth).
       dtype: dtype of W.
 
     Returns:
@@ -214,12 +214,12 @@ def orthogonal_features(
         raise ValueError(f"num_features and depth must be >= 1, got {num_features} and {depth}")
     if scaling not in (0, 1):
         raise ValueError(f"scaling must be 0 or 1, got {scaling!r}")
-    of_directions, of_norms = jax.random.split(key)
-    blocks = jax.random.orthogonal(of_directions, depth, (-(-num_features // depth),), dtype=dtype)
+    direction_key, norm_key = jax.random.split(key)
+    blocks = jax.random.orthogonal(direction_key, depth, (-(-num_features // depth),), dtype=dtype)
     directions = blocks.reshape(-1, depth)[:num_features]
     if scaling == 1:
         return math.sqrt(depth) * directions
-    normal = jax.random.normal(of_norms, (num_features, depth), dtype)
+    normal = jax.random.normal(norm_key, (num_features, depth), dtype)
     return jnp.linalg.norm(normal, axis=-1, keepdims=True) * directions
 
 

@@ -49,10 +49,10 @@ def average(tokens: WeightedTokens) -> WeightedTokens:
 def merged(a: WeightedTokens, b: WeightedTokens) -> WeightedTokens:
     """Average two averages."""
     largest = where_empty(lax.stop_gradient(jnp.maximum(a.logits, b.logits)), 0.0)
-    of_a, of_b = jnp.exp(a.logits - largest), jnp.exp(b.logits - largest)
-    total = of_a + of_b
+    weight_a, weight_b = jnp.exp(a.logits - largest), jnp.exp(b.logits - largest)
+    total = weight_a + weight_b
     inverse = reciprocal(total)
-    x = (of_a * inverse)[..., None] * a.x + (of_b * inverse)[..., None] * b.x
+    x = (weight_a * inverse)[..., None] * a.x + (weight_b * inverse)[..., None] * b.x
     return WeightedTokens(x, safe_log(total) + largest)
 
 

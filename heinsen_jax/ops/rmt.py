@@ -113,10 +113,10 @@ def segment_recurrence(
     from the last layer.
 
     Tokens may be streamed in chunks of any length, down to one token: with `return_state`, then
-    `initial_state`, the results equal those of one call. Each call applies the layer again to the
-    whole segment that it continues, so a single token costs as much as a segment. Gradients flow
-    through every memory and through the state; the layer is rematerialized, so that memory use is
-    that of one segment plus the inputs. Apply `stop_gradient` to a state to truncate.
+    `initial_state`, the results are the same as in one call. Each call applies the layer again to
+    the whole segment that it continues, so a single token costs as much as a segment. Gradients
+    flow through every memory and through the state; the layer is rematerialized, so that memory
+    holds one segment plus the inputs. Apply `stop_gradient` to a state to truncate.
 
     Args:
       layer: maps `[*B, L, D]` to the same shape, for L = M + segment_length + M. Must be causal and
@@ -128,8 +128,8 @@ def segment_recurrence(
       return_state: whether to also return the state after the T tokens.
 
     Returns:
-      Y `[*B, T, D]`, or the pair (Y, `SegmentState`). The memory of the state is that after the
-      last complete segment; see `SegmentState.close` for the memory after all tokens.
+      Y `[*B, T, D]`, or the pair (Y, `SegmentState`). The state has the memory after the last
+      complete segment; see `SegmentState.close` for the memory after all tokens.
 
     Raises:
       ValueError: shapes or dtypes do not fit, or not exactly one of `memory` and `initial_state` is

@@ -37,10 +37,10 @@ from heinsen_jax.typing import (
 )
 
 Implementation = Literal["xla", "tiled", "cudnn"]
-Pair = tuple[Array, Array]  # of queries and keys
+Pair = tuple[Array, Array]  # for queries and for keys
 NAMES = ("xla", "tiled", "cudnn")
 
-QUANTUM = 2.0**-8  # of the parts of sums of decays whose differences are exact
+QUANTUM = 2.0**-8  # unit of the parts of sums of decays whose differences are exact
 SMALL = 256 * 256  # scores per head up to which storing them all is fastest
 
 
@@ -86,7 +86,7 @@ def dot_product_attention(
       key_value_seq_lengths: `[*B]`, the number of valid keys, the rest being padding; or `[*B, 2]`,
         the first valid key and the one past the last.
       query_offset: position of the first query among the keys. May be traced, as with a cache.
-      log_decay: `[*B, S, num_heads]`, <= 0, of causal attention: a forget gate (FoX), or constant,
+      log_decay: `[*B, S, num_heads]`, <= 0, for causal attention: a forget gate (FoX), or constant,
         as in ALiBi. D is accurate to rounding in float32, whatever the sum of all decays is, for
         at most 2,097,152 keys. Decays are clipped to max(-4e9 / S, -4e6).
       scale: factor of the scores; 1 / sqrt(key_depth) when None.
@@ -102,7 +102,7 @@ def dot_product_attention(
 
     Raises:
       ValueError: shapes or dtypes do not fit; `log_decay` is given without `is_causal=True`, is
-        above 0, or is not that of all queries; or the implementation is unknown. The message says
+        above 0, or does not cover all queries; or the implementation is unknown. The message says
         which.
       NotImplementedError: the named implementation does not support the call.
 
@@ -205,7 +205,7 @@ def folded_attention(
 
 def _check_decay(query: Array, key: Array, is_causal: bool, offset: int | Array) -> None:
     if not is_causal:
-        raise ValueError("log_decay: decays are of causal attention; pass is_causal=True")
+        raise ValueError("log_decay: decays need causal attention; pass is_causal=True")
     if isinstance(offset, int) and offset + query.shape[-3] > key.shape[-3]:
         raise ValueError(
             f"log_decay: {query.shape[-3]} queries from query_offset={offset} on are not among the "
@@ -267,19 +267,19 @@ def _decays(
     large, small, rest = running_sums(log_decay, axis, QUANTUM)
     if segment_ids is None:
         rest = jnp.cumsum(rest, axis)
-    else:  # from the start of each segment, so that no cotangent of another one is added
+    else:  # per segment, so that cotangents of other segments are not added
         starts = segment_starts(segment_ids, None)[..., None]
         rest = linear_recurrence(1 - starts.astype(rest.dtype), rest, axis=axis)
-    of_key = jnp.stack([large, small, rest], -1)
-    of_query = jax.lax.dynamic_slice_in_dim(of_key, offset, query.shape[-3], axis)
-    return fold_heads(of_query, key.shape[-2]), fold_heads(of_key, key.shape[-2])
+    key_sums = jnp.stack([large, small, rest], -1)
+    query_sums = jax.lax.dynamic_slice_in_dim(key_sums, offset, query.shape[-3], axis)
+    return fold_heads(query_sums, key.shape[-2]), fold_heads(key_sums, key.shape[-2])
 
 
 def _dense(query, key, value, rule, ids, decays, bias, mask, offset) -> tuple[Array, Array]:
     scores = jnp.einsum("xrtk,xsk->xrts", query, key)
     if decays is not None:
-        of_query, of_key = (jnp.moveaxis(x, -1, 0) for x in decays)
-        large, small, rest = of_query[..., :, None] - of_key[..., None, :]
+        query_sums, key_sums = (jnp.moveaxis(x, -1, 0) for x in decays)
+        large, small, rest = query_sums[..., :, None] - key_sums[..., None, :]
         scores = scores + (large + small) + rest
     if bias is not None:
         scores = scores + bias.reshape(scores.shape)

@@ -36,7 +36,7 @@ def relative_position_bucket(
     n - 1.
 
     Args:
-      relative_position: position of the key minus that of the query, integers of any shape.
+      relative_position: position of the key minus position of the query, integers of any shape.
       is_bidirectional: whether later keys have separate buckets, the upper half; otherwise they are
         all in bucket 0.
       num_buckets: number of buckets.
@@ -156,7 +156,7 @@ def tglobal_attention(
       block_size: tokens in a block; orphans are treated as in `block_sums`.
       local_bias: `[num_buckets, num_heads]`, added to the scores of tokens by the bucket of their
         relative position (`relative_position_bucket`, bidirectional unless causal); 0 when None.
-      global_bias: likewise, by the index of a block minus that of the token's own block.
+      global_bias: likewise, by the index of a block minus the index of the token's own.
       max_distance: as in `relative_position_bucket`.
       is_causal: whether later tokens and blocks are masked.
       key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding. Values at

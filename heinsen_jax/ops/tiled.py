@@ -30,7 +30,7 @@ from heinsen_jax.typing import Array
 SIZE = 128  # rows of a tile
 OVERHEAD = 1.0  # fixed cost of a block on a CPU, in key tiles computed in the same time
 OVERHEAD_ELSEWHERE = 8.0
-PARTS = 3  # of sums of decays
+PARTS = 3  # that represent a sum of decays
 WIDTH = 2  # key tiles of a block that may be skipped
 
 
@@ -215,13 +215,13 @@ def _backward(problem: Problem, residuals, cotangents: tuple[Array, Array]):
         d_key_decay = sums.key_decay
         if d_key_decay is not None and sums.query_decay is not None:
             # The sums of a query are nearly 0, but they cancel the rounding errors of the others.
-            of_query = jnp.pad(jnp.sum(d_scores, -1, keepdims=True), _only_last(3, 2))
-            d_query_decay = _set_row(row, sums.query_decay, d_query_decay + of_query)
-            heads, columns_of = query.shape[1] // SIZE, d_scores.shape[-1]
-            d_fine = -jnp.sum(d_scores.reshape(len(query), heads, SIZE, columns_of), 2)
-            of_key = jnp.pad(d_fine[:, :, None], _only_last(4, 2))
-            of_key = of_key.reshape(len(query), PARTS * heads, columns_of)
-            d_key_decay = _add_columns(columns, d_key_decay, of_key)
+            more = jnp.pad(jnp.sum(d_scores, -1, keepdims=True), _only_last(3, 2))
+            d_query_decay = _set_row(row, sums.query_decay, d_query_decay + more)
+            heads, num_keys = query.shape[1] // SIZE, d_scores.shape[-1]
+            d_fine = -jnp.sum(d_scores.reshape(len(query), heads, SIZE, num_keys), 2)
+            more = jnp.pad(d_fine[:, :, None], _only_last(4, 2))
+            more = more.reshape(len(query), PARTS * heads, num_keys)
+            d_key_decay = _add_columns(columns, d_key_decay, more)
         return _SoftmaxTiles(
             _set_row(row, sums.query, d_query + d_scores @ key),
             _add_columns(columns, sums.key, d_key),
@@ -246,8 +246,8 @@ def _row(tree, row: Array):
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, 0, keepdims=False), tree)
 
 
-def _set_row(row: Array, x: Array, of_row: Array) -> Array:
-    return lax.dynamic_update_index_in_dim(x, of_row, row, 0)
+def _set_row(row: Array, x: Array, new: Array) -> Array:
+    return lax.dynamic_update_index_in_dim(x, new, row, 0)
 
 
 def _add_columns(columns: Array, x: Array, more: Array) -> Array:
@@ -285,12 +285,12 @@ def _scores(problem: Problem, tiles: _SoftmaxTiles, row: Array, columns: Array):
     scores = jnp.einsum("xrk,xlk->xrl", query, key)
     by_head = scores.reshape(len(query), query.shape[1] // SIZE, SIZE, scores.shape[-1])
     if tiles.query_decay is not None and tiles.key_decay is not None:
-        of_query = _row(tiles.query_decay, row).reshape(*by_head.shape[:3], 1, PARTS)
-        of_key = _columns(tiles.key_decay, columns).reshape(
+        query_decay = _row(tiles.query_decay, row).reshape(*by_head.shape[:3], 1, PARTS)
+        key_decay = _columns(tiles.key_decay, columns).reshape(
             len(query), by_head.shape[3], by_head.shape[1], PARTS
         )
-        of_key = jnp.transpose(of_key, (3, 0, 2, 1))[:, :, :, None]
-        large, small, rest = jnp.moveaxis(of_query, -1, 0) - of_key
+        key_decay = jnp.transpose(key_decay, (3, 0, 2, 1))[:, :, :, None]
+        large, small, rest = jnp.moveaxis(query_decay, -1, 0) - key_decay
         by_head = by_head + (large + small) + rest
     return jnp.where(visible, by_head, -jnp.inf).reshape(scores.shape), key, value
 

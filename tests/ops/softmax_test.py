@@ -434,7 +434,7 @@ def test_decays_are_accurate_in_float32(implementation, decay):
 
 def test_decays_must_fit():
     x, decay = np.zeros((1, 4, 2, 3), np.float32), np.zeros((1, 4, 2), np.float32)
-    with pytest.raises(ValueError, match="log_decay: decays are of causal attention"):
+    with pytest.raises(ValueError, match="log_decay: decays need causal attention"):
         dot_product_attention(x, x, x, log_decay=decay)
     with pytest.raises(ValueError, match=r"log_decay: 4 queries from query_offset=1 on"):
         dot_product_attention(x, x, x, log_decay=decay, is_causal=True, query_offset=1)

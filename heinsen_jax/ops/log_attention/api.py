@@ -82,10 +82,10 @@ def log_attention(
         H_S = LSE_s(K_s + log V_s),  H_Z = LSE_s(K_s)                   (3), (6)
 
     Q, K and V are the queries, keys and values of one head, Y its outputs; t is the token of a
-    query, s that of a key, and k one of the key_depth features. LSE is log-sum-exp: LSE_k, also
-    written LSE_K, over features, and LSE_s over tokens. (H_S, H_Z) is the state: H_S has an entry
-    for each key feature and value feature, H_Z one for each key feature. s runs over the tokens up
-    to and including t if causal (4), otherwise over all tokens.
+    query, s the token of a key, and k one of the key_depth features. LSE is log-sum-exp: LSE_k,
+    also written LSE_K, over features, and LSE_s over tokens. (H_S, H_Z) is the state: H_S has an
+    entry for each key feature and value feature, H_Z one for each key feature. s runs over the
+    tokens up to and including t if causal (4), otherwise over all tokens.
 
     The result is log Y, the input of later layers. No scale 1/sqrt(key_depth) is applied, and the
     op has no parameters. Finite for every finite input. Sums and states are float32
@@ -98,8 +98,8 @@ def log_attention(
         reads key/value head n // (num_heads // num_kv_heads). A key of -inf masks a token.
       log_value: `[*B, S, num_kv_heads, value_depth]`, the natural logarithm of positive values, or
         complex, log|v| + i pi (v < 0), for values of either sign: then log Y is complex likewise.
-        log 0 = -inf is supported. But if the total weight of the tokens with value 0 exceeds that
-        of the other tokens by more than about 80 nats in float32, "chunked" may return -inf.
+        log 0 = -inf is supported. But if the total weight of the tokens with value 0 exceeds the
+        other tokens' weight by more than about 80 nats in float32, "chunked" may return -inf.
       is_causal: whether tokens attend only to themselves and earlier tokens; then S must equal T.
       segment_ids: `[*B, S]`, integers: tokens attend only within their own segment, a run of equal
         ids. `initial_state` belongs to the first segment, the returned state to the last.
@@ -117,8 +117,8 @@ def log_attention(
       initial_state: state after the preceding tokens; the empty state when None.
       return_state: whether to also return the state after all S tokens. Its `log_decay` is the
         total decay (-inf after the start of a segment). With an initial state, it is None if that
-        state has none; without one, if neither `log_decay` nor `segment_ids` is given. The state's
-        dtype is that of the initial state, or else of the sums: float64 if an input is float64,
+        state has none; without one, if neither `log_decay` nor `segment_ids` is given. The state
+        has the dtype of the initial state, or else of the sums: float64 if an input is float64,
         otherwise float32.
       implementation: "reference" (the definition, quadratic), "scan" (a state after every token),
         "chunked" (matrix products over chunks, by the cheapest tier that is exact for the inputs;

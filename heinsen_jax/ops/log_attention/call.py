@@ -198,7 +198,7 @@ def _masked(
 def _total_decay(
     arguments: Arguments, state: State, inputs: Inputs
 ) -> Float[Array, "*B G K"] | None:
-    """Return the total decay of these tokens and those of the state."""
+    """Return the total decay of these tokens and the state's tokens."""
     if arguments.state is not None and arguments.state.log_decay is None:
         return None
     if arguments.state is None and inputs.log_decay is None and inputs.starts is None:
@@ -216,7 +216,10 @@ def _total_decay(
 def passes(
     chosen: Implementation | None, dtype: DTypeLike, *, is_one: bool
 ) -> variants.AttentionPasses | None:
-    """Return the chosen `Chunked`, or that for `is_one` token; None for `reference`."""
+    """Return the chosen implementation; by default `scan` if `is_one` token, else `chunked`.
+
+    None for `reference`.
+    """
     if chosen is None:
         chosen = "scan" if is_one else "chunked"
     if isinstance(chosen, Chunked) or chosen == "chunked":

@@ -3,12 +3,12 @@
 The tier of each block is chosen from a scalar that is measured first:
 
 1. `single_level`: masked matrix products over chunks. The exponent range must cover the *rise* of
-keys inside a chunk above those that its first query attends to, plus the *span* of log-values.
+keys inside a chunk above the keys visible to its first query, plus the *span* of log-values.
 2. `exact`: everything else.
 
 Nothing is clamped. The backward pass is written out, since differentiating `lax.scan` and
 `lax.cond` would save copies of every block's inputs. Residuals are saved for a single
-block, with zeros in place of those of the tier that is not chosen.
+block, with zeros for the tier that is not chosen.
 """
 
 import math
@@ -132,8 +132,8 @@ class Chunked:
             tokens = BLOCK_ON_CPU
             if not on_cpu:
                 batch, _, groups, heads, depth = inputs.query.shape
-                of_token = batch * groups * heads * (chunk_size + depth + inputs.value.shape[-1])
-                tokens = max(tokens, ELEMENTS_OF_BLOCK // max(of_token, 1))
+                per_token = batch * groups * heads * (chunk_size + depth + inputs.value.shape[-1])
+                tokens = max(tokens, ELEMENTS_OF_BLOCK // max(per_token, 1))
             block_size = max(1, tokens // chunk_size) * chunk_size
         num_blocks = max(1, -(-inputs.length // block_size))
         return Plan(
@@ -190,7 +190,7 @@ class Saved(NamedTuple):
 
     before: Averages
     measured: Measured
-    residuals: tuple[single_level.Residuals, Averages] | None  # of both tiers; one has zeros
+    residuals: tuple[single_level.Residuals, Averages] | None  # per tier; zeros for one
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -203,8 +203,8 @@ def _attend(plan: Plan, inputs: Inputs, state: Averages) -> tuple[Outputs, Avera
 def _forward(plan: Plan, inputs: Inputs, state: Averages):
     def step(carry: tuple[Averages, Outputs], index: Int[Array, ""]):
         before, outputs = carry
-        (of_block, after), saved = _block(plan, _slice(inputs, index, plan.block_size), before)
-        return (after, _write(outputs, of_block, index)), saved
+        (block_outputs, after), saved = _block(plan, _slice(inputs, index, plan.block_size), before)
+        return (after, _write(outputs, block_outputs, index)), saved
 
     num_blocks = inputs.length // plan.block_size
     if num_blocks == 1:
@@ -343,20 +343,20 @@ def _fast_backward(
 def _to_linear(inputs: Inputs, state: Averages, measured: Measured) -> tuple[Inputs, Averages]:
     if measured.inverse is None:
         value = jnp.exp(inputs.value - measured.scale[:, None])
-        mean = jnp.exp(state.mean - _of_state(measured.scale))
+        mean = jnp.exp(state.mean - _for_state(measured.scale))
     else:
         value = inputs.value * measured.inverse[:, None]
-        mean = state.mean * _of_state(measured.inverse)
+        mean = state.mean * _for_state(measured.inverse)
     return replace(inputs, value=value), state._replace(mean=mean)
 
 
 def _d_to_linear(
     d_inputs: Inputs, d_state: Averages, measured: Measured, value: Array, mean: Array
 ) -> tuple[Inputs, Averages]:
-    """Return the cotangents of the arguments of `_to_linear`, given those of its results `value`
-    and `mean`."""
+    """Return the cotangents of the arguments of `_to_linear`, given its results `value` and `mean`
+    and the cotangents of all its results."""
     if measured.inverse is not None:
-        value, mean = measured.inverse[:, None], _of_state(measured.inverse)
+        value, mean = measured.inverse[:, None], _for_state(measured.inverse)
     d_inputs = replace(d_inputs, value=d_inputs.value * value)
     return d_inputs, d_state._replace(mean=d_state.mean * mean)
 
@@ -369,7 +369,7 @@ def _from_linear(
     def leave(x: Array, scale: Array) -> Array:
         return safe_log(x) + scale if plan.is_log else x * scale
 
-    y, mean = leave(y, scale[:, None, :, None]), leave(after.mean, _of_state(scale))
+    y, mean = leave(y, scale[:, None, :, None]), leave(after.mean, _for_state(scale))
     return (y, log_z), after._replace(mean=mean)
 
 
@@ -378,12 +378,12 @@ def _d_from_linear(
 ) -> tuple[Outputs, Averages]:
     """Return the cotangents of the arguments of `_from_linear`."""
     (d_y, d_log_z), d_after = d_result
-    of_y = reciprocal(y) if plan.is_log else scale[:, None, :, None]
-    of_mean = reciprocal(mean) if plan.is_log else _of_state(scale)
-    return (d_y * of_y, d_log_z), d_after._replace(mean=d_after.mean * of_mean)
+    y_factor = reciprocal(y) if plan.is_log else scale[:, None, :, None]
+    mean_factor = reciprocal(mean) if plan.is_log else _for_state(scale)
+    return (d_y * y_factor, d_log_z), d_after._replace(mean=d_after.mean * mean_factor)
 
 
-def _of_state(scale: Array) -> Float[Array, "X 1 V"]:
+def _for_state(scale: Array) -> Float[Array, "X 1 V"]:
     return scale.reshape(-1, 1, scale.shape[-1])
 
 

@@ -84,7 +84,7 @@ def backward(
 ) -> tuple[Inputs, Averages]:
     """Return the cotangents of the inputs (None for `starts`) and of the state before them.
     Everything but the states before each chunk is recomputed."""
-    chunks, of_chunks = jax.vjp(_chunks, replace(inputs, starts=None))
+    chunks, chunks_pullback = jax.vjp(_chunks, replace(inputs, starts=None))
     starts = _chunks(inputs).starts
 
     def step(d_after: Averages, xs: tuple[Chunk, Array | None, Averages, tuple[Array, Array]]):
@@ -100,7 +100,7 @@ def backward(
     d_outputs = chunk(d_outputs[0], size), chunk(d_outputs[1][..., None], size)[..., 0]
     xs = chunks, starts, before, d_outputs
     d_state, d_chunks = lax.scan(step, d_after, xs, reverse=True)
-    return of_chunks(d_chunks)[0], d_state
+    return chunks_pullback(d_chunks)[0], d_state
 
 
 def no_states(inputs: Inputs, state: Averages) -> Averages:
@@ -138,39 +138,39 @@ def _chunk(
         past = query + repeat_rows(from_start, query.shape[1] // size)
         key_at_end, kept = key + to_end, kept + from_start[:, -1]
     scores = _scores(query, key, decay, from_start)
-    of_queries = softmax(jnp.concatenate([scores, past + state.log_z[:, None]], -1), -1)
-    of_state = softmax(jnp.concatenate([key_at_end, kept[:, None]], 1), 1)
-    y, mean = average(of_queries, of_state, value, state.mean)
-    return (y, of_queries.log_z), Averages(of_state.log_z, mean)
+    query_softmax = softmax(jnp.concatenate([scores, past + state.log_z[:, None]], -1), -1)
+    state_softmax = softmax(jnp.concatenate([key_at_end, kept[:, None]], 1), 1)
+    y, mean = average(query_softmax, state_softmax, value, state.mean)
+    return (y, query_softmax.log_z), Averages(state_softmax.log_z, mean)
 
 
 def averages(
-    of_queries: Softmax, of_state: Softmax, value: Array, mean: Array
+    query_softmax: Softmax, state_softmax: Softmax, value: Array, mean: Array
 ) -> tuple[Array, Array]:
     """`Average` of values."""
-    y = matmul(of_queries.weights, jnp.concatenate([value, mean], 1))
-    weights = of_state.weights
+    y = matmul(query_softmax.weights, jnp.concatenate([value, mean], 1))
+    weights = state_softmax.weights
     added = matmul(jnp.swapaxes(weights[:, :-1], 1, 2), value)
     return y, added + weights[:, -1][..., None] * mean
 
 
 def log_averages(
-    of_queries: Softmax, of_state: Softmax, value: Array, mean: Array
+    query_softmax: Softmax, state_softmax: Softmax, value: Array, mean: Array
 ) -> tuple[Array, Array]:
     """`Average` of log-values: `averages` of exponentials relative to the largest of each feature,
     or term by term where that is not exact."""
     size, every = value.shape[1], jnp.concatenate([value, mean], 1)
     exps = Scaled.exp(every, 1)
-    y, after = averages(of_queries, of_state, exps.factor[:, :size], exps.factor[:, size:])
+    y, after = averages(query_softmax, state_softmax, exps.factor[:, :size], exps.factor[:, size:])
 
     def scaled(sums: Array, softmax: Softmax) -> Scaled:
         empty = jnp.where(softmax.log_z == -jnp.inf, -jnp.inf, 0.0)
         return Scaled(sums, exps.exponent + empty[..., None])
 
-    log_weights = jnp.swapaxes(of_state.log_weights, 1, 2)
+    log_weights = jnp.swapaxes(state_softmax.log_weights, 1, 2)
     kept = log_weights[..., -1:] + mean
-    y = scaled(y, of_queries).or_by_terms(of_queries.log_weights, every)
-    after = scaled(after, of_state).or_by_terms(log_weights[..., :-1], value, kept)
+    y = scaled(y, query_softmax).or_by_terms(query_softmax.log_weights, every)
+    after = scaled(after, state_softmax).or_by_terms(log_weights[..., :-1], value, kept)
     return y.log(), after.log()
 
 
@@ -215,28 +215,28 @@ def _scores_forward(query: Array, key: Array, decay: Array, from_start: Array):
     way = first_safe(jnp.maximum(jnp.max(small), jnp.max(strong))[None])
     product = jnp.where(visible, product, 0)
 
-    def of_product(*_: Array) -> Array:
+    def from_product(*_: Array) -> Array:
         return jnp.log(product) + finite(exponent)
 
-    scores = lax.switch(way, (of_product, _scores_by_terms), query, key, decay)
+    scores = lax.switch(way, (from_product, _scores_by_terms), query, key, decay)
     return scores, (query, key, decay, way, rows.factor, columns.factor, product)
 
 
 def _scores_backward(residuals, d_scores: Array) -> tuple[Array, Array, Array, Array]:
     query, key, decay, way, rows, columns, product = residuals
 
-    def of_product(d_scores: Array) -> tuple[Array, Array, Array, Array]:
+    def from_product(d_scores: Array) -> tuple[Array, Array, Array, Array]:
         d_product = d_scores * reciprocal(product)
         d_query = rows * matmul(d_product, jnp.swapaxes(columns, 1, 2))
         d_key = jnp.swapaxes(columns * matmul(jnp.swapaxes(rows, 1, 2), d_product), 1, 2)
         d_from_start = jnp.sum(d_query.reshape(len(key), -1, *key.shape[1:]), 1) - d_key
         return d_query, d_key, jnp.zeros_like(decay), d_from_start
 
-    def of_terms(d_scores: Array) -> tuple[Array, Array, Array, Array]:
+    def from_terms(d_scores: Array) -> tuple[Array, Array, Array, Array]:
         d_arrays = jax.vjp(_scores_by_terms, query, key, decay)[1](d_scores)
         return *d_arrays, jnp.zeros_like(decay)
 
-    return lax.switch(way, (of_product, of_terms), d_scores)
+    return lax.switch(way, (from_product, from_terms), d_scores)
 
 
 _scores_by_feature.defvjp(_scores_forward, _scores_backward)

@@ -58,8 +58,8 @@ def sharded_log_attention(
 ) -> Inexact[Array, "*B T N V"] | tuple[Inexact[Array, "*B T N V"], LogAttentionState]:
     """`log_attention` inside `jax.shard_map`, each device holding a part of the tokens, in order.
 
-    Output, state and gradients are those of the whole sequence. Devices exchange their states,
-    `[*B, num_kv_heads, key_depth, value_depth]`, in one all-gather, and nothing else.
+    Output, state and gradients are the same as for the whole sequence. Devices exchange their
+    states, `[*B, num_kv_heads, key_depth, value_depth]`, in one all-gather, and nothing else.
 
     Args:
       query, key, log_value, segment_ids, log_decay: as in `log_attention`, for this device's

@@ -102,10 +102,9 @@ SumStates = tuple[Float[Array, "J X K V"], Float[Array, "J X K"]]
 def scales_and_rise(
     inputs: Inputs, log_z: Array, form: Form
 ) -> tuple[MaxExponents, Float[Array, ""]]:
-    """Return the scales and the maximum rise, in nats, of a query's scale above the keys visible to
-    it.
+    """Return the scales, and the maximum rise in nats of a query's scale above its visible keys.
 
-    Not differentiated. `log_z` `[X, K]` is that of the state before.
+    Not differentiated. `log_z` `[X, K]` belongs to the state before the chunks.
     """
     inputs, log_z = lax.stop_gradient((inputs, log_z))
     _, key, _, decay, segments = _exponents(inputs, form.chunk_size)
@@ -142,7 +141,7 @@ def forward(
     (s, z), (s_end, z_end) = _states(form, first, kept, added, carried)
 
     weights = _masked(form.einsum("jxck,jxdk->jxcd", query, key), segments)
-    reading = _of_state(query, segments)
+    reading = _where_continued(query, segments)
     y = form.einsum("jxcd,jxdv->jxcv", weights, value)
     y = y + form.einsum("jxck,jxkv->jxcv", reading, s)
     total = jnp.sum(weights, -1) + einsum("jxck,jxk->jxc", reading, z)
@@ -174,7 +173,7 @@ def backward(
     d_y = d_y * inverse[..., None]
     d_total = d_log_z * inverse - einsum("jxcv,jxcv->jxc", d_y, y)
 
-    reading = _of_state(query, segments)
+    reading = _where_continued(query, segments)
     d_s = form.einsum("jxck,jxcv->jxkv", reading, d_y)
     d_z = einsum("jxck,jxc->jxk", reading, d_total)
     d_s_end = d_after.mean * inverse_end[..., None]
@@ -186,7 +185,7 @@ def backward(
     d_weights = form.einsum("jxcv,jxdv->jxcd", d_y, value) + d_total[..., None]
     d_weights = _masked(d_weights, segments)
     d_reading = form.einsum("jxcv,jxkv->jxck", d_y, s) + d_total[..., None] * z[..., None, :]
-    d_query = form.einsum("jxcd,jxdk->jxck", d_weights, key) + _of_state(d_reading, segments)
+    d_query = form.einsum("jxcd,jxdk->jxck", d_weights, key) + _where_continued(d_reading, segments)
 
     absorbed = key if segments is None else _where_last(segments, key, 0.0)
     d_value = form.einsum("jxcd,jxcv->jxdv", weights, d_y)
@@ -196,8 +195,8 @@ def backward(
     d_key_of_state = absorbed * d_absorbed
     d_decay = None
     if inputs.log_decay is not None:  # a chunk's decay multiplies the whole state after it
-        of_state = z * d_added[1] + jnp.sum(s * d_added[0], -1)
-        d_decay = jnp.sum(d_key_of_state, -2) + _times(kept, of_state)
+        d_state_decay = z * d_added[1] + jnp.sum(s * d_added[0], -1)
+        d_decay = jnp.sum(d_key_of_state, -2) + _times(kept, d_state_decay)
     d_query, d_key = query * d_query, d_key + d_key_of_state
     d_exponents = Exponents(d_query, d_key, d_value, d_decay, segments)
     return _inputs_cotangent(inputs, form.chunk_size, d_exponents), d_state
@@ -217,8 +216,8 @@ def _exponents(inputs: Inputs, size: int) -> Exponents:
 
 
 def _inputs_cotangent(inputs: Inputs, size: int, d_exponents: Exponents) -> Inputs:
-    """Return the cotangents of the inputs of `_exponents`, given those of its results, with the
-    segments themselves."""
+    """Return the cotangents of the inputs of `_exponents`, given the cotangents of its results;
+    `d_exponents.segments` has the segments themselves."""
     _, _, groups, heads, _ = inputs.query.shape
     d_query, d_key, d_value, d_decay, segments = d_exponents
 
@@ -235,7 +234,7 @@ def _inputs_cotangent(inputs: Inputs, size: int, d_exponents: Exponents) -> Inpu
             d_so_far = jnp.sum(d_so_far, -1, keepdims=True)
         if segments is None:
             d_log_decay = without_heads(lax.cumsum(d_so_far, axis=2, reverse=True))
-        else:  # the sum over each later segment is 0, but for rounding
+        else:  # the sum over each later segment is 0, except for rounding
             summed = jnp.triu(segments[..., :, None] == segments[..., None, :])
             d_log_decay = einsum("jxts,jxsf->jxtf", summed.astype(d_so_far.dtype), d_so_far)
             d_log_decay = without_heads(d_log_decay)
@@ -276,7 +275,7 @@ def _scales(
 
 
 def _carried(scales: MaxExponents, decay: Array | None) -> Float[Array, "J X K"]:
-    """Return the factors that rescale a state from one chunk's queries to those of the next."""
+    """Return the factors that rescale a state from one chunk's queries to the next chunk's."""
     decayed = scales.query if decay is None else scales.query + decay
     return share(decayed, jnp.concatenate([scales.query[1:], scales.after[-1:]]))
 
@@ -312,7 +311,7 @@ def _states(
 def _cotangents(
     form: Form, last: SumState, kept: Array | None, read: SumStates, carried: Array
 ) -> tuple[SumStates, SumState]:
-    """Return the cotangents of `added` and S_0, given those of S_J and S_0 .. S_J-1."""
+    """Return the cotangents of `added` and S_0, given the cotangents of S_J and S_0 .. S_J-1."""
 
     def step(
         d_after: SumState, chunk: tuple[Array | None, SumState, Array]
@@ -363,7 +362,7 @@ def _masked(weights: Array, segments: Array | None) -> Float[Array, "J X RC C"]:
     return jnp.where(repeat_rows(visible, weights.shape[-2] // size), weights, 0.0)
 
 
-def _of_state(rows: Array, segments: Array | None) -> Float[Array, "J X RC F"]:
+def _where_continued(rows: Array, segments: Array | None) -> Float[Array, "J X RC F"]:
     """Zero rows where a segment has begun since the state before the chunk."""
     if segments is None:
         return rows

@@ -118,7 +118,7 @@ class LogAttentionState:
         return _queries_of(attend(self, _rows_of(query, groups)), query, groups)
 
     def merge(self, other: LogAttentionState) -> LogAttentionState:
-        """Return the state of these tokens followed by those of `other`; `empty` is neutral.
+        """Return the state of these tokens followed by the tokens of `other`; `empty` is neutral.
 
         Associative, and commutative if neither state has a decay.
         """
@@ -325,7 +325,7 @@ def attend(state: LogAttentionState, query: Array) -> Array:
 
 
 def split_signs(x: Inexact[Array, "*B V"]) -> Float[Array, "*B 2*V"]:
-    """Split complex logarithms into those of the positive and negative parts of the values."""
+    """Split complex logarithms into logarithms of the values' positive and negative parts."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.complex64))
     is_negative = jnp.abs(x.imag) > jnp.pi / 2
     parts = [jnp.where(is_negative, -jnp.inf, x.real), jnp.where(is_negative, x.real, -jnp.inf)]
@@ -356,7 +356,7 @@ def check_state(state: LogAttentionState | HeinsenAttentionState, **arrays: Arra
 
 
 def _decayed(state: State, log_decay: Array | None) -> State:
-    """Decay a state by `[..., K]` and add that to its total decay."""
+    """Decay a state by `[..., K]`, and add this to its total decay."""
     if log_decay is None:
         return state
     total = log_decay if state.log_decay is None else state.log_decay + log_decay

@@ -158,5 +158,5 @@ def _running_sum(x: Array, starts: Array) -> Array:
 def _decay_to_segment_end(log_decay: Array, starts: Array) -> Array:
     """`decay_to_end` within segments."""
     ends = _ends(starts)
-    of_next = jnp.where(ends[..., None, None], 0.0, _moved(log_decay, -1))
-    return _running_sum(of_next[:, ::-1], ends[:, ::-1])[:, ::-1]
+    next_decay = jnp.where(ends[..., None, None], 0.0, _moved(log_decay, -1))
+    return _running_sum(next_decay[:, ::-1], ends[:, ::-1])[:, ::-1]

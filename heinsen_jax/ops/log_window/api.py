@@ -110,12 +110,12 @@ def log_window_attention(
 
         Y = (Z_1 Y_1 + exp(g) Z_2 Y_2) / (Z_1 + exp(g) Z_2)
 
-    where Y_1 and Z_1 are the average and the normalizer of softmax attention over the window, and
-    Y_2 and Z_2 those of log-attention over the earlier tokens. Causal only. The cost per token does
-    not depend on the number of tokens. Nothing overflows for finite scores; sums and states are at
+    where Y_1 is the average and Z_1 the normalizer of softmax attention over the window, and Y_2
+    and Z_2 of log-attention over the earlier tokens. Causal only. The cost per token does not
+    depend on the number of tokens. Nothing overflows for finite scores; sums and states are at
     least float32. Products of float32 in Y_1 have the precision that `jax.default_matmul_precision`
-    sets, as in `dot_product_attention`: by default TF32 on GPUs and bfloat16 on TPUs. Those in Y_2
-    have that of `log_attention`.
+    sets, as in `dot_product_attention`: by default TF32 on GPUs and bfloat16 on TPUs. Products in
+    Y_2 have the precision of `log_attention`.
 
     Args:
       query: Q `[*B, T, num_heads, key_depth]`.
@@ -124,7 +124,7 @@ def log_window_attention(
       value: V `[*B, T, num_kv_heads, value_depth]`, of any sign.
       query_features: P `[*B, T, num_heads, num_features]`.
       key_features: C `[*B, T, num_kv_heads, num_features]`.
-      window_size: w, the number of tokens of the window, that of the query included.
+      window_size: w, the number of tokens of the window, including the query's.
       log_weight: g `[*B, T, num_heads]`; 0 when None.
       log_decay: D `[*B, T, num_kv_heads]`, at most 0, may be -inf: before token r is added to the
         sums over earlier tokens, when it leaves the window, they are multiplied by exp(D_r). No

@@ -22,9 +22,9 @@ class _Tokens(NamedTuple):
     """Arguments of a call, with folded heads.
 
     Attributes:
-      query, query_features, log_weight: those of the queries; the query is scaled.
-      key, value, key_features, log_decay: those of the window of the initial state, if any, and of
-        the tokens.
+      query, query_features, log_weight: arrays of the queries; the query is scaled.
+      key, value, key_features, log_decay: arrays of the initial state's window, if any, followed
+        by the tokens.
       starts: tokens that begin a segment.
       runs: ids of segments; -1 for empty slots of the window.
       position: position of each query in its segment; None for complete sequences of one segment.
@@ -129,7 +129,7 @@ def _mix(
     window_size: int, attention: AttentionPasses, tokens: _Tokens, earlier: Averages | None
 ) -> tuple[Array, Averages | None]:
     """Return the output `[X, R, T, V]` and the averages `[X, ...]` of all tokens but the last
-    `window_size`; those given if no others precede them."""
+    `window_size`; the given averages if no others precede these."""
     length, num_keys = tokens.query.shape[2], tokens.key.shape[1]
     y, log_z = folded_attention(
         tokens.query,
@@ -139,7 +139,7 @@ def _mix(
         ids=None if tokens.runs is None else (tokens.runs[:, num_keys - length :], tokens.runs),
         offset=num_keys - length,
     )
-    count = num_keys - window_size  # of tokens that leave the window, each read by one query
+    count = num_keys - window_size  # tokens that leave the window, each read by one query
     if count <= 0:
         return y, earlier
     last = slice(length - count, None)  # these queries
@@ -164,8 +164,8 @@ def _mix(
         log_weight = log_weight + tokens.log_weight[:, :, last]
     excess = (log_weight - log_z[:, :, last])[..., None]
     # Unlike exp(log Z_1 - log Z), these add up to 1 however large log Z is.
-    of_window, of_earlier = jax.nn.sigmoid(-excess), jax.nn.sigmoid(excess)
-    both = of_window * y[:, :, last] + of_earlier * y_earlier
+    window_weight, earlier_weight = jax.nn.sigmoid(-excess), jax.nn.sigmoid(excess)
+    both = window_weight * y[:, :, last] + earlier_weight * y_earlier
     y = jnp.concatenate([y[:, :, : length - count], both], 2)
     return y, Averages(after.log_z[:, 0], after.mean[:, 0])
 

@@ -31,11 +31,11 @@ class LogWindowState:
 
     Attributes:
       earlier: state of log-attention of the tokens before the window.
-      key, value, key_features: those of the last w tokens, the latest one last; 0 where the segment
-        has fewer.
+      key, value, key_features: arrays of the last w tokens, the latest one last; 0 where the
+        segment has fewer.
       num_tokens: number of tokens so far in the segment; the same for each key/value head.
       log_decay: log decays of the last w tokens; 0 where the segment has fewer; None for no decay.
-        That of `earlier` is the total of the segment's tokens before the window.
+        `earlier.log_decay` is the total decay of the segment's tokens before the window.
 
     Examples:
       >>> sizes = {"num_kv_heads": 1, "key_depth": 2, "value_depth": 2, "num_features": 4}
@@ -122,7 +122,7 @@ class LogWindowState:
         )
 
     def merge(self, other: LogWindowState) -> LogWindowState:
-        """Return the state of these tokens followed by those of `other`; `empty` is neutral.
+        """Return the state of these tokens followed by the tokens of `other`; `empty` is neutral.
 
         Raises:
           ValueError: only one of the states has decay.

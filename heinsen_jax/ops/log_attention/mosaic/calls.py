@@ -92,7 +92,7 @@ _attend.defvjp(_forward, _backward)
 def _way(state: Averages, after: Averages, found: kernels.Forward, is_log: bool) -> Int[Array, ""]:
     """Return 0 if the kernels' results are valid, else 1. Both states are in linear space."""
     smallest = jnp.min(found.margin)
-    if is_log:  # averages have finite logarithms, except those of no tokens
+    if is_log:  # averages have finite logarithms, except for no tokens
         is_empty = (after.log_z == -jnp.inf)[..., None]
         smallest = jnp.minimum(smallest, jnp.min(jnp.where(is_empty, jnp.inf, after.mean)))
     largest = jnp.maximum(jnp.max(found.largest), jnp.max(jnp.abs(state.mean), initial=1))
@@ -168,8 +168,8 @@ def _cotangents(
 def _cotangents_of_sums(
     inputs: Inputs, found: kernels.Forward, d_after: Averages
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B H W K"]]:
-    """Convert the cotangents of the state after all tokens to those of its z and S in the scale of
-    `found`: for the first head of each group, 0 for the others."""
+    """Convert the cotangents of the state after all tokens to cotangents of its z and S, in the
+    scale of `found`, for the first head of each group; 0 for the others."""
     heads, after = inputs.query.shape[3], _after(inputs, found)
     inverse = share(found.end[:, ::heads, : inputs.key.shape[-1]], after.log_z)
     d_z = inverse * (d_after.log_z - jnp.sum(d_after.mean * after.mean, -1))
@@ -186,7 +186,7 @@ def _cotangents_of_sums(
 
 
 def _cotangent_before(inputs: Inputs, state: Averages, found: kernels.KeyValueGradient) -> Averages:
-    """Convert the cotangents of z = 1 and S = mean to that of the state before."""
+    """Convert the cotangents of z = 1 and S = mean to the cotangent of the state before."""
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
     d_z, d_sum = (_over_heads(inputs, x, 1) for x in (found.d_z, found.d_sum))
     d_mean = jnp.swapaxes(d_sum[..., :value_depth, :key_depth], -1, -2)
@@ -194,6 +194,6 @@ def _cotangent_before(inputs: Inputs, state: Averages, found: kernels.KeyValueGr
 
 
 def _over_heads(inputs: Inputs, x: Array, axis: int) -> Array:
-    """Sum over the heads of each group; `axis` is that of all heads."""
+    """Sum over the heads of each group; `axis` is the axis of all heads."""
     groups, heads = inputs.query.shape[2:4]
     return jnp.sum(x.reshape(*x.shape[:axis], groups, heads, *x.shape[axis + 1 :]), axis + 1)

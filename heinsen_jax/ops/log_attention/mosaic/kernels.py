@@ -16,7 +16,7 @@ last chunk to the first, with the cotangent dS of the state. With Q^ divided by 
 
 Sums are float32. Factors of products are rounded to bfloat16 if inputs are bfloat16; otherwise they
 are split into three such parts, whose six largest products give the precision of float32. The state
-is stored transposed, `[V, K]`, so that its scales lie along its columns, like those of keys.
+is stored transposed, `[V, K]`, so that its scales lie along its columns, like the keys'.
 
 Nothing is clamped: `forward` also returns the smallest normalizers and the largest values. The
 caller discards results that are too close to the limits of the exponent range.
@@ -177,11 +177,11 @@ class Results(NamedTuple):
 
 
 class QueryGradient(NamedTuple):
-    """Cotangents of queries and, for `key_value_gradient`, those of Z and of averages."""
+    """Cotangents of queries and, for `key_value_gradient`, of Z and of averages."""
 
     d_query: Float[Array, "B T H K"]
     d_total: Float[Array, "B H T"]  # d of the formulas above
-    d_average: Float[Array, "B T H V"] | None = None  # in linear space; None if `d_y` is that
+    d_average: Float[Array, "B T H V"] | None = None  # in linear space; None if equal to `d_y`
 
 
 def query_gradient(x: Operands, results: Results, is_log: bool) -> QueryGradient:

@@ -77,7 +77,7 @@ class KernelCall:
         self.heads_of_group = heads // x.key.shape[2]
         self.dtype = x.query.dtype
         self.parts = 1 if self.dtype == BF16 else 3
-        # Cotangents of decay are sums over tokens, those of shared keys over heads.
+        # Cotangents of decay are sums over tokens, cotangents of shared keys sums over heads.
         is_summed = self.heads_of_group > 1 or x.so_far is not None
         self.gradient_dtype = F32 if is_summed else self.dtype
         # The factors of a product must have the same memory layout.
@@ -156,7 +156,7 @@ class Exponentials(NamedTuple):
       query: divided by Z.
       key: as queries read it.
       absorbed: as the state after includes it; the same array if it includes all keys.
-      scales: of these exponentials.
+      scales: scales of these exponentials.
     """
 
     query: Float[Array, "C K"]

@@ -77,8 +77,8 @@ class AdditiveAttention(Attention[AdditiveConfig, AdditiveStates]):
         return y, None if first is None or second is None else (first, second)
 
     def importance(self, x: Array) -> tuple[Array, Array]:
-        """Weights of the two averages, `[..., T, S, num_heads]`, of token s in that at t. For
-        explanation; of quadratic size."""
+        """Weights of token s in the two averages at token t, `[..., T, S, num_heads]`. For
+        inspection; the size is quadratic."""
         query, window = self.query(x), self.config.window_size
         pooled, _ = self._pool(query, self.query_weights, CallArguments())
         between = self.norm(x + self.project(pooled) * self.key(x))

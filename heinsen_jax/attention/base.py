@@ -148,7 +148,7 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         self.setup(dtype=dtype, param_dtype=self.param_dtype, rngs=rngs)
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
-        """Create the parameters, with these options of layers."""
+        """Create the parameters; the options are `LayerOptions`."""
 
     @overload
     def __call__(

@@ -181,7 +181,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         return self.out_proj(mixed), state
 
     def importance(self, x: Array) -> Array:
-        """Attention weights of token s at token t, causally. For explanation; of quadratic size.
+        """Attention weights of token s at token t, causally. For inspection; the size is quadratic.
 
             weights_ts = softmax_s(LSE_K(Q_t + K_s + decay from s to t))    eq. (1)
 

@@ -104,7 +104,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     where norm is an RMS norm of each head with epsilon 1e-6 (1e-5 in flash-linear-attention, whose
     layers these follow). Products have no biases unless stated; mechanisms published without
     convolutions have no SiLU of q, k and v. Subclasses set the attributes below, implement
-    `gates`, and override what is different.
+    `gates`, and override other methods if they differ.
 
     Attributes:
       state_type: class of the mechanism's state.

@@ -193,7 +193,8 @@ def shared_weights(config: LanguageModelConfig, source: LanguageModel) -> dict[s
 
 @cache
 def new_parameters(config: LanguageModelConfig, source: LanguageModelConfig) -> frozenset[str]:
-    """Names of the parameters that a model of the architecture `source` does not have.
+    """Names of the parameters of a model of the architecture `config` that a model of the
+    architecture `source` does not have.
 
     Raises:
       UserError: as `shared_weights`.

@@ -22,7 +22,7 @@ bucket."""
 
 def bucket_ends(length: int) -> tuple[int, ...]:
     """Ends of the buckets of positions in a sequence: 16, 32, 64, ..., `length`. The first bucket
-    begins at position 0, each other one at the end of the one before.
+    begins at position 0, every other one where the previous one ends.
 
     Examples:
       >>> bucket_ends(100)

@@ -103,8 +103,8 @@ def check_decay(name: str, log_decay: Array | None) -> None:
 
 
 def signed_ids(ids: Array) -> Array:
-    """Return ids as int32 or int64: equal where they are equal, and of unchanged order unless they
-    are unsigned numbers of 32 or 64 bits. Sums with other numbers would exceed small dtypes."""
+    """Return ids as int32 or int64. Equality is kept, and so is order unless ids are unsigned
+    numbers of 32 or 64 bits. Sums with other numbers would exceed small dtypes."""
     ids = jnp.asarray(ids)
     if ids.dtype in (jnp.uint32, jnp.uint64):
         return ids.view(f"int{8 * ids.dtype.itemsize}")

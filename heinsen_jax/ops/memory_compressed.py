@@ -281,8 +281,9 @@ def memory_compressed_attention(
       key: `[*B, S, num_kv_heads, depth]`; query head n reads key/value head
         n // (num_heads // num_kv_heads). S = T if causal.
       value: `[*B, S, num_kv_heads, value_depth]`.
-      key_compression: with a new depth of key_depth.
-      value_compression: with the same F. The published form has one kernel and bias for both.
+      key_compression: compresses keys; its new depth is key_depth.
+      value_compression: compresses values, with the same F. The published form has one kernel and
+        bias for both.
       is_causal: whether only groups that end at or before t are visible.
       pad: side on which an incomplete group is padded.
       key_value_seq_lengths: `[*B]`, the number of valid tokens, the rest being padding; or

@@ -282,9 +282,11 @@ def reciprocal(x: Array) -> Array:
 
 
 def split_exact(x: Array, quantum: float) -> Array:
-    """Return x as two parts `[2, ...]` that add up to it: multiples of a power of two, whose sums
-    are exact as long as they need no more bits than the dtype has, without gradient; and rests of
-    at most half of it."""
+    """Split x into two parts `[2, ...]` that add up to it.
+
+    The first has multiples of a power of two, whose sums are exact while they fit into the bits of
+    the dtype, without gradient; the second has the rests, at most half of that power.
+    """
     coarse = lax.stop_gradient(quantum * jnp.round(x / quantum))
     return jnp.stack([coarse, x - coarse])
 

@@ -111,11 +111,11 @@ def log_window_attention(
         Y = (Z_1 Y_1 + exp(g) Z_2 Y_2) / (Z_1 + exp(g) Z_2)
 
     where Y_1 is the average and Z_1 the normalizer of softmax attention over the window, and Y_2
-    and Z_2 of log-attention over the earlier tokens. Causal only. The cost per token does not
-    depend on the number of tokens. Nothing overflows for finite scores; sums and states are at
-    least float32. Products of float32 in Y_1 have the precision that `jax.default_matmul_precision`
-    sets, as in `dot_product_attention`: by default TF32 on GPUs and bfloat16 on TPUs. Products in
-    Y_2 have the precision of `log_attention`.
+    and Z_2 are the same for log-attention over the earlier tokens. Causal only. The cost per token
+    does not depend on the number of tokens. Nothing overflows for finite scores; sums and states
+    are at least float32. Products of float32 in Y_1 have the precision that
+    `jax.default_matmul_precision` sets, as in `dot_product_attention`: by default TF32 on GPUs and
+    bfloat16 on TPUs. Products in Y_2 have the precision of `log_attention`.
 
     Args:
       query: Q `[*B, T, num_heads, key_depth]`.

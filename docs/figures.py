@@ -184,8 +184,8 @@ class StudyResults:
         Args:
           columns: each is `metric`, `metric .2f`, `metric ±.2f` with the spread, `metric verdict`
             with the spread of the difference from the baseline, or `size 1024` for the state after
-            that many tokens; of studies with two compared axes, after a label of the other: `1%: loss`.
-            `/1000` divides a metric.
+            that many tokens; of studies with two compared axes, after a label of the other:
+            `1%: loss`. `/1000` divides a metric.
           names: labels of the rows; by default all.
           but: labels that are left out.
           by: the column of decreasing order; by default the study's.

@@ -692,8 +692,8 @@ TRAINING_FAULTS = {
     ),
     "a stage 2 that may not fit into memory": Fault(
         "heinsen_jax/linearize/run.py",
-        "if len(runs) > 1 and not",
-        "if len(runs) > 2 and not",
+        "if len(runs) > 1 and is_new",
+        "if len(runs) > 2 and is_new",
         ("tests/linearize_test.py",),
     ),
     "overrides of a linearization that are ignored": Fault(

@@ -256,6 +256,11 @@ def test_stage_2_must_fit_before_the_first_is_trained(small, tmp_path, monkeypat
     arguments += ["--attention", "log:features=hedgehog"]
     assert command(monkeypatch, *arguments) == 2
     assert "training needs" in capsys.readouterr().err
+    earlier = tmp_path / "linear-transfer"
+    (earlier / "config.json").write_text((teacher / "config.json").read_text())
+    assert command(monkeypatch, *arguments, "--restart") == 2
+    assert "training needs" in capsys.readouterr().err
+    assert (earlier / "config.json").exists(), "no run is moved before all stages are checked"
 
 
 @pytest.mark.nightly

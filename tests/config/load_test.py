@@ -91,6 +91,7 @@ def test_a_run_of_an_earlier_version_with_attention_options_is_read(tmp_path):
         (["--model.attention", "log:decay"], ["--model.attention: log:decay: 'decay' must be"]),
         (["--model.num_layer", "3"], ["--model.num-layer", "--model.num-layers"]),
         (["--model.num_layers", "four"], ["num-layers", "four"]),
+        (["--no-seed"], ["Unrecognized options: --no-seed"]),
         (["--model.num_layers", "0"], ["--model.num-layers: ", "greater than 0"]),
         (["--model.num_heads", "5"], ["num_heads=5 does not divide model_dim=768"]),
         (["--optimizer.beta1", "1.5"], ["beta1", "less than 1"]),

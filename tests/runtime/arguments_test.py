@@ -68,6 +68,22 @@ def test_a_mistake_is_named(words, message):
     assert message in str(caught.value)
 
 
+def test_values_may_begin_with_a_dash():
+    assert given("a --output=-x").output == Path("-x")
+    with pytest.raises(UserError, match=r"--output: the value is missing"):
+        given("a --output --help")
+    unknown: list[str] = []
+    words = ["a", "--output", "out", "--section.text=-x"]
+    parse(Options, prog="program", description="", arguments=words, unknown=unknown)
+    assert unknown == ["--section.text=-x"]
+
+
+def test_positional_values_have_no_flag():
+    with pytest.raises(UserError, match=r"Unrecognized options: --inputs, b"):
+        given("a --inputs b --output out")
+    assert given("-- a --output out").inputs == ("a",)
+
+
 def test_help_has_all_fields(capsys):
     with pytest.raises(SystemExit, match="0"):
         given("-h")

@@ -41,20 +41,20 @@ def _forward(
     otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[tuple[Outputs, Averages], Residuals]:
     linear = _to_linear(state) if is_log else state
-    found = kernels.forward(Operands.of(inputs, linear), is_log)
-    after = _after(inputs, found)
-    way = _way(linear, after, found, is_log)
+    results = kernels.forward(Operands.of(inputs, linear), is_log)
+    after = _after(inputs, results)
+    way = _way(linear, after, results, is_log)
 
     def by_kernels() -> tuple[Outputs, Averages]:
         sizes = inputs.query.shape[:-1]
-        y = found.y[..., : inputs.value.shape[-1]].reshape(*sizes, -1)
-        log_z = jnp.moveaxis(found.log_z, 1, 2).reshape(sizes)
+        y = results.y[..., : inputs.value.shape[-1]].reshape(*sizes, -1)
+        log_z = jnp.moveaxis(results.log_z, 1, 2).reshape(sizes)
         return (y, log_z), after._replace(mean=safe_log(after.mean)) if is_log else after
 
     def exactly() -> tuple[Outputs, Averages]:
         return _exactly(otherwise, is_log, inputs, state)
 
-    return lax.switch(way, (by_kernels, exactly)), (inputs, state, found, way)
+    return lax.switch(way, (by_kernels, exactly)), (inputs, state, results, way)
 
 
 def _backward(
@@ -64,15 +64,15 @@ def _backward(
     cotangents: tuple[Outputs, Averages],
 ) -> tuple[Inputs, Averages]:
     """Return the cotangents of the inputs (None for `starts`) and of the state before them."""
-    inputs, state, found, way = residuals
+    inputs, state, results, way = residuals
 
     def by_kernels() -> tuple[Inputs, Averages]:
         d_outputs, d_after = cotangents
         if not is_log:
-            return _cotangents(inputs, state, found, d_outputs, d_after, is_log)
-        after, linear = _after(inputs, found), _to_linear(state)
+            return _cotangents(inputs, state, results, d_outputs, d_after, is_log)
+        after, linear = _after(inputs, results), _to_linear(state)
         d_after = d_after._replace(mean=d_after.mean * reciprocal(after.mean))
-        d_inputs, d_state = _cotangents(inputs, linear, found, d_outputs, d_after, is_log)
+        d_inputs, d_state = _cotangents(inputs, linear, results, d_outputs, d_after, is_log)
         return d_inputs, d_state._replace(mean=d_state.mean * linear.mean)
 
     def exactly() -> tuple[Inputs, Averages]:
@@ -89,13 +89,15 @@ _attend = jax.custom_vjp(_primal, nondiff_argnums=(0, 1))
 _attend.defvjp(_forward, _backward)
 
 
-def _way(state: Averages, after: Averages, found: kernels.Forward, is_log: bool) -> Int[Array, ""]:
+def _way(
+    state: Averages, after: Averages, results: kernels.Forward, is_log: bool
+) -> Int[Array, ""]:
     """Return 0 if the kernels' results are valid, else 1. Both states are in linear space."""
-    smallest = jnp.min(found.margin)
+    smallest = jnp.min(results.margin)
     if is_log:  # averages have finite logarithms, except for no tokens
         is_empty = (after.log_z == -jnp.inf)[..., None]
         smallest = jnp.minimum(smallest, jnp.min(jnp.where(is_empty, jnp.inf, after.mean)))
-    largest = jnp.maximum(jnp.max(found.largest), jnp.max(jnp.abs(state.mean), initial=1))
+    largest = jnp.maximum(jnp.max(results.largest), jnp.max(jnp.abs(state.mean), initial=1))
     limit = math.exp(-Chunked().budget(jnp.float32))
     return first_safe((limit * largest - smallest)[None])
 
@@ -113,19 +115,19 @@ def _to_linear(state: Averages) -> Averages:
     return state._replace(mean=jnp.exp(state.mean))
 
 
-def _after(inputs: Inputs, found: kernels.Forward) -> Averages:
+def _after(inputs: Inputs, results: kernels.Forward) -> Averages:
     """Return the state after all tokens, in linear space, from the first head of each group."""
     heads = inputs.query.shape[3]
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
-    end, z = (x[:, ::heads, :key_depth] for x in (found.end, found.z_after))
-    total = jnp.swapaxes(found.sum_after[:, ::heads, :value_depth, :key_depth], -1, -2)
+    end, z = (x[:, ::heads, :key_depth] for x in (results.end, results.z_after))
+    total = jnp.swapaxes(results.sum_after[:, ::heads, :value_depth, :key_depth], -1, -2)
     return Averages(safe_log(z) + end, total * reciprocal(z)[..., None])
 
 
 def _cotangents(
     inputs: Inputs,
     state: Averages,
-    found: kernels.Forward,
+    results: kernels.Forward,
     d_outputs: Outputs,
     d_after: Averages,
     is_log: bool,
@@ -133,19 +135,19 @@ def _cotangents(
     """Return the cotangents of the inputs and of the state before them, in linear space for
     states."""
     d_y, d_log_z = d_outputs
-    sizes = found.y.shape[:3]
+    sizes = results.y.shape[:3]
     results = kernels.Results(
-        y=found.y,
-        log_z=found.log_z,
-        scales=found.scales,
-        d_y=pad_features(d_y.reshape(*sizes, -1), found.y.shape[-1], 0),
+        y=results.y,
+        log_z=results.log_z,
+        scales=results.scales,
+        d_y=pad_features(d_y.reshape(*sizes, -1), results.y.shape[-1], 0),
         d_log_z=jnp.moveaxis(d_log_z.reshape(sizes), 1, 2),
     )
     operands = Operands.of(inputs, state)
     of_query = kernels.query_gradient(operands, results, is_log)
     if of_query.d_average is not None:
         results = results._replace(d_y=of_query.d_average)
-    d_sums = _cotangents_of_sums(inputs, found, d_after)
+    d_sums = _cotangents_of_sums(inputs, results, d_after)
     of_others = kernels.key_value_gradient(operands, results, of_query.d_total, d_sums, is_log)
 
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
@@ -166,15 +168,15 @@ def _cotangents(
 
 
 def _cotangents_of_sums(
-    inputs: Inputs, found: kernels.Forward, d_after: Averages
+    inputs: Inputs, results: kernels.Forward, d_after: Averages
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B H W K"]]:
     """Convert the cotangents of the state after all tokens to cotangents of its z and S, in the
-    scale of `found`, for the first head of each group; 0 for the others."""
-    heads, after = inputs.query.shape[3], _after(inputs, found)
-    inverse = share(found.end[:, ::heads, : inputs.key.shape[-1]], after.log_z)
+    scale of `results`, for the first head of each group; 0 for the others."""
+    heads, after = inputs.query.shape[3], _after(inputs, results)
+    inverse = share(results.end[:, ::heads, : inputs.key.shape[-1]], after.log_z)
     d_z = inverse * (d_after.log_z - jnp.sum(d_after.mean * after.mean, -1))
     d_sum = jnp.swapaxes(d_after.mean * inverse[..., None], -1, -2)
-    rows, columns = found.sum_after.shape[2:]
+    rows, columns = results.sum_after.shape[2:]
     d_sum = jnp.pad(d_sum, [(0, 0)] * 2 + [(0, rows - d_sum.shape[2]), (0, 0)])
 
     def of_first_head(x: Array) -> Array:
@@ -185,10 +187,12 @@ def _cotangents_of_sums(
     return d_z, d_sum
 
 
-def _cotangent_before(inputs: Inputs, state: Averages, found: kernels.KeyValueGradient) -> Averages:
+def _cotangent_before(
+    inputs: Inputs, state: Averages, results: kernels.KeyValueGradient
+) -> Averages:
     """Convert the cotangents of z = 1 and S = mean to the cotangent of the state before."""
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
-    d_z, d_sum = (_over_heads(inputs, x, 1) for x in (found.d_z, found.d_sum))
+    d_z, d_sum = (_over_heads(inputs, x, 1) for x in (results.d_z, results.d_sum))
     d_mean = jnp.swapaxes(d_sum[..., :value_depth, :key_depth], -1, -2)
     return Averages(d_z[..., :key_depth] + jnp.sum(d_mean * state.mean, -1), d_mean)
 

@@ -103,9 +103,9 @@ def forward(x: Operands, is_log: bool) -> Forward:
         m, z, state, margin, largest = here.stream(partial(_forward_step, here), first)
         here.write_of_head(margin=margin, largest=largest, end=m, z_after=z, sum_after=state)
 
-    found = call.launch(program, {}, outputs, scratch)
-    scales = Scales(*(found.pop(name) for name in Scales._fields))
-    return Forward(scales=scales, **found)
+    results = call.launch(program, {}, outputs, scratch)
+    scales = Scales(*(results.pop(name) for name in Scales._fields))
+    return Forward(scales=scales, **results)
 
 
 class _ForwardCarry(NamedTuple):

@@ -192,6 +192,12 @@ def _caches(state: LanguageModelState) -> list[Cache]:
     return [x for x in nodes if isinstance(x, Cache)]
 
 
+def smallest_capacity(state: LanguageModelState) -> int | None:
+    """Smallest capacity, in tokens, of the caches of a state with a fixed shape; None without."""
+    sizes = [cache.capacity for cache in _caches(state) if cache.length is not None]
+    return min(sizes, default=None)
+
+
 def _have_rows(model: LanguageModel, state: LanguageModelState) -> LanguageModelState:
     alone, one = (_shapes(model, batch, state) for batch in ((), (1,)))
     return jax.tree.map(lambda x, y: x.ndim < y.ndim, alone, one)

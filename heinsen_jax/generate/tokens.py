@@ -18,6 +18,7 @@ from heinsen_jax.generate.states import (
     has_independent_rows,
     loop_with_state,
     make_advance,
+    smallest_capacity,
     to_rows,
 )
 from heinsen_jax.models import LanguageModel, LanguageModelState
@@ -149,7 +150,9 @@ def generate(
                 "continue each prompt by itself"
             )
         state = state if independent_rows else to_rows(model, state, len(tokens))
-    tokens, lengths = padded(tokens, lengths, max_length=model.config.max_length)
+    limits = model.config.max_length, smallest_capacity(state)
+    most = min((x for x in limits if x is not None), default=None)
+    tokens, lengths = padded(tokens, lengths, max_length=most)
     if max_new_tokens == 0:
         return jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
     options = *nnx.split(model), sampler, independent_rows

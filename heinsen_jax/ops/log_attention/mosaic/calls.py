@@ -41,20 +41,20 @@ def _forward(
     otherwise: AttentionPasses, is_log: bool, inputs: Inputs, state: Averages
 ) -> tuple[tuple[Outputs, Averages], Residuals]:
     linear = _to_linear(state) if is_log else state
-    results = kernels.forward(Operands.of(inputs, linear), is_log)
-    after = _after(inputs, results)
-    way = _way(linear, after, results, is_log)
+    forward = kernels.forward(Operands.of(inputs, linear), is_log)
+    after = _after(inputs, forward)
+    way = _way(linear, after, forward, is_log)
 
     def by_kernels() -> tuple[Outputs, Averages]:
         sizes = inputs.query.shape[:-1]
-        y = results.y[..., : inputs.value.shape[-1]].reshape(*sizes, -1)
-        log_z = jnp.moveaxis(results.log_z, 1, 2).reshape(sizes)
+        y = forward.y[..., : inputs.value.shape[-1]].reshape(*sizes, -1)
+        log_z = jnp.moveaxis(forward.log_z, 1, 2).reshape(sizes)
         return (y, log_z), after._replace(mean=safe_log(after.mean)) if is_log else after
 
     def exactly() -> tuple[Outputs, Averages]:
         return _exactly(otherwise, is_log, inputs, state)
 
-    return lax.switch(way, (by_kernels, exactly)), (inputs, state, results, way)
+    return lax.switch(way, (by_kernels, exactly)), (inputs, state, forward, way)
 
 
 def _backward(
@@ -64,15 +64,15 @@ def _backward(
     cotangents: tuple[Outputs, Averages],
 ) -> tuple[Inputs, Averages]:
     """Return the cotangents of the inputs (None for `starts`) and of the state before them."""
-    inputs, state, results, way = residuals
+    inputs, state, forward, way = residuals
 
     def by_kernels() -> tuple[Inputs, Averages]:
         d_outputs, d_after = cotangents
         if not is_log:
-            return _cotangents(inputs, state, results, d_outputs, d_after, is_log)
-        after, linear = _after(inputs, results), _to_linear(state)
+            return _cotangents(inputs, state, forward, d_outputs, d_after, is_log)
+        after, linear = _after(inputs, forward), _to_linear(state)
         d_after = d_after._replace(mean=d_after.mean * reciprocal(after.mean))
-        d_inputs, d_state = _cotangents(inputs, linear, results, d_outputs, d_after, is_log)
+        d_inputs, d_state = _cotangents(inputs, linear, forward, d_outputs, d_after, is_log)
         return d_inputs, d_state._replace(mean=d_state.mean * linear.mean)
 
     def exactly() -> tuple[Inputs, Averages]:
@@ -90,14 +90,14 @@ _attend.defvjp(_forward, _backward)
 
 
 def _way(
-    state: Averages, after: Averages, results: kernels.Forward, is_log: bool
+    state: Averages, after: Averages, forward: kernels.Forward, is_log: bool
 ) -> Int[Array, ""]:
     """Return 0 if the kernels' results are valid, else 1. Both states are in linear space."""
-    smallest = jnp.min(results.margin)
+    smallest = jnp.min(forward.margin)
     if is_log:  # averages have finite logarithms, except for no tokens
         is_empty = (after.log_z == -jnp.inf)[..., None]
         smallest = jnp.minimum(smallest, jnp.min(jnp.where(is_empty, jnp.inf, after.mean)))
-    largest = jnp.maximum(jnp.max(results.largest), jnp.max(jnp.abs(state.mean), initial=1))
+    largest = jnp.maximum(jnp.max(forward.largest), jnp.max(jnp.abs(state.mean), initial=1))
     limit = math.exp(-Chunked().budget(jnp.float32))
     return first_safe((limit * largest - smallest)[None])
 
@@ -115,19 +115,19 @@ def _to_linear(state: Averages) -> Averages:
     return state._replace(mean=jnp.exp(state.mean))
 
 
-def _after(inputs: Inputs, results: kernels.Forward) -> Averages:
+def _after(inputs: Inputs, forward: kernels.Forward) -> Averages:
     """Return the state after all tokens, in linear space, from the first head of each group."""
     heads = inputs.query.shape[3]
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
-    end, z = (x[:, ::heads, :key_depth] for x in (results.end, results.z_after))
-    total = jnp.swapaxes(results.sum_after[:, ::heads, :value_depth, :key_depth], -1, -2)
+    end, z = (x[:, ::heads, :key_depth] for x in (forward.end, forward.z_after))
+    total = jnp.swapaxes(forward.sum_after[:, ::heads, :value_depth, :key_depth], -1, -2)
     return Averages(safe_log(z) + end, total * reciprocal(z)[..., None])
 
 
 def _cotangents(
     inputs: Inputs,
     state: Averages,
-    results: kernels.Forward,
+    forward: kernels.Forward,
     d_outputs: Outputs,
     d_after: Averages,
     is_log: bool,
@@ -135,19 +135,19 @@ def _cotangents(
     """Return the cotangents of the inputs and of the state before them, in linear space for
     states."""
     d_y, d_log_z = d_outputs
-    sizes = results.y.shape[:3]
+    sizes = forward.y.shape[:3]
     results = kernels.Results(
-        y=results.y,
-        log_z=results.log_z,
-        scales=results.scales,
-        d_y=pad_features(d_y.reshape(*sizes, -1), results.y.shape[-1], 0),
+        y=forward.y,
+        log_z=forward.log_z,
+        scales=forward.scales,
+        d_y=pad_features(d_y.reshape(*sizes, -1), forward.y.shape[-1], 0),
         d_log_z=jnp.moveaxis(d_log_z.reshape(sizes), 1, 2),
     )
     operands = Operands.of(inputs, state)
     of_query = kernels.query_gradient(operands, results, is_log)
     if of_query.d_average is not None:
         results = results._replace(d_y=of_query.d_average)
-    d_sums = _cotangents_of_sums(inputs, results, d_after)
+    d_sums = _cotangents_of_sums(inputs, forward, d_after)
     of_others = kernels.key_value_gradient(operands, results, of_query.d_total, d_sums, is_log)
 
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
@@ -168,15 +168,15 @@ def _cotangents(
 
 
 def _cotangents_of_sums(
-    inputs: Inputs, results: kernels.Forward, d_after: Averages
+    inputs: Inputs, forward: kernels.Forward, d_after: Averages
 ) -> tuple[Float[Array, "B H K"], Float[Array, "B H W K"]]:
     """Convert the cotangents of the state after all tokens to cotangents of its z and S, in the
-    scale of `results`, for the first head of each group; 0 for the others."""
-    heads, after = inputs.query.shape[3], _after(inputs, results)
-    inverse = share(results.end[:, ::heads, : inputs.key.shape[-1]], after.log_z)
+    scale of `forward`, for the first head of each group; 0 for the others."""
+    heads, after = inputs.query.shape[3], _after(inputs, forward)
+    inverse = share(forward.end[:, ::heads, : inputs.key.shape[-1]], after.log_z)
     d_z = inverse * (d_after.log_z - jnp.sum(d_after.mean * after.mean, -1))
     d_sum = jnp.swapaxes(d_after.mean * inverse[..., None], -1, -2)
-    rows, columns = results.sum_after.shape[2:]
+    rows, columns = forward.sum_after.shape[2:]
     d_sum = jnp.pad(d_sum, [(0, 0)] * 2 + [(0, rows - d_sum.shape[2]), (0, 0)])
 
     def of_first_head(x: Array) -> Array:
@@ -188,11 +188,11 @@ def _cotangents_of_sums(
 
 
 def _cotangent_before(
-    inputs: Inputs, state: Averages, results: kernels.KeyValueGradient
+    inputs: Inputs, state: Averages, gradient: kernels.KeyValueGradient
 ) -> Averages:
     """Convert the cotangents of z = 1 and S = mean to the cotangent of the state before."""
     key_depth, value_depth = inputs.key.shape[-1], inputs.value.shape[-1]
-    d_z, d_sum = (_over_heads(inputs, x, 1) for x in (results.d_z, results.d_sum))
+    d_z, d_sum = (_over_heads(inputs, x, 1) for x in (gradient.d_z, gradient.d_sum))
     d_mean = jnp.swapaxes(d_sum[..., :value_depth, :key_depth], -1, -2)
     return Averages(d_z[..., :key_depth] + jnp.sum(d_mean * state.mean, -1), d_mean)
 

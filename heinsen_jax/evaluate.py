@@ -20,7 +20,7 @@ from heinsen_jax.generate.options import check_count
 from heinsen_jax.objectives.documents import resolve_documents
 from heinsen_jax.objectives.evaluation import evaluate_model
 from heinsen_jax.runs.folder import open_run
-from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.load import ModelOptions, load_run
 from heinsen_jax.runs.record import CONFIG_FILE
 from heinsen_jax.runtime.allocator import keep_freed_memory
 from heinsen_jax.runtime.arguments import parse
@@ -30,12 +30,10 @@ from heinsen_jax.typing import config_dataclass
 
 
 @config_dataclass
-class Options:
+class Options(ModelOptions):
     """Evaluate a run's best checkpoint: loss, accuracy and bits per byte on text, or tasks of the
     lm-evaluation-harness."""
 
-    workdir: str
-    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
     data: str | None = None
     """A named corpus, a prepared folder or data with published splits, whose validation split is
     evaluated; or any other input of training, evaluated completely unless the run was trained on
@@ -46,8 +44,6 @@ class Options:
     """Maximum number of batches; all when None."""
     text_column: str | None = None
     """Column of the texts of --data; `text` when None."""
-    latest: bool = False
-    """Use the latest checkpoint, not the best."""
     tasks: tuple[str, ...] = ()
     """Tasks of the lm-evaluation-harness, instead of --data."""
     include_path: Path | None = None

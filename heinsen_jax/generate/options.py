@@ -5,7 +5,7 @@ import sys
 from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError, printable
 from heinsen_jax.models import LanguageModel
-from heinsen_jax.runs.load import load_text_run
+from heinsen_jax.runs.load import ModelOptions, load_text_run
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.typing import config_dataclass
 
@@ -19,11 +19,9 @@ def check_count(option: str, number: int | None) -> None:
 
 
 @config_dataclass
-class TextOptions:
+class TextOptions(ModelOptions):
     """Options of commands that load a model and sample text from it."""
 
-    workdir: str
-    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
     max_new_tokens: int = 256
     """Maximum number of tokens to generate."""
     temperature: float = 0.8
@@ -34,8 +32,6 @@ class TextOptions:
     """Sample from the fewest tokens with this total probability; all when None."""
     seed: int = 0
     """Seed of the samples."""
-    latest: bool = False
-    """Use the latest checkpoint, not the best."""
     raw: bool = False
     """Print control characters, which can control a terminal, unescaped."""
 

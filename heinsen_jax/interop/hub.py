@@ -27,7 +27,7 @@ from heinsen_jax.errors import UserError, command_line, parse_json, printable, w
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.folder import RunFolder, open_run
-from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.load import ModelOptions, load_run
 from heinsen_jax.runs.metrics_file import METRICS_FILE, read_evaluations
 from heinsen_jax.runs.record import CONFIG_FILE, Sections, read_config
 from heinsen_jax.runs.weights import SHARD_BYTES, check_finite, has_weights, save_weights
@@ -364,29 +364,21 @@ def _metadata(
 
 
 @config_dataclass
-class SaveOptions:
+class SaveOptions(ModelOptions):
     """Save a run's model in the format of the hub."""
 
-    workdir: str
-    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
     output: Path
     """A new or empty folder."""
-    latest: bool = False
-    """Use the latest checkpoint, not the best."""
 
 
 @config_dataclass
-class PushOptions:
+class PushOptions(ModelOptions):
     """Upload a run's model, or a saved one, to the hub."""
 
-    workdir: str
-    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
     repo_id: str
     """Repository of the hub, as owner/name."""
     private: bool = False
     """Create it as a private repository, if it does not exist."""
-    latest: bool = False
-    """Use the latest checkpoint, not the best."""
 
 
 @command_line

@@ -16,6 +16,17 @@ from heinsen_jax.runs.checkpoints import CheckpointReader
 from heinsen_jax.runs.folder import RunFolder, open_run
 from heinsen_jax.runs.record import CONFIG_FILE, SAVED_FILE, Sections, newest_saved, read_config
 from heinsen_jax.runs.weights import has_weights, load_weights
+from heinsen_jax.typing import config_dataclass
+
+
+@config_dataclass
+class ModelOptions:
+    """Options of commands that load a model."""
+
+    workdir: str
+    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
+    latest: bool = False
+    """Use the latest checkpoint, not the best."""
 
 
 def load_run(

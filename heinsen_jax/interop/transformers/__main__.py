@@ -12,7 +12,7 @@ from typing import Annotated
 
 from heinsen_jax.errors import command_line, printable
 from heinsen_jax.interop.transformers import StoredDtype, import_model, to_pretrained
-from heinsen_jax.runs.load import load_run
+from heinsen_jax.runs.load import ModelOptions, load_run
 from heinsen_jax.runtime.arguments import Form, only, parse_command
 from heinsen_jax.typing import config_dataclass
 
@@ -32,19 +32,15 @@ class ImportOptions:
 
 
 @config_dataclass
-class ExportOptions:
+class ExportOptions(ModelOptions):
     """Write a run's model for transformers."""
 
-    workdir: str
-    """A run's folder, or a model folder in the format of the Hugging Face Hub."""
     output: Path
     """A new or empty folder."""
     like: Path | None = None
     """Folder of the original checkpoint, to copy its other fields."""
     dtype: StoredDtype | None = None
     """Dtype of the tensors; when None, the dtype of --like, or float32 without it."""
-    latest: bool = False
-    """Use the latest checkpoint, not the best."""
 
 
 @command_line

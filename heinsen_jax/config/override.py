@@ -7,7 +7,7 @@ from typing import Any
 import pydantic
 
 from heinsen_jax.config.load import check_range
-from heinsen_jax.config.suggestions import HELP, OTHER_VALUES, stray, unrecognized
+from heinsen_jax.config.suggestions import OTHER_VALUES, stray, unrecognized
 from heinsen_jax.errors import UserError
 from heinsen_jax.runtime.arguments import Option, describe_errors, options_of, read
 from heinsen_jax.training.config import ExperimentConfig, as_json, flat
@@ -56,17 +56,7 @@ def override(config: ExperimentConfig, arguments: Sequence[str]) -> ExperimentCo
             else:
                 config = dataclasses.replace(config, **changed)
         except pydantic.ValidationError as error:
-            message = describe_errors(error, options, given.words, section)
-            raise UserError(_with_usual_values(message)) from None
+            words = given.words
+            message = describe_errors(error, options, words, section, OTHER_VALUES)
+            raise UserError(message) from None
     return check_range(config)
-
-
-def _with_usual_values(message: str) -> str:
-    """Add a suggestion for a value of other libraries, or a hint to --help."""
-    if "a value has the wrong type" in message:
-        return f"{message}; {HELP}"
-    given, separator, choices = message.partition(": no such choice; choose one of ")
-    likely = OTHER_VALUES.get(given.rpartition(" ")[2].lower())
-    if separator and likely in choices.replace(";", ",").split(", ") and "perhaps" not in choices:
-        return f"{message}; perhaps {likely} is meant"
-    return message

@@ -119,17 +119,13 @@ def unrecognized(unknown: Sequence[Given], values: Mapping[str, JSON]) -> str:
       unknown: the options.
       values: the fields, as `section.field`, with their values.
     """
-    reason = f"Unrecognized options: {', '.join(x for each in unknown for x in _words(each))}"
+    reason = f"Unrecognized options: {', '.join(x for each in unknown for x in each.words)}"
     words = [re.sub(r"[-_]+", "_", x.flag.lstrip("-")).lower() for x in unknown]
     names = dict.fromkeys(flag for word in words for flag in _suggested(word, values))
     if names:
         return f"{reason}; perhaps {' or '.join(names)} is meant"
     hints = (_HINTS.get(word.rpartition(".")[2]) for word in words)
     return f"{reason}; {next(filter(None, hints), HELP)}"
-
-
-def _words(given: Given) -> list[str]:
-    return [given.flag, *given.values]
 
 
 def stray(value: str, values: Mapping[str, JSON]) -> str:

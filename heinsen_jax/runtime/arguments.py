@@ -140,15 +140,18 @@ class Option:
             raise UserError(f"{self.flag}: the value is missing; write {self.flag} {shown}{dash}")
         return None if values[0] == "None" and type(None) in self.types else values[0]
 
-    def explain(self, problem: Mapping[str, Any], values: Sequence[str]) -> str:
+    def explain(
+        self, problem: Mapping[str, Any], values: Sequence[str], synonyms: Mapping[str, str]
+    ) -> str:
         """Describe an error of pydantic in the terms of the command line."""
         given = " ".join([self.flag, *values])
         or_none = " or None" if type(None) in self.types else ""
         kind = problem["type"]
         if kind == "literal_error":
-            return wrong_choice(self.flag, str(problem["input"]), self.choices)
+            return _wrong_choice(self.flag, str(problem["input"]), self.choices, synonyms)
         if self.capacity is None and kind.endswith(("_parsing", "_type")):
-            return f"{given}: a value has the wrong type"
+            wanted = {"int": "integers", "float": "numbers"}.get(kind.partition("_")[0], "others")
+            return f"{given}: a value has the wrong type; give {wanted}, separated by spaces"
         if kind.startswith("int_"):
             return f"{given}: not an integer{or_none}; {_as_integer(values, self.flag)}"
         if kind.startswith("float_"):
@@ -282,22 +285,34 @@ def describe_errors(
     options: Mapping[str, Option],
     words: Mapping[str, Sequence[str]],
     section: str = "",
+    synonyms: Mapping[str, str] | None = None,
 ) -> str:
-    """Describe in one line why pydantic refused fields."""
+    """Describe in one line why pydantic refused fields.
+
+    Args:
+      error: the error.
+      options: the options of the fields.
+      words: the values on the command line by the name of their option.
+      section: the section of the fields, if any.
+      synonyms: choices by the names that other libraries have for them.
+    """
     lines = []
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else ""
         name = f"{section}.{name}" if section else name
         if name in options:
-            lines.append(options[name].explain(problem, words.get(name, [])))
+            lines.append(options[name].explain(problem, words.get(name, []), synonyms or {}))
         else:
             text = problem["msg"].removeprefix("Value error, ")
             lines.append(f"--{section}: {text}" if section else text)
     return "; ".join(lines)
 
 
-def wrong_choice(flag: str, value: str, choices: Sequence[str], likely: str = "") -> str:
-    names = [likely] if likely in choices else difflib.get_close_matches(value.lower(), choices, 1)
+def _wrong_choice(
+    flag: str, value: str, choices: Sequence[str], synonyms: Mapping[str, str]
+) -> str:
+    names = [x for x in [synonyms.get(value.lower())] if x in choices]
+    names += difflib.get_close_matches(value.lower(), choices, 1)
     meant = f"; perhaps {names[0]} is meant" if names else ""
     return f"{flag} {value}: no such choice; choose one of {', '.join(choices)}{meant}"
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import numpy as np
 import tyro
 from common import ROOT, interleaved_medians
 from flax import nnx
@@ -27,8 +28,9 @@ from rich.table import Table
 
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.config import load_config
-from heinsen_jax.generate import repeat_state
-from heinsen_jax.generate.states import loop_with_state, make_advance
+from heinsen_jax.generate import Engine
+from heinsen_jax.generate.sampling import Sampler
+from heinsen_jax.generate.tokens import Carry, further_tokens
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 from heinsen_jax.runtime.environment import environment
 
@@ -70,37 +72,25 @@ class Decoder:
     """A model with random weights that continues sequences."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
-        model = LanguageModel(config, rngs=nnx.Rngs(0))
-        self.model = model
-        self.graph, self.parameters = nnx.split(model)
-        self.read = jax.jit(self._read)
-        self.decode = jax.jit(self._decode, static_argnums=3, donate_argnums=1)
-
-    def _read(self, parameters: Any, state: LanguageModelState, tokens: Any) -> Any:
-        model = nnx.merge(self.graph, parameters)
-        return model.features(tokens, state=state, return_state=True)[1]
-
-    def _decode(self, parameters: Any, state: LanguageModelState, token: Any, number: int) -> Any:
-        readout = nnx.merge(self.graph, parameters).readout
-        advance = make_advance(self.graph, parameters, independent_rows=True)
-
-        def step(_: Any, state: LanguageModelState, token: Any) -> tuple[LanguageModelState, Any]:
-            features, state = advance(token[:, None], state)
-            return state, jnp.argmax(readout(features)[:, 0], -1).astype(token.dtype)
-
-        return loop_with_state(number, step, state, token)
+        self.engine = Engine(LanguageModel(config, rngs=nnx.Rngs(0)))
+        self.sampler = Sampler.of(config, 1.0, 1, None, None)
 
     def after(self, context: int) -> LanguageModelState:
         """Return the state after this number of tokens."""
-        state = self.model.init_state(())
-        tokens = jax.random.randint(jax.random.key(0), (CHUNK,), 0, self.model.config.vocab_size)
+        state, size = self.engine.init_state(), self.engine.config.vocab_size
+        tokens = np.random.default_rng(0).integers(0, size, CHUNK, np.int32)
         for start in range(0, context, CHUNK):
-            state = self.read(self.parameters, state, tokens[: context - start])
+            _, state = self.engine.feed(tokens[: context - start], state)
         return state
 
     def filled(self, context: int, batch: int, tokens: int) -> LanguageModelState:
         """Return a state of zeros as after this number of tokens, with capacity for more."""
-        return at(self.model.init_state((batch,), capacity=context + tokens), context)
+        return at(self.engine.init_state((batch,), capacity=context + tokens), context)
+
+    def decode(self, carry: Carry, count: int) -> Carry:
+        """Generate further tokens."""
+        options = self.engine.program, count, self.engine.weights, self.sampler
+        return further_tokens(*options, carry, 1, count)[0]
 
 
 def at(state: LanguageModelState, context: int) -> LanguageModelState:
@@ -120,16 +110,16 @@ def measure(
 ) -> float:
     """Return seconds per token of the batch."""
     if is_constant:
-        state = repeat_state(decoder.model, decoder.after(context), batch)
+        state = decoder.engine.branch(decoder.after(context), batch)
     else:
         state = decoder.filled(context, batch, options.tokens)
-    carry = state, jnp.zeros((batch,), jnp.int32)
+    carry = jnp.zeros((batch,), jnp.int32), state
 
     def call() -> Any:
         nonlocal carry
-        state, token = carry
-        carry = decoder.decode(decoder.parameters, at(state, context), token, options.tokens)
-        return carry[1]
+        token, state = carry
+        carry = decoder.decode((token, at(state, context)), options.tokens)
+        return carry[0]
 
     return interleaved_medians({"": call}, options.repeats, seconds=0.1)[""] / options.tokens
 
@@ -154,7 +144,7 @@ def main(options: Options) -> int:
         decoder = Decoder(config)
         is_constant = {*config.layer_pattern} == {"log"}
         for context in options.contexts:
-            size = decoder.model.state_size(context)
+            size = LanguageModel.abstract(config).state_size(context)
             for batch in options.batches:
                 row: dict[str, Any] = {"model": name, "batch": batch, "context": context}
                 row |= {"bytes": size}

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heinsen_jax.config import load_config
-from heinsen_jax.generate import generate
+from heinsen_jax.generate import Engine, generate
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.runtime.environment import environment
 from studies import load_study
@@ -73,17 +73,18 @@ class Served:
     """A model and a batch of prompts."""
 
     def __init__(self, config: LanguageModelConfig, context: int, rows: int) -> None:
-        self.model = LanguageModel(config, rngs=nnx.Rngs(0))
+        self.engine = Engine(LanguageModel(config, rngs=nnx.Rngs(0)))
+        self.state_size = LanguageModel.abstract(config).state_size(context)
         tokens = np.random.default_rng(0).integers(0, config.vocab_size, (rows, context))
         self.tokens = jnp.asarray(tokens, jnp.int32)
 
     def read(self) -> Any:
         """The first new token, and the state after the prompt."""
-        return generate(self.model, self.tokens, 1, top_k=1, return_state=True)
+        return generate(self.engine, self.tokens, 1, top_k=1, return_state=True)
 
     def generate(self, token: jax.Array, state: Any, count: int) -> jax.Array:
         """Tokens after the first one."""
-        return generate(self.model, token, count, top_k=1, state=state)
+        return generate(self.engine, token, count, top_k=1, state=state)
 
 
 def measure(context: int, options: Options) -> list[dict[str, Any]]:
@@ -107,7 +108,7 @@ def measure(context: int, options: Options) -> list[dict[str, Any]]:
                 "first_token_seconds": first[name],
                 "seconds_per_token": (seconds[name, NEW + 1] - seconds[name, 1]) / NEW,
                 "peak_bytes": memory[name],
-                "state_bytes": rows * each.model.state_size(context),
+                "state_bytes": rows * each.state_size,
             }
             for name, each in served.items()
         ]

@@ -293,6 +293,21 @@ def decoding_times() -> str:
     return lines(rows.values())
 
 
+def generation_times() -> str:
+    """Rows of prompts and of new tokens, by library."""
+    times: dict[str, dict[str, float]] = {}
+    for x in record("generation")["rows"]:
+        what = {"prompt": "a prompt of {tokens} tokens", "decoding": "a new token"}
+        name = what.get(x["measure"], "a new token on request").format(**x)
+        name += f" of each of {x['batch']} sequences" if x["batch"] > 1 else ""
+        times.setdefault(name, {})[x["library"]] = x["seconds"]
+    libraries = "heinsen_jax", "transformers"
+    return lines(
+        [name, *(milliseconds(row[x], 0) if x in row else "–" for x in libraries)]
+        for name, row in times.items()
+    )
+
+
 def served(model: str, context: int = 65_536, rows: int = 1) -> Any:
     """Record of a model that generates text after prompts of this length."""
     at = {"model": model, "context": context, "rows": rows}

@@ -10,18 +10,19 @@ stays in it.
 """
 
 import io
+import itertools
 import os
 import sys
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
-from heinsen_jax.data import PretrainedTokenizer, Tokenizer, start_ids
+from heinsen_jax.data import PretrainedTokenizer, start_ids
 from heinsen_jax.errors import (
     UserError,
     command_line,
@@ -30,12 +31,13 @@ from heinsen_jax.errors import (
     printable,
     wants_tracebacks,
 )
-from heinsen_jax.generate import generate, load_state, save_state
+from heinsen_jax.generate.engine import Engine
 from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.sampling import Sampler
 from heinsen_jax.generate.states import check_one
 from heinsen_jax.generate.text import check_text, decode_stream, until_end
-from heinsen_jax.models import LanguageModel, LanguageModelState
+from heinsen_jax.generate.tokens import continued
+from heinsen_jax.models import LanguageModelState
 from heinsen_jax.runtime.arguments import parse
 from heinsen_jax.typing import JSON
 
@@ -62,7 +64,7 @@ class Chat:
     message; else the text continues, and answers end with a line.
 
     Attributes:
-      model, tokenizer: the model and its tokenizer.
+      engine: the model and its tokenizer.
       max_new_tokens: maximum number of tokens of an answer.
       temperature, top_k, seed, top_p: as for `generate`.
       decoding_errors: how bytes of an answer that are not UTF-8 are decoded.
@@ -71,8 +73,7 @@ class Chat:
       UserError: the model cannot generate, or an option is out of its range.
     """
 
-    model: LanguageModel
-    tokenizer: Tokenizer
+    engine: Engine
     max_new_tokens: int
     temperature: float
     top_k: int | None
@@ -82,14 +83,19 @@ class Chat:
 
     def __post_init__(self) -> None:
         self.reset()
-        tokenizer = self.tokenizer
+        self.tokenizer = tokenizer = self.engine.tokenizer
         is_pretrained = isinstance(tokenizer, PretrainedTokenizer)
         self.template = tokenizer if is_pretrained and tokenizer.templates else None
         self.turns = 0
         self.saved: dict[Path, tuple[int, ...]] = {}  # files that /save may replace
-        key = jax.random.key(self.seed)
-        num_tokens = self.tokenizer.vocab_size
-        Sampler.of(self.model, self.temperature, self.top_k, key, num_tokens, self.top_p)
+        self.sampler = Sampler.of(
+            self.engine.config,
+            self.temperature,
+            self.top_k,
+            jax.random.key(self.seed),
+            tokenizer.vocab_size,
+            self.top_p,
+        )
 
     def reset(self) -> None:
         """Start over."""
@@ -143,33 +149,20 @@ class Chat:
         return tokens[len(self.read) :]
 
     def _tokens(self, tokens: list[int]) -> Iterator[int]:
-        key = jax.random.fold_in(jax.random.key(self.seed), self.turns)
+        key = jax.random.fold_in(self.sampler.key, self.turns)
         self.turns += 1
-        state = self.state
-        if state is None:  # on its device like later states, so that both share compiled functions
-            state = jax.device_put(self.model.init_state(()), jax.devices()[0])
-        if self.model.remaining(state) < (needed := len(tokens) + self.max_new_tokens):
+        state = self.engine.init_state() if self.state is None else self.state
+        if self.engine.remaining(state) < (needed := len(tokens) + self.max_new_tokens):
             raise UserError("the conversation has reached model.max_length: /reset starts over")
-        self.model.config.warn_beyond_trained_length(len(self.position.read) + needed)
-        state = self.model.ensure_capacity(state, needed)  # in one call, not per token
-        written = b""
-        for index in range(self.max_new_tokens):
-            new, state = generate(
-                self.model,
-                jnp.asarray(tokens, jnp.int32),
-                1,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                top_p=self.top_p,
-                key=jax.random.fold_in(key, index),
-                state=state,
-                num_tokens=self.tokenizer.vocab_size,
-                return_state=True,
-            )
-            read, tokens = (*self.position.read, *tokens), [int(new[0])]
-            self.position = Position(state, read, (tokens[0],))
-            yield tokens[0]
-            written += self.tokenizer.token_bytes(tokens[0])
+        self.engine.config.warn_beyond_trained_length(len(self.position.read) + needed)
+        written, sampler = b"", replace(self.sampler, key=key)
+        state = self.engine.reserve(state, needed)  # in one call, not per token
+        new = continued(self.engine, np.asarray(tokens, np.int32), sampler, state)
+        for token, after in itertools.islice(new, self.max_new_tokens):
+            self.position = Position(after, (*self.position.read, *tokens), (token,))
+            tokens = [token]
+            yield token
+            written += self.tokenizer.token_bytes(token)
             if self.template is None and written.strip() and written.endswith(b"\n"):
                 break
 
@@ -189,8 +182,8 @@ class Chat:
                 self._save(Path(path))
                 return f"saved in {path}"
             case "/load", path if path:
-                state = load_state(path, self.model)
-                check_one(self.model, state)
+                state = self.engine.load(path)
+                check_one(self.engine, state)
                 self.reset()
                 self.position = Position(state)
                 return f"loaded {path}"
@@ -208,11 +201,9 @@ class Chat:
             raise UserError(
                 f"/save: {path} exists, and this conversation has not saved it; give a new name"
             )
-        unread = jnp.asarray(self.unread, jnp.int32)
-        before = self.model.ensure_capacity(self.state, len(self.unread))
-        _, state = self.model(unread, state=before, return_state=True)
+        _, state = self.engine.feed(np.asarray(self.unread, np.int32), self.state)
         self.position = Position(state, (*self.read, *self.unread))
-        save_state(path, self.model, state)
+        self.engine.save(path, state)
         self.saved[path.absolute()] = _identity(path)
 
 
@@ -225,10 +216,8 @@ def _identity(path: Path) -> tuple[int, ...]:
 @command_line
 def main() -> None:
     options = parse(TextOptions, prog="python -m heinsen_jax.chat", description=__doc__)
-    model, tokenizer = options.load()
     chat = Chat(
-        model,
-        tokenizer,
+        options.load(),
         options.max_new_tokens,
         options.temperature,
         options.top_k,

@@ -149,7 +149,7 @@ axes[1].set_xticks(range(len(letters)), letters, fontsize=7)
 
 # %%
 _, state = model(tokens, return_state=True)
-first_state = jax.tree.map(lambda x: x[0], state.blocks[0]).attention
+first_state = state.blocks[0].attention
 figure, axes = plt.subplots(1, 4, figsize=(14, 2.8), layout="constrained")
 for head, panel in enumerate(axes):
     image = panel.imshow(

@@ -1220,14 +1220,32 @@ GENERATE_FAULTS = {
     ),
     "random numbers that repeat": Fault(
         "heinsen_jax/generate/tokens.py",
-        "keys = sampler.keys(position + index)",
-        "keys = sampler.keys(position)",
+        "draw(sampler, logits, position + index)",
+        "draw(sampler, logits, position)",
         ("tests/generate/tokens_test.py",),
     ),
     "a prompt without its last token": Fault(
+        "heinsen_jax/generate/engine.py",
+        "ends - done >= max(size, 1)",
+        "ends - done > max(size, 1)",
+        ("tests/generate/engine_test.py",),
+    ),
+    "rows that are fed beyond their prompts": Fault(
+        "heinsen_jax/generate/engine.py",
+        "if not np.all(is_fed):",
+        "if False:",
+        ("tests/generate/engine_test.py",),
+    ),
+    "layers in another order": Fault(
+        "heinsen_jax/generate/engine.py",
+        "tuple(chain.from_iterable(by_repeat))",
+        "tuple(chain.from_iterable([*by_repeat][::-1]))",
+        ("tests/generate/engine_test.py",),
+    ),
+    "left padding that is taken for right padding": Fault(
         "heinsen_jax/generate/prompts.py",
-        "is_read = first + size <= lengths",
-        "is_read = first + size < lengths",
+        'if padding == "left":',
+        "if False:",
         ("tests/generate/prompts_test.py",),
     ),
     "a text with its end token": Fault(
@@ -1238,8 +1256,8 @@ GENERATE_FAULTS = {
     ),
     "a state of a model with other weights": Fault(
         "heinsen_jax/generate/states.py",
-        "        digest.update(np.asarray(x).tobytes())\n",
-        "",
+        "            digest.update(np.asarray(x).tobytes())\n",
+        "            pass\n",
         ("tests/generate/states_test.py",),
     ),
     "a seed that is ignored": Fault(
@@ -1523,8 +1541,8 @@ COMMANDS_FAULTS = {
     ),
     "an unread token that a saved chat lacks": Fault(
         "heinsen_jax/chat.py",
-        "unread = jnp.asarray(self.unread, jnp.int32)",
-        "unread = jnp.asarray([], jnp.int32)",
+        "np.asarray(self.unread, np.int32)",
+        "np.asarray([], np.int32)",
         ("tests/faults/chat_test.py",),
     ),
     "a failed answer that stays in the conversation": Fault(

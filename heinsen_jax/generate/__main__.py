@@ -41,14 +41,15 @@ def main() -> None:
 def _continuations(options: PromptOptions) -> Iterator[str]:
     """The prompt and its continuation, as it is sampled; of several samples, one after another."""
     check_text(options.prompt, "--prompt")
-    model, tokenizer = options.load()
+    engine = options.load()
+    tokenizer = engine.tokenizer
     prompt, number, key = options.prompt, options.max_new_tokens, jax.random.key(options.seed)
     tokens = [*start_ids(tokenizer), *tokenizer.encode(prompt)]
     if not tokens:
         raise UserError("--prompt is empty; give at least one character")
     if options.num_samples > 1:
         (texts,) = complete(
-            model,
+            engine,
             tokenizer,
             [tokens],
             number,
@@ -61,7 +62,7 @@ def _continuations(options: PromptOptions) -> Iterator[str]:
         yield "\n\n".join(f"--- sample {i} ---\n{prompt}{x}" for i, x in enumerate(texts, start=1))
         return
     sampled = stream(
-        model,
+        engine,
         jnp.asarray(tokens, jnp.int32),
         temperature=options.temperature,
         top_k=options.top_k,

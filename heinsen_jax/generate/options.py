@@ -2,9 +2,8 @@
 
 import sys
 
-from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError, printable
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.generate.engine import Engine
 from heinsen_jax.runs.load import ModelOptions, load_text_run
 from heinsen_jax.runtime.compilation import cache_compilations
 from heinsen_jax.typing import config_dataclass
@@ -35,7 +34,7 @@ class TextOptions(ModelOptions):
     raw: bool = False
     """Print control characters, which can control a terminal, unescaped."""
 
-    def load(self) -> tuple[LanguageModel, Tokenizer]:
+    def load(self) -> Engine:
         """Load the model and its tokenizer.
 
         Raises:
@@ -45,8 +44,8 @@ class TextOptions(ModelOptions):
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"--seed {self.seed} is out of range; give one below {2**63:,}")
         cache_compilations()
-        model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest)
-        return model, tokenizer
+        model, tokenizer, _ = load_text_run(self.workdir, best=not self.latest, on_host=True)
+        return Engine(model, tokenizer)
 
     def print_part(self, text: str) -> None:
         """Print a part of a text, with control characters escaped; with --raw its exact bytes, of

@@ -4,10 +4,11 @@ from dataclasses import field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from heinsen_jax.errors import UserError
-from heinsen_jax.models import LanguageModel
+from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.models.language_model import check_tokens
 from heinsen_jax.typing import Array, Float, Integer, Key, Shaped, pytree_dataclass
 
@@ -60,23 +61,19 @@ class Sampler:
     @classmethod
     def of(
         cls,
-        model: LanguageModel,
+        config: LanguageModelConfig,
         temperature: float,
         top_k: int | None,
         key: Shaped[Array, "..."] | None,
         num_tokens: int | None,
         top_p: float | None = None,
     ) -> "Sampler":
-        """Create the parameters, checked against the model.
+        """Create the parameters, checked against the model's configuration.
 
         Raises:
           UserError: an argument is out of its range; the message names it.
         """
-        if not model.config.is_causal:
-            raise UserError(
-                "the model is not causal: it predicts masked tokens and cannot generate"
-            )
-        vocab_size = model.config.vocab_size
+        vocab_size = config.vocab_size
         num_tokens = vocab_size if num_tokens is None else num_tokens
         if not 1 <= num_tokens <= vocab_size:
             raise UserError(f"num_tokens={num_tokens} must be in 1 .. {vocab_size}")
@@ -112,7 +109,7 @@ class Sampler:
         return choose(keys, logits)
 
 
-def check_prompts(model: LanguageModel, tokens: Shaped[Array, "..."]) -> None:
+def check_prompts(config: LanguageModelConfig, tokens: Shaped[Array | np.ndarray, "..."]) -> None:
     if tokens.ndim == 0 or tokens.shape[-1] == 0:
         raise UserError("the prompt has no tokens; give at least one, for example end of text")
-    check_tokens(tokens, model.config.vocab_size)
+    check_tokens(tokens, config.vocab_size)

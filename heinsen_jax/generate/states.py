@@ -4,162 +4,92 @@ files."""
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pydantic
 from flax import nnx
-from jax import lax
 
 from heinsen_jax.attention.base import AttentionConfig
 from heinsen_jax.attention.cache import Cache
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
-from heinsen_jax.models.blocks import BlockState
-from heinsen_jax.models.language_model import split_and_join, unstacked
-from heinsen_jax.models.position import PositionState
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.weights import load_hashed, save_hashed
-from heinsen_jax.typing import Array, Bool, Features, Float, Integer, PyTree
-
-POSITION_AXIS, BLOCKS_AXIS = 0, 1
-"""First batch axis of the parts of a state: states of blocks have a leading axis of layers."""
+from heinsen_jax.typing import Array, Bool, Integer, PyTree
 
 Tree = TypeVar("Tree")
-Rows: TypeAlias = Integer[Array, "B"]
-Shapes: TypeAlias = dict[str, tuple[list[pydantic.NonNegativeInt], str]]
-Read: TypeAlias = Callable[[Array, LanguageModelState], tuple[Array, LanguageModelState]]
 
 
-def repeat_state(
-    model: LanguageModel, state: LanguageModelState, number: int
-) -> LanguageModelState:
+class Model(Protocol):
+    """A `LanguageModel` or an `Engine`."""
+
+    config: LanguageModelConfig
+
+    def init_state(
+        self, batch_shape: Sequence[int], *, capacity: int | None = None
+    ) -> LanguageModelState: ...
+
+
+@runtime_checkable
+class _ByLayer(Protocol):
+    """A model of which the layers are not in stacks."""
+
+    def parameters(self) -> Iterator[tuple[str, list[Array]]]: ...
+
+
+def repeat_state(model: Model, state: LanguageModelState, number: int) -> LanguageModelState:
     """Repeat the state of sequences `[*B]` for `number` continuations each: `[*B, number]`.
 
     So a prompt is processed once for any number of continuations.
     """
-    batch = _batch_axes(model, state)
+    batch = _num_batch_axes(model, state)
 
-    def one(axis: int, x: Array, has_rows: bool) -> Array:
-        return _with_axis(x, axis + batch, number) if has_rows else x
+    def one(x: Array, is_shared: bool) -> Array:
+        return x if is_shared else _with_axis(x, batch, number)
 
-    return _by_part(one, state, _have_rows(model, state))
-
-
-def to_rows(model: LanguageModel, state: LanguageModelState, rows: int) -> LanguageModelState:
-    """The state of sequences `[rows]`, with a row for each, also of numbers that all share."""
-
-    def one(axis: int, x: Array, has_rows: bool) -> Array:
-        return x if has_rows else _with_axis(x, axis, rows)
-
-    return _by_part(one, state, _have_rows(model, state))
+    return jax.tree.map(one, state, _shared(model, state))
 
 
-def has_independent_rows(model: LanguageModel, state: LanguageModelState) -> bool:
-    """Whether every array of a state has a row for each sequence; none is shared by all."""
-    return all(jax.tree.leaves(_have_rows(model, state)))
+def with_independent_rows(model: Model, state: LanguageModelState, rows: int) -> LanguageModelState:
+    """The state of sequences `[rows]`, with a row for each also of numbers that all share."""
+    shared = _shared(model, state)
+    if not any(jax.tree.leaves(shared)):
+        return state
+
+    def one(x: Array, is_shared: bool) -> Array:
+        return _with_axis(x, 0, rows) if is_shared else x
+
+    return dataclasses.replace(jax.tree.map(one, state, shared), by_row=True)
 
 
-def init_rows(
-    model: LanguageModel, number: int, capacity: int, state: LanguageModelState | None = None
-) -> tuple[LanguageModelState, bool]:
-    """The state of one sequence, or the empty one, for `number` sequences with at most `capacity`
-    further tokens; and whether rows are independent, for `make_advance`."""
-    if state is None:
-        state = model.init_state(())
-    check_one(model, state)
-    state = repeat_state(model, model.ensure_capacity(state, capacity), number)
-    independent_rows = has_independent_rows(model, state)
-    return (state if independent_rows else to_rows(model, state, number)), independent_rows
-
-
-def check_one(model: LanguageModel, state: LanguageModelState) -> None:
+def check_one(model: Model, state: LanguageModelState) -> None:
     """Raise UserError if a state is of a batch of sequences."""
-    if _batch_axes(model, state):
+    if _num_batch_axes(model, state):
         raise UserError(
             "state: has a batch axis; pass the state of one sequence, as returned by "
             "model(tokens[T], return_state=True)"
         )
 
 
-def where_rows(
-    chosen: Bool[Array, "B"], state: LanguageModelState, other: LanguageModelState
-) -> LanguageModelState:
-    """Select rows `[B]` of `state` where chosen, else of the other state."""
+@jax.jit
+def where_rows(chosen: Bool[Array, "B"], tree: Tree, other: Tree) -> Tree:
+    """Select rows `[B]` of a tree where chosen, else of the other."""
 
-    def one(axis: int, x: Array, y: Array) -> Array:
-        shape = [1] * x.ndim
-        shape[axis] = len(chosen)
-        return jnp.where(chosen.reshape(shape), x, y)
+    def one(x: Array, y: Array) -> Array:
+        return jnp.where(chosen.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
-    return _by_part(one, state, other)
+    return jax.tree.map(one, tree, other)
 
 
-def select_rows(state: LanguageModelState, rows: Rows) -> LanguageModelState:
-    """Select rows of the state of sequences `[B]`, possibly repeated."""
-    return _by_part(lambda axis, x: jnp.take(x, rows, axis), state)
-
-
-def make_advance(
-    graph: nnx.GraphDef[LanguageModel], parameters: nnx.State, independent_rows: bool
-) -> Read:
-    """Return a function that advances a state by tokens `[*B, T]`; unless rows are independent, a
-    state of `to_rows`.
-
-    Call it outside a loop over tokens, since it unstacks the weights of the layers.
-    """
-    weights = unstacked(parameters)
-
-    def read(
-        tokens: Integer[Array, "*B T"], state: LanguageModelState
-    ) -> tuple[Features, LanguageModelState]:
-        model = nnx.merge(graph, weights(tokens.shape[-1]))
-        features, after = model.features(tokens, state=state, return_state=True)
-        assert after is not None
-        return features, after
-
-    def read_row(
-        tokens: Integer[Array, "T"], position: PositionState, blocks: tuple[BlockState, ...]
-    ) -> tuple[Float[Array, "T D"], PositionState, tuple[BlockState, ...]]:
-        features, after = read(tokens, LanguageModelState(position, blocks))
-        return features, after.position, after.blocks
-
-    def read_rows(
-        tokens: Integer[Array, "B T"], state: LanguageModelState
-    ) -> tuple[Float[Array, "B T D"], LanguageModelState]:
-        axes = 0, POSITION_AXIS, BLOCKS_AXIS
-        by_row = jax.vmap(read_row, in_axes=axes, out_axes=axes)
-        features, position, blocks = by_row(tokens, state.position, state.blocks)
-        return features, LanguageModelState(position, blocks)
-
-    return read if independent_rows else read_rows
-
-
-def loop_with_state(
-    count: int | Integer[Array, ""],
-    step: Callable[[Integer[Array, ""], LanguageModelState, Tree], tuple[LanguageModelState, Tree]],
-    state: LanguageModelState,
-    rest: Tree,
-    *,
-    length: int = 1,
-) -> tuple[LanguageModelState, Tree]:
-    """`lax.fori_loop` of step(index, state, rest), of `length` tokens per step. In steps of one
-    token, the states of the layers are carried one by one: a stack would be copied in each."""
-    split, join = split_and_join(len(jax.tree.leaves(state.blocks)[0]), length)
-
-    def body(index: Integer[Array, ""], carry: PyTree) -> PyTree:
-        position, layers, rest = carry
-        state, rest = step(index, LanguageModelState(position, join(layers)), rest)
-        return state.position, split(state.blocks), rest
-
-    carry = state.position, split(state.blocks), rest
-    position, layers, rest = lax.fori_loop(0, count, body, carry)
-    return LanguageModelState(position, join(layers)), rest
+@jax.jit
+def select_rows(tree: Tree, rows: Integer[Array, "B"]) -> Tree:
+    """Select rows of a tree, such as the state of sequences `[B]`, possibly repeated."""
+    return jax.tree.map(lambda x: jnp.take(x, rows, 0), tree)
 
 
 def _with_axis(x: Array, axis: int, size: int) -> Array:
@@ -167,59 +97,87 @@ def _with_axis(x: Array, axis: int, size: int) -> Array:
     return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
 
 
-def _by_part(
-    function: Callable[..., Array], state: LanguageModelState, *others: LanguageModelState
-) -> LanguageModelState:
-    """Map function(batch axis, leaf, ...) over all leaves."""
-    states = state, *others
-    return LanguageModelState(
-        jax.tree.map(partial(function, POSITION_AXIS), *(x.position for x in states)),
-        jax.tree.map(partial(function, BLOCKS_AXIS), *(x.blocks for x in states)),
-    )
-
-
 def _shapes(
-    model: LanguageModel, batch_shape: Sequence[int], state: LanguageModelState
+    model: Model, state: LanguageModelState, batch_shape: Sequence[int]
 ) -> LanguageModelState:
-    """Shapes of a state like this one with another batch shape."""
-    has_capacity = any(x.length is not None for x in _caches(state))
-    capacity = 1 if has_capacity else None
-    return jax.eval_shape(lambda: model.init_state(batch_shape, capacity=capacity))
+    """Shapes of a state like this one with another batch shape and capacity."""
+    capacity = 1 if any(x.length is not None for x in caches(state)) else None
+    like = jax.eval_shape(lambda: model.init_state(batch_shape, capacity=capacity))
+    return dataclasses.replace(like, by_row=state.by_row)
 
 
-def _caches(state: LanguageModelState) -> list[Cache]:
+def caches(state: LanguageModelState) -> list[Cache]:
+    """The states of mechanisms that store every token, each with the same number of them."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Cache))
     return [x for x in nodes if isinstance(x, Cache)]
 
 
-def smallest_capacity(state: LanguageModelState) -> int | None:
-    """Smallest capacity, in tokens, of the caches of a state with a fixed shape; None without."""
-    sizes = [cache.capacity for cache in _caches(state) if cache.length is not None]
-    return min(sizes, default=None)
+def _shared(model: Model, state: LanguageModelState) -> LanguageModelState:
+    """Whether each array of a state is shared by all sequences."""
+    alone, one = (_shapes(model, state, batch) for batch in ((), (1,)))
+    return jax.tree.map(lambda x, y: not state.by_row and x.ndim == y.ndim, alone, one)
 
 
-def _have_rows(model: LanguageModel, state: LanguageModelState) -> LanguageModelState:
-    alone, one = (_shapes(model, batch, state) for batch in ((), (1,)))
-    return jax.tree.map(lambda x, y: x.ndim < y.ndim, alone, one)
+def _num_batch_axes(model: Model, state: LanguageModelState) -> int:
+    alone = _shapes(model, state, ())
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True)
+    return max(x.ndim - y.ndim for x, y in pairs)
 
 
-def _batch_axes(model: LanguageModel, state: LanguageModelState) -> int:
-    """Number of batch axes of a state."""
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(_shapes(model, (), state)), strict=True)
-    return max(x.ndim - alone.ndim for x, alone in pairs)
+class _Contents(pydantic.BaseModel, extra="forbid"):
+    """What a file records of its state, from which the shapes of all arrays follow.
+
+    Attributes:
+      batch_shape: the batch axes.
+      capacities: capacity of each cache, in tokens.
+      is_growing: whether caches grow with each call.
+      by_row: see `LanguageModelState`.
+    """
+
+    batch_shape: tuple[pydantic.NonNegativeInt, ...]
+    capacities: tuple[pydantic.NonNegativeInt, ...]
+    is_growing: bool
+    by_row: bool
+
+    @classmethod
+    def of(cls, model: Model, state: LanguageModelState) -> "_Contents":
+        alone, stored = _shapes(model, state, ()), caches(state)
+        pairs = zip(jax.tree.leaves(state), jax.tree.leaves(alone), strict=True)
+        return cls(
+            batch_shape=max((x.shape[: x.ndim - y.ndim] for x, y in pairs), key=len),
+            capacities=tuple(cache.capacity for cache in stored),
+            is_growing=any(cache.length is None for cache in stored),
+            by_row=state.by_row,
+        )
+
+    def init_state(self, model: Model) -> LanguageModelState:
+        """An empty state with these shapes."""
+        capacity = None if self.is_growing else min(self.capacities, default=None)
+        state = model.init_state(self.batch_shape, capacity=capacity)
+        capacities = iter(self.capacities)
+
+        def grown(node: PyTree) -> PyTree:
+            if not isinstance(node, Cache):
+                return node
+            cache: Any = node.with_capacity(next(capacities))
+            return cache if node.length is not None else dataclasses.replace(cache, length=None)
+
+        state = jax.tree.map(grown, state, is_leaf=lambda x: isinstance(x, Cache))
+        return with_independent_rows(model, state, self.batch_shape[0]) if self.by_row else state
 
 
-def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState) -> None:
+def save_state(path: str | Path, model: Model, state: LanguageModelState) -> None:
     """Write a state as .safetensors, with a fingerprint of its model.
 
     Raises:
       UserError: the file cannot be written.
     """
-    arrays = {name: np.asarray(x) for name, x in flatten_with_names(state).items()}
+    named = flatten_with_names(state).items()
+    arrays = {name: np.asarray(x, order="C") for name, x in named}
     arrays = {name: x for name, x in arrays.items() if x.size}  # empty arrays cannot be saved
-    real = {name: _real(np.ascontiguousarray(x)) for name, x in arrays.items()}
-    metadata = {"model": fingerprint(model), "shapes": json.dumps(_described(state))}
-    metadata["format"] = FORMAT
+    real = {name: _real(x) for name, x in arrays.items()}
+    contents = _Contents.of(model, state).model_dump_json()
+    metadata = {"model": fingerprint(model), "contents": contents, "format": FORMAT}
     try:
         save_hashed(path, real, metadata)
     except OSError as error:
@@ -228,7 +186,7 @@ def save_state(path: str | Path, model: LanguageModel, state: LanguageModelState
         ) from None
 
 
-def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
+def load_state(path: str | Path, model: Model) -> LanguageModelState:
     """Read a state that `save_state` wrote.
 
     Raises:
@@ -240,57 +198,34 @@ def load_state(path: str | Path, model: LanguageModel) -> LanguageModelState:
             f"{path}: saved by another model or with other weights; only the same model can use a "
             "state, so process the text again"
         )
-    if (found := metadata.get("format", "1")) != FORMAT:
+    if (version := metadata.get("format", "1")) != FORMAT:
         raise UserError(
-            f"{path}: has format {found} of states, not {FORMAT}: another version of heinsen_jax "
+            f"{path}: has format {version} of states, not {FORMAT}: another version of heinsen_jax "
             "wrote it, so process the text again"
         )
     try:
-        shapes = pydantic.TypeAdapter(Shapes).validate_json(metadata["shapes"])
-        has_capacity = any(name.endswith(".length") for name in shapes)
-        like, one, many = (
-            jax.eval_shape(partial(model.init_state, (), capacity=capacity))
-            for capacity in (1 if has_capacity else None, 1, 1 << 20)
-        )
-        if shapes.keys() != flatten_with_names(like).keys():
-            raise ValueError("other arrays than the states of this model")
-        axes = [POSITION_AXIS for _ in jax.tree.leaves(like.position)]
-        axes += [BLOCKS_AXIS for _ in jax.tree.leaves(like.blocks)]
-        of_one, of_many = flatten_with_names(one), flatten_with_names(many)
-        batches, leaves = set(), []
-        for (name, x), axis in zip(flatten_with_names(like).items(), axes, strict=True):
-            shape, dtype = shapes[name]
-            grows = [a != b for a, b in zip(of_one[name].shape, of_many[name].shape, strict=True)]
-            batches.add(_batch(shape, x.shape, grows, axis))
-            leaves.append(_leaf(arrays.get(name), shape, dtype, x.dtype))
-        if len(batches - {()}) > 1:
-            raise ValueError(f"batch sizes {sorted(batches)} in one state")
-    except (ValueError, TypeError, KeyError) as error:
+        contents = _Contents.model_validate_json(metadata["contents"])
+        like = jax.eval_shape(lambda: contents.init_state(model))
+        shapes = flatten_with_names(like)
+        if unknown := arrays.keys() - shapes.keys():
+            raise ValueError(f"{min(unknown)} is no array of this model's states")
+        leaves = [_leaf(arrays.get(name), shape) for name, shape in shapes.items()]
+    except (ValueError, TypeError, LookupError, StopIteration, RuntimeError) as error:
         raise UserError(
             f"{path} is not a valid state ({error!r}): process the text again"
         ) from None
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _batch(
-    shape: Sequence[int], like: Sequence[int], grows: Sequence[bool], axis: int
-) -> tuple[int, ...]:
-    """The batch axes, from `axis` on, of an array whose other axes have the sizes of `like`, or any
-    size if they grow with the capacity; ValueError otherwise."""
-    end = len(shape) - len(like) + axis
-    rest = [*shape[:axis], *shape[end:]]
-    if end < axis or any(n != m and not may for n, m, may in zip(rest, like, grows, strict=True)):
-        raise ValueError(f"{[*shape]} in place of {[*like]}")
-    return tuple(shape[axis:end])
-
-
-def _leaf(x: np.ndarray | None, shape: list[int], dtype: str, wanted: np.dtype) -> Array:
-    """Restore an array to its shape and dtype; ValueError if it does not match them."""
-    x = np.zeros(0, dtype) if x is None else x
-    x = x.view(dtype) if dtype.startswith("complex") else x
-    if {dtype, str(x.dtype)} != {str(wanted)}:
-        raise ValueError(f"{x.dtype} in place of {wanted}")
-    return jnp.asarray(x.reshape(shape))
+def _leaf(x: np.ndarray | None, like: jax.ShapeDtypeStruct) -> Array:
+    """An array of a file, of which empty ones are left out; ValueError if it has another shape or
+    dtype."""
+    x = np.zeros(0, like.dtype).reshape(like.shape) if x is None else x
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        x = np.ascontiguousarray(x).view(like.dtype).reshape(like.shape)
+    if (x.shape, x.dtype) != (like.shape, like.dtype):
+        raise ValueError(f"{x.dtype}{[*x.shape]} in place of {like.dtype}{[*like.shape]}")
+    return jnp.asarray(x)
 
 
 def _real(x: np.ndarray) -> np.ndarray:
@@ -298,11 +233,7 @@ def _real(x: np.ndarray) -> np.ndarray:
     return x.view(np.finfo(x.dtype).dtype).reshape(*x.shape, 2) if np.iscomplexobj(x) else x
 
 
-def _described(state: LanguageModelState) -> Shapes:
-    return {name: ([*x.shape], str(x.dtype)) for name, x in flatten_with_names(state).items()}
-
-
-FORMAT = "2"
+FORMAT = "3"
 """Version of the layout of states in files."""
 ADDED_FIELDS = {"norm_epsilon", "parallel_branches", "output_bias", "lora_rank"}
 ADDED_FIELDS |= {"rotary_base", "rotary_fraction", "rotary_factor"}
@@ -311,7 +242,7 @@ ADDED_FIELDS |= {"rotary_original_length", "rotary_low_turns", "rotary_high_turn
 unchanged."""
 
 
-def fingerprint(model: LanguageModel) -> str:
+def fingerprint(model: Model) -> str:
     """SHA-256 of the architecture and the weights of a model, which determine its states."""
     config = _fields(model.config)
     for name in ("remat", "remat_policy", "trained_length"):
@@ -321,10 +252,19 @@ def fingerprint(model: LanguageModel) -> str:
     for _, options in config["attention"]:
         options.pop("implementation", None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, x in sorted(flatten_with_names(nnx.state(model, nnx.Param)).items()):
+    for name, parts in sorted(_parameters(model)):
         digest.update(name.encode())
-        digest.update(np.asarray(x).tobytes())
+        for x in parts:
+            digest.update(np.asarray(x).tobytes())
     return digest.hexdigest()
+
+
+def _parameters(model: Model) -> Iterable[tuple[str, list[Array]]]:
+    """The names of a model's parameters, and each one's layers, or their stack."""
+    if isinstance(model, _ByLayer):
+        return model.parameters()
+    assert isinstance(model, LanguageModel)
+    return ((x, [y]) for x, y in flatten_with_names(nnx.state(model, nnx.Param)).items())
 
 
 def _fields(config: LanguageModelConfig | AttentionConfig) -> dict[str, Any]:

@@ -2,28 +2,28 @@
 
 import codecs
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from heinsen_jax.data import Tokenizer, start_ids, stop_ids
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.prompts import padded, read
+from heinsen_jax.generate.engine import Engine
+from heinsen_jax.generate.prompts import to_array
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import init_rows, make_advance, select_rows
-from heinsen_jax.generate.tokens import Carry, check_capacity, draw, further_tokens, generate
+from heinsen_jax.generate.states import check_one, select_rows
+from heinsen_jax.generate.tokens import Carry, draw, further_tokens
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.typing import Array, Integer, Shaped
+from heinsen_jax.typing import Array, Shaped
 
 CHECK_EVERY = 32  # tokens that are sampled between two checks for stop strings
 
 
 def complete(
-    model: LanguageModel,
+    model: LanguageModel | Engine,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[int]],
     max_new_tokens: int,
@@ -58,6 +58,7 @@ def complete(
 
     Examples:
       >>> from heinsen_jax.data import get_tokenizer
+      >>> from flax import nnx
       >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
       >>> sizes = {"vocab_size": 257, "model_dim": 8, "num_layers": 1, "num_heads": 2}
       >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
@@ -66,7 +67,8 @@ def complete(
       >>> [len(samples) for samples in texts]
       [3, 3]
     """
-    sampler = Sampler.of(model, temperature, top_k, key, tokenizer.vocab_size, top_p)
+    engine = Engine.of(model)
+    sampler = Sampler.of(engine.config, temperature, top_k, key, tokenizer.vocab_size, top_p)
     if sampler.key.shape:
         raise UserError("key must be one jax.random.key: samples fold their number into it")
     if isinstance(prompts, str) or isinstance(stop, str):
@@ -82,88 +84,45 @@ def complete(
         return [[""] * num_samples for _ in prompts]
     start = start_ids(tokenizer) if state is None else ()
     texts = [[*start, *_encoded(tokenizer, x)] if isinstance(x, str) else [*x] for x in prompts]
-    lengths = np.array([len(text) for text in texts])
-    tokens = np.zeros((len(texts), max(lengths)), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
+    tokens, lengths = to_array(texts)
     if not lengths.all():
         raise UserError(f"prompts[{int(np.argmin(lengths))}] is empty; give at least one character")
-    check_prompts(model, jnp.asarray(tokens))
+    check_prompts(engine.config, tokens)
 
-    first = model.init_state(()) if state is None else state
-    check_capacity(model, first, max_new_tokens, tokens.shape[1] + max_new_tokens - 1)
-    capacity = tokens.shape[1] + max_new_tokens + CHECK_EVERY
-    state, independent_rows = init_rows(model, len(texts), capacity, state)
+    before = engine.init_state() if state is None else state
+    check_one(engine, before)
+    fed = tokens.shape[1] + max_new_tokens - 1
+    engine.config.warn_beyond_trained_length(fed)
+    rows = engine.branch(engine.reserve(before, fed), len(texts))
+    each = jnp.repeat(jnp.arange(len(texts)), num_samples)
+    logits, after = select_rows(engine.feed(tokens, rows, lengths=lengths), each)
     keys = jax.vmap(partial(jax.random.fold_in, sampler.key))(jnp.arange(num_samples))
-    of_rows = replace(sampler, key=jnp.tile(keys, len(texts)))
-    writer = _Writer(model, tokenizer, stop, of_rows, independent_rows)
-    fed, lengths = padded(
-        jnp.asarray(tokens), jnp.asarray(lengths), max_length=model.config.max_length
-    )
-    written = writer.write(fed, lengths, state, max_new_tokens)
+    sampler = replace(sampler, key=jnp.tile(keys, len(texts)))
+    carry: Carry = draw(sampler, logits, 0), after
+    rows = np.asarray(carry[0])[:, None]
+    for position in range(1, max_new_tokens, CHECK_EVERY):
+        if all(_until_stop(tokenizer, stop, row)[1] for row in rows):
+            break
+        count = min(CHECK_EVERY, max_new_tokens - position)
+        options = engine.program, CHECK_EVERY, engine.weights, sampler
+        carry, new = further_tokens(*options, carry, position, count)
+        rows = np.concatenate([rows, np.asarray(new)[:, :count]], 1)
+    written = [_until_stop(tokenizer, stop, row)[0] for row in rows]
     return [written[i : i + num_samples] for i in range(0, len(written), num_samples)]
 
 
-@dataclass(frozen=True)
-class _Writer:
-    """Continuation of rows by a few tokens at a time, until all have ended."""
-
-    model: LanguageModel
-    tokenizer: Tokenizer
-    stop: Sequence[str]
-    sampler: Sampler
-    independent_rows: bool
-
-    def write(
-        self,
-        tokens: Integer[Array, "B T"],
-        lengths: Integer[Array, "B"],
-        state: LanguageModelState,
-        max_new_tokens: int,
-    ) -> list[str]:
-        options = *nnx.split(self.model), self.sampler, self.independent_rows
-        samples = len(self.sampler.key) // len(tokens)
-        carry = _begin(*options, samples, tokens, lengths, state)
-        rows = np.asarray(carry[0])[:, None]
-        for position in range(1, max_new_tokens, CHECK_EVERY):
-            if all(self.ended(row)[1] for row in rows):
-                break
-            carry, new = further_tokens(*options, CHECK_EVERY, carry, position, CHECK_EVERY)
-            rows = np.concatenate([rows, np.asarray(new)], 1)
-        return [self.ended(row[:max_new_tokens])[0] for row in rows]
-
-    def ended(self, row: np.ndarray) -> tuple[str, bool]:
-        """The text of new tokens, and whether it has ended."""
-        ends = np.flatnonzero(np.isin(row, stop_ids(self.tokenizer)))
-        row = row[: ends[0]] if len(ends) else row
-        text = b"".join(self.tokenizer.token_bytes(int(token)) for token in row)
-        text = text.decode("utf-8", "replace")
-        places = [place for place in (text.find(each) for each in self.stop) if place >= 0]
-        return text[: min(places, default=len(text))], bool(places or len(ends))
-
-
-@partial(jax.jit, static_argnames=("graph", "independent_rows", "samples"))
-def _begin(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    sampler: Sampler,
-    independent_rows: bool,
-    samples: int,
-    tokens: Integer[Array, "B T"],
-    lengths: Integer[Array, "B"],
-    state: LanguageModelState,
-) -> Carry:
-    """The first token of every sample, and the state before it."""
-    features, state = read(
-        make_advance(graph, parameters, independent_rows), tokens, lengths, state
-    )
-    each = jnp.repeat(jnp.arange(len(tokens)), samples)
-    first = draw(graph, parameters, features[each], sampler, sampler.keys(0), tokens.dtype)
-    return first, select_rows(state, each)
+def _until_stop(tokenizer: Tokenizer, stop: Sequence[str], row: np.ndarray) -> tuple[str, bool]:
+    """The text of new tokens, and whether it has ended."""
+    ends = np.flatnonzero(np.isin(row, stop_ids(tokenizer)))
+    row = row[: ends[0]] if len(ends) else row
+    text = b"".join(tokenizer.token_bytes(int(token)) for token in row)
+    text = text.decode("utf-8", "replace")
+    places = [place for place in (text.find(each) for each in stop) if place >= 0]
+    return text[: min(places, default=len(text))], bool(places or len(ends))
 
 
 def sample(
-    model: LanguageModel,
+    model: LanguageModel | Engine,
     tokenizer: Tokenizer,
     prompt: str,
     max_new_tokens: int,
@@ -181,16 +140,10 @@ def sample(
       temperature: as for `generate`.
       seed: random seed.
     """
-    tokens = _encoded(tokenizer, prompt)
-    new = generate(
-        model,
-        jnp.asarray([*start_ids(tokenizer), *tokens], jnp.int32),
-        max_new_tokens,
-        temperature=temperature,
-        key=jax.random.key(seed),
-        num_tokens=tokenizer.vocab_size,
-    ).tolist()
-    return tokenizer.decode([*tokens, *until_end(iter(new), tokenizer, max_new_tokens)])
+    key = jax.random.key(seed)
+    options = {"temperature": temperature, "key": key}
+    ((text,),) = complete(model, tokenizer, [prompt], max_new_tokens, **options)
+    return prompt + text
 
 
 def check_text(text: str, name: str) -> None:

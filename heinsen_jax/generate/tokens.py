@@ -1,38 +1,32 @@
 """Generation of tokens: all in one compiled function, or one by one, without end."""
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from jax import lax
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.prompts import Padding, PromptLengths, padded, read, right_padded
+from heinsen_jax.generate.engine import Engine, Logits, Program, Weights, step
+from heinsen_jax.generate.prompts import Padding, PromptLengths, right_padded
 from heinsen_jax.generate.sampling import Sampler, check_prompts
-from heinsen_jax.generate.states import (
-    has_independent_rows,
-    loop_with_state,
-    make_advance,
-    smallest_capacity,
-    to_rows,
-)
 from heinsen_jax.models import LanguageModel, LanguageModelState
-from heinsen_jax.typing import Array, ArrayLike, DTypeLike, Features, Integer, Key, Shaped
+from heinsen_jax.typing import Array, ArrayLike, Integer, Shaped
 
 Carry: TypeAlias = tuple[Integer[Array, "*B"], LanguageModelState]
-Drawn: TypeAlias = tuple[Integer[Array, "*B"], Integer[Array, "*B size"]]
+"""The last sampled token of each row, and the state before it."""
 
 MORE_TOKENS = 256  # minimum growth of a stream's capacity; at least as many as it has generated
 
 
 @overload
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | Engine,
     tokens: ArrayLike,
     max_new_tokens: int,
     *,
@@ -50,7 +44,7 @@ def generate(
 
 @overload
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | Engine,
     tokens: ArrayLike,
     max_new_tokens: int,
     *,
@@ -67,7 +61,7 @@ def generate(
 
 
 def generate(
-    model: LanguageModel,
+    model: LanguageModel | Engine,
     tokens: ArrayLike,
     max_new_tokens: int,
     *,
@@ -110,10 +104,9 @@ def generate(
       UserError: an argument is out of its range, or the model has too few positions; the message
         names the argument.
       ValueError: tokens are not integers, or an id is not in the vocabulary.
-      NotImplementedError: `return_state` with `lengths`, for states that have one token count for
-        all rows, such as caches.
 
     Examples:
+      >>> from flax import nnx
       >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
       >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 1, "num_heads": 2}
       >>> model = LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0))
@@ -121,8 +114,9 @@ def generate(
       >>> generate(model, prompts, 5, top_k=1, lengths=[4, 2]).shape
       (2, 5)
     """
-    sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
-    tokens = _prompts(model, tokens)
+    engine = Engine.of(model)
+    sampler = Sampler.of(engine.config, temperature, top_k, key, num_tokens, top_p)
+    tokens = _prompts(engine, tokens)
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens} must not be negative")
     if max_new_tokens == 0 and return_state:
@@ -135,49 +129,25 @@ def generate(
             f"key{[*sampler.key.shape]} must be one jax.random.key, or one for each row "
             f"{[*tokens.shape[:-1]]}"
         )
-    longest = tokens.shape[-1] if lengths is None else int(np.max(lengths))
-    fed = longest + max(max_new_tokens - 1, 0)
-    state = model.init_state(tokens.shape[:-1]) if state is None else state
-    check_capacity(model, state, max_new_tokens, fed)
-    state = model.ensure_capacity(state, fed)
-    independent_rows = lengths is None or has_independent_rows(model, state)
     if lengths is not None:
         tokens, lengths = right_padded(tokens, lengths, padding)
-        if not independent_rows and return_state:
-            raise NotImplementedError(
-                "return_state=True with lengths: states of "
-                f"attention={model.config.layer_pattern} count the tokens of all rows together; "
-                "continue each prompt by itself"
-            )
-        state = state if independent_rows else to_rows(model, state, len(tokens))
-    limits = model.config.max_length, smallest_capacity(state)
-    most = min((x for x in limits if x is not None), default=None)
-    tokens, lengths = padded(tokens, lengths, max_length=most)
     if max_new_tokens == 0:
         return jnp.zeros((*tokens.shape[:-1], 0), tokens.dtype)
-    options = *nnx.split(model), sampler, independent_rows
-    carry: Carry = next_token(*options, tokens, lengths, state, 0)
+    fed = (tokens.shape[-1] if lengths is None else int(np.max(lengths))) + max_new_tokens - 1
+    engine.config.warn_beyond_trained_length(fed)
+    state = engine.init_state(tokens.shape[:-1]) if state is None else state
+    logits, state = engine.feed(tokens, engine.reserve(state, fed), lengths=lengths)
+    carry: Carry = draw(sampler, logits, 0).astype(tokens.dtype), state
     new, further = carry[0][..., None], max_new_tokens - 1
     if further > 0:
-        carry, rest = further_tokens(*options, bucket(further), carry, 1, further)
+        options = engine.program, bucket(further), engine.weights, sampler
+        carry, rest = further_tokens(*options, carry, 1, further)
         new = jnp.concatenate([new, rest[..., :further]], -1)
     return (new, carry[1]) if return_state else new
 
 
-def check_capacity(model: LanguageModel, state: LanguageModelState, new: int, fed: int) -> None:
-    """Raise UserError if the model has positions for fewer tokens than it will be fed; warn if it
-    was trained on fewer."""
-    model.config.warn_beyond_trained_length(fed)
-    if fed > (left := model.remaining(state)):
-        raise UserError(
-            f"max_new_tokens={new}: processes {fed} more tokens, but the model has {left} "
-            f"positions left (model.max_length={model.config.max_length}); request fewer, or give "
-            "a shorter prompt"
-        )
-
-
 def stream(
-    model: LanguageModel,
+    model: LanguageModel | Engine,
     tokens: ArrayLike,
     *,
     temperature: float = 1.0,
@@ -191,93 +161,74 @@ def stream(
     Raises:
       UserError: an argument is out of its range; or, later, the model has no further positions.
     """
-    sampler = Sampler.of(model, temperature, top_k, key, num_tokens, top_p)
-    return _stream(model, _prompts(model, tokens), sampler)
+    engine = Engine.of(model)
+    sampler = Sampler.of(engine.config, temperature, top_k, key, num_tokens, top_p)
+    return (token for token, _ in continued(engine, _prompts(engine, tokens), sampler))
 
 
-def _prompts(model: LanguageModel, tokens: ArrayLike) -> Integer[Array, "*B T"]:
+def continued(
+    engine: Engine,
+    tokens: Integer[Array | np.ndarray, "T"],
+    sampler: Sampler,
+    state: LanguageModelState | None = None,
+) -> Iterator[tuple[int, LanguageModelState]]:
+    """Yield the tokens of `generate` for one prompt `[T]`, without end, each with the state before
+    it.
+
+    Raises:
+      UserError: the model has no further positions.
+    """
+    state = engine.init_state() if state is None else state
+    free, needed = 0, (length := tokens.shape[-1])
+    left = engine.remaining(state)
+    for position in range(sys.maxsize):
+        if (left := left - needed) < 0:
+            raise UserError("the sequence has reached model.max_length: generation ends here")
+        if needed > free:  # rarely, since every new shape is compiled
+            free = min(needed + MORE_TOKENS + position, left + needed)
+            state = engine.reserve(state, free)
+        free -= needed
+        process = engine.feed if position == 0 else engine.step
+        logits, state = process(tokens, state)
+        token = draw(sampler, logits, position)
+        engine.config.warn_beyond_trained_length(length + position)
+        yield int(token), state
+        tokens, needed = token, 1
+
+
+def _prompts(engine: Engine, tokens: ArrayLike) -> Integer[Array, "*B T"]:
     """Prompts, checked, in a dtype that has all ids of the vocabulary."""
     tokens = jnp.asarray(tokens)
-    check_prompts(model, tokens)
+    check_prompts(engine.config, tokens)
     return tokens if tokens.dtype.itemsize >= 4 else tokens.astype(jnp.int32)
 
 
-def _stream(
-    model: LanguageModel, prompt: Integer[Array, "T"], sampler: Sampler
-) -> Generator[int, None, None]:
-    options = *nnx.split(model), sampler, True
-    state, free = model.init_state(()), 0
-    left, needed = model.remaining(state), prompt.shape[-1]
-    fed, length = padded(prompt, max_length=model.config.max_length)
-    for position in range(sys.maxsize):
-        if needed > free:  # rarely, since every new shape is compiled
-            free = needed + MORE_TOKENS + position
-            state = model.ensure_capacity(state, free)
-        free -= needed
-        if (left := left - needed) < 0:
-            raise UserError("the sequence has reached model.max_length: generation ends here")
-        token, state = next_token(*options, fed, length, state, position)
-        model.config.warn_beyond_trained_length(prompt.shape[-1] + position)
-        yield int(token)
-        fed, length, needed = token[None], jnp.ones((), jnp.int32), 1
+@jax.jit
+def draw(sampler: Sampler, logits: Logits, position: Integer[Array, ""]) -> Integer[Array, "*B"]:
+    """Sample the token at a position after the prompt."""
+    return sampler.draw(logits, sampler.keys(position))
 
 
-@partial(jax.jit, static_argnames=("graph", "independent_rows"))
-def next_token(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    sampler: Sampler,
-    independent_rows: bool,
-    tokens: Integer[Array, "*B T"],
-    lengths: Integer[Array, "*#B"],
-    state: LanguageModelState,
-    position: Integer[Array, ""],
-) -> Carry:
-    """Process padded prompts and sample the next token of each; also return the state before it."""
-    advance = make_advance(graph, parameters, independent_rows)
-    features, state = read(advance, tokens, lengths, state)
-    keys = sampler.keys(position)
-    return draw(graph, parameters, features, sampler, keys, tokens.dtype), state
-
-
-def draw(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    features: Features,
-    sampler: Sampler,
-    keys: Key[Array, "*_"],
-    dtype: DTypeLike,
-) -> Integer[Array, "*B"]:
-    """Sample the token after the last of features `[*B, T, D]`."""
-    logits = nnx.merge(graph, parameters).readout(features[..., -1:, :])[..., 0, :]
-    return sampler.draw(logits, keys).astype(dtype)
-
-
-@partial(jax.jit, static_argnames=("graph", "independent_rows", "size"), donate_argnames="carry")
+@partial(jax.jit, static_argnums=(0, 1), donate_argnames="carry")
 def further_tokens(
-    graph: nnx.GraphDef[LanguageModel],
-    parameters: nnx.State,
-    sampler: Sampler,
-    independent_rows: bool,
+    program: Program,
     size: int,
+    weights: Weights,
+    sampler: Sampler,
     carry: Carry,
     position: Integer[Array, ""],
     count: Integer[Array, ""],
 ) -> tuple[Carry, Integer[Array, "*B size"]]:
     """Generate `count` further tokens, at most `size`, from a position on; also return the last
     token and the state before it."""
-    advance = make_advance(graph, parameters, independent_rows)
-    token, state = carry
 
-    def step(
-        index: Integer[Array, ""], state: LanguageModelState, drawn: Drawn
-    ) -> tuple[LanguageModelState, Drawn]:
-        token, new = drawn
-        features, state = advance(token[..., None], state)
-        keys = sampler.keys(position + index)
-        token = draw(graph, parameters, features, sampler, keys, token.dtype)
-        return state, (token, new.at[..., index].set(token))
+    def one(
+        index: Integer[Array, ""], carry: tuple[Carry, Integer[Array, "*B size"]]
+    ) -> tuple[Carry, Integer[Array, "*B size"]]:
+        (token, state), new = carry
+        logits, state = step(program, weights, token, state)
+        token = draw(sampler, logits, position + index).astype(token.dtype)
+        return (token, state), new.at[..., index].set(token)
 
-    new = jnp.zeros((*token.shape, size), token.dtype)
-    state, (token, new) = loop_with_state(count, step, state, (token, new))
-    return (token, state), new
+    token, _ = carry
+    return lax.fori_loop(0, count, one, (carry, jnp.zeros((*token.shape, size), token.dtype)))

@@ -16,21 +16,19 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
-from flax import nnx
 
 from heinsen_jax.attention.cache import bucket
 from heinsen_jax.data import start_ids
 from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
 from heinsen_jax.errors import UserError, command_line, without_extra
 from heinsen_jax.generate import complete
-from heinsen_jax.generate.states import has_independent_rows, init_rows, select_rows
+from heinsen_jax.generate.engine import Engine
+from heinsen_jax.generate.states import select_rows
 from heinsen_jax.interop.harness_batches import (
     SMALLEST,
     batches,
     padded,
     padded_row,
-    predict,
-    read_contexts,
     windows,
 )
 from heinsen_jax.interop.harness_options import generation_options, positive_or_auto
@@ -122,13 +120,13 @@ class HarnessModel(HarnessTexts):
         self.requested_length = (
             None if max_length is None else positive_or_auto(max_length, "max_length")
         )
-        self.model, self.encoding, self.step = load_text_run(self.folder, best=not latest)
-        if not self.model.config.is_causal:
+        model, self.encoding, self.step = load_text_run(self.folder, best=not latest, on_host=True)
+        if not model.config.is_causal:
             raise UserError(
                 f"{self.folder}: the model is not causal; choose a causal language model"
             )
-        self.graph, self.parameters = nnx.split(self.model)
-        positions = self.model.config.max_length
+        self.engine = Engine(model, self.encoding)
+        positions = self.engine.config.max_length
         if positions is not None and (self.requested_length or 0) > positions:
             raise UserError(
                 f"model_args max_length={max_length}: the model has {positions} positions; choose "
@@ -144,13 +142,13 @@ class HarnessModel(HarnessTexts):
     @property
     def max_length(self) -> int | None:
         """Maximum number of tokens that a prediction attends to; None if any."""
-        config = self.model.config
+        config = self.engine.config
         return self.requested_length or config.max_length or config.trained_length
 
     def get_model_info(self) -> dict[str, int]:
         """Return the metadata that the harness writes with its results."""
-        sizes = jax.tree.map(lambda x: x.size, self.parameters)
-        return {"model_num_parameters": sum(jax.tree.leaves(sizes)), "model_step": self.step}
+        number = sum(x.size for x in jax.tree.leaves(self.engine.weights))
+        return {"model_num_parameters": number, "model_step": self.step}
 
     def loglikelihood(
         self, requests: Sequence[Instance], disable_tqdm: bool = False
@@ -220,7 +218,7 @@ class HarnessModel(HarnessTexts):
     ) -> tuple[tuple[int, ...], list[int]]:
         """Split requests into shared prefixes and the remaining tokens. Nothing is shared if
         padding could exceed the model's positions."""
-        if not self.share or self.model.config.max_length is not None:
+        if not self.share or self.engine.config.max_length is not None:
             return (), context + continuation
         return tuple(context[:-1]), context[-1:] + continuation
 
@@ -231,7 +229,7 @@ class HarnessModel(HarnessTexts):
         del disable_tqdm
         texts = [self.tok_encode(request.args[0]) for request in requests]
         longest, limit = max(map(len, texts), default=0), self.max_length
-        is_stream = self.model.config.max_length is None and (limit is None or longest <= limit)
+        is_stream = self.engine.config.max_length is None and (limit is None or longest <= limit)
         values = self._streamed(texts) if is_stream else self._windowed(texts)
         for request, value in zip(requests, values, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
@@ -243,7 +241,8 @@ class HarnessModel(HarnessTexts):
         for part in batches(self.batch_size, order):
             longest = len(texts[part[0]])
             chunk = min(CHUNK, bucket(longest, SMALLEST))
-            state, _ = init_rows(self.model, self.batch_size, -(-longest // chunk) * chunk)
+            state = self.engine.init_state((self.batch_size,))
+            state = self.engine.reserve(state, -(-longest // chunk) * chunk)
             for start in range(0, longest, chunk):
                 here = slice(start, start + chunk)
                 given = [([self.prefix_token_id, *texts[number]])[here] for number in part]
@@ -290,7 +289,7 @@ class HarnessModel(HarnessTexts):
                 contexts = self._prompts(
                     [requests[number].args[0] for number in part], options["max_new_tokens"]
                 )
-                texts = complete(self.model, self.encoding, contexts, **options)
+                texts = complete(self.engine, self.encoding, contexts, **options)
                 for number, (text,) in zip(part, texts, strict=True):
                     if isinstance(self.encoding, PretrainedTokenizer):
                         text = self.encoding.without_special_tokens(text)
@@ -309,11 +308,12 @@ class HarnessModel(HarnessTexts):
 
     def _states_after(self, contexts: list[list[int]], more: int) -> LanguageModelState:
         """Return the states after contexts, which may be empty, with capacity for more tokens."""
-        tokens = padded(contexts, self.batch_size)[:, : self.model.config.max_length]
+        tokens = padded(contexts, self.batch_size)[:, : self.engine.config.max_length]
         lengths = padded_row([len(context) for context in contexts], self.batch_size)
-        capacity = tokens.shape[1] + bucket(more, SMALLEST)
-        state, independent_rows = init_rows(self.model, self.batch_size, capacity)
-        return read_contexts(self.graph, self.parameters, independent_rows, tokens, lengths, state)
+        state = self.engine.init_state((self.batch_size,))
+        needed = tokens.shape[1] + bucket(more, SMALLEST)
+        state = self.engine.reserve(state, int(min(needed, self.engine.remaining(state))))
+        return self.engine.feed(tokens, state, lengths=lengths)[1]
 
     def _predict(
         self,
@@ -324,12 +324,13 @@ class HarnessModel(HarnessTexts):
     ) -> tuple[np.ndarray, np.ndarray, LanguageModelState]:
         """Return log p `[B, T]` of the tokens `wanted` after the given tokens and states, whether
         each has maximum probability, and the states after them."""
-        max_length = self.model.config.max_length
+        max_length = self.engine.config.max_length
         arrays = (padded(x, self.batch_size, length) for x in (given, wanted))
         tokens, targets = (x[:, :max_length] for x in arrays)
-        independent_rows = has_independent_rows(self.model, state)
-        options = self.graph, self.parameters, independent_rows, self.encoding.vocab_size
-        log_p, is_likeliest, state = predict(*options, tokens, targets, state)
+        num_tokens = self.encoding.vocab_size
+        log_p, is_likeliest, state = self.engine.score(
+            tokens, targets, state, num_tokens=num_tokens
+        )
         return np.asarray(log_p), np.asarray(is_likeliest), state
 
 

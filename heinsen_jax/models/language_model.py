@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import field
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Literal, TypeAlias, Unpack, overload
 
@@ -16,7 +17,6 @@ from jax import lax
 from jax.core import Tracer
 
 from heinsen_jax.attention.base import bytes_of_state
-from heinsen_jax.attention.cache import Cache, bucket
 from heinsen_jax.attention.parameters import NORMS, LayerOptions, parameter, uniform
 from heinsen_jax.models.blocks import Block, BlockState
 from heinsen_jax.models.config import LanguageModelConfig
@@ -41,16 +41,19 @@ class LanguageModelState:
     Attributes:
       position: state of the position encoding: the last output h `[*B, D]` of the recurrence, the
         number of tokens so far for learned positions, or empty without a position encoding.
-      blocks: one `BlockState` per entry of the layer pattern, with its layers stacked on the first
-        axis.
+      blocks: one `BlockState` per layer.
+      by_row: whether numbers that the sequences of a batch usually share, such as the length of a
+        cache, are `[B]`, after prompts of different lengths. `generate` continues such a state.
     """
 
     position: PositionState
     blocks: tuple[BlockState, ...]
+    by_row: bool = field(default=False, metadata={"static": True})
 
 
 MAX_UNROLLED = 32
-"""Repeats of the layer pattern: unrolled ones take longer to compile, and hold weights twice."""
+"""Repeats of the layer pattern that are unrolled for a single token, which takes longer to
+compile."""
 
 
 class LanguageModel(nnx.Module):
@@ -182,6 +185,11 @@ class LanguageModel(nnx.Module):
         """The input of `readout`, `[*B, T, model_dim]`, and the state after the tokens, None unless
         requested; arguments as for `__call__`."""
         check_tokens(tokens, self.config.vocab_size)
+        if state is not None and state.by_row:
+            raise NotImplementedError(
+                "state: its rows have different numbers of tokens; continue it by "
+                "heinsen_jax.generate, or each row by itself"
+            )
         if segment_ids is not None:
             segment_ids = jnp.asarray(segment_ids)
             check_array("segment_ids", segment_ids, (tokens.shape,), jnp.integer)
@@ -194,12 +202,13 @@ class LanguageModel(nnx.Module):
             state = self.init_state(tokens.shape[:-1])
         x, position = self.embedded(tokens, segment_ids, None if state is None else state.position)
         graphs, parameters = zip(*(nnx.split(block) for block in self.blocks), strict=True)
-        states = (None,) * len(graphs) if state is None else state.blocks
+        layers = (None,) * self.config.num_layers if state is None else state.blocks
+        size = len(graphs)
+        states = tuple(layers[start : start + size] for start in range(0, len(layers), size))
         remat = self.config.remat_policy if self.config.remat else None
-        x, blocks = _through(graphs, return_state, remat, x, parameters, states, segment_ids)
-        if self.config.embedding_style == "paper":
-            x = self.norm(x)
-        return x, LanguageModelState(position, blocks) if return_state else None
+        x, after = _through(graphs, return_state, remat, x, parameters, states, segment_ids)
+        blocks = tuple(chain.from_iterable(after))
+        return self.normed(x), LanguageModelState(position, blocks) if return_state else None
 
     def embedded(
         self,
@@ -213,6 +222,10 @@ class LanguageModel(nnx.Module):
         with jax.named_scope("position"):
             x = constrain(self.embed(jnp.asarray(tokens)), "tokens", None)
             return self.position(x, state=before, segment_ids=segment_ids)
+
+    def normed(self, x: Features) -> Features:
+        """The input of `readout`, for the output of the last block."""
+        return self.norm(x) if self.config.embedding_style == "paper" else x
 
     @property
     def readout(self) -> Readout:
@@ -234,41 +247,23 @@ class LanguageModel(nnx.Module):
             state then has a fixed shape. It grows with each call when None.
         """
 
-        def stacked(blocks: Block) -> BlockState:
+        def layers(blocks: Block) -> list[BlockState]:
             graph, parameters = nnx.split(blocks)
 
             def one(parameters: nnx.State) -> BlockState:
                 return nnx.merge(graph, parameters).init_state(batch_shape, capacity=capacity)
 
-            return jax.vmap(one)(parameters)
+            stack = jax.vmap(one)(parameters)
+            repeats = self.config.num_layers // len(self.blocks)
+            return [jax.tree.map(itemgetter(repeat), stack) for repeat in range(repeats)]
 
-        blocks = tuple(stacked(block) for block in self.blocks)
+        repeats = zip(*(layers(block) for block in self.blocks), strict=True)
+        blocks = tuple(chain.from_iterable(repeats))
         return LanguageModelState(self.position.init_state(batch_shape), blocks)
 
     def state_size(self, context_length: int) -> int:
         """Bytes of state of one sequence after context_length tokens."""
         return bytes_of_state(self, context_length)
-
-    def remaining(self, state: LanguageModelState) -> float:
-        """Maximum number of further tokens of a sequence; may be infinite."""
-        return self.position.remaining(state.position)
-
-    def ensure_capacity(self, state: LanguageModelState, num_tokens: int) -> LanguageModelState:
-        """The state, with capacity for at least `num_tokens` further tokens in mechanisms that
-        store every token. Capacities have few values, since functions are compiled for each."""
-
-        def grow(node: Cache | Array) -> Cache | Array:
-            if not isinstance(node, Cache) or isinstance(node.length, Tracer):
-                return node
-            taken = node.capacity if node.length is None else int(jnp.max(node.length))
-            if node.length is not None and taken + num_tokens <= node.capacity:
-                return node
-            return jax.vmap(lambda cache: cache.with_capacity(bucket(taken + num_tokens)))(node)
-
-        def is_cache(node: PyTree) -> bool:
-            return isinstance(node, Cache)
-
-        return replace(state, blocks=jax.tree.map(grow, state.blocks, is_leaf=is_cache))
 
 
 def _embedding(config: LanguageModelConfig, rngs: nnx.Rngs) -> nnx.Embed:
@@ -301,10 +296,10 @@ def _through(
     remat: str | None,
     x: Features,
     parameters: tuple[nnx.State, ...],
-    states: States,
+    states: tuple[States, ...],
     segment_ids: Integer[Array, "*B T"] | None,
-) -> tuple[Features, States]:
-    """x after all blocks, and their states after it."""
+) -> tuple[Features, tuple[States, ...]]:
+    """x after all blocks, and their states after it, by repeat of the pattern."""
 
     def apply_pattern(
         x: Features, layers: tuple[tuple[nnx.State, ...], States]
@@ -320,50 +315,15 @@ def _through(
     if remat is not None:
         policy = getattr(jax.checkpoint_policies, remat)
         apply_pattern = jax.checkpoint(apply_pattern, prevent_cse=False, policy=policy)
-    repeats = len(jax.tree.leaves(parameters)[0])
-    unroll = _is_unrolled(repeats, x.shape[-2])
-    return lax.scan(apply_pattern, x, (parameters, states), unroll=repeats if unroll else 1)
-
-
-def unstacked(parameters: nnx.State) -> Callable[[int], nnx.State]:
-    """Parameters for a loop over tokens: a function of the number of tokens per step, to be called
-    inside the loop.
-
-    For steps of one token the weights of the layers are unstacked here, outside the loop, and
-    stacked again by the function, which XLA cancels: a loop that carried the stack would copy every
-    weight at every token. During the loop, the weights are in memory twice, as are the states.
-    """
-    repeats = len(jax.tree.leaves(parameters["blocks"])[0])
-    split, join = split_and_join(repeats, 1)
-    layers = split(parameters["blocks"])
-
-    def weights(length: int) -> nnx.State:
-        if not _is_unrolled(repeats, length):
-            return parameters
-        return nnx.State({**parameters, "blocks": join(layers)})
-
-    return weights
-
-
-def split_and_join(
-    repeats: int, length: int
-) -> tuple[Callable[[PyTree], PyTree], Callable[[PyTree], PyTree]]:
-    """Functions that split a stack of layers before a loop over steps of `length` tokens, and join
-    it inside the loop, as in `unstacked`; identities if layers are not unrolled."""
-    if not _is_unrolled(repeats, length):
-        return lambda blocks: blocks, lambda blocks: blocks
-
-    def split(blocks: PyTree) -> list[PyTree]:
-        return [jax.tree.map(itemgetter(layer), blocks) for layer in range(repeats)]
-
-    def join(layers: list[PyTree]) -> PyTree:
-        return jax.tree.map(lambda *parts: jnp.stack(parts), *layers)
-
-    return split, join
-
-
-def _is_unrolled(repeats: int, length: int) -> bool:
-    return length == 1 and repeats <= MAX_UNROLLED
+    if x.shape[-2] == 1 and len(states) <= MAX_UNROLLED:
+        after = []
+        for repeat, before in enumerate(states):
+            x, one = apply_pattern(x, (jax.tree.map(itemgetter(repeat), parameters), before))
+            after.append(one)
+        return x, tuple(after)
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *states)
+    x, stacked = lax.scan(apply_pattern, x, (parameters, stacked))
+    return x, tuple(jax.tree.map(itemgetter(repeat), stacked) for repeat in range(len(states)))
 
 
 def check_tokens(tokens: Shaped[Array | np.ndarray, "*B T"], vocab_size: int) -> None:

@@ -141,6 +141,6 @@ class LearnedPositions(nnx.Module):
         return jnp.zeros((), jnp.int32)
 
     def remaining(self, state: PositionState) -> float:
-        """Maximum number of further tokens."""
+        """Maximum number of further tokens; infinite if it is not known yet, under `jit`."""
         assert not isinstance(state, tuple)
-        return self.embedding.shape[0] - int(state)
+        return math.inf if isinstance(state, Tracer) else len(self.embedding) - int(jnp.max(state))

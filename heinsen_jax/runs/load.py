@@ -98,14 +98,14 @@ def _loaded(
 
 
 def load_text_run(
-    workdir: str | Path, *, best: bool = True
+    workdir: str | Path, *, best: bool = True, on_host: bool = False
 ) -> tuple[LanguageModel, Tokenizer, int]:
     """`load_run` for a model of text.
 
     Raises:
       UserError: as `load_run`; or the model is trained on a synthetic task.
     """
-    model, tokenizer, step = load_run(workdir, best=best)
+    model, tokenizer, step = load_run(workdir, best=best, on_host=on_host)
     if tokenizer is None:
         raise UserError(
             f"{workdir}: the model is trained on a synthetic task; choose a run trained on text"

@@ -101,7 +101,7 @@ def save_hashed(
     Raises:
       OSError: the file cannot be written.
     """
-    contiguous = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
     try:
         with replacing(Path(path)) as file:
             save_file(contiguous, file.name, {**metadata, HASH: _hash_of(contiguous, metadata)})

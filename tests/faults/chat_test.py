@@ -12,6 +12,7 @@ from heinsen_jax import chat
 from heinsen_jax.chat import Chat
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
+from heinsen_jax.generate import Engine, tokens
 from heinsen_jax.generate.options import TextOptions
 from heinsen_jax.generate.text import decode_stream
 from heinsen_jax.interop.transformers import from_pretrained
@@ -31,7 +32,7 @@ def model():
 
 @pytest.fixture
 def new(model):
-    return lambda: Chat(model, get_tokenizer("bytes"), 3, temperature=0.7, top_k=1, seed=0)
+    return lambda: Chat(Engine(model, get_tokenizer("bytes")), 3, temperature=0.7, top_k=1, seed=0)
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def talk(model, monkeypatch, capfd):
     """Return a function that runs the command on bytes of input, and returns what it printed."""
 
     def run(content: bytes, *arguments: str) -> str:
-        monkeypatch.setattr(TextOptions, "load", lambda _: (model, get_tokenizer("bytes")))
+        monkeypatch.setattr(TextOptions, "load", lambda _: Engine(model, get_tokenizer("bytes")))
         monkeypatch.setattr("sys.argv", ["chat", "--workdir", "x", "--top-k", "1", *arguments])
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
         assert chat.main() == 0
@@ -50,14 +51,14 @@ def talk(model, monkeypatch, capfd):
 
 def broken(monkeypatch, error: BaseException, after: int = 0) -> None:
     """Let generation fail, once, after a number of tokens."""
-    generate, calls = chat.generate, iter(range(100))
+    draw, calls = tokens.draw, iter(range(100))
 
-    def fail(*args, **options):
+    def fail(*args):
         if next(calls) == after:
             raise error
-        return generate(*args, **options)
+        return draw(*args)
 
-    monkeypatch.setattr(chat, "generate", fail)
+    monkeypatch.setattr(tokens, "draw", fail)
 
 
 def test_a_byte_that_is_not_utf8_keeps_the_conversation(talk, tmp_path):
@@ -100,7 +101,7 @@ FAILURES = [
         for after in (0, 2)
     ],
 )
-def test_a_failed_answer_keeps_the_conversation(new, monkeypatch, error, after):
+def test_a_failed_answer_keeps_the_conversation(new, model, monkeypatch, error, after):
     """Without the line if it has no answer; else with a part of the answer."""
     one = new()
     "".join(one.answer("a"))
@@ -114,7 +115,7 @@ def test_a_failed_answer_keeps_the_conversation(new, monkeypatch, error, after):
         assert len(one.messages) == len(messages) + 2
     else:
         assert (one.read, one.unread, one.messages) == (read, unread, messages)
-    state = apply(one.model, jnp.asarray(one.read), return_state=True)[1]
+    state = apply(model, jnp.asarray(one.read), return_state=True)[1]
     for have, want in zip(*map(jax.tree.leaves, (one.state, state)), strict=True):
         np.testing.assert_allclose(have, want, atol=1e-4)
 
@@ -159,7 +160,7 @@ def test_the_command_continues_after_a_failure(talk, monkeypatch, error):
 def test_a_template_error_keeps_the_conversation(template):
     model, tokenizer = from_pretrained(GOLDEN_FOLDER / "transformers" / "qwen2")
     assert tokenizer is not None
-    one = Chat(model, tokenizer, max_new_tokens=2, temperature=0.7, top_k=1, seed=1)
+    one = Chat(Engine(model, tokenizer), max_new_tokens=2, temperature=0.7, top_k=1, seed=1)
     "".join(one.answer("exact"))
     position, messages, good = one.position, one.messages, tokenizer.templates["default"]
     tokenizer.templates["default"] = template
@@ -204,13 +205,13 @@ def test_save_replaces_only_files_of_the_conversation(new, tmp_path):
         other.command(f"/save {file}")
 
 
-def test_a_saved_state_is_that_of_all_tokens(new, tmp_path):
+def test_a_saved_state_is_that_of_all_tokens(new, model, tmp_path):
     one = new()
     "".join(one.answer("a"))
-    tokens = [*one.read, *one.unread]
+    read = [*one.read, *one.unread]
     one.command(f"/save {tmp_path / 'state'}")
-    assert (one.read, one.unread) == (tokens, [])
-    expected = one.model(jnp.asarray(tokens), return_state=True)[1]
+    assert (one.read, one.unread) == (read, [])
+    expected = model(jnp.asarray(read), return_state=True)[1]
     for have, want in zip(*map(jax.tree.leaves, (one.state, expected)), strict=True):
         np.testing.assert_allclose(have, want, atol=1e-4)
 
@@ -262,7 +263,6 @@ ESCAPES = b"\x1b[31m\xc2\x9b\xe2\x80\xae\t\n\xff"
 def test_control_characters_of_a_model_are_escaped_unless_raw(capfdbinary, raw, expected):
     """Also when their bytes are in several tokens."""
     options = TextOptions(workdir="x", raw=raw)
-    tokens = iter(ESCAPES)
-    for text in decode_stream(get_tokenizer("bytes"), tokens, options.decoding_errors):
+    for text in decode_stream(get_tokenizer("bytes"), iter(ESCAPES), options.decoding_errors):
         options.print_part(text)
     assert capfdbinary.readouterr().out == expected

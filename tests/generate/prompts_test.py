@@ -7,12 +7,11 @@ import pytest
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import generate, stream
-from heinsen_jax.generate.prompts import CHUNKS
 from tests.models.mechanisms_test import CAUSAL, build, few_or_nightly
 from tests.models.small import apply, assert_greedy
 
 SIZES = {"num_layers": 1, "block": "standard", "convolution_size": 2}
-CHUNK = CHUNKS[1]
+CHUNK = 32
 LENGTHS = np.array([CHUNK + 5, 1, CHUNK])
 
 
@@ -34,8 +33,9 @@ def test_rows_equal_single_prompts(name):
         assert_greedy(model, rows, new)
 
 
-def test_greedily_after_a_state():
-    model = build("log", **SIZES)
+@pytest.mark.parametrize("name", ["log", "softmax"])
+def test_greedily_after_a_state(name):
+    model = build(name, **SIZES)
     tokens, rows = prompts("right")
     before = np.array([[3, 1, 4, 1, 5]] * len(LENGTHS))
     _, state = apply(model, before, return_state=True)
@@ -48,7 +48,7 @@ def test_greedily_after_a_state():
 
 @pytest.mark.parametrize("lengths", [pytest.param(LENGTHS, marks=pytest.mark.nightly), None])
 def test_chunks_of_all_sizes(lengths, monkeypatch):
-    monkeypatch.setattr("heinsen_jax.generate.prompts.CHUNKS", (16, 4, 1))
+    monkeypatch.setattr("heinsen_jax.generate.engine.CHUNKS", (16, 4, 1))
     model = build("log", **SIZES | {"model_dim": 24})  # a shape that no other test compiles
     tokens, rows = prompts("right")
     rows = tokens if lengths is None else rows
@@ -109,9 +109,8 @@ def test_bad_lengths_are_named(change, message):
         generate(build("log", **SIZES), jnp.zeros((3, 4), int), 2, top_k=1, **change)
 
 
-def test_states_that_count_all_rows_together_are_refused():
-    tokens = jnp.zeros((3, 4), int)
-    with pytest.raises(NotImplementedError, match="count the tokens of all rows together"):
-        generate(
-            build("softmax", **SIZES), tokens, 2, top_k=1, lengths=[1, 2, 4], return_state=True
-        )
+def test_a_model_refuses_a_state_of_rows_with_different_lengths():
+    model, tokens = build("softmax", **SIZES), jnp.zeros((3, 4), int)
+    new, state = generate(model, tokens, 2, top_k=1, lengths=[1, 2, 4], return_state=True)
+    with pytest.raises(NotImplementedError, match="rows have different numbers of tokens"):
+        model(new[:, -1:], state=state)

@@ -118,7 +118,7 @@ def test_a_state_of_another_format_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as earlier:
         earlier.setattr(states, "FORMAT", "1")
         save_state(tmp_path / "state", model, model.init_state(()))
-    with pytest.raises(UserError, match="state: has format 1 of states, not 2"):
+    with pytest.raises(UserError, match="state: has format 1 of states, not 3"):
         load_state(tmp_path / "state", model)
 
 

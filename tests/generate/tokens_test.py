@@ -10,11 +10,11 @@ import pytest
 from flax import nnx
 
 from heinsen_jax.data import get_tokenizer
-from heinsen_jax.generate import decode_stream, filter_logits, generate, stream
+from heinsen_jax.generate import Engine, decode_stream, engine, filter_logits, generate, stream
 from heinsen_jax.generate.sampling import Sampler
-from heinsen_jax.generate.tokens import further_tokens, next_token
+from heinsen_jax.generate.tokens import further_tokens
 from heinsen_jax.interop.torch import from_state_dict
-from heinsen_jax.models import LanguageModel, language_model
+from heinsen_jax.models import LanguageModel
 from tests.models.mechanisms_test import build
 from tests.models.small import apply, assert_greedy
 
@@ -65,12 +65,14 @@ def test_candidates_of_top_p_are_the_fewest_that_reach_it(top_k):
 
 
 def test_prompts_and_numbers_of_new_tokens_share_compiled_functions():
-    model = build("softmax", num_layers=1, model_dim=20)  # a shape that no other test compiles
-    functions = next_token, further_tokens
+    """Ten sizes of chunks serve prompts of all lengths."""
+    model = build("softmax", num_layers=2, model_dim=20)  # a shape that no other test compiles
+    functions = engine.compiled_block, further_tokens
     counts = [function._cache_size() for function in functions]
-    for length, number in ((3, 2), (9, 5), (40, 17), (100, 100)):
+    for length, number in ((3, 2), (5, 9), (7, 17), (6, 100), (4, 3)):
         generate(model, jnp.ones((2, length), jnp.int32), number, top_k=1)
-    assert [function._cache_size() for function in functions] == [x + 1 for x in counts]
+    added = [after._cache_size() - x for after, x in zip(functions, counts, strict=True)]
+    assert added == [3, 1]  # chunks of 4, 2 and 1
 
 
 def test_greedy_equals_recomputing_everything_also_after_a_state(model):
@@ -80,16 +82,20 @@ def test_greedy_equals_recomputing_everything_also_after_a_state(model):
     assert_greedy(model, tokens, np.concatenate([first, second], 1))
 
 
+def decoding(model: LanguageModel, carry: tuple) -> str:
+    """Return the program that a loop over tokens is compiled to."""
+    served = Engine(model)
+    sampler = Sampler.of(model.config, 1.0, 1, None, None)
+    lowered = further_tokens.lower(served.program, 8, served.weights, sampler, carry, 1, 7)
+    return lowered.compile().as_text()
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("as_users_compile")
-def test_decoding_loops_hold_unstacked_weights(model):
+def test_decoding_loops_hold_the_weights_of_each_layer(model):
     """Slicing stacked weights would copy them at every token."""
-    graph, parameters = nnx.split(model)
-    stack = parameters["blocks"][0]["attention"]["project"]["kernel"][...].shape
-    sampler = Sampler.of(model, 1.0, 1, None, None)
-    carry = PROMPT[0], model.init_state(())
-    lowered = further_tokens.lower(graph, parameters, sampler, True, 8, carry, 1, 7)
-    lines = lowered.compile().as_text().splitlines()
+    stack = nnx.state(model)["blocks"][0]["attention"]["project"]["kernel"][...].shape
+    lines = decoding(model, (PROMPT[0], model.init_state(()))).splitlines()
     (loop,) = [line for line in lines if " while(" in line]
     layer = "f32[{},{}]".format(*stack[1:])
     assert loop.split(" while(")[0].count(layer) == stack[0]
@@ -111,11 +117,8 @@ def test_decoding_loops_do_not_copy_keys_and_values(name, batch):
     """The body of the loop has no operation on arrays of the size of keys or values, but for the
     branches that write a token."""
     model = build(name, num_layers=2)
-    graph, parameters = nnx.split(model)
     carry = jnp.broadcast_to(PROMPT[0], batch), model.init_state(batch, capacity=4321)
-    sampler = Sampler.of(model, 1.0, 1, None, None)
-    lowered = further_tokens.lower(graph, parameters, sampler, True, 8, carry, 1, 7)
-    lines = lowered.compile().as_text().splitlines()
+    lines = decoding(model, carry).splitlines()
     (loop,) = [line for line in lines if " while(" in line]
     body = loop.partition("body=%")[2].split(",")[0]
     start = next(i for i, line in enumerate(lines) if line.startswith(f"%{body} "))
@@ -129,12 +132,6 @@ def test_decoding_loops_do_not_copy_keys_and_values(name, batch):
     ]
     assert not found
     assert sum(" conditional(" in x for x in lines[start : lines.index("}", start)]) == 2
-
-
-def test_deep_models_keep_their_weights_stacked(model, monkeypatch):
-    monkeypatch.setattr(language_model, "MAX_UNROLLED", 1)
-    parameters = nnx.split(model)[1]
-    assert language_model.unstacked(parameters)(1) is parameters
 
 
 @pytest.mark.nightly

@@ -9,9 +9,9 @@ from heinsen_jax import chat
 from heinsen_jax.chat import Chat
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate.tokens import next_token
+from heinsen_jax.generate import Engine
+from heinsen_jax.generate.engine import step
 from heinsen_jax.interop.transformers import from_pretrained
-from heinsen_jax.models import LanguageModel
 from heinsen_jax.runs.load import load_run
 from tests.conftest import GOLDEN_FOLDER
 from tests.models.mechanisms_test import build
@@ -23,18 +23,19 @@ pytestmark = pytest.mark.xdist_group("interop")  # one worker trains the shared 
 @pytest.fixture(scope="module")
 def new(run):
     model, tokenizer, _ = load_run(run)
-    return lambda: Chat(model, tokenizer, max_new_tokens=3, temperature=0.7, top_k=1, seed=1)
+    engine = Engine(model, tokenizer)
+    return lambda: Chat(engine, max_new_tokens=3, temperature=0.7, top_k=1, seed=1)
 
 
 @pytest.mark.nightly
-def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):
+def test_the_state_covers_the_conversation_and_can_be_saved(run, new, tmp_path):
     one, other, said = new(), new(), ""
     for line in ("exact", "cost"):
         said += f"{line}\n" + "".join(one.answer(line))
     assert one.turns == 2
     assert one.command(f"/save {tmp_path / 'state'}") == f"saved in {tmp_path / 'state'}"
     tokens = jnp.asarray(one.tokenizer.encode(said))
-    state = apply(one.model, tokens, return_state=True)[1]
+    state = apply(load_run(run)[0], tokens, return_state=True)[1]
     leaves = jax.tree.leaves(one.state), jax.tree.leaves(state)
     for have, want in zip(*leaves, strict=True):
         np.testing.assert_allclose(have, want, atol=1e-4)
@@ -46,7 +47,7 @@ def test_the_state_covers_the_conversation_and_can_be_saved(new, tmp_path):
 @pytest.mark.nightly
 def test_capacity_for_a_turn_is_allocated_once(tmp_path):
     model = build("softmax", vocab_size=264, num_layers=1)
-    chat = Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)
+    chat = Chat(Engine(model, get_tokenizer("bytes")), 4, 0.7, 1, 0)
     rooms = set()
     for _ in chat.answer("where"):
         rooms.add(chat.state.blocks[0].attention.capacity)
@@ -60,23 +61,23 @@ def test_capacity_for_a_turn_is_allocated_once(tmp_path):
 def test_lines_of_any_length_share_compiled_functions(new):
     chat = new()
     "".join(chat.answer("a line"))
-    count = next_token._cache_size()
+    count = step._cache_size()
     for line in ("b", "a longer line", "the longest line of all"):
         "".join(chat.answer(line))
-    assert next_token._cache_size() == count
+    assert step._cache_size() == count
 
 
 def test_a_model_that_cannot_generate_is_refused():
     model = build("softmax", vocab_size=264, num_layers=1, is_causal=False)
     with pytest.raises(UserError, match="predicts masked tokens and cannot generate"):
-        Chat(model, get_tokenizer("bytes"), 4, 0.7, 1, 0)
+        Chat(Engine(model, get_tokenizer("bytes")), 4, 0.7, 1, 0)
 
 
 @pytest.fixture
 def pretrained() -> Chat:
     """A conversation with a pretrained model that has a chat template."""
     model, tokenizer = from_pretrained(GOLDEN_FOLDER / "transformers" / "qwen2")
-    return Chat(model, tokenizer, max_new_tokens=3, temperature=0.7, top_k=1, seed=1)
+    return Chat(Engine(model, tokenizer), max_new_tokens=3, temperature=0.7, top_k=1, seed=1)
 
 
 def test_lines_are_messages_of_a_chat_template(pretrained):
@@ -90,7 +91,8 @@ def test_lines_are_messages_of_a_chat_template(pretrained):
     assert said == first
     "".join(pretrained.answer("cost"))
     assert [x["role"] for x in pretrained.messages] == ["user", "assistant"] * 2
-    state = apply(pretrained.model, jnp.asarray(pretrained.read), return_state=True)[1]
+    model, _ = from_pretrained(GOLDEN_FOLDER / "transformers" / "qwen2")
+    state = apply(model, jnp.asarray(pretrained.read), return_state=True)[1]
     length = len(pretrained.read)
     have, want = (x.blocks[0].attention.arrays[0] for x in (pretrained.state, state))
     np.testing.assert_allclose(have[..., :length, :], want[..., :length, :], atol=1e-4)
@@ -108,7 +110,7 @@ def test_an_interrupted_answer_stays_in_the_conversation(pretrained):
 
 
 def test_a_line_without_an_answer_is_not_in_the_conversation(pretrained, monkeypatch):
-    monkeypatch.setattr(LanguageModel, "remaining", lambda *_: 0)
+    monkeypatch.setattr(Engine, "remaining", lambda *_: 0)
     with pytest.raises(UserError, match="the conversation has reached"):
         "".join(pretrained.answer("exact"))
     assert pretrained.messages == []
@@ -120,7 +122,7 @@ def test_a_template_may_change_earlier_messages(pretrained):
     "".join(pretrained.answer("cost"))
     want = pretrained.tokenizer.encode("3cost")
     assert pretrained.read[: len(want)] == want
-    assert pretrained.state.blocks[0].attention.length[0] == len(pretrained.read)
+    assert pretrained.state.blocks[0].attention.length == len(pretrained.read)
     pretrained.command("/reset")
     assert (pretrained.read, pretrained.messages) == ([], [])
 

@@ -20,7 +20,7 @@ from lm_eval.tasks import TaskManager
 from heinsen_jax import evaluate
 from heinsen_jax.data import get_tokenizer
 from heinsen_jax.errors import UserError
-from heinsen_jax.generate import generate
+from heinsen_jax.generate import Engine, generate
 from heinsen_jax.interop import harness
 from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.runs.load import load_run
@@ -48,15 +48,16 @@ ADAPTERS = "trained", "softmax", "learned positions"
     params=["trained", pytest.param("softmax", marks=pytest.mark.nightly), "learned positions"],
 )
 def adapter(request, run):
-    """Adapter of the run's model, or of one with random weights and a cache."""
+    """Adapter of the run's model, or of one with random weights and a cache; and its `reference`,
+    the model itself."""
     found = HarnessModel(str(run), batch_size=3)
+    found.reference, _, _ = load_run(run)
     if request.param != "trained":
         fields: dict[str, Any] = {"attention": "softmax"}
         if request.param == "learned positions":
             fields |= {"positions": "learned", "max_length": 48}
-        config = dataclasses.replace(found.model.config, **fields)
-        found.model = random_model(config)
-        found.graph, found.parameters = nnx.split(found.model)
+        found.reference = random_model(dataclasses.replace(found.engine.config, **fields))
+        found.engine = Engine(found.reference, found.encoding)
     return found
 
 
@@ -83,9 +84,9 @@ def forward(graph, parameters, tokens):
 def log_p(adapter, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """Process one sequence in one pass, padded at the end to few lengths."""
     tokens = np.array([*context, *continuation])[:-1]
-    size = adapter.model.config.max_length or 64
+    size = adapter.engine.config.max_length or 64
     padded = np.pad(tokens, (0, -len(tokens) % size))
-    logits = forward(adapter.graph, adapter.parameters, padded)
+    logits = forward(*nnx.split(adapter.reference), padded)
     logits = np.asarray(logits, np.float64)[len(context) - 1 : len(tokens)]
     logits = logits - logits.max(-1, keepdims=True)
     each = logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
@@ -99,7 +100,7 @@ def test_only_the_tokens_of_continuations_are_scored(share, monkeypatch):
     """Each token has its own log p, so that a sum tells which tokens it is of."""
     adapter = HarnessModel.__new__(HarnessModel)
     adapter.batch_size, adapter.share = 3, share
-    adapter.model = SimpleNamespace(config=SimpleNamespace(max_length=None))
+    adapter.engine = SimpleNamespace(config=SimpleNamespace(max_length=None))
 
     def predict(given, wanted, state):
         log_p, is_likeliest = np.zeros((3, 8)), np.zeros((3, 8), bool)
@@ -150,7 +151,7 @@ def test_continuations_equal_one_pass_each(adapter):
 def test_greedy_continuations_are_detected(adapter):
     context = "attention is"
     tokens = jnp.asarray(adapter.tok_encode(context))
-    new = generate(adapter.model, tokens, 4, top_k=1, num_tokens=adapter.encoding.vocab_size)
+    new = generate(adapter.engine, tokens, 4, top_k=1, num_tokens=adapter.encoding.vocab_size)
     said = adapter._loglikelihood_tokens([(None, tokens.tolist(), new.tolist())])
     other = adapter._loglikelihood_tokens([(None, tokens.tolist(), [*new.tolist()[:3], 7])])
     assert (said[0][1], other[0][1]) == (True, False)
@@ -183,6 +184,7 @@ def test_long_documents_are_one_stream(run, monkeypatch):
     rng = np.random.default_rng(1)
     texts = [" ".join(rng.choice(WORDS, number)) for number in (1, 30, 4)] + [""]
     adapter = HarnessModel(str(run), batch_size=3)
+    adapter.reference, _, _ = load_run(run)
     requests = [request("loglikelihood_rolling", text) for text in texts]
     found = adapter.loglikelihood_rolling(requests)
     for text, value in zip(texts, found, strict=True):
@@ -194,7 +196,7 @@ def test_long_documents_are_one_stream(run, monkeypatch):
 @pytest.mark.parametrize("adapter", ["learned positions"], indirect=True)
 def test_with_learned_positions_every_token_is_counted_once(adapter):
     text = " ".join(WORDS * 4)
-    tokens, max_length = adapter.tok_encode(text), adapter.model.config.max_length
+    tokens, max_length = adapter.tok_encode(text), adapter.engine.config.max_length
     (found,) = adapter.loglikelihood_rolling([request("loglikelihood_rolling", text)])
     whole, want, done = [adapter.eot_token_id, *tokens], 0.0, 0
     while done < len(tokens):
@@ -217,7 +219,7 @@ def test_samples_end_at_stop_strings(adapter):
     lengths = [*map(len, tokens)]
     padded = np.array([np.pad(row, (0, max(lengths) - len(row))) for row in tokens])
     options = {"top_k": 1, "num_tokens": adapter.encoding.vocab_size, "lengths": lengths}
-    new = generate(adapter.model, padded, 20, **options).tolist()
+    new = generate(adapter.engine, padded, 20, **options).tolist()
     greedy = {"until": ["s", "\n"], "max_gen_toks": 20}
     zero = {"until": "s", "do_sample": True, "temperature": 0, "max_gen_toks": 5}
     for given, number, stops in ((greedy, 20, ["s", "\n"]), (zero, 5, ["s"])):
@@ -283,6 +285,7 @@ def test_tasks_of_files(run, tasks, tmp_path, monkeypatch, capsys):
     assert "words_choice" in capsys.readouterr().out
 
     adapter = HarnessModel(str(run))
+    adapter.reference, _, _ = load_run(run)
     right, total, length = 0, 0.0, 0
     for document in documents:
         context = adapter.tok_encode(document["question"])
@@ -374,5 +377,8 @@ def test_tokenizers_without_chat_templates_are_named(run):
 def test_the_model_of_a_run_is_loaded(run):
     adapter, (model, _, step) = HarnessModel(str(run)), load_run(run)
     assert adapter.get_model_info()["model_step"] == step
-    pairs = zip(jax.tree.leaves(adapter.model), jax.tree.leaves(model), strict=True)
-    assert all(np.array_equal(a, b) for a, b in pairs)
+    size = sum(x.size for x in jax.tree.leaves(model))
+    assert adapter.get_model_info()["model_num_parameters"] == size
+    tokens = np.arange(5)
+    logits, _ = adapter.engine.feed(tokens)
+    np.testing.assert_allclose(logits, model(tokens)[-1], atol=1e-4)

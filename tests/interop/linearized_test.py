@@ -13,7 +13,7 @@ from lm_eval.api.instance import Instance
 from heinsen_jax import data, evaluate, linearize
 from heinsen_jax.chat import Chat
 from heinsen_jax.config import load_config
-from heinsen_jax.generate import complete, generate
+from heinsen_jax.generate import Engine, complete, generate
 from heinsen_jax.generate.__main__ import main as generate_main
 from heinsen_jax.interop.harness import HarnessModel
 from heinsen_jax.interop.hub import from_pretrained, save_pretrained
@@ -70,7 +70,7 @@ def test_generation_is_that_of_a_pass_over_all_tokens(linearized, monkeypatch, c
 
 def test_chat_has_the_state_of_a_pass_over_all_tokens(linearized):
     model, tokenizer, _ = load_run(linearized)
-    chat = Chat(model, tokenizer, 4, 0.7, 1, 0)
+    chat = Chat(Engine(model, tokenizer), 4, 0.7, 1, 0)
     for line in ("constant", "cost"):
         "".join(chat.answer(line))
     assert len(chat.read) > 4  # more than the window
@@ -118,6 +118,6 @@ def test_the_harness_scores_continuations(linearized):
     instance = Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=0)
     ((value, _),) = adapter.loglikelihood([instance])
     prompt, tokens = adapter.tok_encode(pair[0]), jnp.array(adapter.tok_encode("".join(pair)))
-    logits = apply(adapter.model, tokens[:-1])
+    logits = apply(load_run(linearized)[0], tokens[:-1])
     values = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[1:, None], -1)
     assert value == pytest.approx(float(values[len(prompt) - 1 :].sum()), abs=1e-3)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from heinsen_jax.config import load_config
-from heinsen_jax.generate import generate, stream
+from heinsen_jax.generate import Engine, generate, stream
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, Layers
 from tests.models.small import apply, random_model
 
@@ -123,7 +123,7 @@ def test_chunks_equal_one_pass_up_to_the_last_position():
         logits, chunks = apply(model, chunk, chunks, return_state=True)
         parts.append(logits)
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
-    assert model.remaining(state) == model.remaining(chunks) == 0
+    assert state.position == chunks.position == model.config.max_length
     with pytest.raises(ValueError, match="sequence length 33 exceeds max_length=32"):
         model(tokens[:, :1], state=state)
     with pytest.raises(ValueError, match="sequence length 33 exceeds max_length=32"):
@@ -137,7 +137,7 @@ def test_generation_ends_with_the_positions():
     prompt = jnp.arange(1)
     new, state = generate(model, prompt, 32, top_k=1, return_state=True)
     assert new.shape == (32,)
-    assert model.remaining(state) == 0
+    assert Engine(model).remaining(state) == 0
     with pytest.raises(ValueError, match="33 more tokens, but the model has 32 positions"):
         generate(model, prompt, 33, top_k=1)
     with pytest.raises(ValueError, match=r"has reached model\.max_length"):

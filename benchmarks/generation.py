@@ -5,11 +5,12 @@
 
 FOLDER is a checkpoint in the format of transformers, such as SmolLM2-135M. Times are medians of
 interleaved calls in one process, float32, on a CPU. `prompt` is the time until the logits of the
-first new token are known; `decoding`, the time per token of 32 greedy tokens after a prompt of four,
-in one compiled loop; `streaming`, the time per token that is requested one by one, as in a chat.
+first new token are known; `decoding`, the time per token of 32 greedy tokens after a prompt of
+four, in one compiled loop; `streaming`, the time per token on request, as in a chat.
 Of transformers, `decoding` is `model.generate`, with the prompt of four.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -26,12 +27,10 @@ os.environ.setdefault(
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 import tyro
 from common import ROOT, interleaved_medians
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM
 
 from heinsen_jax.generate import Engine
 from heinsen_jax.generate.sampling import Sampler
@@ -39,6 +38,7 @@ from heinsen_jax.generate.tokens import further_tokens
 from heinsen_jax.interop.transformers import from_pretrained
 from heinsen_jax.runtime.environment import environment
 
+torch: Any = importlib.import_module("torch")
 FED, NEW = 4, 32
 Cases = dict[tuple[str, str, int, int], Callable[[], Any]]
 
@@ -87,14 +87,17 @@ def ours(options: Options) -> Cases:
 
 
 def peers(options: Options) -> Cases:
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+    transformers = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=torch.float32
+    ).eval()
     cases: Cases = {}
 
-    def prompt(tokens: torch.Tensor) -> Any:
+    def prompt(tokens: Any) -> Any:
         with torch.no_grad():
             return model(tokens, use_cache=True, logits_to_keep=1).logits.numpy()
 
-    def decode(fed: torch.Tensor, count: int) -> Any:
+    def decode(fed: Any, count: int) -> Any:
         with torch.no_grad():
             return model.generate(
                 fed, max_new_tokens=count, min_new_tokens=count, do_sample=False

@@ -26,7 +26,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from heinsen_jax.attention.cache import Cache
+from heinsen_jax.attention.cache import is_cache
 from heinsen_jax.config import load_config
 from heinsen_jax.generate import Engine
 from heinsen_jax.generate.sampling import Sampler
@@ -97,12 +97,12 @@ def at(state: LanguageModelState, context: int) -> LanguageModelState:
     """Set the length of caches; leave other states unchanged."""
 
     def fill(node: Any) -> Any:
-        if not isinstance(node, Cache):
+        if not is_cache(node):
             return node
         cache: Any = node
         return replace(cache, length=jnp.full_like(cache.length, context))
 
-    return jax.tree.map(fill, state, is_leaf=lambda x: isinstance(x, Cache))
+    return jax.tree.map(fill, state, is_leaf=is_cache)
 
 
 def measure(

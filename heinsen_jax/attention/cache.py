@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,6 @@ def bucket(length: int, smallest: int = 256) -> int:
     return max(step, -(-length // step) * step)
 
 
-@runtime_checkable
 class Cache(Protocol):
     """A state that holds all tokens, up to its capacity."""
 
@@ -38,6 +37,11 @@ class Cache(Protocol):
     def with_capacity(self, capacity: int) -> Cache:
         """A copy with a larger capacity."""
         ...
+
+
+def is_cache(node: object) -> TypeGuard[Cache]:
+    """Whether a node of a state is a cache."""
+    return hasattr(node, "with_capacity")  # `isinstance` would look at all members, slowly
 
 
 def check_capacity(capacity: int, before: Array, count: int) -> None:

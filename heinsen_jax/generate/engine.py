@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from heinsen_jax.attention.cache import Cache, bucket
+from heinsen_jax.attention.cache import bucket, is_cache
 from heinsen_jax.data import Tokenizer
 from heinsen_jax.errors import UserError
 from heinsen_jax.generate import states
@@ -167,11 +167,11 @@ class Engine:
         needed = (caches[0].capacity if length is None else int(jnp.max(length))) + num_tokens
 
         def grown(node: PyTree) -> PyTree:
-            if not isinstance(node, Cache) or (node.length is not None and needed <= node.capacity):
+            if not is_cache(node) or (node.length is not None and needed <= node.capacity):
                 return node
             return node.with_capacity(bucket(needed))
 
-        blocks = jax.tree.map(grown, state.blocks, is_leaf=lambda x: isinstance(x, Cache))
+        blocks = jax.tree.map(grown, state.blocks, is_leaf=is_cache)
         return replace(state, blocks=blocks)
 
     def feed(

@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 
 from heinsen_jax.attention.base import AttentionConfig
-from heinsen_jax.attention.cache import Cache
+from heinsen_jax.attention.cache import Cache, is_cache
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import LanguageModel, LanguageModelConfig, LanguageModelState
 from heinsen_jax.pytrees import flatten_with_names
@@ -108,8 +108,7 @@ def _shapes(
 
 def caches(state: LanguageModelState) -> list[Cache]:
     """The states of mechanisms that store every token, each with the same number of them."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Cache))
-    return [x for x in nodes if isinstance(x, Cache)]
+    return [x for x in jax.tree.leaves(state, is_leaf=is_cache) if is_cache(x)]
 
 
 def _shared(model: Model, state: LanguageModelState) -> LanguageModelState:
@@ -157,12 +156,12 @@ class _Contents(pydantic.BaseModel, extra="forbid"):
         capacities = iter(self.capacities)
 
         def grown(node: PyTree) -> PyTree:
-            if not isinstance(node, Cache):
+            if not is_cache(node):
                 return node
             cache: Any = node.with_capacity(next(capacities))
             return cache if node.length is not None else dataclasses.replace(cache, length=None)
 
-        state = jax.tree.map(grown, state, is_leaf=lambda x: isinstance(x, Cache))
+        state = jax.tree.map(grown, state, is_leaf=is_cache)
         return with_independent_rows(model, state, self.batch_shape[0]) if self.by_row else state
 
 

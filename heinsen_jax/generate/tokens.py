@@ -178,21 +178,23 @@ def continued(
     Raises:
       UserError: the model has no further positions.
     """
-    state = engine.init_state() if state is None else state
+    before = engine.init_state() if state is None else state
     free, needed = 0, (length := tokens.shape[-1])
-    left = engine.remaining(state)
+    left = engine.remaining(before)
     for position in range(sys.maxsize):
         if (left := left - needed) < 0:
             raise UserError("the sequence has reached model.max_length: generation ends here")
         if needed > free:  # rarely, since every new shape is compiled
             free = min(needed + MORE_TOKENS + position, left + needed)
-            state = engine.reserve(state, free)
+            before = engine.reserve(before, free)
         free -= needed
-        process = engine.feed if position == 0 else engine.step
-        logits, state = process(tokens, state)
+        if position == 0:
+            logits, before = engine.feed(tokens, before)
+        else:
+            logits, before = step(engine.program, engine.weights, tokens, before)
         token = draw(sampler, logits, position)
         engine.config.warn_beyond_trained_length(length + position)
-        yield int(token), state
+        yield int(token), before
         tokens, needed = token, 1
 
 

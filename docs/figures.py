@@ -365,7 +365,16 @@ def text_of(value: object) -> str:
 FILTERS = {"digits": digits, "percent": percent, "ms": milliseconds, "span": span, "size": size}
 FUNCTIONS = (
     *(record, positions, at_budgets, equal_budgets, power_laws, scaling_rows),
-    *(attention_times, decoding_times, served, serving, layer_size, training_flops, gpu_hours),
+    *(
+        attention_times,
+        decoding_times,
+        generation_times,
+        served,
+        serving,
+        layer_size,
+        training_flops,
+        gpu_hours,
+    ),
     *(load_config, statistics.mean),
 )
 ENVIRONMENT = jinja2.Environment(

@@ -14,7 +14,7 @@ from heinsen_jax.models import LanguageModelConfig
 from heinsen_jax.storage.buckets import local_path
 from heinsen_jax.storage.files import storage_errors
 from heinsen_jax.storage.locks import locked
-from heinsen_jax.training.prepare import resolve_settings
+from heinsen_jax.training.settings import resolve_settings
 from studies.grid import Run, Study, describe
 from studies.plots import draw
 from studies.records import RunRecord, check_measured

@@ -33,10 +33,11 @@ from heinsen_jax.runtime.environment import environment
 from heinsen_jax.storage.buckets import absolute_path
 from heinsen_jax.storage.files import joint_hash, write_atomically
 from heinsen_jax.storage.locks import locked
-from heinsen_jax.training import Diverged, prepare_run, train
+from heinsen_jax.training import Diverged, train
 from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.preflight import tokens_per_update
-from heinsen_jax.training.prepare import splits_of
+from heinsen_jax.training.prepare import Modes, prepare_in
+from heinsen_jax.training.recorded import splits_of
 from studies.grid import Run, describe
 from studies.records import RunRecord
 
@@ -116,7 +117,7 @@ def _trained(config: ExperimentConfig, workdir: Path, start: Path | None) -> dic
         config = replace(config, distillation=replace(config.distillation, start=str(start)))
     workdir.mkdir(exist_ok=True)
     # content.json has the data and the teacher; paths may change
-    ended = train(prepare_run(config, RunFolder(workdir), allow_change=True))
+    ended = train(prepare_in(RunFolder(workdir), config, Modes(allow_change=True)))
     if ended.signal is not None:
         raise Stopped
     return ended.metrics

@@ -919,7 +919,7 @@ TRAINING_FAULTS = {
         ("tests/faults/memory_test.py",),
     ),
     "a model without an id for the mask": Fault(
-        "heinsen_jax/training/prepare.py",
+        "heinsen_jax/training/settings.py",
         "if model.vocab_size == (vocabulary := dataset.vocab_size):",
         "if model.vocab_size < (vocabulary := dataset.vocab_size):",
         ("tests/training/prepare_test.py",),
@@ -1528,7 +1528,7 @@ COMMANDS_FAULTS = {
         ("tests/linearize_test.py",),
     ),
     "changed settings that are not noticed": Fault(
-        "heinsen_jax/training/prepare.py",
+        "heinsen_jax/training/recorded.py",
         '("seed", "data", "optimizer", "distillation")',
         '("seed", "data", "distillation")',
         ("tests/config/load_test.py",),
@@ -1619,7 +1619,7 @@ COMMANDS_FAULTS = {
     ),
     "changed settings that are always allowed": Fault(
         "heinsen_jax/training/prepare.py",
-        "allowed=allow_change)",
+        "allowed=modes.allow_change)",
         "allowed=True)",
         ("tests/faults/lost_test.py",),
     ),

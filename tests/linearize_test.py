@@ -29,8 +29,8 @@ from heinsen_jax.training import loop, prepare_run, program, train
 from heinsen_jax.training import memory as memory_module
 from heinsen_jax.training.checkpoint import Checkpoints
 from heinsen_jax.training.memory import Memory
-from heinsen_jax.training.prepare import record
 from heinsen_jax.training.profiling import Tracer
+from heinsen_jax.training.recorded import record
 from tests.training.conftest import corpus, small  # noqa: F401
 
 

@@ -51,8 +51,8 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The structure of a module. There is one object per structure, so that functions compiled for
-    it are found without comparing graphs."""
+    """The structure of a module: one object per structure, so that functions compiled for it are
+    found without comparing graphs."""
 
     graph: nnx.GraphDef
     tree: Any
@@ -94,6 +94,7 @@ class Engine:
       UserError: the model is not causal.
 
     Examples:
+      >>> from heinsen_jax.models import LanguageModel, LanguageModelConfig
       >>> sizes = {"vocab_size": 10, "model_dim": 8, "num_layers": 2, "num_heads": 2}
       >>> engine = Engine(LanguageModel(LanguageModelConfig(**sizes), rngs=nnx.Rngs(0)))
       >>> logits, state = engine.feed([3, 1, 4])

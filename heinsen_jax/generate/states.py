@@ -124,7 +124,7 @@ def _num_batch_axes(model: Model, state: LanguageModelState) -> int:
 
 
 class _Contents(pydantic.BaseModel, extra="forbid"):
-    """What a file records of its state, from which the shapes of all arrays follow.
+    """The record of a state in its file, from which the shapes of all arrays follow.
 
     Attributes:
       batch_shape: the batch axes.

@@ -19,7 +19,7 @@ from heinsen_jax.runs.load import load_run
 from heinsen_jax.runtime import distributed
 from heinsen_jax.sharding import put
 from heinsen_jax.training.preflight import tokens_per_update
-from heinsen_jax.training.prepare import Settings
+from heinsen_jax.training.settings import Settings
 from heinsen_jax.typing import Array
 
 CONTEXTS = 1024, 32_768

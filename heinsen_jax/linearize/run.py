@@ -36,7 +36,8 @@ from heinsen_jax.runtime.environment import environment
 from heinsen_jax.storage.buckets import absolute_path, is_remote
 from heinsen_jax.storage.files import write_atomically
 from heinsen_jax.training.loop import check_fits, train
-from heinsen_jax.training.prepare import Prepared, check_workdir, prepare_run
+from heinsen_jax.training.prepare import Prepared, prepare_run
+from heinsen_jax.training.recorded import check_workdir
 
 RESULTS_FILE = "linearized.json"
 

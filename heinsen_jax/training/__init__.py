@@ -10,7 +10,8 @@ from heinsen_jax.runtime.lazy import attributes
 if TYPE_CHECKING:
     from heinsen_jax.training.config import ExperimentConfig
     from heinsen_jax.training.loop import Diverged, TrainingResult, train
-    from heinsen_jax.training.prepare import Prepared, Settings, prepare_run, resolve_settings
+    from heinsen_jax.training.prepare import Prepared, prepare_run
+    from heinsen_jax.training.settings import Settings, resolve_settings
 
 __all__ = [
     "Diverged",
@@ -23,4 +24,4 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = attributes(__name__, __all__, ("config", "prepare", "loop"))
+__getattr__ = attributes(__name__, __all__, ("config", "settings", "prepare", "loop"))

@@ -27,9 +27,10 @@ from heinsen_jax.training.loss_plot import PLOT_FILE, plot_losses
 from heinsen_jax.training.metrics import Reporter
 from heinsen_jax.training.pacing import InFlight, Requests
 from heinsen_jax.training.preflight import time_updates, tokens_per_update
-from heinsen_jax.training.prepare import Prepared, record
+from heinsen_jax.training.prepare import Prepared
 from heinsen_jax.training.profiling import Clock, Tracer
 from heinsen_jax.training.program import Program
+from heinsen_jax.training.recorded import record
 from heinsen_jax.training.state import (
     TrainState,
     init_sharded,
@@ -86,7 +87,7 @@ def train(prepared: Prepared, *, trackers: Sequence[Tracker] = ()) -> TrainingRe
     """
     with prepared, jax.set_mesh(prepared.settings.mesh), prepared.folder.published():
         run = _Run(prepared, trackers)
-        if prepared.dry_run:
+        if prepared.modes.dry_run:
             return run.dry_run()
         prepared.begin()
         return run()
@@ -225,7 +226,7 @@ class _Run:
         check_alike({"the latest step in --workdir": start, "the weights of the teacher": teacher})
         if self.program.distillation is not None:
             with process_0_first() as is_first:
-                if is_first and start is not None and not self.prepared.allow_change:
+                if is_first and start is not None and not self.prepared.modes.allow_change:
                     self.program.distillation.check_unchanged(self.workdir)
                 if is_first:
                     self.program.distillation.record(self.workdir)
@@ -291,7 +292,7 @@ class _Run:
             warn=self.reporter.line,
             is_stopped=self._is_stopped_alone,
         )
-        tracer = Tracer(self.workdir, start, self.prepared.profile)
+        tracer = Tracer(self.workdir, start, self.prepared.modes.profile)
         in_flight = InFlight(self._completed)
         for step in range(start + 1, steps + 1):
             tracer(step)

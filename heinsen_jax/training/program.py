@@ -19,7 +19,7 @@ from heinsen_jax.training.distillation import Distillation
 from heinsen_jax.training.memory import Limits, Memory, Setting, check_memory, memory_of
 from heinsen_jax.training.optimizer import describe_warmup, learning_rates, make_optimizer
 from heinsen_jax.training.preflight import describe
-from heinsen_jax.training.prepare import Settings
+from heinsen_jax.training.settings import Settings
 from heinsen_jax.training.state import (
     TrainState,
     abstract_state,

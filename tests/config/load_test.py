@@ -10,7 +10,7 @@ from heinsen_jax.config import ExperimentConfig, as_json, load_config, override
 from heinsen_jax.errors import UserError
 from heinsen_jax.models import Layers
 from heinsen_jax.runs.folder import RunFolder
-from heinsen_jax.training.prepare import check_changes, check_workdir, record
+from heinsen_jax.training.recorded import check_changes, check_workdir, record
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.py"))
 

@@ -15,7 +15,7 @@ from heinsen_jax.models import LanguageModel
 from heinsen_jax.objectives.evaluation import make_evaluation_step
 from heinsen_jax.objectives.loss_by_position import bucket_ends
 from heinsen_jax.training import prepare_run, train
-from heinsen_jax.training.prepare import resolve_settings
+from heinsen_jax.training.settings import resolve_settings
 
 ROWS, LENGTH = 3, 70
 

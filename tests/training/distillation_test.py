@@ -23,7 +23,7 @@ from heinsen_jax.runs.metrics_file import read_metrics
 from heinsen_jax.training import prepare_run, train
 from heinsen_jax.training.config import DistillationConfig
 from heinsen_jax.training.distillation import Distillation
-from heinsen_jax.training.prepare import resolve_settings
+from heinsen_jax.training.settings import resolve_settings
 from tests.models.conversion_test import HEDGEHOG, model, of_layer
 
 
@@ -221,7 +221,7 @@ def test_a_teacher_that_cannot_split_sequences_is_refused(teacher, monkeypatch):
     distillation = DistillationConfig(teacher=str(workdir))
     chosen = replace(chosen, model=replace(chosen.model, attention=linear))
     sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 2}
-    module = "heinsen_jax.training.prepare"
+    module = "heinsen_jax.training.settings"
     monkeypatch.setattr(f"{module}.make_mesh", lambda _: SimpleNamespace(shape=sizes))
     monkeypatch.setattr(f"{module}.share_of_process", lambda _: None)
     dataset = data.load(chosen.data)

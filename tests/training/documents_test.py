@@ -17,7 +17,7 @@ from heinsen_jax.models import Layers
 from heinsen_jax.objectives.documents import resolve_documents
 from heinsen_jax.objectives.evaluation import make_evaluation_step
 from heinsen_jax.training import prepare_run, train
-from heinsen_jax.training.prepare import _check_split, resolve_settings
+from heinsen_jax.training.settings import _check_split, resolve_settings
 from tests.models.small import random_model
 from tests.training.conftest import WORDS
 

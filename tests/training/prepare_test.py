@@ -7,7 +7,7 @@ import pytest
 from heinsen_jax import data
 from heinsen_jax.config import ExperimentConfig
 from heinsen_jax.errors import UserError
-from heinsen_jax.training.prepare import resolve_settings
+from heinsen_jax.training.settings import resolve_settings
 
 
 @pytest.mark.parametrize(

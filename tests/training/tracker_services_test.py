@@ -10,7 +10,7 @@ from heinsen_jax.data import load
 from heinsen_jax.errors import UserError
 from heinsen_jax.runtime.environment import environment
 from heinsen_jax.training.config import as_json
-from heinsen_jax.training.prepare import resolve_settings
+from heinsen_jax.training.settings import resolve_settings
 from heinsen_jax.training.tracker_services import services
 from heinsen_jax.training.trackers import TrackedRun, Tracking
 

@@ -1,0 +1,157 @@
+"""The settings that the folder of a run records, and whether a run may resume with others."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pydantic
+
+from heinsen_jax.data import DataConfig, Dataset, TextDataset, load_tokenizer, save_tokenizer
+from heinsen_jax.errors import UserError, explain, parse_json
+from heinsen_jax.models import LanguageModelConfig
+from heinsen_jax.runs.record import CONFIG_FILE, DATA_FILE, read_config
+from heinsen_jax.storage.files import storage_errors, write_atomically
+from heinsen_jax.training.config import ExperimentConfig, as_json, flat
+from heinsen_jax.typing import JSON
+
+NOT_ARCHITECTURE = {"dtype", "remat", "remat_policy"}
+"""Fields of a model that may change when a run resumes."""
+OWN_TO_A_HOST = {"data.corpus", "data.cache", "data.tokenizer", "training.compilation_cache"}
+"""Paths, which may differ between the hosts of a run. The content of the data is compared
+instead."""
+AFFECT_RESULT = {
+    "training.evaluation_batches",
+    "training.masked_fraction",
+    "training.skip_grad_norm_ratio",
+    "training.z_loss",
+}
+"""Fields of training that, besides its length, affect the result of a run."""
+CONTENT = "data.content"
+
+
+def check_workdir(workdir: Path, config: ExperimentConfig) -> None:
+    """Check that a run may start or resume in a folder, before its data are loaded.
+
+    Raises:
+      UserError: the folder has a run of another task or with another architecture.
+    """
+    if (recorded := read_config(workdir)) is None:
+        return
+    ours = getattr(config.data, "task", "text")
+    theirs = recorded["data"].get("task", "text")
+    if ours != theirs:
+        raise UserError(
+            f"--workdir {workdir} contains a run trained on {theirs}, not {ours}; choose another "
+            "folder"
+        )
+    try:
+        model = pydantic.TypeAdapter(LanguageModelConfig).validate_python(recorded["model"])
+    except ValueError as error:
+        raise UserError(f"{workdir / CONFIG_FILE}: model.{explain(error)}") from None
+    ours, theirs = (
+        as_json(dataclasses.replace(config, model=x))["model"] for x in (config.model, model)
+    )
+    if differing := [
+        f"model.{name} is {ours.get(name)!r} here, {theirs.get(name)!r} there"
+        for name in sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
+        if ours.get(name) != theirs.get(name)
+    ]:
+        raise UserError(
+            f"--workdir {workdir} holds a run of another architecture ({'; '.join(differing)}); "
+            "choose another folder, or the same architecture; --restart sets that run aside"
+        )
+
+
+def check_tokenizer(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
+    """Check that a run in a folder has the tokenizer of the data.
+
+    Raises:
+      UserError: it has another one.
+    """
+    tokenizer = dataset.tokenizer
+    if tokenizer is None or read_config(workdir) is None:
+        return
+    assert isinstance(config.data, DataConfig)
+    theirs = load_tokenizer(workdir)
+    if theirs.fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"--workdir {workdir} holds a run with the tokenizer {theirs.name}, which differs from "
+            f"data.tokenizer={config.data.tokenizer}; choose another folder, or its tokenizer"
+        )
+
+
+def check_changes(
+    workdir: Path, config: ExperimentConfig, dataset: Dataset, *, allowed: bool
+) -> list[str]:
+    """Describe the differences between the current settings and a run's recorded settings.
+
+    Args:
+      workdir: the run's folder.
+      config: the current settings.
+      dataset: the current data set.
+      allowed: whether changes that affect the result are allowed.
+
+    Raises:
+      UserError: such settings have changed, and `allowed` is false; the message names them.
+    """
+    if (recorded := read_config(workdir)) is None:
+        return []
+    ours, theirs = flat(as_json(config)), flat(recorded)
+    if "data.documents" in ours:  # a run of an earlier version has no such field
+        theirs.setdefault("data.documents", "continuous")
+    changed = {
+        name: f"{name} {value!r} (was {theirs[name]!r})"
+        for name, value in ours.items()
+        if name in theirs and value != theirs[name]
+    }
+    path = workdir / DATA_FILE
+    if isinstance(dataset, TextDataset) and _differs(path, dataset.content):
+        changed[CONTENT] = f"the content of data.corpus ({path} records the previous one)"
+    refused = [line for name, line in changed.items() if _affects_result(name)]
+    if refused and not allowed:
+        raise UserError(
+            f"--workdir {workdir} holds a run with other settings: {'; '.join(refused)}; restore "
+            "them, give --allow-change to resume with the new ones, or --restart to begin again"
+        )
+    return [*changed.values()]
+
+
+def _differs(path: Path, content: bytes) -> bool:
+    """Whether a manifest exists and has other tokens."""
+    return path.exists() and splits_of(path.read_bytes()) != splits_of(content)
+
+
+def splits_of(content: bytes) -> JSON:
+    """The shards with their hashes, from a manifest, or from all manifests of a mixture; None if
+    damaged."""
+    try:
+        manifest = parse_json(content)
+        by_name = manifest if "splits" not in manifest else {"": manifest}
+        return {name: each["splits"] for name, each in by_name.items()}
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _affects_result(name: str) -> bool:
+    """Whether a field, if changed, makes a resumed run differ from an uninterrupted one, or its
+    losses incomparable."""
+    section = name.partition(".")[0]
+    if section in ("seed", "data", "optimizer", "distillation"):
+        return name not in OWN_TO_A_HOST | {"data.verify", "data.test_lengths", "data.test_pairs"}
+    return name in AFFECT_RESULT
+
+
+def record(workdir: Path, config: ExperimentConfig, dataset: Dataset) -> None:
+    """Write the resolved configuration, the tokenizer and the manifest of the data, if any, into a
+    run's folder.
+
+    Raises:
+      UserError: a file cannot be written.
+    """
+    with storage_errors(workdir):
+        if dataset.tokenizer is not None:
+            save_tokenizer(dataset.tokenizer, workdir)
+        if isinstance(dataset, TextDataset):
+            write_atomically(workdir / DATA_FILE, dataset.content)
+        content = json.dumps(as_json(config), indent=2) + "\n"
+        write_atomically(workdir / CONFIG_FILE, content.encode())

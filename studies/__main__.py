@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
+import studies
 from heinsen_jax.errors import UserError, command_line
 from heinsen_jax.runtime.arguments import Form, only, parse
 from heinsen_jax.runtime.signals import unwind_on_signals
 from heinsen_jax.typing import config_dataclass
-from studies.grid import load_study
-from studies.runner import run_study
-from studies.runs import Stopped, available_cores, in_processes, on_cluster
 
 MAX_JOBS_PER_CORE = 4
 
@@ -52,20 +50,22 @@ def main() -> int:
     jobs, study = options.jobs, options.study
     if jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1")
-    cores = len(available_cores()) or os.cpu_count() or 1
+    cores = len(studies.available_cores()) or os.cpu_count() or 1
     if options.executor == "local" and jobs > MAX_JOBS_PER_CORE * cores:
         raise UserError(
             f"--jobs {jobs}: each is a process of JAX, and this machine has {cores} core(s); "
             f"give at most {MAX_JOBS_PER_CORE * cores}"
         )
     folder = options.output or Path("runs") / "studies" / study.stem
-    local = partial(in_processes, jobs=jobs)
-    cluster = partial(on_cluster, cpus=options.cpus, gpus=options.gpus)
+    local = partial(studies.in_processes, jobs=jobs)
+    cluster = partial(studies.on_cluster, cpus=options.cpus, gpus=options.gpus)
     execute = local if options.executor == "local" else cluster
     try:
         with unwind_on_signals():
-            run_study(load_study(study), folder, execute, options.report_only, options.reuse)
-    except Stopped:  # a process of a run received the signal to all processes first
+            studies.run_study(
+                studies.load_study(study), folder, execute, options.report_only, options.reuse
+            )
+    except studies.Stopped:  # a process of a run received the signal to all processes first
         return _stopped(128 + signal.SIGINT)
     except SystemExit as stopped:
         return _stopped(cast(int, stopped.code))

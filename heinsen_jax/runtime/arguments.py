@@ -452,7 +452,10 @@ def _description(owner: type, field: str) -> str:
     for cls in owner.__mro__:
         if field not in inspect.get_annotations(cls):
             continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        except OSError:  # installed without sources
+            return ""
         (definition,) = tree.body
         assert isinstance(definition, ast.ClassDef)
         pairs = zip(definition.body, definition.body[1:], strict=False)

@@ -157,7 +157,7 @@ class Chat:
         self.engine.config.warn_beyond_trained_length(len(self.position.read) + needed)
         written, sampler = b"", replace(self.sampler, key=key)
         state = self.engine.reserve(state, needed)  # in one call, not per token
-        new = continued(self.engine, np.asarray(tokens, np.int32), sampler, state)
+        new = continued(self.engine, np.asarray(tokens, np.int32), sampler, state, needed)
         for token, after in itertools.islice(new, self.max_new_tokens):
             self.position = Position(after, (*self.position.read, *tokens), (token,))
             tokens = [token]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeGuard
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ def bucket(length: int, smallest: int = 256) -> int:
     return max(step, -(-length // step) * step)
 
 
+@runtime_checkable
 class Cache(Protocol):
     """A state that holds all tokens, up to its capacity."""
 

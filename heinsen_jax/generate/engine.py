@@ -177,10 +177,10 @@ class Engine:
 
     def feed(
         self,
-        tokens: ArrayLike,
+        tokens: ArrayLike | Sequence[int],
         state: LanguageModelState | None = None,
         *,
-        lengths: ArrayLike | None = None,
+        lengths: ArrayLike | Sequence[int] | None = None,
     ) -> tuple[Logits, LanguageModelState]:
         """Process prompts.
 
@@ -219,15 +219,15 @@ class Engine:
                 if not np.all(is_fed):
                     new = states.where_rows(jnp.asarray(is_fed), new, (last, before))
                 last, before = new
-                done = done + size * is_fed
+                done = np.asarray(done + size * is_fed)
         return read_out(self.program.outer, self.weights.outer, last)[..., 0, :], before
 
     def step(
-        self, tokens: Integer[Array | np.ndarray, "*B"], state: LanguageModelState
+        self, tokens: ArrayLike, state: LanguageModelState
     ) -> tuple[Logits, LanguageModelState]:
         """Process one token of each sequence, `[*B]`: as `feed`, but one compiled function, for
         loops."""
-        return step(self.program, self.weights, tokens, self.reserve(state, 1))
+        return step(self.program, self.weights, jnp.asarray(tokens), self.reserve(state, 1))
 
     def score(
         self,
@@ -306,7 +306,7 @@ def _unstacked_on_device(stack: Leaves, repeats: int) -> tuple[Leaves, ...]:
     return tuple(tuple(map(itemgetter(repeat), stack)) for repeat in range(repeats))
 
 
-def _chunk(tokens: Tokens, done: np.ndarray, size: int) -> Tokens:
+def _chunk(tokens: Tokens, done: np.ndarray, size: int) -> Integer[Array | np.ndarray, "*B size"]:
     """`size` tokens of each row after those that are done, for all rows or for each `[B]`."""
     if not done.ndim:
         return tokens[..., int(done) : int(done) + size]
@@ -360,7 +360,7 @@ def read_out(part: Part, leaves: Leaves, x: Features) -> Float[Array, "*B T V"]:
 def step(
     program: Program,
     weights: Weights,
-    tokens: Integer[Array | np.ndarray, "*B"],
+    tokens: Integer[Array, "*B"],
     state: LanguageModelState,
 ) -> tuple[Logits, LanguageModelState]:
     """The logits after one token of each sequence, and the state after it."""

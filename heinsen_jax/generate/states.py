@@ -25,6 +25,7 @@ from heinsen_jax.typing import Array, Bool, Integer, PyTree
 Tree = TypeVar("Tree")
 
 
+@runtime_checkable
 class Model(Protocol):
     """A `LanguageModel` or an `Engine`."""
 
@@ -102,8 +103,12 @@ def _shapes(
 ) -> LanguageModelState:
     """Shapes of a state like this one with another batch shape and capacity."""
     capacity = 1 if any(x.length is not None for x in caches(state)) else None
-    like = jax.eval_shape(lambda: model.init_state(batch_shape, capacity=capacity))
-    return dataclasses.replace(like, by_row=state.by_row)
+
+    def like() -> LanguageModelState:
+        empty = model.init_state(batch_shape, capacity=capacity)
+        return dataclasses.replace(empty, by_row=state.by_row)
+
+    return jax.eval_shape(like)
 
 
 def caches(state: LanguageModelState) -> list[Cache]:

@@ -171,15 +171,16 @@ def continued(
     tokens: Integer[Array | np.ndarray, "T"],
     sampler: Sampler,
     state: LanguageModelState | None = None,
+    reserved: int = 0,
 ) -> Iterator[tuple[int, LanguageModelState]]:
     """Yield the tokens of `generate` for one prompt `[T]`, without end, each with the state before
-    it.
+    it. The given state has space for `reserved` tokens.
 
     Raises:
       UserError: the model has no further positions.
     """
     before = engine.init_state() if state is None else state
-    free, needed = 0, (length := tokens.shape[-1])
+    free, needed, token = reserved, (length := tokens.shape[-1]), None
     left = engine.remaining(before)
     for position in range(sys.maxsize):
         if (left := left - needed) < 0:
@@ -188,14 +189,14 @@ def continued(
             free = min(needed + MORE_TOKENS + position, left + needed)
             before = engine.reserve(before, free)
         free -= needed
-        if position == 0:
+        if token is None:
             logits, before = engine.feed(tokens, before)
         else:
-            logits, before = step(engine.program, engine.weights, tokens, before)
+            logits, before = step(engine.program, engine.weights, token, before)
         token = draw(sampler, logits, position)
         engine.config.warn_beyond_trained_length(length + position)
         yield int(token), before
-        tokens, needed = token, 1
+        needed = 1
 
 
 def _prompts(engine: Engine, tokens: ArrayLike) -> Integer[Array, "*B T"]:

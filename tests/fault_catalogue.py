@@ -1061,7 +1061,7 @@ DATA_FAULTS = {
     ),
     "a start token that is dropped": Fault(
         "heinsen_jax/data/tokenizer_pretrained.py",
-        "start = tuple(ids[: next(places, 0)])",
+        "start = tuple(encoding.ids[: is_added.index(0)]) if 0 in is_added else ()",
         "start = ()",
         ("tests/data/tokenizer_pretrained_test.py",),
     ),

@@ -339,16 +339,7 @@ def main() -> None:
     arguments = parse(
         PrepareOptions, prog="python -m heinsen_jax.data.prepare", description=__doc__
     )
-    manifest = prepare(
-        arguments.inputs,
-        arguments.tokenizer,
-        arguments.output,
-        validation_fraction=arguments.validation_fraction,
-        split=arguments.split,
-        text_column=arguments.text_column,
-        downloads=arguments.downloads,
-        executor=arguments.executor,
-    )
+    manifest = prepare(**vars(arguments))
     for name, split in manifest.splits.items():
         print(
             f"{name}: {split.tokens} tokens, {split.bytes} bytes, {split.documents} documents "

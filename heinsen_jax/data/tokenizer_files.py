@@ -10,6 +10,8 @@ from heinsen_jax.data.tokenizer_json import (
     added_tokens,
     parsed,
     read_json,
+    read_optional_json,
+    special_tokens_of,
 )
 from heinsen_jax.errors import UserError, check_regular
 
@@ -46,11 +48,11 @@ def merged_files(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
       UserError: a file is damaged, or contradicts another one.
     """
     path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
-    config = _optional(config_path)
+    config = read_optional_json(config_path)
     document = read_json(path)
     tokens = {int(token["id"]): token for token in added_tokens(document, path)}
     if config.get("added_tokens_decoder") is None:
-        config |= _optional(folder / SPECIAL_TOKENS_FILE)
+        config |= read_optional_json(folder / SPECIAL_TOKENS_FILE)
         others = _legacy_tokens(folder / ADDED_TOKENS_FILE, config)
         others = {number: token for number, token in others.items() if number not in tokens}
         source = folder / ADDED_TOKENS_FILE
@@ -69,7 +71,7 @@ def stop_ids_of(folder: Path) -> list[int]:
     """The tokens that end generation by the files of a model, if any: `generation_config.json`
     precedes `config.json`."""
     for path in (folder / GENERATION_FILE, folder / CONFIG_FILE):
-        match _optional(path).get("eos_token_id"):
+        match read_optional_json(path).get("eos_token_id"):
             case None:
                 continue
             case int(token) if not isinstance(token, bool):
@@ -81,16 +83,6 @@ def stop_ids_of(folder: Path) -> list[int]:
                     f"{path}: eos_token_id={other!r} must be an id or a list of ids; correct it"
                 )
     return []
-
-
-def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name, such as `bos_token`."""
-    tokens = {}
-    for name, value in config.items():
-        match value:
-            case str(token) | {"content": str(token)} if name.endswith("_token"):
-                tokens[name] = token
-    return tokens
 
 
 def templates_of(given: Any, path: Path) -> dict[str, str]:
@@ -109,10 +101,6 @@ def templates_of(given: Any, path: Path) -> dict[str, str]:
             if len(templates) == len(several):
                 return templates
     raise UserError(f"{path}: chat_template must be a text, or texts with names; correct it")
-
-
-def _optional(path: Path) -> dict[str, Any]:
-    return read_json(path) if path.exists() else {}
 
 
 def _decoder_tokens(tokens: Any, path: Path) -> dict[int, dict[str, Any]]:
@@ -136,7 +124,7 @@ def _decoder_tokens(tokens: Any, path: Path) -> dict[int, dict[str, Any]]:
 def _legacy_tokens(path: Path, config: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
     """Added tokens by id, from `added_tokens.json`."""
     by_id, special = {}, {token["content"] for token in _named(config)}
-    for content, number in _optional(path).items():
+    for content, number in read_optional_json(path).items():
         if type(number) is not int or number < 0:
             raise UserError(f"{path}: {content!r} has no id but {number!r}; correct it")
         flags = dict.fromkeys(FLAGS, False)
@@ -228,13 +216,16 @@ def _with_prefix_space(
     Raises:
       UserError: `add_prefix_space` of a Llama tokenizer contradicts the file.
     """
-    model = _optional(folder / CONFIG_FILE)
+    model = read_optional_json(folder / CONFIG_FILE)
     given = config.get("tokenizer_class") or model.get("tokenizer_class")
     kind = given or CLASSES.get(str(model.get("model_type")))
     kind = str(kind).removesuffix("Fast")
     prefix = bool(config.get("add_prefix_space"))
     if kind in CLASSES.values():
-        return document | {"pre_tokenizer": _prefixed(document.get("pre_tokenizer"), prefix)}
+        for part in _parts(document.get("pre_tokenizer")):
+            if part["type"] == "ByteLevel":
+                part["add_prefix_space"] = prefix
+        return document
     spaces = [
         part["type"] == "Prepend" or part.get("prepend_scheme", "always") != "never"
         for name in ("normalizer", "pre_tokenizer")
@@ -257,16 +248,6 @@ def _parts(part: Any) -> Iterator[dict[str, Any]]:
         for name in ("normalizers", "pretokenizers"):
             for inner in part.get(name) or []:
                 yield from _parts(inner)
-
-
-def _prefixed(part: Any, prefix: bool) -> Any:
-    """A pre-tokenizer, with this `add_prefix_space` in its byte-level parts."""
-    match part:
-        case {"type": "ByteLevel"}:
-            return part | {"add_prefix_space": prefix}
-        case {"type": "Sequence", "pretokenizers": [*inner]}:
-            return part | {"pretokenizers": [_prefixed(one, prefix) for one in inner]}
-    return part
 
 
 def _template_files(folder: Path) -> dict[str, str]:

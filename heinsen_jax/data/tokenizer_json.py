@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
@@ -24,13 +25,14 @@ ENDS_OF_TEXT = {
 }
 """Special tokens with which published tokenizers end a document."""
 
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+"""Bytes of an id without a token."""
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _bytes_of_characters() -> dict[str, int]:
     """The characters that stand for bytes in byte-level BPE: printable ones for themselves."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    printable = [byte for byte in range(0x21, 0x100) if chr(byte).isprintable()]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(x): x for x in printable} | {chr(256 + i): x for i, x in enumerate(others)}
 
@@ -96,20 +98,24 @@ class JsonTokenizer:
       name: its name.
       path: its file, for messages.
       document: the content of the file.
-      end_of_text: the token that ends a document.
+      config: the content of `tokenizer_config.json`, whose `eos_token` ends a document.
+
+    Attributes:
+      special_tokens: special tokens by name, such as `bos_token`.
 
     Raises:
       UserError: the file is damaged or unsupported.
     """
 
     def __init__(
-        self, name: str, path: Path, document: Mapping[str, Any], end_of_text: str
+        self, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
-        self.name = name
-        self._document, self.end_of_text = document, end_of_text
-        content = json.dumps([document, end_of_text], sort_keys=True)
+        self.name, self._document = name, document
+        self.special_tokens = special_tokens_of(config)
+        self.end_of_text = self.special_tokens["eos_token"]
+        content = json.dumps([document, self.end_of_text], sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
-        self._tokenizer, self.end_of_text_id = _build(path, document, end_of_text)
+        self._tokenizer, self.end_of_text_id = _build(path, document, self.end_of_text)
         self._spelling = Spelling.of(document.get("decoder"), path)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._added = self._tokenizer.get_added_tokens_decoder()
@@ -161,7 +167,7 @@ class JsonTokenizer:
     def token_bytes(self, token: int) -> bytes:
         content = self._tokenizer.id_to_token(token)
         if content is None:
-            return _UNKNOWN
+            return UNKNOWN
         if self._spelling.is_byte_level and token in self._added:
             return content.encode()
         return self._spelling.bytes_of(content)
@@ -180,26 +186,16 @@ class JsonTokenizer:
             write_atomically(folder / file, as_json(content))
 
     @classmethod
-    def of(
-        cls, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
-    ) -> "JsonTokenizer":
-        """The tokenizer of a document, with the content of `tokenizer_config.json`."""
-        return cls(name, path, document, config["eos_token"])
-
-    @classmethod
-    def load(cls, folder: Path) -> "JsonTokenizer":
+    def load(cls, folder: Path) -> Self:
         """Read the files of `save`, and check that they are unchanged."""
         path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
         config = read_json(config_path)
         try:
             name, fingerprint = (config["heinsen_jax"][key] for key in ("name", "fingerprint"))
-            tokenizer = cls.of(name, path, read_json(path), config)
+            tokenizer = cls(name, path, read_json(path), config)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{config_path} is damaged ({error!r}); restore the file") from None
-        if tokenizer.fingerprint != fingerprint:
-            raise UserError(
-                f"the tokenizer in {folder} is not the one that was saved; restore {path}"
-            )
+        check_unchanged(tokenizer.fingerprint, fingerprint, path)
         return tokenizer
 
 
@@ -214,18 +210,33 @@ def tokenizer_of_json(path: Path, name: str) -> JsonTokenizer:
         raise UserError(f"{path} defines no tokenizer; give a tokenizer.json of Hugging Face")
     added = added_tokens(document, path)
     ends = sorted({token["content"] for token in added if token.get("special")} & ENDS_OF_TEXT)
-    if len(ends) == 1:
-        return JsonTokenizer(name, path, document, ends[0])
     config_path = path.with_name(SETTINGS_FILE)
-    config = read_json(config_path) if config_path.exists() else {}
-    match config.get("eos_token"):
-        case str(end) | {"content": str(end)}:
-            return JsonTokenizer(name, path, document, end)
+    config = {"eos_token": ends[0]} if len(ends) == 1 else read_optional_json(config_path)
+    if "eos_token" in special_tokens_of(config):
+        return JsonTokenizer(name, path, document, config)
     known = ", ".join(ends) or "none that is known"
     raise UserError(
         f"{path}: exactly one special token must end a text, but it has {known}; write "
         f'{{"eos_token": "..."}} to {config_path}'
     )
+
+
+def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name, such as `bos_token`, in a `tokenizer_config.json`."""
+    tokens = {}
+    for name, value in config.items():
+        match value:
+            case str(token) | {"content": str(token)} if name.endswith("_token"):
+                tokens[name] = token
+    return tokens
+
+
+def check_unchanged(fingerprint: str, saved: str, path: Path) -> None:
+    """Check the fingerprint of a tokenizer that is loaded from the folder of `path`."""
+    if fingerprint != saved:
+        raise UserError(
+            f"the tokenizer in {path.parent} is not the one that was saved; restore {path}"
+        )
 
 
 def as_json(content: Mapping[str, Any]) -> bytes:
@@ -247,24 +258,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_optional_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; an empty one if there is no file."""
+    return read_json(path) if path.exists() else {}
+
+
 def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[RustTokenizer, int]:
-    """Build the tokenizer, without the parts that shorten or pad texts; `end_of_text` is special.
-    Return its id, too."""
-    added = added_tokens(document, path)
-    end = next((token["id"] for token in added if token["content"] == end_of_text), None)
-    if end is None:
-        end = parsed(path, document).token_to_id(end_of_text)
+    """Build the tokenizer, in which `end_of_text` is special. Return its id, too."""
+    added_tokens(document, path)
+    tokenizer = parsed(path, document)
+    end = tokenizer.token_to_id(end_of_text)
     if end is None:
         raise UserError(
             f"{path} has no token {end_of_text}, the eos_token of {path.with_name(SETTINGS_FILE)}; "
             "correct one of the two files"
         )
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    last = {"id": end, "content": end_of_text, "special": True, **flags}
-    added = [*(token for token in added if token["id"] != end), last]
-    added.sort(key=lambda token: token["id"])
-    changes = {"truncation": None, "padding": None, "added_tokens": added}
-    tokenizer = parsed(path, {**document, **changes})
+    tokenizer.add_special_tokens([AddedToken(end_of_text, normalized=False)])
     tokenizer.encode_special_tokens = True  # to split them like any other text
     return tokenizer, end
 
@@ -290,10 +299,11 @@ def added_tokens(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]
 
 
 def parsed(path: Path, document: Mapping[str, Any]) -> RustTokenizer:
-    """Build the tokenizer of a document."""
+    """Build the tokenizer of a document, without the parts that shorten or pad texts."""
+    content = json.dumps({**document, "truncation": None, "padding": None})
     try:
         with refusing_panics(f"{path} cannot be read as a tokenizer", "restore it"):
-            return RustTokenizer.from_str(json.dumps(document))
+            return RustTokenizer.from_str(content)
     except UserError:
         raise
     except Exception as error:  # the library raises no narrower class

@@ -1,7 +1,7 @@
 """Tokenizers of pretrained models: with special tokens and a chat template."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from heinsen_jax.data.tokenizer_files import (
     DEFAULT,
     merged_files,
-    special_tokens_of,
     stop_ids_of,
     templates_of,
 )
@@ -19,7 +18,7 @@ from heinsen_jax.data.tokenizer_json import (
     TOKENIZER_FILE,
     JsonTokenizer,
     parsed,
-    read_json,
+    special_tokens_of,
     tokenizer_of_json,
 )
 from heinsen_jax.errors import UserError, extra_module, refusing_panics
@@ -43,7 +42,6 @@ class PretrainedTokenizer(JsonTokenizer):
       config: the content of `tokenizer_config.json`.
 
     Attributes:
-      special_tokens: special tokens by name, such as `bos_token`.
       templates: chat templates by name.
       start_ids: tokens before each document, such as <s>.
       stop_ids: tokens that end generation, the end of text first.
@@ -56,19 +54,12 @@ class PretrainedTokenizer(JsonTokenizer):
         self, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         self._config = {k: v for k, v in config.items() if k != "chat_template"}
-        self.special_tokens = special_tokens_of(config)
-        super().__init__(name, path, document, self.special_tokens["eos_token"])
+        super().__init__(name, path, document, config)
         self._path = path
         self.templates = templates_of(config.get("chat_template"), path.with_name(SETTINGS_FILE))
         self.start_ids = self._start_ids(config.get("add_bos_token"))
         others = config.get("heinsen_jax", {}).get("stop_ids", ())
         self.stop_ids = tuple(dict.fromkeys([self.end_of_text_id, *others]))
-
-    @classmethod
-    def of(
-        cls, name: str, path: Path, document: Mapping[str, Any], config: Mapping[str, Any]
-    ) -> "PretrainedTokenizer":
-        return cls(name, path, document, config)
 
     def config(self) -> dict[str, Any]:
         """The content of `tokenizer_config.json`, with all fields of the original."""
@@ -86,26 +77,16 @@ class PretrainedTokenizer(JsonTokenizer):
         """Tokens before a document, by the configuration or else as the file adds them."""
         if add_bos_token is False:
             return ()
-        template = self._with_special.encode("").ids
-        encode = partial(self._with_special.encode, add_special_tokens=False)
-        encoded = ((text, encode(text).ids) for text in self._texts())
-        apart = ((text, ids) for text, ids in encoded if ids and not {*ids} & {*template})
-        text, plain = next(apart, ("", []))
-        ids = self._with_special.encode(text).ids
-        places = (i for i in range(len(ids)) if ids[i : i + len(plain)] == plain)
-        start = tuple(ids[: next(places, 0)])
+        encoding = self._with_special.encode(self.end_of_text)
+        is_added = encoding.special_tokens_mask  # 0 at the tokens of the text
+        start = tuple(encoding.ids[: is_added.index(0)]) if 0 in is_added else ()
         bos = self._with_special.token_to_id(self.special_tokens.get("bos_token", ""))
         return (bos,) if add_bos_token and bos is not None and not start else start
-
-    def _texts(self) -> Iterator[str]:
-        """Yield texts, at least one of which has tokens."""
-        yield "a"
-        yield from sorted(self._with_special.get_vocab())
 
     @cached_property
     def _with_special(self) -> RustTokenizer:
         """The tokenizer that finds special tokens in texts."""
-        return parsed(self._path, {**self._document, "truncation": None, "padding": None})
+        return parsed(self._path, self._document)
 
     def encode_with_special_tokens(self, text: str) -> list[int]:
         """Encode a text in which special tokens may be written, such as <|im_end|>."""
@@ -199,12 +180,3 @@ def pretrained_tokenizer(folder: Path, name: str) -> PretrainedTokenizer | None:
         config = config | {"eos_token": tokenizer_of_json(path, name).end_of_text}
     config = config | {"heinsen_jax": {"stop_ids": stop_ids_of(folder)}}
     return PretrainedTokenizer(name, path, document, config)
-
-
-def is_saved_pretrained(folder: Path) -> bool:
-    """Whether a folder has a tokenizer that `PretrainedTokenizer.save` wrote."""
-    path = folder / SETTINGS_FILE
-    match read_json(path) if path.exists() else {}:
-        case {"heinsen_jax": {"is_pretrained": True}}:
-            return True
-    return False

@@ -3,26 +3,26 @@
 import base64
 import binascii
 import hashlib
+import importlib.util
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
 from tiktoken_ext import openai_public
 
-from heinsen_jax.errors import UserError, check_regular, parse_json, refusing_panics
+from heinsen_jax.data.tokenizer_json import TOKENIZER_FILE, UNKNOWN, check_unchanged, read_json
+from heinsen_jax.errors import UserError, check_regular, refusing_panics
 from heinsen_jax.storage.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 SUFFIX = ".tiktoken"
 
 _RANKS_FILE = "tokenizer.tiktoken"
-_DEFINITION_FILE = "tokenizer.json"
 _BYTE_RANKS = {bytes([byte]): byte for byte in range(256)}
 _BYTE_PATTERN = "(?s:.)"
-_UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 class TiktokenTokenizer:
@@ -77,7 +77,7 @@ class TiktokenTokenizer:
         try:
             return self._encoding.decode_single_token_bytes(token)
         except KeyError:
-            return _UNKNOWN
+            return UNKNOWN
 
     def save(self, folder: Path) -> None:
         definition = {
@@ -88,32 +88,24 @@ class TiktokenTokenizer:
         }
         write_atomically(folder / _RANKS_FILE, _rank_lines(self._ranks))
         text = json.dumps(definition, indent=2, ensure_ascii=False) + "\n"
-        write_atomically(folder / _DEFINITION_FILE, text.encode())
+        write_atomically(folder / TOKENIZER_FILE, text.encode())
 
     @classmethod
     def load(cls, folder: Path) -> "TiktokenTokenizer":
         """Read the files of `save`, and check that they are unchanged."""
-        path = folder / _DEFINITION_FILE
+        path = folder / TOKENIZER_FILE
         ranks, _ = _read_ranks(folder / _RANKS_FILE)
+        definition = read_json(path)
         try:
-            definition = parse_json(path.read_bytes())
-            tokenizer = cls(
-                definition["name"],
-                definition["pattern"],
-                ranks,
-                definition["special_tokens"],
+            name, pattern, special_tokens, fingerprint = (
+                definition[key] for key in ("name", "pattern", "special_tokens", "fingerprint")
             )
-            unchanged = definition["fingerprint"] == tokenizer.fingerprint
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); restore the file") from None
+            tokenizer = cls(name, pattern, ranks, special_tokens)
         except UserError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise UserError(f"{path} is damaged ({error!r}); restore the file") from None
-        if not unchanged:
-            raise UserError(
-                f"the tokenizer in {folder} is not the one that was saved; restore {path}"
-            )
+        check_unchanged(tokenizer.fingerprint, fingerprint, path)
         return tokenizer
 
 
@@ -132,6 +124,10 @@ def published_tokenizer(name: str) -> TiktokenTokenizer:
             f"tokenizer {name} could not be downloaded ({type(error).__name__}); give the path of "
             f"a local file instead, such as {name}{SUFFIX}, or choose bytes"
         ) from error
+    return _tokenizer(name, definition)
+
+
+def _tokenizer(name: str, definition: Mapping[str, Any]) -> TiktokenTokenizer:
     return TiktokenTokenizer(
         name, definition["pat_str"], definition["mergeable_ranks"], definition["special_tokens"]
     )
@@ -140,18 +136,34 @@ def published_tokenizer(name: str) -> TiktokenTokenizer:
 def tokenizer_of_ranks(path: Path) -> TiktokenTokenizer:
     """Return the tokenizer of a `.tiktoken` file, named after it."""
     ranks, digest = _read_ranks(path)
-    if path.stem in PUBLISHED:
-        published = PUBLISHED[path.stem]
-        if digest != published.ranks_sha256:
-            raise UserError(
-                f"{path} is not the published {path.stem}; download it again, "
-                "or rename the file if it is a vocabulary of your own"
-            )
-        return TiktokenTokenizer(path.stem, published.pattern, ranks, published.special_tokens)
+    if path.stem in openai_public.ENCODING_CONSTRUCTORS:
+
+        def local_ranks(url: str, expected_hash: str) -> dict[bytes, int]:
+            if digest != expected_hash:
+                raise UserError(
+                    f"{path} is not the published {path.stem}; download it again, "
+                    "or rename the file if it is a vocabulary of your own"
+                )
+            return ranks
+
+        return _tokenizer(path.stem, _definition(path.stem, local_ranks))
     if sorted(ranks.values()) != list(range(len(ranks))):
         raise UserError(f"{path} is damaged: its ranks are not 0 to {len(ranks) - 1}, each once")
     special_tokens = {END_OF_TEXT: len(ranks)}
     return TiktokenTokenizer(path.stem, openai_public.r50k_pat_str, ranks, special_tokens)
+
+
+def _definition(name: str, load_ranks: Callable[..., dict[bytes, int]]) -> dict[str, Any]:
+    """The definition of a published encoding, from a copy of tiktoken's module that calls
+    `load_ranks(url, expected_hash=...)` instead of downloading the ranks."""
+    spec = importlib.util.find_spec(openai_public.__name__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module).update(load_tiktoken_bpe=load_ranks)
+    # The ranks of gpt2 are published in another format. They are those of r50k_base.
+    return module.ENCODING_CONSTRUCTORS["r50k_base" if name == "gpt2" else name]()
 
 
 def _read_ranks(path: Path) -> tuple[dict[bytes, int], str]:
@@ -183,71 +195,3 @@ def _read_ranks(path: Path) -> tuple[dict[bytes, int], str]:
 def _rank_lines(ranks: dict[bytes, int]) -> bytes:
     ordered = sorted(ranks.items(), key=lambda item: item[1])
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ordered)
-
-
-@dataclass(frozen=True)
-class Published:
-    """Definition of a published encoding without its ranks, for use with a local file of ranks.
-
-    (The constructors in `tiktoken_ext.openai_public` download the ranks.)
-    """
-
-    ranks_sha256: str
-    pattern: str
-    special_tokens: dict[str, int]
-
-
-_R50K_RANKS = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-_P50K_RANKS = "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069"
-_CL100K_RANKS = "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7"
-_O200K_RANKS = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
-_CL100K_PATTERN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-_O200K_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_FILL = {"<|fim_prefix|>": 0, "<|fim_middle|>": 1, "<|fim_suffix|>": 2}
-_R50K = Published(_R50K_RANKS, openai_public.r50k_pat_str, {END_OF_TEXT: 50256})
-_HARMONY = {
-    END_OF_TEXT: 199999,
-    "<|endofprompt|>": 200018,
-    "<|startoftext|>": 199998,
-    "<|return|>": 200002,
-    "<|constrain|>": 200003,
-    "<|channel|>": 200005,
-    "<|start|>": 200006,
-    "<|end|>": 200007,
-    "<|message|>": 200008,
-    "<|call|>": 200012,
-    **{f"<|reserved_{i}|>": i for i in (200000, 200001, 200004, *range(200009, 200012))},
-    **{f"<|reserved_{i}|>": i for i in range(200013, 201088)},
-}
-PUBLISHED = {
-    "gpt2": _R50K,  # published in another format, with the ranks of r50k_base
-    "r50k_base": _R50K,
-    "p50k_base": Published(_P50K_RANKS, openai_public.r50k_pat_str, {END_OF_TEXT: 50256}),
-    "p50k_edit": Published(
-        _P50K_RANKS,
-        openai_public.r50k_pat_str,
-        {END_OF_TEXT: 50256, **{token: 50281 + i for token, i in _FILL.items()}},
-    ),
-    "cl100k_base": Published(
-        _CL100K_RANKS,
-        _CL100K_PATTERN,
-        {
-            END_OF_TEXT: 100257,
-            **{token: 100258 + i for token, i in _FILL.items()},
-            "<|endofprompt|>": 100276,
-        },
-    ),
-    "o200k_base": Published(
-        _O200K_RANKS, _O200K_PATTERN, {END_OF_TEXT: 199999, "<|endofprompt|>": 200018}
-    ),
-    "o200k_harmony": Published(_O200K_RANKS, _O200K_PATTERN, _HARMONY),
-}

@@ -22,9 +22,10 @@ from heinsen_jax.data.tokenizer_json import (
     TOKENIZER_FILE,
     JsonTokenizer,
     read_json,
+    read_optional_json,
     tokenizer_of_json,
 )
-from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer, is_saved_pretrained
+from heinsen_jax.data.tokenizer_pretrained import PretrainedTokenizer
 from heinsen_jax.data.tokenizer_tiktoken import (
     END_OF_TEXT,
     SUFFIX,
@@ -158,11 +159,11 @@ def tokenizer_version(name: str) -> str:
 
 def _is_saved(folder: Path) -> bool:
     """Whether `save_tokenizer` wrote the tokenizer of a folder."""
-    path, config_path = folder / TOKENIZER_FILE, folder / SETTINGS_FILE
-    if not path.exists():
-        return False
-    has_config = config_path.exists() and "heinsen_jax" in read_json(config_path)
-    return has_config or "model" not in read_json(path)
+    path = folder / TOKENIZER_FILE
+    return path.exists() and (
+        "heinsen_jax" in read_optional_json(folder / SETTINGS_FILE)
+        or "model" not in read_json(path)
+    )
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
@@ -175,8 +176,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if "model" not in read_json(folder / TOKENIZER_FILE):
         return TiktokenTokenizer.load(folder)
-    is_pretrained = is_saved_pretrained(folder)
-    return (PretrainedTokenizer if is_pretrained else JsonTokenizer).load(folder)
+    match read_optional_json(folder / SETTINGS_FILE):
+        case {"heinsen_jax": {"is_pretrained": True}}:
+            return PretrainedTokenizer.load(folder)
+    return JsonTokenizer.load(folder)
 
 
 def start_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -65,7 +65,8 @@ def train_tokenizer(
         file.parent.mkdir(parents=True, exist_ok=True)
     ensure_local(sources)
     document = _train(sources, vocab_size)
-    tokenizer = JsonTokenizer(tokenizer_name(str(output)), file, document, END_OF_TEXT)
+    config = {"eos_token": END_OF_TEXT}
+    tokenizer = JsonTokenizer(tokenizer_name(str(output)), file, document, config)
     with storage_errors(file.parent):
         if is_file:
             write_atomically(file, as_json(document))
@@ -122,13 +123,7 @@ def main() -> None:
         prog="python -m heinsen_jax.data.train_tokenizer",
         description=__doc__,
     )
-    tokenizer = train_tokenizer(
-        options.inputs,
-        options.vocab_size,
-        options.output,
-        text_column=options.text_column,
-        downloads=options.downloads,
-    )
+    tokenizer = train_tokenizer(**vars(options))
     output = printable(options.output)
     print(f"{tokenizer.vocab_size} tokens in {output}: --data.tokenizer {output}")
     if tokenizer.vocab_size < options.vocab_size:

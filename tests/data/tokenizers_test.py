@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiktoken_ext import openai_public
 
-from heinsen_jax.data import tokenizers
-from heinsen_jax.data.tokenizer_tiktoken import PUBLISHED, TiktokenTokenizer
+from heinsen_jax.data import tokenizer_tiktoken, tokenizers
+from heinsen_jax.data.tokenizer_tiktoken import TiktokenTokenizer
 from heinsen_jax.data.tokenizers import END_OF_TEXT, get_tokenizer
 from heinsen_jax.errors import UserError
 
@@ -78,27 +78,32 @@ def test_file_named_after_another_encoding_is_refused(published_data: Path, tmp_
         get_tokenizer(str(path))
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED))
-def test_definitions_of_local_files_are_the_published_ones(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", sorted(openai_public.ENCODING_CONSTRUCTORS))
+def test_published_encoding_is_read_from_a_local_file(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = write_ranks(tmp_path / f"{name}.tiktoken", [*single_bytes(), b"ab"])
+    with pytest.raises(UserError, match=f"not the published {name}; download it again"):
+        get_tokenizer(str(path))
+    ranks, _ = tokenizer_tiktoken._read_ranks(path)
     digests: list[str] = []
 
-    def ranks(*_: str, expected_hash: str) -> dict[bytes, int]:
+    def load(*_: str, expected_hash: str) -> dict[bytes, int]:
         digests.append(expected_hash)
-        return {}
+        return ranks
 
-    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", ranks)
+    monkeypatch.setattr(openai_public, "load_tiktoken_bpe", load)
     constructor = "r50k_base" if name == "gpt2" else name  # equal, and in the format of ranks
     definition = openai_public.ENCODING_CONSTRUCTORS[constructor]()
-    published = PUBLISHED[name]
-    assert published.pattern == definition["pat_str"]
-    assert published.special_tokens == definition["special_tokens"]
-    assert [published.ranks_sha256] == digests
-
-
-def test_every_published_encoding_can_be_a_local_file() -> None:
-    assert PUBLISHED.keys() == openai_public.ENCODING_CONSTRUCTORS.keys()
+    monkeypatch.setattr(tokenizer_tiktoken, "_read_ranks", lambda path: (ranks, digests[0]))
+    local = get_tokenizer(str(path))
+    assert local.name == name
+    assert (
+        local.fingerprint
+        == TiktokenTokenizer(
+            name, definition["pat_str"], ranks, definition["special_tokens"]
+        ).fingerprint
+    )
 
 
 @pytest.mark.parametrize(

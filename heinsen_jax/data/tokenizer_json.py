@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -40,57 +39,6 @@ def _bytes_of_characters() -> dict[str, int]:
 _BYTES = _bytes_of_characters()
 
 
-@dataclass(frozen=True)
-class Spelling:
-    """The bytes of tokens, as the decoder of a `tokenizer.json` defines them."""
-
-    is_byte_level: bool = False
-    """Whether each character of a token stands for a byte, as in GPT-2."""
-    has_byte_tokens: bool = False
-    """Whether tokens such as <0x0A> are bytes, as in SentencePiece with byte fallback."""
-    replacements: tuple[tuple[str, str], ...] = ()
-    """Replaced strings, such as ▁ by a space."""
-    strips_space: bool = False
-    """Whether the encoder adds a space before a text."""
-
-    @classmethod
-    def of(cls, decoder: Mapping[str, Any] | None, path: Path) -> "Spelling":
-        """Read a decoder; `path` is for messages."""
-        decoder = decoder or {"type": "null"}
-        fields: dict[str, Any] = {"replacements": ()}
-        for part in decoder.get("decoders", [decoder]):
-            match part:
-                case {"type": "ByteLevel"}:
-                    fields["is_byte_level"] = True
-                case {"type": "ByteFallback"}:
-                    fields["has_byte_tokens"] = True
-                case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-                    fields["replacements"] += ((old, new),)
-                case {"type": "Metaspace", "replacement": old}:
-                    fields["replacements"] += ((old, " "),)
-                    scheme = part.get("prepend_scheme", part.get("add_prefix_space", True))
-                    fields["strips_space"] = scheme not in ("never", False)
-                case {"type": "Strip", "content": " ", "start": 1, "stop": 0}:
-                    fields["strips_space"] = True
-                case {"type": "Fuse"}:
-                    pass
-                case _:
-                    raise UserError(
-                        f"{path}: its decoder {part['type']} is unsupported; choose a tokenizer of "
-                        "byte-level BPE or of SentencePiece"
-                    )
-        return cls(**fields)
-
-    def bytes_of(self, token: str) -> bytes:
-        if self.is_byte_level and _BYTES.keys() >= set(token):
-            return bytes(_BYTES[character] for character in token)
-        if self.has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(byte[1])
-        for old, new in self.replacements:
-            token = token.replace(old, new)
-        return token.encode("utf-8")
-
-
 class JsonTokenizer:
     """A tokenizer that a `tokenizer.json` defines.
 
@@ -116,7 +64,10 @@ class JsonTokenizer:
         content = json.dumps([document, self.end_of_text], sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
         self._tokenizer, self.end_of_text_id = _build(path, document, self.end_of_text)
-        self._spelling = Spelling.of(document.get("decoder"), path)
+        decoders = _decoders(path, document)
+        self._decoders = {decoder["type"] for decoder in decoders}
+        spaces = [decoder.get("replacement", " ") for decoder in decoders]
+        self._strips_space = not all(self._tokenizer.decoder.decode([space]) for space in spaces)
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self._added = self._tokenizer.get_added_tokens_decoder()
 
@@ -162,15 +113,18 @@ class JsonTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         text = b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
-        return text.removeprefix(" ") if self._spelling.strips_space else text
+        return text.removeprefix(" ") if self._strips_space else text
 
     def token_bytes(self, token: int) -> bytes:
         content = self._tokenizer.id_to_token(token)
         if content is None:
             return UNKNOWN
-        if self._spelling.is_byte_level and token in self._added:
-            return content.encode()
-        return self._spelling.bytes_of(content)
+        if "ByteLevel" in self._decoders:
+            is_spelled = token not in self._added and _BYTES.keys() >= {*content}
+            return bytes(map(_BYTES.__getitem__, content)) if is_spelled else content.encode()
+        if "ByteFallback" in self._decoders and (byte := _BYTE_TOKEN.fullmatch(content)):
+            return bytes.fromhex(byte[1])
+        return self._tokenizer.decoder.decode(["x", content])[1:].encode()  # as within a text
 
     def config(self) -> dict[str, Any]:
         """The content of `tokenizer_config.json`."""
@@ -276,6 +230,25 @@ def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[R
     tokenizer.add_special_tokens([AddedToken(end_of_text, normalized=False)])
     tokenizer.encode_special_tokens = True  # to split them like any other text
     return tokenizer, end
+
+
+def _decoders(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The decoders of a `tokenizer.json`, whose results for tokens can be joined."""
+    decoder = document.get("decoder") or {"type": "null"}
+    decoders = decoder.get("decoders", [decoder])
+    for one in decoders:
+        match one:
+            case (
+                {"type": "ByteLevel" | "ByteFallback" | "Metaspace" | "Fuse"}
+                | {"type": "Replace", "pattern": {"String": _}}
+                | {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+            ):
+                continue
+        raise UserError(
+            f"{path}: its decoder {one['type']} is unsupported; choose a tokenizer of byte-level "
+            "BPE or of SentencePiece"
+        )
+    return decoders
 
 
 def added_tokens(document: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:

@@ -98,7 +98,7 @@ class PretrainedTokenizer(JsonTokenizer):
         for token in self._added.values():
             if token.special:
                 text = text.replace(token.content, "")
-        return text.removeprefix(" ") if self._spelling.strips_space else text
+        return text.removeprefix(" ") if self._strips_space else text
 
     def render_chat_template(
         self,

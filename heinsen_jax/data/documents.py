@@ -183,19 +183,13 @@ def _text_of(row: object, where: str, column: str) -> str:
             "or name the column of the texts (text_column); to train on JSON itself, rename the "
             "file to .txt"
         )
-    if not _is_unicode(text):
-        raise UserError(
-            f"{where} contains an unpaired surrogate, which is invalid UTF-8: fix the row"
-        )
-    return text
-
-
-def _is_unicode(text: str) -> bool:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return False
-    return True
+        raise UserError(
+            f"{where} contains an unpaired surrogate, which is invalid UTF-8: fix the row"
+        ) from None
+    return text
 
 
 def _read_parquet(file: io.BufferedReader, source: Source) -> Iterator[Document]:
@@ -237,28 +231,23 @@ def _articles(lines: Iterable[str]) -> Iterator[str]:
 def _read_openwebtext(file: io.BufferedReader, source: Source) -> Iterator[Document]:
     """An archive of archives of pages; runs of empty lines are collapsed, as is usual."""
     expansion = Expansion(source.place, file.tell)
-    with _open_tar_xz(file, expansion) as archive:
+    for _, subset in _members(file, ".xz", expansion):
+        for name, page in _members(subset, ".txt", expansion):
+            text = _decode(page.read(), f"{source.place}: {name}")
+            yield Document(re.sub(r"\n\n\n+", "\n\n", text).strip())
+
+
+def _members(
+    file: io.BufferedReader, suffix: str, expansion: Expansion
+) -> Iterator[tuple[str, io.BufferedReader]]:
+    """The names and contents of the files with a suffix in a `.tar.xz`."""
+    with (
+        lzma.LZMAFile(file) as content,
+        tarfile.open(fileobj=expansion.limit(content), mode="r|") as archive,
+    ):
         for member in archive:
-            if member.isfile() and member.name.endswith(".xz"):
-                subset = _open_member(archive, member)
-                for page in _pages(subset, source.place, expansion):
-                    yield Document(re.sub(r"\n\n\n+", "\n\n", page).strip())
-
-
-def _pages(subset: io.BufferedReader, name: str, expansion: Expansion) -> Iterator[str]:
-    with _open_tar_xz(subset, expansion) as archive:
-        for member in archive:
-            if member.isfile() and member.name.endswith(".txt"):
-                yield _decode(_open_member(archive, member).read(), f"{name}: {member.name}")
-
-
-def _open_tar_xz(file: io.BufferedReader, expansion: Expansion) -> tarfile.TarFile:
-    content = expansion.limit(decompressed(file, "xz", ""))
-    return tarfile.open(fileobj=content, mode="r|")
-
-
-def _open_member(archive: tarfile.TarFile, member: tarfile.TarInfo) -> io.BufferedReader:
-    return cast(io.BufferedReader, archive.extractfile(member))  # None only for other members
+            if member.isfile() and member.name.endswith(suffix):
+                yield member.name, cast(io.BufferedReader, archive.extractfile(member))
 
 
 _READERS: dict[str, Callable[[io.BufferedReader, Source], Iterator[Document]]] = {

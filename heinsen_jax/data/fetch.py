@@ -1,6 +1,7 @@
 """Prepared data in a bucket, downloaded once to a local folder, since tokens are read from memory
 maps."""
 
+import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,6 @@ from heinsen_jax.storage.files import (
     byte_progress,
     joint_hash,
     replacing,
-    sha256_of,
     storage_errors,
 )
 from heinsen_jax.storage.locks import locked
@@ -76,22 +76,22 @@ def _download(remote: epath.Path, folder: Path, manifest: Manifest) -> None:
 
 def _fetch_shard(remote: epath.Path, folder: Path, shard: Shard) -> int:
     """Download a shard, check its hash, and return its size."""
-    aside = folder / f"{shard.file}.download"
-    _copy(remote / shard.file, aside)
-    if sha256_of(aside) != shard.sha256:
-        aside.unlink()
-        raise UserError(
-            f"{remote / shard.file} is damaged (its content has another hash than in "
-            f"{MANIFEST_FILE}); copy it to the bucket again"
-        )
-    aside.replace(folder / shard.file)
+    _copy(remote / shard.file, folder / shard.file, shard.sha256)
     return (folder / shard.file).stat().st_size
 
 
-def _copy(source: epath.Path, target: Path) -> None:
+def _copy(source: epath.Path, target: Path, sha256: str | None = None) -> None:
+    """Download a file, and compare its hash with a given one."""
+    digest = hashlib.sha256()
     with replacing(target) as copy:
         for block in _blocks(source):
             copy.write(block)
+            digest.update(block)
+        if sha256 not in (None, digest.hexdigest()):
+            raise UserError(
+                f"{source} is damaged (its content has another hash than in {MANIFEST_FILE}); copy "
+                "it to the bucket again"
+            )
 
 
 def _blocks(source: epath.Path) -> Iterator[bytes]:

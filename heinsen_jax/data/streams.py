@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import lzma
 import os
 from collections.abc import Callable, Iterator
 
@@ -102,14 +101,10 @@ def _max_expansion() -> int:
 
 
 def decompressed(file: io.BufferedReader, compression: str, name: str) -> io.IOBase:
-    """The content of a file with the compression `gz`, `xz` or `zst`, of any size."""
-    match compression:
-        case "gz":
-            return gzip.GzipFile(fileobj=file)
-        case "xz":
-            return lzma.LZMAFile(file)
-        case _:
-            return _ChunkFile(_zstandard_chunks(file, name))
+    """The content of a file with the compression `gz` or `zst`, of any size."""
+    if compression == "gz":
+        return gzip.GzipFile(fileobj=file)
+    return _ChunkFile(_zstandard_chunks(file, name))
 
 
 class _ChunkFile(io.RawIOBase):

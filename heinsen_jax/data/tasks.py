@@ -48,7 +48,7 @@ class Task:
 
     def at_length(self, length: int) -> "AnyTask":
         """Return the same task at one of the `test_lengths`."""
-        raise NotImplementedError
+        return replace(cast("AnyTask", self), test_lengths=(), sequence_length=length)
 
     def tests(self) -> dict[str, "AnyTask"]:
         """Return tasks for further evaluations, by the last part of the names of their metrics."""
@@ -266,9 +266,6 @@ class Induction(Task):
         tokens[length] = tokens[place + 1]
         return tokens, np.arange(length + 1) == length
 
-    def at_length(self, length: int) -> "Induction":
-        return replace(self, test_lengths=(), sequence_length=length)
-
 
 @config_dataclass
 class Needle(Task):
@@ -323,9 +320,6 @@ class Needle(Task):
             tokens[first : first + size] = needles[number]
         tokens[heap:] = needles[rng.integers(count)]
         return tokens, np.arange(heap + size) > heap
-
-    def at_length(self, length: int) -> "Needle":
-        return replace(self, test_lengths=(), sequence_length=length)
 
 
 @config_dataclass
@@ -385,9 +379,6 @@ class StateTracking(Task):
         labels = [*itertools.accumulate(word.tolist(), lambda a, b: products[a][b])]
         tokens = np.append(1 + word, PADDING).astype(np.int32)  # the last one is not read
         return Batch(tokens, np.ones(len(word), bool), labels=1 + np.array(labels, np.int32))
-
-    def at_length(self, length: int) -> "StateTracking":
-        return replace(self, test_lengths=(), sequence_length=length)
 
 
 AnyTask = (

@@ -234,7 +234,7 @@ def _build(path: Path, document: Mapping[str, Any], end_of_text: str) -> tuple[R
 
 def _decoders(path: Path, document: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The decoders of a `tokenizer.json`, whose results for tokens can be joined."""
-    decoder = document.get("decoder") or {"type": "null"}
+    decoder: dict[str, Any] = document.get("decoder") or {"type": "null"}
     decoders = decoder.get("decoders", [decoder])
     for one in decoders:
         match one:

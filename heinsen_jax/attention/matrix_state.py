@@ -270,8 +270,8 @@ def _gated_delta_rule(
     """`gated_delta_rule` with a `MatrixState`."""
     if initial_state is not None:
         options["initial_state"] = initial_state.matrix
-    result = gated_delta_rule(*arrays, return_state=return_state, **options)
-    return (result[0], MatrixState(result[1])) if return_state else result
+    y, matrix = gated_delta_rule(*arrays, return_state=True, **options)
+    return (y, MatrixState(matrix)) if return_state else y
 
 
 class SoftplusDecay(nnx.Module):

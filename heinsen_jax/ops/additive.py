@@ -84,20 +84,6 @@ def additive_pooling(
 ) -> tuple[Mixed, AdditiveState]: ...
 
 
-@overload
-def additive_pooling(
-    x: Mixed,
-    logits: Float[Array, "*B T N"],
-    *,
-    is_causal: bool = True,
-    local_window_size: int | None = None,
-    segment_ids: Integer[Array, "*B T"] | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    initial_state: AdditiveState | None = None,
-    return_state: bool,
-) -> Mixed | tuple[Mixed, AdditiveState]: ...
-
-
 def additive_pooling(
     x: Mixed,
     logits: Float[Array, "*B T N"],

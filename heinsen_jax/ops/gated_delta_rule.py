@@ -144,23 +144,6 @@ def gated_delta_rule(
 ) -> tuple[Float[Array, "*B T N V"], Float[Array, "*B N K V"]]: ...
 
 
-@overload
-def gated_delta_rule(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B T N K"],
-    value: Float[Array, "*B T N V"],
-    *,
-    log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"] | None = None,
-    write: Float[Array, "*B T N"] | Float[Array, "*B T N V"] | None = None,
-    scale: float | None = None,
-    segment_ids: Segments | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    initial_state: Float[Array, "*B N K V"] | None = None,
-    return_state: bool,
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], Float[Array, "*B N K V"]]: ...
-
-
 def gated_delta_rule(
     query: Float[Array, "*B T N K"],
     key: Float[Array, "*B T N K"],

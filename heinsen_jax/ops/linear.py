@@ -118,22 +118,6 @@ def linear_attention(
 ) -> tuple[Mixed, LinearAttentionState]: ...
 
 
-@overload
-def linear_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    *,
-    feature_map: FeatureMap = "elu1",
-    is_causal: bool = True,
-    segment_ids: Segments | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    epsilon: float = 1e-6,
-    initial_state: LinearAttentionState | None = None,
-    return_state: bool,
-) -> Mixed | tuple[Mixed, LinearAttentionState]: ...
-
-
 def linear_attention(
     query: Query,
     key: Keys,

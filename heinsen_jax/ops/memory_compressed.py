@@ -229,24 +229,6 @@ def memory_compressed_attention(
 ) -> tuple[Mixed, CompressedCache]: ...
 
 
-@overload
-def memory_compressed_attention(
-    query: Query,
-    key: Float[Array, "*B S G _"],
-    value: Float[Array, "*B S G _"],
-    key_compression: Compression,
-    value_compression: Compression,
-    *,
-    is_causal: bool = False,
-    pad: Pad = "left",
-    key_value_seq_lengths: Lengths | None = None,
-    scale: float | Array | None = None,
-    initial_state: CompressedCache | None = None,
-    return_state: bool,
-    implementation: Implementation | None = None,
-) -> Mixed | tuple[Mixed, CompressedCache]: ...
-
-
 def memory_compressed_attention(
     query: Query,
     key: Float[Array, "*B S G _"],

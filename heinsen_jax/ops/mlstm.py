@@ -105,21 +105,6 @@ def mlstm_attention(
 ) -> tuple[Float[Array, "*B T N V"], MLSTMState]: ...
 
 
-@overload
-def mlstm_attention(
-    query: Float[Array, "*B T N K"],
-    key: Float[Array, "*B T N K"],
-    value: Float[Array, "*B T N V"],
-    *,
-    log_input_gate: Float[Array, "*B T N"],
-    log_forget_gate: Float[Array, "*B T N"],
-    segment_ids: Segments | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    initial_state: MLSTMState | None = None,
-    return_state: bool,
-) -> Float[Array, "*B T N V"] | tuple[Float[Array, "*B T N V"], MLSTMState]: ...
-
-
 def mlstm_attention(
     query: Float[Array, "*B T N K"],
     key: Float[Array, "*B T N K"],

@@ -64,24 +64,6 @@ def performer_attention(
 ) -> tuple[Mixed, HeinsenAttentionState | LinearAttentionState]: ...
 
 
-@overload
-def performer_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    projection: Float[Array, "M K"],
-    *,
-    kernel: Literal["softmax", "relu"] = "softmax",
-    is_causal: bool = True,
-    segment_ids: Segments | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    epsilon: float | None = None,
-    initial_state: HeinsenAttentionState | LinearAttentionState | None = None,
-    return_state: bool,
-    implementation: Literal["log_space", "published"] | None = None,
-) -> Mixed | tuple[Mixed, HeinsenAttentionState | LinearAttentionState]: ...
-
-
 def performer_attention(
     query: Query,
     key: Keys,

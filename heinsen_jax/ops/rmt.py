@@ -82,18 +82,6 @@ def segment_recurrence(
 ) -> tuple[Features, SegmentState]: ...
 
 
-@overload
-def segment_recurrence(
-    layer: Layer,
-    x: Features,
-    memory: Float[Array, "*B M D"] | Float[Array, "M D"] | None = None,
-    *,
-    segment_length: int,
-    initial_state: SegmentState | None = None,
-    return_state: bool,
-) -> Features | tuple[Features, SegmentState]: ...
-
-
 def segment_recurrence(
     layer: Layer,
     x: Features,

@@ -49,23 +49,6 @@ def taylor_attention(
 ) -> tuple[Mixed, LinearAttentionState]: ...
 
 
-@overload
-def taylor_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    *,
-    num_terms: int = 3,
-    scale: float | None = None,
-    is_causal: bool = True,
-    segment_ids: Segments | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    allow_negative_weights: bool = False,
-    initial_state: LinearAttentionState | None = None,
-    return_state: bool,
-) -> Mixed | tuple[Mixed, LinearAttentionState]: ...
-
-
 def taylor_attention(
     query: Query,
     key: Keys,

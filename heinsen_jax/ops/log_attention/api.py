@@ -42,23 +42,6 @@ def log_attention(
 ) -> tuple[Inexact[Array, "*B T N V"], LogAttentionState]: ...
 
 
-@overload
-def log_attention(
-    query: Query,
-    key: Keys,
-    log_value: Inexact[Array, "*B S G V"],
-    *,
-    is_causal: bool = True,
-    segment_ids: Segments | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
-    log_decay: Decay | None = None,
-    initial_state: LogAttentionState | None = None,
-    return_state: bool,
-    implementation: Implementation | None = None,
-) -> Inexact[Array, "*B T N V"] | tuple[Inexact[Array, "*B T N V"], LogAttentionState]: ...
-
-
 def log_attention(
     query: Query,
     key: Keys,
@@ -204,23 +187,6 @@ def heinsen_attention(
     return_state: Literal[True],
     implementation: Implementation | None = None,
 ) -> tuple[Mixed, HeinsenAttentionState]: ...
-
-
-@overload
-def heinsen_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    *,
-    is_causal: bool = True,
-    segment_ids: Segments | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    local_window_size: int | None = None,
-    log_decay: Decay | None = None,
-    initial_state: HeinsenAttentionState | None = None,
-    return_state: bool,
-    implementation: Implementation | None = None,
-) -> Mixed | tuple[Mixed, HeinsenAttentionState]: ...
 
 
 def heinsen_attention(

@@ -62,25 +62,6 @@ def log_window_attention(
 ) -> tuple[Mixed, LogWindowState]: ...
 
 
-@overload
-def log_window_attention(
-    query: Query,
-    key: Keys,
-    value: Values,
-    query_features: Float[Array, "*B T N F"],
-    key_features: Float[Array, "*B S G F"],
-    *,
-    window_size: int,
-    log_weight: Float[Array, "*B T N"] | None = None,
-    log_decay: Float[Array, "*B S G"] | None = None,
-    scale: float | None = None,
-    segment_ids: Segments | None = None,
-    initial_state: LogWindowState | None = None,
-    return_state: bool,
-    implementation: Implementation | None = None,
-) -> Mixed | tuple[Mixed, LogWindowState]: ...
-
-
 def log_window_attention(
     query: Query,
     key: Keys,

@@ -17,8 +17,10 @@ from typing import (
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+from heinsen_jax.attention.cache import TokenCache
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.sharding import splits_tokens
 from heinsen_jax.typing import Array, DTypeLike, Features, Float, Integer, PyTree, config_dataclass
@@ -62,6 +64,15 @@ class AttentionConfig:
     def capabilities(self) -> Capabilities:
         """Capabilities of the mechanism as configured."""
         return Capabilities()
+
+    def flops(
+        self, model_dim: int, num_heads: int, length: int, is_causal: bool = True
+    ) -> float | None:
+        """FLOPs of the mechanism's own matrix products, per token of a forward pass over `length`
+        tokens, in the recurrent form if it has one; None if they are not counted. Products with
+        parameters are not included."""
+        del model_dim, num_heads, length, is_causal
+        return None
 
 
 class OpKeywords(TypedDict, total=False):
@@ -242,6 +253,14 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         """Compute y, and the state after x if the call has one."""
         raise NotImplementedError
 
+    def check_segments(self, call: CallArguments[StateT]) -> None:
+        """Refuse segments together with a state."""
+        if call.segment_ids is not None and call.state is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: segment_ids is unsupported with a state; pass whole "
+                "segments without a state"
+            )
+
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> StateT:
         """The state before the first token.
 
@@ -252,16 +271,24 @@ class Attention(nnx.Module, Generic[ConfigT, StateT]):
         """
         raise NotImplementedError(f"{type(self).__name__} does not stream: it has no state")
 
+    @property
+    def cache_dtype(self) -> np.dtype:
+        """Dtype of tokens in a state, such as keys and values."""
+        return jnp.dtype(self.dtype or self.param_dtype)
+
+    @property
+    def sums_dtype(self) -> np.dtype:
+        """Dtype of sums over tokens in a state: at least float32."""
+        return jnp.promote_types(self.param_dtype, jnp.float32)
+
     def state_size(self, context_length: int) -> int:
         """Bytes of state that one sequence needs after context_length tokens."""
-        return bytes_of_state(self, context_length)
+        state = jax.eval_shape(lambda: self.init_state((), capacity=context_length))
+        return num_bytes(state.arrays if isinstance(state, TokenCache) else state)
 
     def flops(self, length: int, is_causal: bool = True) -> float | None:
-        """FLOPs of the mechanism's own matrix products, per token of a forward pass over `length`
-        tokens, in the recurrent form if it has one; None if they are not counted. Products with
-        parameters are not included."""
-        del length, is_causal
-        return None
+        """`AttentionConfig.flops` of this layer."""
+        return self.config.flops(self.model_dim, self.num_heads, length, is_causal)
 
     @classmethod
     def short_options(cls, length: int) -> dict[str, int]:
@@ -282,5 +309,8 @@ class HasState(Protocol):
 
 def bytes_of_state(module: HasState, context_length: int) -> int:
     """Size in bytes of a module's state for one sequence of `context_length` tokens."""
-    state = jax.eval_shape(lambda: module.init_state((), capacity=context_length))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return num_bytes(jax.eval_shape(lambda: module.init_state((), capacity=context_length)))
+
+
+def num_bytes(tree: PyTree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -4,10 +4,8 @@ from typing import Literal, Unpack
 
 import pydantic
 
-from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.parameters import LayerOptions
+from heinsen_jax.attention.base import Capabilities, OpKeywords
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
-from heinsen_jax.attention.softmax_base import TokenStates
 from heinsen_jax.ops.local import block_rule, block_sparse_attention
 from heinsen_jax.ops.masks import Mask
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
@@ -27,13 +25,19 @@ class BlockSparseConfig(RotaryConfig):
     pattern."""
 
     def __post_init__(self) -> None:
-        block_rule(self.pattern, self.block_size, self.num_summaries)
+        self.rule()  # raises for invalid sizes
 
     @property
     def capabilities(self) -> Capabilities:
         if self.pattern != "fixed":  # else its blocks start at the sequence, not at a document
             return Capabilities(causal=True, streaming=True, segments=True)
         return Capabilities(causal=True, streaming=True)
+
+    def rule(self) -> Mask:
+        return block_rule(self.pattern, self.block_size, self.num_summaries)
+
+    def reach(self) -> int | None:
+        return self.block_size - 1 if self.pattern == "local" else None
 
 
 class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
@@ -51,17 +55,8 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
     def short_options(cls, length: int) -> dict[str, int]:
         return {"block_size": length // 8, "num_summaries": 2}
 
-    def setup(self, **options: Unpack[LayerOptions]) -> None:
-        super().setup(**options)
-
-    def rule(self) -> Mask:
-        return block_rule(self.config.pattern, self.config.block_size, self.config.num_summaries)
-
-    def reach(self) -> int | None:
-        return self.config.block_size - 1 if self.config.pattern == "local" else None
-
     def over_all(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[OpKeywords]
     ) -> Mixed:
         return block_sparse_attention(
             query,
@@ -70,5 +65,5 @@ class BlockSparseAttention(RotaryAttention[BlockSparseConfig]):
             pattern=self.config.pattern,
             block_size=self.config.block_size,
             num_summaries=self.config.num_summaries,
-            segment_ids=call.segment_ids,
+            segment_ids=keywords.get("segment_ids"),
         )

@@ -21,6 +21,7 @@ from heinsen_jax.typing import Array, Features, config_dataclass
 class DeltaNetConfig(ConvolvedConfig):
     """Configuration of DeltaNet."""
 
+    has_erasure = True
     negative_eigenvalues: bool = False
     """Whether the share that is replaced, beta, is up to 2 instead of 1: transitions then have
     eigenvalues in [-1, 1], which track states such as parity (Grazzi et al., 2025)."""
@@ -38,7 +39,6 @@ class DeltaNetAttention(MatrixStateAttention[DeltaNetConfig]):
     """
 
     Config = DeltaNetConfig
-    has_erasure = True
     gate_activation = None
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:

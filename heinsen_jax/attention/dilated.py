@@ -1,10 +1,11 @@
 """Dilated sliding-window attention, as a layer."""
 
+from typing import Unpack
+
 import pydantic
 
-from heinsen_jax.attention.base import CallArguments, Capabilities
+from heinsen_jax.attention.base import Capabilities, OpKeywords
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
-from heinsen_jax.attention.softmax_base import TokenStates
 from heinsen_jax.ops.local import dilated_attention
 from heinsen_jax.ops.masks import Mask, Strided, Window
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
@@ -23,6 +24,12 @@ class DilatedConfig(RotaryConfig):
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
+    def rule(self) -> Mask:
+        return Window(self.reach()) & Strided(self.dilation)
+
+    def reach(self) -> int:
+        return (self.window_size - 1) * self.dilation
+
 
 class DilatedAttention(RotaryAttention[DilatedConfig]):
     """Dilated sliding windows: the state has the keys and values of all tokens that a window spans.
@@ -37,14 +44,8 @@ class DilatedAttention(RotaryAttention[DilatedConfig]):
     def short_options(cls, length: int) -> dict[str, int]:
         return {"window_size": length // 8, "dilation": 4}
 
-    def rule(self) -> Mask:
-        return Window(self.reach()) & Strided(self.config.dilation)
-
-    def reach(self) -> int:
-        return (self.config.window_size - 1) * self.config.dilation
-
     def over_all(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[OpKeywords]
     ) -> Mixed:
         return dilated_attention(
             query,
@@ -52,5 +53,5 @@ class DilatedAttention(RotaryAttention[DilatedConfig]):
             value,
             local_window_size=self.config.window_size,
             dilation=self.config.dilation,
-            **call.keywords,
+            **keywords,
         )

@@ -5,20 +5,17 @@ from dataclasses import replace
 from typing import Literal, Unpack
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import TokenCache
-from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear
-from heinsen_jax.attention.softmax_base import MaskedAttention, TokenStates
+from heinsen_jax.attention.softmax_base import MaskedAttention, MaskedConfig, TokenStates
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Features, config_dataclass
 
 
 @config_dataclass
-class ForgettingConfig(HeadsConfig):
+class ForgettingConfig(MaskedConfig):
     """Configuration of forgetting attention."""
 
     implementation: Literal["xla", "tiled"] | None = None
@@ -74,17 +71,7 @@ class ForgettingAttention(MaskedAttention[ForgettingConfig]):
         return self.out_proj(state.or_nan(y)), state
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:
-        groups, dtype = self.num_kv_heads, jnp.dtype(self.dtype or self.param_dtype)
-        shapes = (groups, self.key_depth), (groups, self.value_depth), (self.num_heads, 1)
-        cache = TokenCache.empty(batch_shape, shapes, dtype, capacity)
-        *arrays, gates = cache.arrays
-        return replace(cache, arrays=(*arrays, gates.astype(self._gate_dtype)))
-
-    def state_size(self, context_length: int) -> int:
-        gates = context_length * self.num_heads * self._gate_dtype.itemsize
-        return super().state_size(context_length) + gates
-
-    @property
-    def _gate_dtype(self) -> np.dtype:
-        """Sums of gates are differences of large numbers: at least float32."""
-        return jnp.promote_types(self.param_dtype, jnp.float32)
+        shapes = *self.token_shapes, (self.num_heads, 1)
+        cache = TokenCache.empty(batch_shape, shapes, self.cache_dtype, capacity)
+        *arrays, gates = cache.arrays  # sums of gates are differences of large numbers
+        return replace(cache, arrays=(*arrays, gates.astype(self.sums_dtype)))

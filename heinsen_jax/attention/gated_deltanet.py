@@ -2,13 +2,18 @@
 
 from typing import Unpack
 
-from heinsen_jax.attention.deltanet import DeltaNetAttention
+from heinsen_jax.attention.deltanet import DeltaNetAttention, DeltaNetConfig
 from heinsen_jax.attention.matrix_state import Gates, SoftplusDecay
-from heinsen_jax.attention.parameters import (
-    LayerOptions,
-    linear,
-)
-from heinsen_jax.typing import Features
+from heinsen_jax.attention.parameters import LayerOptions, linear
+from heinsen_jax.typing import Features, config_dataclass
+
+
+@config_dataclass
+class GatedDeltaNetConfig(DeltaNetConfig):
+    """Configuration of Gated DeltaNet."""
+
+    key_width = 0.75
+    value_width = 1.5
 
 
 class GatedDeltaNetAttention(DeltaNetAttention):
@@ -25,9 +30,8 @@ class GatedDeltaNetAttention(DeltaNetAttention):
       Yang et al., 2025, Gated Delta Networks, arXiv:2412.06464.
     """
 
+    Config = GatedDeltaNetConfig
     gate_activation = "silu"
-    key_width = 0.75
-    value_width = 1.5
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

@@ -5,11 +5,7 @@ from typing import Unpack
 import jax
 import pydantic
 
-from heinsen_jax.attention.matrix_state import (
-    Gates,
-    MatrixStateAttention,
-    MatrixStateConfig,
-)
+from heinsen_jax.attention.matrix_state import Gates, MatrixStateAttention, MatrixStateConfig
 from heinsen_jax.attention.parameters import LayerOptions, LowRank, in_float32
 from heinsen_jax.typing import Features, config_dataclass
 
@@ -21,6 +17,7 @@ TEMPERATURE = 16.0
 class GatedLinearConfig(MatrixStateConfig):
     """Configuration of gated linear attention."""
 
+    key_width = 0.5
     decay_rank: pydantic.PositiveInt = 16
     """Rank of the map from tokens to decays."""
 
@@ -37,7 +34,6 @@ class GatedLinearAttention(MatrixStateAttention[GatedLinearConfig]):
     """
 
     Config = GatedLinearConfig
-    key_width = 0.5
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

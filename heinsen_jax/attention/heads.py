@@ -38,6 +38,13 @@ class HeadsConfig(AttentionConfig):
     """Rank of products A B that are added to the matrices of the projections to queries, keys,
     values and outputs, as in LoRA; B is initially 0. None are added when None."""
 
+    def depths(self, model_dim: int, num_heads: int) -> tuple[int, int]:
+        """`key_depth` and `value_depth`, with the defaults resolved."""
+        return (
+            self.key_depth or head_depth(model_dim, num_heads),
+            self.value_depth or head_depth(model_dim, num_heads),
+        )
+
 
 HeadsT = TypeVar("HeadsT", bound=HeadsConfig)
 
@@ -67,8 +74,7 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             )
         if chosen.gated and chosen.output_bias:
             raise ValueError("output_bias with gated=True: that projection has none; leave it out")
-        self.key_depth = chosen.key_depth or head_depth(model_dim, num_heads)
-        self.value_depth = chosen.value_depth or head_depth(model_dim, num_heads)
+        self.key_depth, self.value_depth = chosen.depths(model_dim, num_heads)
         inner = num_heads * self.key_depth
         inner += self.num_kv_heads * (self.key_depth + self.value_depth)
         mixed = num_heads * self.value_depth
@@ -124,6 +130,11 @@ class HeadedAttention(Attention[HeadsT, StateT]):
     def sizes(self) -> tuple[int, int, int, int]:
         """num_heads, num_kv_heads, key_depth and value_depth."""
         return self.num_heads, self.num_kv_heads, self.key_depth, self.value_depth
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Shapes of a token's keys and values: (num_kv_heads, depth)."""
+        return (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
 
     def columns(self) -> dict[str, np.ndarray]:
         """Columns of the matrix of `project` for the query, key and value of each of num_heads

@@ -4,10 +4,7 @@ from typing import Unpack
 
 from heinsen_jax.attention.deltanet import DeltaNetAttention
 from heinsen_jax.attention.matrix_state import Gates, SoftplusDecay
-from heinsen_jax.attention.parameters import (
-    LayerOptions,
-    LowRank,
-)
+from heinsen_jax.attention.parameters import LayerOptions, LowRank
 from heinsen_jax.typing import Features
 
 

@@ -5,14 +5,13 @@ from typing import Unpack
 import pydantic
 
 from heinsen_jax.attention.base import Capabilities
-from heinsen_jax.attention.heads import HeadsConfig
-from heinsen_jax.attention.softmax_base import MaskedAttention, MaskKeywords
+from heinsen_jax.attention.softmax_base import MaskedAttention, MaskedConfig, MaskKeywords
 from heinsen_jax.ops.l1 import l1_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
-class L1Config(HeadsConfig):
+class L1Config(MaskedConfig):
     """Configuration of L1 attention."""
 
     denominator_bias: pydantic.NonNegativeFloat = 0.0
@@ -32,15 +31,7 @@ class L1Attention(MaskedAttention[L1Config]):
     Config = L1Config
 
     def between(
-        self,
-        query: Query,
-        key: Keys,
-        value: Values,
-        *,
-        is_causal: bool = True,
-        **keywords: Unpack[MaskKeywords],
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[MaskKeywords]
     ) -> Mixed:
         bias = self.config.denominator_bias
-        return l1_attention(
-            query, key, value, is_causal=is_causal, denominator_bias=bias, **keywords
-        )
+        return l1_attention(query, key, value, denominator_bias=bias, **keywords)

@@ -7,19 +7,16 @@ import numpy as np
 import pydantic
 
 from heinsen_jax.attention.base import Capabilities
-from heinsen_jax.attention.heads import HeadsConfig
+from heinsen_jax.attention.l1 import L1Config
 from heinsen_jax.attention.softmax_base import MaskedAttention, MaskKeywords
 from heinsen_jax.ops.l1_sparse import l1_sparse_attention
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
 
 
 @config_dataclass
-class L1SparseConfig(HeadsConfig):
+class L1SparseConfig(L1Config):
     """Configuration of sparse L1 attention."""
 
-    denominator_bias: pydantic.NonNegativeFloat = 0.0
-    """Weight of an additional key at distance 0 with value 0, so that queries far from all keys
-    attend to nothing."""
     window_size: pydantic.PositiveInt = 16
     """Number of nearest tokens that a query attends to, itself included; on each side if not
     causal."""
@@ -29,6 +26,16 @@ class L1SparseConfig(HeadsConfig):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, bidirectional=True, streaming=True)
+
+    def distances(self, length: int) -> np.ndarray:
+        """Distances from a query to the tokens that it attends to, below `length`."""
+        near = self.window_size
+        far = near * 2 ** np.arange(1, 64) if self.far and near < length else []
+        distances = [*range(min(near, length)), *(int(d) for d in far if 0 < d < length)]
+        return np.array(distances, np.int32)
+
+    def num_visible(self, length: int, is_causal: bool) -> float:
+        return len(self.distances(length))
 
 
 class L1SparseAttention(MaskedAttention[L1SparseConfig]):
@@ -44,30 +51,13 @@ class L1SparseAttention(MaskedAttention[L1SparseConfig]):
     def short_options(cls, length: int) -> dict[str, int]:
         return {"window_size": length // 16}
 
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        depths = self.key_depth + self.value_depth
-        return 2.0 * self.num_heads * depths * len(self.distances(length))
-
-    def distances(self, length: int) -> np.ndarray:
-        """Distances from a query to the tokens that it attends to, below `length`."""
-        near = self.config.window_size
-        far = near * 2 ** np.arange(1, 64) if self.config.far and near < length else []
-        distances = [*range(min(near, length)), *(int(d) for d in far if 0 < d < length)]
-        return np.array(distances, np.int32)
-
     def between(
-        self,
-        query: Query,
-        key: Keys,
-        value: Values,
-        *,
-        is_causal: bool = True,
-        **keywords: Unpack[MaskKeywords],
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[MaskKeywords]
     ) -> Mixed:
         query_offset = keywords.get("query_offset", 0)
         length, sources = query.shape[-3], key.shape[-3]
-        distances = self.distances(sources)
-        if not is_causal:
+        distances = self.config.distances(sources)
+        if not keywords.get("is_causal", True):
             distances = np.concatenate([distances, -distances[1:]])
         at = (np if isinstance(query_offset, int) else jnp).arange(length)[:, None]
         source = query_offset + at - distances[None]

@@ -24,6 +24,10 @@ class LinformerConfig(HeadsConfig):
     def capabilities(self) -> Capabilities:
         return Capabilities(bidirectional=True, cross=True)
 
+    def flops(self, model_dim: int, num_heads: int, length: int, is_causal: bool = True) -> float:
+        heads = num_heads + (self.num_kv_heads or num_heads)
+        return 2.0 * heads * sum(self.depths(model_dim, num_heads)) * self.rank
+
 
 class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
     """Linformer: softmax attention over a fixed number of trained projections of all positions.
@@ -40,11 +44,6 @@ class LinformerAttention(HeadedAttention[LinformerConfig, Never]):
         init = uniform(self.config.max_length**-0.5)
         self.of_keys = parameter(init, *shape, kind="matrix", **options)
         self.of_values = parameter(init, *shape, kind="matrix", **options)
-
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        del length, is_causal
-        depths = self.key_depth + self.value_depth
-        return 2.0 * (self.num_heads + self.num_kv_heads) * depths * self.config.rank
 
     def attend(
         self, query: Query, key: Keys, value: Values, call: CallArguments[Never]

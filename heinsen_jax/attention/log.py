@@ -10,7 +10,8 @@ import pydantic
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
 from heinsen_jax.attention.cache import WindowCache
-from heinsen_jax.attention.heads import HeadedAttention, HeadProjection, HeadsConfig
+from heinsen_jax.attention.features import FeaturesConfig
+from heinsen_jax.attention.heads import HeadedAttention, HeadProjection
 from heinsen_jax.attention.parameters import decay_projection, identity, in_float32, parameter
 from heinsen_jax.ops.log_attention import (
     Chunked,
@@ -28,7 +29,7 @@ different keys are similar, and models with several heads learn to recall later.
 
 
 @config_dataclass
-class LogConfig(HeadsConfig):
+class LogConfig(FeaturesConfig):
     """Configuration of log-attention."""
 
     gated: bool = True
@@ -59,6 +60,11 @@ class LogConfig(HeadsConfig):
         if self.window_size is not None:
             return Capabilities(causal=True, streaming=True, segments=True)
         return Capabilities.all()
+
+    def feature_depth(self, key_depth: int) -> int:
+        if self.features == "product":
+            return (key_depth // 2) ** 2
+        return key_depth * (2 if self.features == "hedgehog" else 1)
 
 
 State = LogAttentionState | HeinsenAttentionState | WindowCache
@@ -143,10 +149,7 @@ class LogAttention(HeadedAttention[LogConfig, State]):
     @property
     def num_features(self) -> int:
         """Number of features of a query or key."""
-        depth = self.key_depth
-        return {"identity": depth, "hedgehog": 2 * depth, "product": (depth // 2) ** 2}[
-            self.config.features
-        ]
+        return self.config.feature_depth(self.key_depth)
 
     def heads(
         self,
@@ -261,14 +264,11 @@ class LogAttention(HeadedAttention[LogConfig, State]):
         mixed = self._attend(jnp.pad(query, padding), *arrays, key_value_seq_lengths=valid)
         return mixed[..., size:, :, :], after
 
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        return 4.0 * self.num_heads * self.num_features * self.value_depth
-
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LogAttentionState | HeinsenAttentionState | WindowCache:
         del capacity  # the same for any number of tokens
-        groups, dtype = self.num_kv_heads, jnp.promote_types(self.param_dtype, jnp.float32)
+        groups, dtype = self.num_kv_heads, self.sums_dtype
         if self.config.window_size is None:
             is_log = self.config.values == "log"
             kind = LogAttentionState if is_log else HeinsenAttentionState

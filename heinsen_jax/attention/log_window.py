@@ -12,6 +12,7 @@ from flax import nnx
 
 from heinsen_jax.attention import devices
 from heinsen_jax.attention.base import CallArguments, Capabilities
+from heinsen_jax.attention.features import FeaturesConfig
 from heinsen_jax.attention.heads import HeadedAttention
 from heinsen_jax.attention.log import hedgehog_features
 from heinsen_jax.attention.parameters import (
@@ -39,7 +40,7 @@ from heinsen_jax.typing import (
 
 
 @config_dataclass
-class LogWindowConfig(RotaryOptions):
+class LogWindowConfig(RotaryOptions, FeaturesConfig):
     """Configuration of softmax attention over a window, with log-attention over earlier tokens."""
 
     window_size: pydantic.PositiveInt = 64
@@ -63,6 +64,16 @@ class LogWindowConfig(RotaryOptions):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
+
+    def feature_depth(self, key_depth: int) -> int:
+        return key_depth * (2 if self.features == "hedgehog" else 1)
+
+    def flops(self, model_dim: int, num_heads: int, length: int, is_causal: bool = True) -> float:
+        key_depth, value_depth = self.depths(model_dim, num_heads)
+        window = min(self.window_size, length)
+        visible = window - window * (window - 1) / (2 * length)
+        window_flops = 2.0 * num_heads * (key_depth + value_depth) * visible
+        return window_flops + super().flops(model_dim, num_heads, length, is_causal)
 
 
 class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
@@ -130,7 +141,7 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
     @property
     def num_features(self) -> int:
         """Number of log features of a query or key."""
-        return self.key_depth * (2 if self.config.features == "hedgehog" else 1)
+        return self.config.feature_depth(self.key_depth)
 
     def apply(
         self, x: Features, call: CallArguments[LogWindowState]
@@ -181,12 +192,6 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
         before = None if call.state is None else call.state.num_tokens[..., 0]
         return positions_in_segments(starts, shape, before)
 
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        window = min(self.config.window_size, length)
-        visible = window - window * (window - 1) / (2 * length)
-        window_flops = 2.0 * self.num_heads * (self.key_depth + self.value_depth) * visible
-        return window_flops + 4.0 * self.num_heads * self.num_features * self.value_depth
-
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LogWindowState:
@@ -198,7 +203,7 @@ class LogWindowAttention(HeadedAttention[LogWindowConfig, LogWindowState]):
             self.value_depth,
             self.num_features,
             self.config.window_size,
-            jnp.promote_types(self.param_dtype, jnp.float32),
+            self.sums_dtype,
             has_decay=self.config.decay is not None,
         )
 

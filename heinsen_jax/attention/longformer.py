@@ -121,8 +121,7 @@ class LongformerAttention(HeadedAttention[LongformerConfig, LongformerState]):
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> LongformerState:
         del capacity  # the same for any number of tokens
-        shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
-        dtype = jnp.dtype(self.dtype or self.param_dtype)
+        shapes, dtype = self.token_shapes, self.cache_dtype
         window = WindowCache.empty(batch_shape, shapes, dtype, self.config.window_size - 1)
         first = tuple(
             jnp.zeros((*batch_shape, self.config.num_global_tokens, *shape), dtype)

@@ -13,11 +13,7 @@ from heinsen_jax.attention.matrix_state import (
     OfHeads,
     SoftplusDecay,
 )
-from heinsen_jax.attention.parameters import (
-    LayerOptions,
-    linear,
-    parameter,
-)
+from heinsen_jax.attention.parameters import LayerOptions, linear, parameter
 from heinsen_jax.typing import Features, config_dataclass
 
 
@@ -25,6 +21,7 @@ from heinsen_jax.typing import Features, config_dataclass
 class Mamba2Config(ConvolvedConfig):
     """Configuration of Mamba-2."""
 
+    value_width = 2.0
     key_depth: pydantic.PositiveInt = 128
     """Size of the state per value feature: the depth of B and C."""
     convolution_size: pydantic.PositiveInt = 4
@@ -47,7 +44,6 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
     """
 
     Config = Mamba2Config
-    value_width = 2.0
     shares_keys = True
     has_convolution_bias = True
     scale = 1.0

@@ -32,7 +32,19 @@ OfHeads = Float[Array, "*B T N _"]
 
 @config_dataclass
 class MatrixStateConfig(AttentionConfig):
-    """Head dimensions."""
+    """Head dimensions; subclasses set the attributes.
+
+    Attributes:
+      key_width: width of the keys of all heads together, as a multiple of model_dim.
+      value_width: width of the values, likewise.
+      depth_multiple: default head dimensions are multiples of it.
+      has_erasure: whether the mechanism erases, which `flops` counts as one more product.
+    """
+
+    key_width: ClassVar[float] = 1.0
+    value_width: ClassVar[float] = 1.0
+    depth_multiple: ClassVar[int] = 1
+    has_erasure: ClassVar[bool] = False
 
     key_depth: pydantic.PositiveInt | None = None
     """Head dimension of queries and keys; by default the published multiple of model_dim /
@@ -44,6 +56,22 @@ class MatrixStateConfig(AttentionConfig):
     @property
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, streaming=True, segments=True, mergeable=True)
+
+    def depths(self, model_dim: int, num_heads: int) -> tuple[int, int]:
+        """`key_depth` and `value_depth`, with the defaults resolved."""
+
+        def default(width: float) -> int:
+            multiple = self.depth_multiple
+            return max(round(width * model_dim / num_heads / multiple), 1) * multiple
+
+        return (
+            self.key_depth or default(self.key_width),
+            self.value_depth or default(self.value_width),
+        )
+
+    def flops(self, model_dim: int, num_heads: int, length: int, is_causal: bool = True) -> float:
+        key_depth, value_depth = self.depths(model_dim, num_heads)
+        return (6.0 if self.has_erasure else 4.0) * num_heads * key_depth * value_depth
 
 
 @config_dataclass
@@ -108,35 +136,26 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
 
     Attributes:
       state_type: class of the mechanism's state.
-      key_width: width of the keys of all heads together, as a multiple of model_dim.
-      value_width: width of the values, likewise.
-      depth_multiple: default head dimensions are multiples of it.
       shares_keys: whether all heads share queries and keys.
       has_convolution_bias: whether convolutions have a bias.
       scale: factor of the outputs; 1 / sqrt(key_depth) when None.
       norms_heads_jointly: whether the norm is over all heads together.
-      has_erasure: whether the mechanism erases, which `flops` counts as one more product.
       gate_activation: activation of the output gate; no gate when None.
       softmax_projections: projections with the same meaning as in softmax attention, which a
         conversion keeps.
     """
 
     state_type: ClassVar[type[MatrixState] | type[MLSTMState]] = MatrixState
-    key_width: ClassVar[float] = 1.0
-    value_width: ClassVar[float] = 1.0
-    depth_multiple: ClassVar[int] = 1
     shares_keys: ClassVar[bool] = False
     has_convolution_bias: ClassVar[bool] = False
     scale: ClassVar[float | None] = None
     norms_heads_jointly: ClassVar[bool] = False
-    has_erasure: ClassVar[bool] = False
     gate_activation: ClassVar[Literal["silu", "sigmoid"] | None] = "silu"
     softmax_projections: ClassVar[tuple[str, ...]] = ("query", "key", "value")
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         model_dim, num_heads, config = self.model_dim, self.num_heads, self.config
-        self.key_depth = config.key_depth or self._depth(self.key_width)
-        self.value_depth = config.value_depth or self._depth(self.value_width)
+        self.key_depth, self.value_depth = config.depths(model_dim, num_heads)
         keys = self.key_depth if self.shares_keys else num_heads * self.key_depth
         values = num_heads * self.value_depth
         axes = "embed", "heads"
@@ -163,11 +182,6 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         if self.gate_activation is None:
             return None
         return linear(self.model_dim, values, ("embed", "heads"), use_bias=False, **options)
-
-    def _depth(self, width: float) -> int:
-        multiple = self.depth_multiple
-        depth = round(width * self.model_dim / self.num_heads / multiple) * multiple
-        return max(depth, multiple)
 
     def gates(self, x: Features) -> Gates:
         """The gates of the tokens, in at least float32."""
@@ -247,18 +261,13 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         activation = jax.nn.silu if self.gate_activation == "silu" else jax.nn.sigmoid
         return activation(self.gate(x))
 
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        products = 6.0 if self.has_erasure else 4.0
-        return products * self.num_heads * self.key_depth * self.value_depth
-
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> MatrixStates:
         del capacity  # the same for any number of tokens
         sizes = self.num_heads, self.key_depth, self.value_depth
-        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
-        convolutions = tuple(x.init_state(batch_shape) for x in self.convolutions)
-        return MatrixStates(self.state_type.empty(batch_shape, *sizes, dtype), convolutions)
+        matrix = self.state_type.empty(batch_shape, *sizes, self.sums_dtype)
+        return MatrixStates(matrix, tuple(x.init_state(batch_shape) for x in self.convolutions))
 
 
 def _gated_delta_rule(

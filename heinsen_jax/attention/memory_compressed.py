@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Unpack
 
-import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
@@ -75,7 +74,7 @@ class MemoryCompressedAttention(HeadedAttention[MemoryCompressedConfig, Compress
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> CompressedCache:
-        dtype = jnp.dtype(self.dtype or self.param_dtype)
+        dtype = self.cache_dtype
         num_tokens: int = self.config.capacity if capacity is None else capacity
         return CompressedCache.empty(
             batch_shape, *self._compressions(dtype), capacity=num_tokens, dtype=dtype

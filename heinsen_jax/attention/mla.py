@@ -36,6 +36,16 @@ class LatentConfig(AttentionConfig):
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
+    def token_depths(self, model_dim: int, num_heads: int) -> tuple[int, int]:
+        """`rank` and `rotary_depth`, with the defaults resolved."""
+        key_depth = self.key_depth or head_depth(model_dim, num_heads)
+        return self.rank or max(model_dim // 4, 1), self.rotary_depth or max(key_depth // 4 * 2, 2)
+
+    def flops(self, model_dim: int, num_heads: int, length: int, is_causal: bool = True) -> float:
+        rank, rotary_depth = self.token_depths(model_dim, num_heads)
+        visible = (length + 1) / 2 if is_causal else length
+        return 2.0 * num_heads * (2 * rank + rotary_depth) * visible
+
 
 class LatentAttention(Attention[LatentConfig, TokenCache]):
     """MLA: keys and values of all heads are projections of one latent vector per token, which is
@@ -55,8 +65,7 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         chosen, model_dim, num_heads = self.config, self.model_dim, self.num_heads
         self.key_depth = chosen.key_depth or head_depth(model_dim, num_heads)
         self.value_depth = chosen.value_depth or head_depth(model_dim, num_heads)
-        self.rotary_depth = chosen.rotary_depth or max(self.key_depth // 4 * 2, 2)
-        self.rank = chosen.rank or max(model_dim // 4, 1)
+        self.rank, self.rotary_depth = chosen.token_depths(model_dim, num_heads)
         inner = num_heads * (self.key_depth + self.rotary_depth)
         dense = partial(linear, use_bias=False, **options)
         if chosen.query_rank is not None:
@@ -89,11 +98,7 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         query_pe = rotary(query_pe, positions)
         key_pe = rotary(key_pe[..., None, :], positions)
         if state is not None:
-            if call.segment_ids is not None:
-                raise NotImplementedError(
-                    "LatentAttention: segment_ids is unsupported with a "
-                    "state; pass whole segments without a state"
-                )
+            self.check_segments(call)
             state, start = state.append(latent[..., None, :], key_pe)
             latent, key_pe = (x[..., 0, :, :] for x in state.arrays)
         else:
@@ -115,14 +120,5 @@ class LatentAttention(Attention[LatentConfig, TokenCache]):
         return self.output(y), state
 
     def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenCache:
-        dtype = jnp.dtype(self.dtype or self.param_dtype)
         shapes = (1, self.rank), (1, self.rotary_depth)
-        return TokenCache.empty(batch_shape, shapes, dtype, capacity)
-
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        visible = (length + 1) / 2 if is_causal else length
-        return 2.0 * self.num_heads * (2 * self.rank + self.rotary_depth) * visible
-
-    def state_size(self, context_length: int) -> int:
-        itemsize = jnp.dtype(self.dtype or self.param_dtype).itemsize
-        return context_length * (self.rank + self.rotary_depth) * itemsize
+        return TokenCache.empty(batch_shape, shapes, self.cache_dtype, capacity)

@@ -14,13 +14,20 @@ from heinsen_jax.attention.matrix_state import (
 )
 from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter
 from heinsen_jax.ops.mlstm import MLSTMState, mlstm_attention, mlstm_summary
-from heinsen_jax.typing import Features
+from heinsen_jax.typing import Features, config_dataclass
 
 SOFT_CAP = 15.0
 """Bound of the gates' logits, by 15 tanh(logit / 15)."""
 
 
-class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
+@config_dataclass
+class MLSTMConfig(MatrixStateConfig):
+    """Configuration of mLSTM."""
+
+    key_width = 0.5
+
+
+class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
     """mLSTM: a matrix memory with an exponential input gate and a forget gate.
 
         C_t = f_t C_(t-1) + i_t k_t v_t^T,    n_t = f_t n_(t-1) + i_t k_t
@@ -36,9 +43,8 @@ class MLSTMAttention(MatrixStateAttention[MatrixStateConfig]):
       Beck et al., 2024, xLSTM, arXiv:2405.04517; Beck et al., 2025, xLSTM 7B, arXiv:2503.13427.
     """
 
-    Config = MatrixStateConfig
+    Config = MLSTMConfig
     state_type = MLSTMState
-    key_width = 0.5
     gate_activation = "sigmoid"
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:

@@ -17,10 +17,18 @@ from heinsen_jax.attention.matrix_state import (
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.attention.rotary import check_pairs
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, Features
+from heinsen_jax.typing import Array, Features, config_dataclass
 
 
-class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
+@config_dataclass
+class RetentionConfig(MatrixStateConfig):
+    """Configuration of retention."""
+
+    value_width = 2.0
+    depth_multiple = 2  # rotations need pairs of features
+
+
+class RetentionAttention(MatrixStateAttention[RetentionConfig]):
     """Retention (RetNet): linear attention with rotary queries and keys, and a decay by head.
 
         S_t = (1 - 2^(-5 - n)) S_(t-1) + k_t v_t^T,    o_t = S_t^T q_t / sqrt(K)
@@ -33,9 +41,7 @@ class RetentionAttention(MatrixStateAttention[MatrixStateConfig]):
       Sun et al., 2023, Retentive Network, arXiv:2307.08621.
     """
 
-    Config = MatrixStateConfig
-    value_width = 2.0
-    depth_multiple = 2  # rotations need pairs of features
+    Config = RetentionConfig
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:
         super().setup(**options)

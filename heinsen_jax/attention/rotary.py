@@ -8,7 +8,7 @@ import pydantic
 
 from heinsen_jax.attention.heads import HeadsConfig
 from heinsen_jax.attention.parameters import LayerOptions
-from heinsen_jax.attention.softmax_base import MaskedAttention
+from heinsen_jax.attention.softmax_base import MaskedAttention, MaskedConfig
 from heinsen_jax.ops.rotary import rotary
 from heinsen_jax.typing import Array, Float, Integer, Keys, Query, config_dataclass
 
@@ -79,7 +79,7 @@ class RotaryOptions(HeadsConfig):
 
 
 @config_dataclass
-class PositionsConfig(RotaryOptions):
+class PositionsConfig(RotaryOptions, MaskedConfig):
     """Configuration of softmax attention with scaled dot products."""
 
     positions: Literal["none", "rotary", "alibi"] = "none"

@@ -1,10 +1,11 @@
 """Softmax attention over the nearest tokens, as a layer."""
 
+from typing import Unpack
+
 import pydantic
 
-from heinsen_jax.attention.base import CallArguments, Capabilities
+from heinsen_jax.attention.base import Capabilities, OpKeywords
 from heinsen_jax.attention.rotary import RotaryAttention, RotaryConfig
-from heinsen_jax.attention.softmax_base import TokenStates
 from heinsen_jax.ops.local import sliding_window_attention
 from heinsen_jax.ops.masks import Window
 from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
@@ -21,6 +22,12 @@ class SlidingWindowConfig(RotaryConfig):
     def capabilities(self) -> Capabilities:
         return Capabilities(causal=True, bidirectional=True, streaming=True, segments=True)
 
+    def rule(self) -> Window:
+        return Window(self.reach())
+
+    def reach(self) -> int:
+        return self.window_size - 1
+
 
 class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     """Sliding-window attention; the state has the keys and values of one window.
@@ -35,19 +42,8 @@ class SlidingWindowAttention(RotaryAttention[SlidingWindowConfig]):
     def short_options(cls, length: int) -> dict[str, int]:
         return {"window_size": length // 4}
 
-    def rule(self) -> Window:
-        return Window(self.reach())
-
-    def reach(self) -> int:
-        return self.config.window_size - 1
-
     def over_all(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[OpKeywords]
     ) -> Mixed:
-        return sliding_window_attention(
-            query,
-            key,
-            value,
-            local_window_size=self.config.window_size,
-            **call.keywords,
-        )
+        window = self.config.window_size
+        return sliding_window_attention(query, key, value, local_window_size=window, **keywords)

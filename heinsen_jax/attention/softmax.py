@@ -5,10 +5,9 @@ from typing import Literal, Unpack
 import jax.numpy as jnp
 import numpy as np
 
-from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.parameters import LayerOptions
+from heinsen_jax.attention.base import Capabilities, OpKeywords
 from heinsen_jax.attention.rotary import PositionsConfig, RotaryAttention
-from heinsen_jax.attention.softmax_base import MaskKeywords, TokenStates
+from heinsen_jax.attention.softmax_base import MaskKeywords
 from heinsen_jax.ops.softmax import dot_product_attention
 from heinsen_jax.typing import Array, Keys, Mixed, Query, Values, config_dataclass
 
@@ -42,34 +41,23 @@ class SoftmaxAttention(RotaryAttention[SoftmaxConfig]):
 
     Config = SoftmaxConfig
 
-    def setup(self, **options: Unpack[LayerOptions]) -> None:
-        super().setup(**options)
-
     def over_all(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[OpKeywords]
     ) -> Mixed:
         return dot_product_attention(
             query,
             key,
             value,
-            **call.keywords,
             log_decay=self._log_decay(key),
             implementation=self.config.implementation,
+            **keywords,
         )
 
     def between(
-        self,
-        query: Query,
-        key: Keys,
-        value: Values,
-        *,
-        is_causal: bool = True,
-        **keywords: Unpack[MaskKeywords],
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[MaskKeywords]
     ) -> Mixed:
         decay = self._log_decay(key)
-        return dot_product_attention(
-            query, key, value, is_causal=is_causal, log_decay=decay, **keywords
-        )
+        return dot_product_attention(query, key, value, log_decay=decay, **keywords)
 
     def _log_decay(self, key: Keys) -> Array | None:
         """The biases of ALiBi, as decays per token `[..., S, N]`."""

@@ -1,31 +1,30 @@
 """Base class of all forms of softmax attention as layers."""
 
 from collections.abc import Sequence
-from typing import TypeAlias, TypedDict, Unpack
+from typing import TypeAlias, TypeVar, Unpack
 
-import jax.numpy as jnp
 import numpy as np
 
-from heinsen_jax.attention.base import CallArguments
+from heinsen_jax.attention.base import CallArguments, OpKeywords
 from heinsen_jax.attention.cache import TokenCache, WindowCache
-from heinsen_jax.attention.heads import HeadedAttention, HeadsT
+from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
 from heinsen_jax.ops.masks import Causal, Mask
 from heinsen_jax.ops.softmax import dot_product_attention
-from heinsen_jax.typing import Array, Integer, Keys, Mixed, Query, Values
+from heinsen_jax.typing import Array, Integer, Keys, Mixed, Query, Values, config_dataclass
 
 TokenStates: TypeAlias = TokenCache | WindowCache
 
 
-class MaskKeywords(TypedDict, total=False):
-    """Keywords of `MaskedAttention.between` besides `is_causal`."""
+class MaskKeywords(OpKeywords, total=False):
+    """Keywords of `MaskedAttention.between`."""
 
-    segment_ids: Integer[Array, "*B T"] | None
     query_offset: int | Integer[Array, ""]
     key_value_seq_lengths: Integer[Array, "*B 2"]
 
 
-class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
-    """Softmax attention under a rule for visible keys; the state has the needed ones."""
+@config_dataclass
+class MaskedConfig(HeadsConfig):
+    """Configuration of a form of softmax attention."""
 
     def rule(self) -> Mask | None:
         """Rule for the visible keys among those up to the query; all when None. A rule of limited
@@ -36,70 +35,7 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         """Maximum number of earlier tokens that are visible to a query; unlimited when None."""
         return None
 
-    def with_positions(
-        self, query: Query, key: Keys, before: int | Integer[Array, ""]
-    ) -> tuple[Query, Keys]:
-        """Queries and keys with their positions encoded, after that many tokens."""
-        del before
-        return query, key
-
-    def over_all(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
-    ) -> Mixed:
-        """The mechanism over a complete sequence."""
-        return self.between(query, key, value, **call.keywords)
-
-    def between(
-        self,
-        query: Query,
-        key: Keys,
-        value: Values,
-        *,
-        is_causal: bool = True,
-        **keywords: Unpack[MaskKeywords],
-    ) -> Mixed:
-        """The mechanism between any queries and keys, with keywords of `dot_product_attention`."""
-        return dot_product_attention(
-            query, key, value, mask=self.rule(), is_causal=is_causal, **keywords
-        )
-
-    def attend(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
-    ) -> tuple[Mixed, TokenStates | None]:
-        state = call.state
-        query, key = self.with_positions(query, key, 0 if state is None else state.num_tokens)
-        if state is None:
-            return self.over_all(query, key, value, call), None
-        self.check_segments(call)
-        if isinstance(state, TokenCache):
-            state, offset = state.append(key, value)
-            y = self.between(query, *state.tokens, is_causal=True, query_offset=offset)
-            return state.or_nan(y), state
-        arrays, after = state.append(key, value)
-        valid = state.bounds(query.shape[-3], query.shape[:-3])
-        keywords: MaskKeywords = {"query_offset": state.size, "key_value_seq_lengths": valid}
-        return self.between(query, *arrays, is_causal=True, **keywords), after
-
-    def check_segments(self, call: CallArguments[TokenStates]) -> None:
-        """Refuse segments together with a state."""
-        if call.segment_ids is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__}: segment_ids is unsupported with a state; pass whole "
-                "segments without a state"
-            )
-
-    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:
-        shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
-        dtype, reach = jnp.dtype(self.dtype or self.param_dtype), self.reach()
-        if reach is None:
-            return TokenCache.empty(batch_shape, shapes, dtype, capacity)
-        return WindowCache.empty(batch_shape, shapes, dtype, reach)
-
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        depths = self.key_depth + self.value_depth
-        return 2.0 * self.num_heads * depths * self._visible(length, is_causal)
-
-    def _visible(self, length: int, is_causal: bool) -> float:
+    def num_visible(self, length: int, is_causal: bool) -> float:
         """Visible keys per query, on average; estimated from some of the queries under a rule."""
         rule = self.rule()
         if rule is None:
@@ -108,8 +44,57 @@ class MaskedAttention(HeadedAttention[HeadsT, TokenStates]):
         queries = np.unique(np.linspace(0, length - 1, 256).round().astype(int))
         return float(np.mean(np.sum(rule(queries[:, None], np.arange(length)[None]), 1)))
 
-    def state_size(self, context_length: int) -> int:
-        if self.reach() is not None:
-            return super().state_size(context_length)
-        token = self.num_kv_heads * (self.key_depth + self.value_depth)
-        return context_length * token * jnp.dtype(self.dtype or self.param_dtype).itemsize
+    def flops(self, model_dim: int, num_heads: int, length: int, is_causal: bool = True) -> float:
+        depths = sum(self.depths(model_dim, num_heads))
+        return 2.0 * num_heads * depths * self.num_visible(length, is_causal)
+
+
+MaskedT = TypeVar("MaskedT", bound=MaskedConfig)
+
+
+class MaskedAttention(HeadedAttention[MaskedT, TokenStates]):
+    """Softmax attention under a rule for visible keys; the state has the needed ones."""
+
+    def with_positions(
+        self, query: Query, key: Keys, before: int | Integer[Array, ""]
+    ) -> tuple[Query, Keys]:
+        """Queries and keys with their positions encoded, after that many tokens."""
+        del before
+        return query, key
+
+    def over_all(
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[OpKeywords]
+    ) -> Mixed:
+        """The mechanism over a complete sequence."""
+        return self.between(query, key, value, **keywords)
+
+    def between(
+        self, query: Query, key: Keys, value: Values, **keywords: Unpack[MaskKeywords]
+    ) -> Mixed:
+        """The mechanism between any queries and keys, with keywords of `dot_product_attention`."""
+        return dot_product_attention(query, key, value, mask=self.config.rule(), **keywords)
+
+    def attend(
+        self, query: Query, key: Keys, value: Values, call: CallArguments[TokenStates]
+    ) -> tuple[Mixed, TokenStates | None]:
+        state = call.state
+        query, key = self.with_positions(query, key, 0 if state is None else state.num_tokens)
+        if state is None:
+            return self.over_all(query, key, value, **call.keywords), None
+        self.check_segments(call)
+        if isinstance(state, TokenCache):
+            state, offset = state.append(key, value)
+            y = self.between(query, *state.tokens, is_causal=True, query_offset=offset)
+            return state.or_nan(y), state
+        arrays, after = state.append(key, value)
+        valid = state.bounds(query.shape[-3], query.shape[:-3])
+        y = self.between(
+            query, *arrays, is_causal=True, query_offset=state.size, key_value_seq_lengths=valid
+        )
+        return y, after
+
+    def init_state(self, batch_shape: Sequence[int], *, capacity: int | None = None) -> TokenStates:
+        reach = self.config.reach()
+        if reach is None:
+            return TokenCache.empty(batch_shape, self.token_shapes, self.cache_dtype, capacity)
+        return WindowCache.empty(batch_shape, self.token_shapes, self.cache_dtype, reach)

@@ -1,24 +1,20 @@
 """Softmax attention with a truncated exponential, as a layer."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
-import jax.numpy as jnp
 import pydantic
 
-from heinsen_jax.attention import devices
-from heinsen_jax.attention.base import CallArguments, Capabilities
-from heinsen_jax.attention.heads import HeadedAttention, HeadsConfig
+from heinsen_jax.attention.features import FeaturesAttention, FeaturesConfig
 from heinsen_jax.attention.parameters import LayerOptions
-from heinsen_jax.ops.linear import LinearAttentionState
 from heinsen_jax.ops.taylor import check_num_terms, taylor_attention
-from heinsen_jax.typing import Keys, Mixed, Query, Values, config_dataclass
+from heinsen_jax.typing import config_dataclass
 
 
 @config_dataclass
-class TaylorConfig(HeadsConfig):
+class TaylorConfig(FeaturesConfig):
     """Configuration of Taylor attention."""
 
     key_depth: pydantic.PositiveInt = 8
@@ -28,12 +24,12 @@ class TaylorConfig(HeadsConfig):
     allow_negative_weights: bool = False
     """Whether num_terms may be even."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return Capabilities.all()
+    def feature_depth(self, key_depth: int) -> int:
+        terms = self.num_terms - 1
+        return math.comb(key_depth + terms, terms)
 
 
-class TaylorAttention(HeadedAttention[TaylorConfig, LinearAttentionState]):
+class TaylorAttention(FeaturesAttention[TaylorConfig]):
     """Softmax attention with a truncated Taylor series in place of the exponential.
 
     The state is a matrix and a vector of C(key_depth + num_terms - 1, num_terms - 1) features per
@@ -49,30 +45,10 @@ class TaylorAttention(HeadedAttention[TaylorConfig, LinearAttentionState]):
         super().setup(**options)
         check_num_terms(self.config.num_terms, self.config.allow_negative_weights)
 
-    @property
-    def num_features(self) -> int:
-        terms = self.config.num_terms - 1
-        return math.comb(self.key_depth + terms, terms)
-
-    def attend(
-        self, query: Query, key: Keys, value: Values, call: CallArguments[LinearAttentionState]
-    ) -> tuple[Mixed, LinearAttentionState | None]:
+    def op(self) -> Callable[..., Any]:
         chosen = self.config
-        op = partial(
+        return partial(
             taylor_attention,
             num_terms=chosen.num_terms,
             allow_negative_weights=chosen.allow_negative_weights,
         )
-        empty = self.init_state(query.shape[:-3])
-        return devices.recur(call, op, query, key, value, empty=empty)
-
-    def flops(self, length: int, is_causal: bool = True) -> float:
-        return 4.0 * self.num_heads * self.num_features * self.value_depth
-
-    def init_state(
-        self, batch_shape: Sequence[int], *, capacity: int | None = None
-    ) -> LinearAttentionState:
-        del capacity  # the same for any number of tokens
-        sizes = self.num_kv_heads, self.num_features, self.value_depth
-        dtype = jnp.promote_types(self.param_dtype, jnp.float32)
-        return LinearAttentionState.empty(batch_shape, *sizes, dtype)

@@ -193,8 +193,7 @@ class TransientGlobalAttention(HeadedAttention[TransientGlobalConfig, TransientG
     def init_state(
         self, batch_shape: Sequence[int], *, capacity: int | None = None
     ) -> TransientGlobalState:
-        dtype, size = jnp.dtype(self.dtype or self.param_dtype), self.config.block_size
-        shapes = (self.num_kv_heads, self.key_depth), (self.num_kv_heads, self.value_depth)
+        shapes, dtype, size = self.token_shapes, self.cache_dtype, self.config.block_size
         size_limit: int = self.config.capacity if capacity is None else capacity
         key, value = (
             jnp.zeros((*batch_shape, -(-size_limit // size), *shape), dtype) for shape in shapes

@@ -8,15 +8,15 @@ def flops_per_token(config: LanguageModelConfig, parameters: int, length: int) -
     if a mechanism does not count its own.
 
     Each parameter counts 6, all parameters included; the embedding counts once, as the readout. In
-    addition, each layer counts 3 times the products of its mechanism, `Attention.flops`, such as
-    4 K V for each head of log-attention, which writes and reads its state once; chunked
+    addition, each layer counts 3 times the products of its mechanism, `AttentionConfig.flops`, such
+    as 4 K V for each head of log-attention, which writes and reads its state once; chunked
     implementations need more.
     """
 
     if not config.tie_embeddings:
         parameters -= config.vocab_size * config.model_dim
-    pattern = config.abstract_layers()
-    products = [layer.flops(length, config.is_causal) for layer in pattern]
+    pattern, sizes = config.mechanisms(), (config.model_dim, config.num_heads)
+    products = [mechanism.flops(*sizes, length, config.is_causal) for mechanism in pattern]
     counted = [x for x in products if x is not None]
     if len(counted) < len(products):
         return None

@@ -1,0 +1,40 @@
+"""FLOPs of mechanisms follow from their configurations and sizes, without a layer."""
+
+import pytest
+
+from heinsen_jax.attention import configure, names
+
+LENGTH = 512
+CAUSAL = 65664.0  # a query of 4 heads of 16 features attends to 256.5 keys on average
+FLOPS = {
+    "log": 4096.0,
+    **dict.fromkeys(("softmax", "gqa", "fox", "l1"), CAUSAL),
+    "mla": 82080.0,
+    "sliding_window": 49152.0,
+    "dilated": 12352.0,
+    "block_sparse": 15488.0,
+    "linformer": 32768.0,
+    "linear": 4096.0,
+    "performer": 11520.0,
+    "taylor": 11520.0,
+    "l1_sparse": 5120.0,
+    "retnet": 8192.0,
+    "gla": 2048.0,
+    "hgrn2": 4096.0,
+    "mamba2": 65536.0,
+    "deltanet": 6144.0,
+    "gated_deltanet": 6912.0,
+    "kda": 6144.0,
+    "mlstm": 2048.0,
+    "log_window": 23568.0,
+}
+"""For 512 tokens, 4 heads and a width of 64."""
+
+
+@pytest.mark.parametrize("name", names())
+def test_flops_of_defaults(name):
+    assert configure(name).flops(64, 4, LENGTH) == FLOPS.get(name)
+
+
+def test_flops_of_all_pairs():
+    assert configure("softmax").flops(64, 4, LENGTH, is_causal=False) == 4 * 4 * 16 * LENGTH

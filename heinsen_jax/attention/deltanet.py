@@ -8,13 +8,13 @@ from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.matrix_state import (
     ConvolvedConfig,
     Gates,
+    HeadsAndStates,
     MatrixStateAttention,
     MatrixStates,
-    OfHeads,
     l2_normalized,
 )
 from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear
-from heinsen_jax.typing import Array, Features, config_dataclass
+from heinsen_jax.typing import Features, config_dataclass
 
 
 @config_dataclass
@@ -46,9 +46,7 @@ class DeltaNetAttention(MatrixStateAttention[DeltaNetConfig]):
         axes = "embed", "heads"
         self.beta = linear(self.model_dim, self.num_heads, axes, use_bias=False, **options)
 
-    def heads(
-        self, x: Features, call: CallArguments[MatrixStates]
-    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+    def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
         query, key, value, after = super().heads(x, call)
         return l2_normalized(query), l2_normalized(key), value, after
 

@@ -89,13 +89,11 @@ class HeadedAttention(Attention[HeadsT, StateT]):
             self.query_norm = rms_norm(self.key_depth, epsilon=epsilon, **options)
             self.key_norm = rms_norm(self.key_depth, epsilon=epsilon, **options)
         if chosen.gated:
-            axes = "heads", "embed"
-            self.gate = linear(mixed, 2 * model_dim, axes, use_bias=biased, **options)
+            self.gate = linear(mixed, 2 * model_dim, axes[::-1], use_bias=biased, **options)
             self.output = linear(model_dim, model_dim, ("mlp", "embed"), use_bias=False, **options)
         else:
-            axes = "heads", "embed"
             biased = biased if chosen.output_bias is None else chosen.output_bias
-            self.output = linear(mixed, model_dim, axes, use_bias=biased, **options)
+            self.output = linear(mixed, model_dim, axes[::-1], use_bias=biased, **options)
         inputs = model_dim if chosen.gated else mixed
         self.output_lora = lora(inputs, rank, model_dim, **options) if rank else None
 

@@ -11,13 +11,14 @@ from flax import nnx
 from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.matrix_state import (
     Gates,
+    HeadsAndStates,
     MatrixStateAttention,
     MatrixStateConfig,
     MatrixStates,
     OfHeads,
 )
 from heinsen_jax.attention.parameters import LayerOptions, in_float32, parameter
-from heinsen_jax.typing import Array, Features, config_dataclass
+from heinsen_jax.typing import Features, config_dataclass
 
 
 @config_dataclass
@@ -54,9 +55,7 @@ class HGRN2Attention(MatrixStateAttention[HGRN2Config]):
             logit = nnx.initializers.constant(math.log(bound / (1 - bound)))
             self.bound = parameter(logit, self.num_heads * self.key_depth, kind="vector", **options)
 
-    def heads(
-        self, x: Features, call: CallArguments[MatrixStates]
-    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+    def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
         query, logits, value, after = super().heads(x, call)
         log_forget = self._log_forget(in_float32(logits))
         return jax.nn.silu(query), (-jnp.expm1(log_forget)).astype(x.dtype), value, after

@@ -1,5 +1,6 @@
 """Mamba-2: a selective state space model with decay by head, as a layer."""
 
+from functools import partial
 from typing import Unpack
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from heinsen_jax.attention.matrix_state import (
     MatrixStateAttention,
     OfHeads,
     SoftplusDecay,
+    delta_rule,
 )
 from heinsen_jax.attention.parameters import LayerOptions, linear, parameter
 from heinsen_jax.typing import Features, config_dataclass
@@ -46,7 +48,7 @@ class Mamba2Attention(MatrixStateAttention[Mamba2Config]):
     Config = Mamba2Config
     shares_keys = True
     has_convolution_bias = True
-    scale = 1.0
+    op = staticmethod(partial(delta_rule, scale=1.0))
     norms_heads_jointly = True
 
     def setup(self, **options: Unpack[LayerOptions]) -> None:

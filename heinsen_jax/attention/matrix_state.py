@@ -2,8 +2,7 @@
 delta rule."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypedDict, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from heinsen_jax.ops.mlstm import MLSTMState
 from heinsen_jax.typing import Array, Features, Float, Integer, config_dataclass
 
 OfHeads = Float[Array, "*B T N _"]
+HeadsAndStates: TypeAlias = tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]
 
 
 @config_dataclass
@@ -84,26 +84,13 @@ class ConvolvedConfig(MatrixStateConfig):
 
 
 class Gates(TypedDict, total=False):
-    """Gates of `gated_delta_rule`, by its argument names."""
+    """Gates of `gated_delta_rule` or `mlstm_attention`, by their argument names."""
 
     log_decay: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
     erase: Float[Array, "*B T N"] | Float[Array, "*B T N K"]
     write: Float[Array, "*B T N"] | Float[Array, "*B T N V"]
-
-
-class Mechanism(NamedTuple):
-    """An op, its summary and its gates.
-
-    Attributes:
-      op: function of queries, keys, values, the gates, `initial_state`, `return_state` and
-        `segment_ids`.
-      summary: computes the state of the tokens alone, with the transition that `merge` needs.
-      gates: further arrays `[*B, T, N, ...]`, by argument name.
-    """
-
-    op: Callable[..., Any]
-    summary: Callable[..., MatrixState | MLSTMState]
-    gates: dict[str, Array]
+    log_input_gate: Float[Array, "*B T N"]
+    log_forget_gate: Float[Array, "*B T N"]
 
 
 class MatrixStates(NamedTuple):
@@ -120,10 +107,23 @@ class MatrixStates(NamedTuple):
     num_tokens: Integer[Array, ""] | None = None
 
 
+def delta_rule(
+    *arrays: Array,
+    initial_state: MatrixState | None = None,
+    return_state: bool = False,
+    **options: Any,
+) -> Any:
+    """`gated_delta_rule` with a `MatrixState`."""
+    if initial_state is not None:
+        options["initial_state"] = initial_state.matrix
+    y, matrix = gated_delta_rule(*arrays, return_state=True, **options)
+    return (y, MatrixState(matrix)) if return_state else y
+
+
 ConfigT = TypeVar("ConfigT", bound=MatrixStateConfig)
 
 
-class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
+class MatrixStateAttention(Attention[ConfigT, MatrixStates]):
     """Attention with a matrix per head as its state.
 
         q | k | v = silu(convolution(x Wq | x Wk | x Wv))
@@ -135,20 +135,23 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
     `gates`, and override other methods if they differ.
 
     Attributes:
+      op: function of queries, keys, values, the gates, `initial_state`, `return_state` and
+        `segment_ids`.
+      summary: computes the state of the tokens alone, with the transition that `merge` needs.
       state_type: class of the mechanism's state.
       shares_keys: whether all heads share queries and keys.
       has_convolution_bias: whether convolutions have a bias.
-      scale: factor of the outputs; 1 / sqrt(key_depth) when None.
       norms_heads_jointly: whether the norm is over all heads together.
       gate_activation: activation of the output gate; no gate when None.
       softmax_projections: projections with the same meaning as in softmax attention, which a
         conversion keeps.
     """
 
+    op: ClassVar[Callable[..., Any]] = staticmethod(delta_rule)
+    summary: ClassVar[Callable[..., MatrixState | MLSTMState]] = staticmethod(matrix_summary)
     state_type: ClassVar[type[MatrixState] | type[MLSTMState]] = MatrixState
     shares_keys: ClassVar[bool] = False
     has_convolution_bias: ClassVar[bool] = False
-    scale: ClassVar[float | None] = None
     norms_heads_jointly: ClassVar[bool] = False
     gate_activation: ClassVar[Literal["silu", "sigmoid"] | None] = "silu"
     softmax_projections: ClassVar[tuple[str, ...]] = ("query", "key", "value")
@@ -187,9 +190,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         """The gates of the tokens, in at least float32."""
         raise NotImplementedError
 
-    def heads(
-        self, x: Features, call: CallArguments[MatrixStates]
-    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+    def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
         """Queries, keys and values `[..., T, N, depth]`, and the new states of the convolutions."""
         arrays, after = [self.query(x), self.key(x), self.value(x)], []
         for index, convolve in enumerate(self.convolutions):
@@ -217,11 +218,6 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         count = call.state.num_tokens
         return y, MatrixStates(matrix, convolutions, None if count is None else count + x.shape[-2])
 
-    def mechanism(self, x: Features) -> Mechanism:
-        """The op, and the gates of the tokens."""
-        gates = cast("dict[str, Array]", self.gates(x))
-        return Mechanism(partial(_gated_delta_rule, scale=self.scale), matrix_summary, gates)
-
     def recur(
         self,
         call: CallArguments[MatrixStates],
@@ -231,7 +227,7 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         value: OfHeads,
     ) -> tuple[OfHeads, MatrixState | MLSTMState | None]:
         """The mechanism: `[..., T, N, V]`, and the new state if the call has one."""
-        op, summary, gates = self.mechanism(x)
+        gates = cast("dict[str, Array]", self.gates(x))
 
         def with_gates(function: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arrays: Array, is_causal: bool = True, **options: Any) -> Any:
@@ -242,10 +238,10 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
 
         return devices.recur(
             call.with_state(None if call.state is None else call.state.matrix),
-            with_gates(op),
+            with_gates(self.op),
             *(query, key, value, *gates.values()),
             empty=self.init_state(query.shape[:-3]).matrix,
-            summary=with_gates(summary),
+            summary=with_gates(self.summary),
         )
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
@@ -268,19 +264,6 @@ class MatrixStateAttention(Attention[ConfigT, MatrixStates], Generic[ConfigT]):
         sizes = self.num_heads, self.key_depth, self.value_depth
         matrix = self.state_type.empty(batch_shape, *sizes, self.sums_dtype)
         return MatrixStates(matrix, tuple(x.init_state(batch_shape) for x in self.convolutions))
-
-
-def _gated_delta_rule(
-    *arrays: Array,
-    initial_state: MatrixState | None = None,
-    return_state: bool = False,
-    **options: Any,
-) -> Any:
-    """`gated_delta_rule` with a `MatrixState`."""
-    if initial_state is not None:
-        options["initial_state"] = initial_state.matrix
-    y, matrix = gated_delta_rule(*arrays, return_state=True, **options)
-    return (y, MatrixState(matrix)) if return_state else y
 
 
 class SoftplusDecay(nnx.Module):

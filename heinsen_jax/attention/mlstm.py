@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from heinsen_jax.attention.matrix_state import (
+    Gates,
     MatrixStateAttention,
     MatrixStateConfig,
-    Mechanism,
     OfHeads,
 )
 from heinsen_jax.attention.parameters import LayerOptions, in_float32, linear, parameter
@@ -44,6 +44,8 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
     """
 
     Config = MLSTMConfig
+    op = staticmethod(mlstm_attention)
+    summary = staticmethod(mlstm_summary)
     state_type = MLSTMState
     gate_activation = "sigmoid"
 
@@ -65,11 +67,10 @@ class MLSTMAttention(MatrixStateAttention[MLSTMConfig]):
         self.input_gate.bias[...] = jnp.zeros(self.num_heads, dtype)
         self.forget_gate.bias[...] = jnp.linspace(3, 6, self.num_heads, dtype=dtype)
 
-    def mechanism(self, x: Features) -> Mechanism:
+    def gates(self, x: Features) -> Gates:
         logits = (in_float32(gate(x)) for gate in (self.input_gate, self.forget_gate))
         log_input, forget = (SOFT_CAP * jnp.tanh(x / SOFT_CAP) for x in logits)
-        gates = {"log_input_gate": log_input, "log_forget_gate": jax.nn.log_sigmoid(forget)}
-        return Mechanism(mlstm_attention, mlstm_summary, gates)
+        return {"log_input_gate": log_input, "log_forget_gate": jax.nn.log_sigmoid(forget)}
 
     def finish(self, x: Features, y: OfHeads, value: OfHeads) -> Features:
         y = self.norm(y).reshape(*x.shape[:-1], self.num_heads * self.value_depth)

@@ -9,15 +9,15 @@ import numpy as np
 from heinsen_jax.attention.base import CallArguments
 from heinsen_jax.attention.matrix_state import (
     Gates,
+    HeadsAndStates,
     MatrixStateAttention,
     MatrixStateConfig,
     MatrixStates,
-    OfHeads,
 )
 from heinsen_jax.attention.parameters import LayerOptions
 from heinsen_jax.attention.rotary import check_pairs
 from heinsen_jax.ops.rotary import rotary
-from heinsen_jax.typing import Array, Features, config_dataclass
+from heinsen_jax.typing import Features, config_dataclass
 
 
 @config_dataclass
@@ -47,9 +47,7 @@ class RetentionAttention(MatrixStateAttention[RetentionConfig]):
         super().setup(**options)
         check_pairs(self.key_depth)
 
-    def heads(
-        self, x: Features, call: CallArguments[MatrixStates]
-    ) -> tuple[OfHeads, OfHeads, OfHeads, tuple[Array, ...]]:
+    def heads(self, x: Features, call: CallArguments[MatrixStates]) -> HeadsAndStates:
         query, key, value, after = super().heads(x, call)
         count = None if call.state is None else call.state.num_tokens
         before = 0 if count is None else count

@@ -3,7 +3,6 @@
 import math
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 import jax
@@ -48,12 +47,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Nothing is open."""
 
     def _finished(self) -> list[int]:

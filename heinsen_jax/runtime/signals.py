@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 TOO_LATE = 124
@@ -66,7 +65,7 @@ class Signals:
         self._caught.enter_context(_caught(self._record, self._receive))
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self._caught.close()
         if self._timer is not None:
             self._timer.cancel()

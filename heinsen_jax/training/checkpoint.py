@@ -4,7 +4,6 @@ import contextlib
 import json
 import math
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -164,12 +163,7 @@ class Checkpoints(CheckpointReader):
                 raise
             raise self._not_written(error) from error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until all saves are written. An error inside the context takes precedence over
         errors of saves, which may have the same cause."""
         try:

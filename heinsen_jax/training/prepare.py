@@ -4,7 +4,7 @@ import importlib.metadata
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import jax
 
@@ -87,14 +87,9 @@ class Prepared:
             raise RuntimeError(f"{self.folder} is not locked any more: prepare the run again")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.is_closed = True
-        self._resources.__exit__(kind, error, traceback)
+        self._resources.__exit__(*error)
 
 
 def prepare_run(

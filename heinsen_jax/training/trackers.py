@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 from heinsen_jax.errors import UserError, explain, parse_json
@@ -100,12 +99,7 @@ class Tracking:
     def __enter__(self) -> "Tracking":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.finish("failed")
 

@@ -1319,8 +1319,8 @@ INTEROP_FAULTS = {
     ),
     "a bias that is left out": Fault(
         "heinsen_jax/interop/transformers/families.py",
-        "return Variant(self.num_key_value_heads, self.head_dim, bias=True)",
-        "return Variant(self.num_key_value_heads, self.head_dim)",
+        "self.has_bias or bias",
+        "bias",
         ("tests/interop/families_test.py",),
     ),
     "two options of scaled positions exchanged": Fault(

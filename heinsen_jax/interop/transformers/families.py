@@ -6,7 +6,7 @@ A field that is not listed here is refused, since it may change results.
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from pydantic import PositiveFloat
@@ -97,35 +97,20 @@ class Family(Fields):
         return fields
 
 
-class Variant(NamedTuple):
-    """Differences between models like Llama.
-
-    Attributes:
-      num_kv_heads: number of key/value heads; as many as query heads when None.
-      depth: head dimension; hidden_size / num_attention_heads when None.
-      bias: whether queries, keys and values have biases.
-      output_bias, mlp_bias, qk_norm: as in `LanguageModelConfig` and its mechanisms.
-      window: sliding window of all layers, in tokens; none when None.
-    """
-
-    num_kv_heads: int | None
-    depth: int | None
-    bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
-
-
 class LlamaLike(Family):
     """Models with RMS norms, SwiGLU and rotary positions."""
 
     rope_names: ClassVar = {"rope_theta": "rope_theta"}
+    has_bias: ClassVar[bool] = False
+    """Whether queries, keys and values have biases in all models of the family."""
+    qk_norm: ClassVar[bool] = False
 
     hidden_size: Size
     intermediate_size: Size
     num_hidden_layers: Size
     num_attention_heads: Size
+    num_key_value_heads: Size | None
+    head_dim: Size | None = None
     max_position_embeddings: Size | None = None
     hidden_act: Literal["silu"] = "silu"
     rms_norm_eps: PositiveFloat = 1e-6
@@ -137,34 +122,33 @@ class LlamaLike(Family):
             raise ValueError(f"partial_rotary_factor must be 1 in {self.model_type}")
         return self
 
-    def variant(self) -> Variant:
-        """The differences from other models like Llama."""
-        raise NotImplementedError
+    @property
+    def window(self) -> int | None:
+        """Sliding window of all layers, in tokens; None without one."""
+        return None
 
     def to_model(self) -> LanguageModelConfig:
-        variant = self.variant()
-        depth = (
-            None if variant.depth == self.hidden_size / self.num_attention_heads else variant.depth
-        )
+        depth = self.head_dim
+        depth = None if depth == self.hidden_size / self.num_attention_heads else depth
+        bias = getattr(self, "attention_bias", False)
         options: dict[str, FieldValue] = {
-            "num_kv_heads": variant.num_kv_heads or self.num_attention_heads,
-            "use_bias": variant.bias,
-            "output_bias": variant.output_bias,
+            "num_kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "use_bias": self.has_bias or bias,
+            "output_bias": bias,
             **self.rope.options(),
-            **({} if variant.window is None else {"window_size": variant.window}),
+            **({} if self.window is None else {"window_size": self.window}),
         }
-        name = "gqa" if variant.window is None else "sliding_window"
         return LanguageModelConfig(
             vocab_size=self.vocab_size,
             model_dim=self.hidden_size,
             num_layers=self.num_hidden_layers,
-            attention=Layers(name, options=options),
+            attention=Layers("gqa" if self.window is None else "sliding_window", options=options),
             block="llama",
             mlp_dim=self.intermediate_size,
-            use_bias=variant.mlp_bias or None,
+            use_bias=getattr(self, "mlp_bias", None) or None,
             norm_epsilon=self.rms_norm_eps,
             trained_length=self.max_position_embeddings,
-            qk_norm=variant.qk_norm,
+            qk_norm=self.qk_norm,
             tie_embeddings=self.tie_word_embeddings,
             num_heads=self.num_attention_heads,
             key_depth=depth,
@@ -179,14 +163,9 @@ class Llama(LlamaLike):
     architecture = "LlamaForCausalLM"
 
     num_key_value_heads: Size | None = None
-    head_dim: Size | None = None
     rope_interleaved: Literal[False] = pydantic.Field(False, exclude=True)
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    def variant(self) -> Variant:
-        sizes, bias = (self.num_key_value_heads, self.head_dim), self.attention_bias
-        return Variant(*sizes, bias=bias, output_bias=bias, mlp_bias=self.mlp_bias)
 
 
 class Mistral(LlamaLike):
@@ -195,18 +174,16 @@ class Mistral(LlamaLike):
     model_type = "mistral"
     architecture = "MistralForCausalLM"
 
-    num_key_value_heads: Size | None
-    head_dim: Size | None = None
     sliding_window: Size | None
 
-    def variant(self) -> Variant:
-        return Variant(self.num_key_value_heads, self.head_dim, window=self.sliding_window)
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window
 
 
 class QwenLike(LlamaLike):
     """Fields of Qwen, whose sliding windows are unsupported."""
 
-    num_key_value_heads: Size | None
     use_sliding_window: Literal[False] = False
     use_mrope: Literal[False] = pydantic.Field(False, exclude=True)
     sliding_window: Size | None = pydantic.Field(None, exclude=True)
@@ -219,11 +196,7 @@ class Qwen2(QwenLike):
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
-
-    head_dim: Size | None = None
-
-    def variant(self) -> Variant:
-        return Variant(self.num_key_value_heads, self.head_dim, bias=True)
+    has_bias = True
 
 
 class Qwen3(QwenLike):
@@ -231,13 +204,10 @@ class Qwen3(QwenLike):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    qk_norm = True
 
     head_dim: Size | None = 128
     attention_bias: bool = False
-
-    def variant(self) -> Variant:
-        sizes, bias = (self.num_key_value_heads, self.head_dim), self.attention_bias
-        return Variant(*sizes, bias=bias, output_bias=bias, qk_norm=True)
 
 
 class GPT2(Family):

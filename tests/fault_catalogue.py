@@ -1283,8 +1283,8 @@ GENERATE_FAULTS = {
 INTEROP_FAULTS = {
     "an export with a transposed matrix": Fault(
         "heinsen_jax/interop/torch.py",
-        '("blocks.0.attention.output.kernel", True)',
-        '("blocks.0.attention.output.kernel", False)',
+        '("layers.{}.feedforward2.2", DENSE)',
+        '("layers.{}.feedforward2.2", SAME)',
         ("tests/interop/torch_test.py",),
     ),
     "a score of one token too many": Fault(

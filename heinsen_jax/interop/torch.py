@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeGuard
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -14,26 +15,23 @@ from safetensors.numpy import load_file, save_file
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.pickled import read_pickled
+from heinsen_jax.interop.transformers.tensors import DENSE, SAME, Names, entries
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
+from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.weights import check_finite
 from heinsen_jax.typing import ArrayLike
 
 __all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]
 
-# PyTorch name -> (path in LanguageModel, transposed). A name with {} exists once per layer.
-_NAMES: dict[str, tuple[str, bool]] = {
-    "embed.weight": ("embed.embedding", False),
-    "embed_pos.dense.weight": ("position.dense.kernel", True),
-    "embed_pos.dense.bias": ("position.dense.bias", False),
-    "layers.{}.feedforward1.0.weight": ("blocks.0.norm.scale", False),
-    "layers.{}.feedforward1.0.bias": ("blocks.0.norm.bias", False),
-    "layers.{}.feedforward1.1.weight": ("blocks.0.attention.project.kernel", True),
-    "layers.{}.feedforward1.1.bias": ("blocks.0.attention.project.bias", False),
-    "layers.{}.feedforward2.0.weight": ("blocks.0.attention.gate.kernel", True),
-    "layers.{}.feedforward2.0.bias": ("blocks.0.attention.gate.bias", False),
-    "layers.{}.feedforward2.2.weight": ("blocks.0.attention.output.kernel", True),
-    "lnorm.weight": ("norm.scale", False),
-    "lnorm.bias": ("norm.bias", False),
+# Module of this package -> (PyTorch module, layout). A name with {} exists once per layer.
+_NAMES: Names = {
+    "embed": ("embed", SAME),
+    "position.dense": ("embed_pos.dense", DENSE),
+    "blocks.0.norm": ("layers.{}.feedforward1.0", SAME),
+    "blocks.0.attention.project": ("layers.{}.feedforward1.1", DENSE),
+    "blocks.0.attention.gate": ("layers.{}.feedforward2.0", DENSE),
+    "blocks.0.attention.output": ("layers.{}.feedforward2.2", DENSE),
+    "norm": ("lnorm", SAME),
 }
 
 
@@ -51,35 +49,28 @@ def from_state_dict(arrays: Mapping[str, ArrayLike], *, num_heads: int) -> Langu
     Raises:
       ValueError: an entry is missing, unknown, or has the wrong shape; the message names it.
     """
-    layers = {int(m[1]) for name in arrays if (m := re.match(r"layers\.(\d+)\.", name))}
-    num_layers = max(layers, default=-1) + 1
-    expected = {each for name in _NAMES for each in _each_layer(name, num_layers)}
-    if problems := expected ^ set(arrays):
-        name = min(problems)
-        kind = "is missing" if name in expected else "is not part of the published model"
-        raise ValueError(f"state dict entry {name!r} {kind}")
-    config = _config({name: np.shape(x) for name, x in arrays.items()}, num_layers, num_heads)
+    config = _config({name: np.shape(x) for name, x in arrays.items()}, num_heads)
     if np.asarray(arrays["embed.weight"]).dtype == np.float64:
-        config = LanguageModelConfig(
-            **{**vars(config), "dtype": "float64", "param_dtype": "float64"}
-        )
-
+        config = dataclasses.replace(config, dtype="float64", param_dtype="float64")
     graph, state = nnx.split(LanguageModel.abstract(config))
-    parameters = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
-    for name, (path, transposed) in _NAMES.items():
-        parts = [np.asarray(arrays[each]) for each in _each_layer(name, num_layers)]
-        leaf = parameters[path]
-        want = leaf.shape[1:] if "{}" in name else leaf.shape
-        for each, part in zip(_each_layer(name, num_layers), parts, strict=True):
-            if part.shape != (want[::-1] if transposed else want):
-                raise ValueError(
-                    f"state dict entry {each!r} has shape {part.shape}, "
-                    f"which does not fit {num_heads} heads and the other entries"
-                )
-        parts = [part.T if transposed else part for part in parts]
-        value = np.stack(parts) if "{}" in name else parts[0]
-        leaf.set_value(jnp.asarray(value, leaf.dtype))
-    return nnx.merge(graph, state)
+    leaves = flatten_with_names(state)
+    parameters = entries(_NAMES, config, leaves)
+    shapes = {name: shape for x in parameters for name, shape in x.shapes(leaves[x.path].shape)}
+    if problems := shapes.keys() ^ arrays.keys():
+        name = min(problems)
+        kind = "is missing" if name in shapes else "is not part of the published model"
+        raise ValueError(f"state dict entry {name!r} {kind}")
+    for name, shape in shapes.items():
+        if np.shape(arrays[name]) != shape:
+            raise ValueError(
+                f"state dict entry {name!r} has shape {np.shape(arrays[name])}, "
+                f"which does not fit {num_heads} heads and the other entries"
+            )
+    values = [
+        jnp.asarray(x.load(leaves[x.path], lambda name: np.asarray(arrays[name])))
+        for x in parameters
+    ]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
 
 
 def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
@@ -98,15 +89,9 @@ def to_state_dict(model: LanguageModel) -> dict[str, np.ndarray]:
       >>> again = from_state_dict(arrays, num_heads=2)
     """
     _check_published(model.config)
-    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    parameters = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in state}
-    arrays = {}
-    for name, (path, transposed) in _NAMES.items():
-        value = parameters[path]
-        parts = value if "{}" in name else value[None]
-        for each, part in zip(_each_layer(name, model.config.num_layers), parts, strict=True):
-            arrays[each] = np.ascontiguousarray(part.T if transposed else part)
-    return arrays
+    leaves = flatten_with_names(nnx.state(model, nnx.Param))
+    tensors = (x.tensors(np.asarray(leaves[x.path])) for x in entries(_NAMES, model.config, leaves))
+    return {name: np.ascontiguousarray(x) for named in tensors for name, x in named}
 
 
 def from_file(path: str | Path, *, num_heads: int, allow_nonfinite: bool = False) -> LanguageModel:
@@ -157,10 +142,6 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
 
 
-def _each_layer(name: str, num_layers: int) -> list[str]:
-    return [name.format(layer) for layer in range(num_layers if "{}" in name else 1)]
-
-
 _FREE = {"vocab_size", "model_dim", "num_layers", "num_heads", "key_depth", "value_depth"}
 _FREE |= {"trained_length", "dtype", "param_dtype", "remat", "remat_policy"}
 
@@ -180,22 +161,23 @@ def _check_published(config: LanguageModelConfig) -> None:
             )
 
 
-def _config(
-    shapes: Mapping[str, tuple[int, ...]], num_layers: int, num_heads: int
-) -> LanguageModelConfig:
+def _config(shapes: Mapping[str, tuple[int, ...]], num_heads: int) -> LanguageModelConfig:
     """Infer the architecture from the shapes: with H heads, W1 has H (2 key_depth + value_depth)
     columns and W2 has H value_depth rows."""
-    vocab_size, model_dim = shapes["embed.weight"]
-    inner = shapes["layers.0.feedforward1.1.weight"][0]
-    values = shapes["layers.0.feedforward2.0.weight"][1]
+    sizes = "embed.weight", "layers.0.feedforward1.1.weight", "layers.0.feedforward2.0.weight"
+    for name in sizes:
+        if len(shapes.get(name, ())) != 2:
+            raise ValueError(f"state dict entry {name!r} is missing, or not a matrix")
+    (vocab_size, model_dim), (inner, _), (_, values) = (shapes[name] for name in sizes)
     if num_heads < 1 or values % num_heads or (inner - values) % (2 * num_heads):
         raise ValueError(
             f"num_heads={num_heads} does not fit layers of {inner} and {values} features"
         )
+    layers = (re.match(r"layers\.(\d+)\.", name) for name in shapes)
     return LanguageModelConfig(
         vocab_size=vocab_size,
         model_dim=model_dim,
-        num_layers=num_layers,
+        num_layers=len({match[1] for match in layers if match}),
         num_heads=num_heads,
         key_depth=(inner - values) // (2 * num_heads),
         value_depth=values // num_heads,

@@ -51,10 +51,11 @@ def test_sizes_follow_from_shapes():
     assert (config.vocab_size, config.model_dim, config.num_layers) == (11, 8, 1)
 
 
-def test_a_missing_entry_is_named():
+@pytest.mark.parametrize("name", ["lnorm.bias", "embed.weight"])
+def test_a_missing_entry_is_named(name):
     without = arrays()
-    del without["lnorm.bias"]
-    with pytest.raises(ValueError, match=r"'lnorm\.bias' is missing"):
+    del without[name]
+    with pytest.raises(ValueError, match=f"'{name}' is missing"):
         from_state_dict(without, num_heads=2)
 
 

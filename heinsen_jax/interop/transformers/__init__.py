@@ -33,7 +33,7 @@ from heinsen_jax.errors import UserError, explain, extra_module
 from heinsen_jax.interop.transformers.checkpoint import Checkpoint, check_format
 from heinsen_jax.interop.transformers.families import IRRELEVANT, family_of
 from heinsen_jax.interop.transformers.matching import family_for
-from heinsen_jax.interop.transformers.tensors import NAMES, entries
+from heinsen_jax.interop.transformers.tensors import NAMES, Names, entries
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
 from heinsen_jax.runs.record import CONFIG_FILE
@@ -98,25 +98,25 @@ def from_pretrained(
             f"{path}: vocab_size={config.vocab_size} is less than the {tokenizer.vocab_size} "
             f"tokens of {folder / 'tokenizer.json'}; remove the tokens that the model lacks"
         )
-    checkpoint = Checkpoint(folder, NAMES[family.model_type], allow_nonfinite=allow_nonfinite)
+    names = NAMES[family.model_type]
+    checkpoint = Checkpoint(folder, names, allow_nonfinite=allow_nonfinite)
     checkpoint.check_sizes(config)
     if config.tie_embeddings:
         checkpoint.check_tied()
-    return _loaded(checkpoint, family.model_type, config, on_host), tokenizer
+    return _loaded(checkpoint, names, config, on_host), tokenizer
 
 
 def _loaded(
-    checkpoint: Checkpoint, model_type: str, config: LanguageModelConfig, on_host: bool
+    checkpoint: Checkpoint, names: Names, config: LanguageModelConfig, on_host: bool
 ) -> LanguageModel:
     graph, state = nnx.split(LanguageModel.abstract(config))
     leaves = flatten_with_names(state)
     checkpoint.check_count({name: x.shape for name, x in leaves.items()})
-    parameters = entries(model_type, config, leaves)
+    parameters = entries(names, config, leaves)
     checkpoint.check({k: v for x in parameters for k, v in x.shapes(leaves[x.path].shape)})
     to_array = np.asarray if on_host else jnp.asarray
-    values = {x.path: to_array(x.load(leaves[x.path].shape, checkpoint.read)) for x in parameters}
-    tree = jax.tree.unflatten(jax.tree.structure(state), [values[path] for path in leaves])
-    return nnx.merge(graph, tree)
+    values = [to_array(x.load(leaves[x.path], checkpoint.read)) for x in parameters]
+    return nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), values))
 
 
 def import_model(
@@ -212,7 +212,7 @@ def to_pretrained(
     if stored not in (known := get_args(StoredDtype)):
         source = "" if dtype else f"{path}: "
         raise UserError(f"{source}dtype={stored!r} is unsupported; give one of {', '.join(known)}")
-    arrays = _tensors(model, family.model_type, str(stored))
+    arrays = _tensors(model, NAMES[family.model_type], str(stored))
     fields: dict[str, JSON] = {k: v for k, v in others.items() if k in IRRELEVANT}
     fields = {"architectures": [family.architecture], "model_type": family.model_type} | fields
     if like is None:  # null, since transformers has defaults for absent ids
@@ -248,10 +248,10 @@ def _ends(tokenizer: Tokenizer) -> int | list[JSON]:
     return [first, *others] if others else first
 
 
-def _tensors(model: LanguageModel, model_type: str, dtype: str) -> dict[str, np.ndarray]:
+def _tensors(model: LanguageModel, names: Names, dtype: str) -> dict[str, np.ndarray]:
     """All tensors in transformers, by name."""
     leaves, tensors = flatten_with_names(nnx.state(model, nnx.Param)), {}
-    for entry in entries(model_type, model.config, leaves):
+    for entry in entries(names, model.config, leaves):
         for name, value in entry.tensors(np.asarray(leaves[entry.path])):
             with np.errstate(over="ignore"):
                 tensors[name] = value.astype(dtype)

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
-from heinsen_jax.attention.rotary import PositionsConfig
 from heinsen_jax.models import LanguageModelConfig
 
 Tensors: TypeAlias = list[np.ndarray]
@@ -30,8 +30,8 @@ class Heads:
     @classmethod
     def of(cls, config: LanguageModelConfig) -> "Heads":
         layer: Any = config.abstract_layers()[0]
-        options: PositionsConfig = layer.config
-        rotated = options.rotated(layer.key_depth) if options.positions == "rotary" else 0
+        is_rotary = getattr(layer.config, "positions", None) == "rotary"
+        rotated = layer.config.rotated(layer.key_depth) if is_rotary else 0
         return cls(config.num_heads, layer.num_kv_heads, layer.key_depth, rotated)
 
     @property
@@ -166,9 +166,10 @@ class Entry:
         for names in self.layers:
             yield from zip(names, theirs, strict=True)
 
-    def load(self, shape: tuple[int, ...], read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The parameter of this shape, from a function that reads tensors."""
-        value = np.empty(shape, np.float32)  # filled by layer, so that no tensor is in memory twice
+    def load(self, leaf: jax.ShapeDtypeStruct, read: Callable[[str], np.ndarray]) -> np.ndarray:
+        """The parameter of a shape and dtype, from a function that reads tensors."""
+        # Filled by layer, so that no tensor is in memory twice.
+        value: np.ndarray = np.empty(leaf.shape, leaf.dtype)
         for part, names in zip(value if self.is_stacked else [value], self.layers, strict=True):
             part[...] = self.layout.to_ours([read(name) for name in names], self.heads)
         return value
@@ -179,16 +180,16 @@ class Entry:
             yield from zip(names, self.layout.to_theirs(part, self.heads), strict=True)
 
 
-def entries(model_type: str, config: LanguageModelConfig, paths: Iterable[str]) -> list[Entry]:
-    """The parameters of a model by their paths, with their tensors in transformers."""
+def entries(names: Names, config: LanguageModelConfig, paths: Iterable[str]) -> list[Entry]:
+    """The parameters of a model by their paths, with their tensors in another library."""
     heads, parameters = Heads.of(config), []
     for path in paths:
         module, _, leaf = path.removesuffix(".value").rpartition(".")
-        theirs, layout = NAMES[model_type][module]
+        theirs, layout = names[module]
         name = f"{theirs}.{'bias' if leaf == 'bias' else 'weight'}"
-        names = [name.replace("*", x) for x in "qkv"] if "*" in name else [name]
+        parts = [name.replace("*", x) for x in "qkv"] if "*" in name else [name]
         is_stacked = "{}" in name
         layers = range(config.num_layers if is_stacked else 1)
-        each = [[name.format(layer) for name in names] for layer in layers]
+        each = [[part.format(layer) for part in parts] for layer in layers]
         parameters.append(Entry(path, each, is_stacked, layout, heads))
     return parameters

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from heinsen_jax.errors import UserError
@@ -18,7 +17,7 @@ from heinsen_jax.interop.pickled import read_pickled
 from heinsen_jax.interop.transformers.tensors import DENSE, SAME, Names, entries
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.runs.weights import check_finite
+from heinsen_jax.runs.weights import check_finite, reading_arrays
 from heinsen_jax.typing import ArrayLike
 
 __all__ = ["from_file", "from_state_dict", "to_file", "to_state_dict"]
@@ -104,7 +103,11 @@ def from_file(path: str | Path, *, num_heads: int, allow_nonfinite: bool = False
       ValueError: as `from_state_dict`.
     """
     path = Path(path)
-    arrays = _read_safetensors(path) if path.suffix == ".safetensors" else read_pickled(path)
+    if path.suffix == ".safetensors":
+        with reading_arrays(path, "fetch or save it again"):
+            arrays = load_file(path)
+    else:
+        arrays = read_pickled(path)
     if not isinstance(arrays, Mapping) or not _are_arrays(arrays):
         content = (
             f"entries {sorted(map(str, arrays))[:5]}" if isinstance(arrays, Mapping) else "none"
@@ -131,15 +134,6 @@ def to_file(model: LanguageModel, path: str | Path) -> None:
 
 def _are_arrays(entries: Mapping[str, object]) -> TypeGuard[Mapping[str, np.ndarray]]:
     return all(isinstance(x, np.ndarray) for x in entries.values())
-
-
-def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    try:
-        return load_file(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}); give another file") from None
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}); fetch or save it again") from None
 
 
 _FREE = {"vocab_size", "model_dim", "num_layers", "num_heads", "key_depth", "value_depth"}

@@ -3,10 +3,11 @@
 The metadata of a file have the hash of its content, so that damage is detected when it is read.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax
@@ -119,19 +120,25 @@ def load_hashed(path: str | Path, remedy: str) -> tuple[dict[str, np.ndarray], d
       UserError: the file cannot be read or is damaged; the message ends with the remedy.
     """
     check_regular(Path(path))
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = dict(file.metadata() or {})
-            arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}): {remedy}") from None
-    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): {remedy}") from None
+    with reading_arrays(path, remedy), safe_open(path, framework="numpy") as file:
+        metadata = dict(file.metadata() or {})
+        arrays = {name: file.get_tensor(name) for name in sorted(file.keys())}
     if HASH not in metadata:
-        raise UserError(f"{path} is damaged, or not of this package (it has no {HASH}): {remedy}")
+        raise UserError(f"{path} is damaged, or not of this package (it has no {HASH}); {remedy}")
     if metadata.pop(HASH) != _hash_of(arrays, metadata):
-        raise UserError(f"{path} is damaged (its content has another hash): {remedy}")
+        raise UserError(f"{path} is damaged (its content has another hash); {remedy}")
     return arrays, metadata
+
+
+@contextlib.contextmanager
+def reading_arrays(path: str | Path, remedy: str) -> Iterator[None]:
+    """Convert errors, in a block that only reads a .safetensors file, to `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error}); {remedy}") from None
+    except (SafetensorError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error}); {remedy}") from None
 
 
 def _hash_of(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:

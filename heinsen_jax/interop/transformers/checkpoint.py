@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from heinsen_jax.errors import UserError
 from heinsen_jax.interop.transformers.tensors import Names
@@ -18,9 +18,11 @@ from heinsen_jax.runs.weights import (
     WEIGHTS_FILE,
     check_finite,
     has_weights,
+    reading_arrays,
     weight_files,
 )
 
+FETCH_AGAIN = "fetch it again"
 DTYPES = "F32", "F16", "BF16"
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)$")
 """Constants that earlier versions saved with the weights."""
@@ -58,7 +60,10 @@ class Checkpoint:
             )
         index = weight_files(folder)
         files = [WEIGHTS_FILE] if index is None else sorted(set(index.values()))
-        self._files = {folder / name: _open(folder / name) for name in files}
+        self._files: dict[Path, Any] = {}
+        for path in (folder / name for name in files):
+            with reading_arrays(path, FETCH_AGAIN):
+                self._files[path] = safe_open(path, framework="numpy")
         merged = self._merged({} if index is None else index)
         self.embedding, self.readout = (f"{names[x][0]}.weight" for x in ("embed", "unembed"))
         prefix = self.embedding.partition(".")[0] + "."
@@ -184,11 +189,8 @@ class Checkpoint:
         return self._raw(tensor).astype(np.float32)
 
     def _raw(self, tensor: Tensor) -> np.ndarray:
-        try:
-            value = self._files[tensor.path].get_tensor(tensor.name)
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{tensor.path} cannot be read ({error}); fetch it again") from None
-        return np.asarray(value)
+        with reading_arrays(tensor.path, FETCH_AGAIN):
+            return np.asarray(self._files[tensor.path].get_tensor(tensor.name))
 
     def check_tied(self) -> None:
         """Leave out the readout of a model with tied embeddings, if the files have it, too.
@@ -225,12 +227,3 @@ def check_format(path: Path) -> None:
             )
     if path.is_file():
         raise UserError(f"{path} is a file; give {folder}")
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="numpy")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error}); fetch it again") from None
-    except SafetensorError as error:
-        raise UserError(f"{path} is damaged ({error}); fetch it again") from None

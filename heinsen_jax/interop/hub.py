@@ -26,7 +26,7 @@ from heinsen_jax.data.tokenizers import has_name
 from heinsen_jax.errors import UserError, command_line, parse_json, printable, without_extra
 from heinsen_jax.models import LanguageModel, LanguageModelConfig
 from heinsen_jax.pytrees import flatten_with_names
-from heinsen_jax.runs.folder import RunFolder, open_run
+from heinsen_jax.runs.folder import open_run
 from heinsen_jax.runs.load import ModelOptions, load_run
 from heinsen_jax.runs.metrics_file import METRICS_FILE, read_evaluations
 from heinsen_jax.runs.record import CONFIG_FILE, Sections, read_config
@@ -62,28 +62,23 @@ def save_pretrained(
     Raises:
       UserError: the run does not exist; the folder is not empty; or it cannot be written.
     """
-    with open_run(workdir) as run:
-        return _save_pretrained(run, local_path(output, "output"), best, shard_bytes, repo_id)
-
-
-def _save_pretrained(
-    run: RunFolder, output: Path, best: bool, shard_bytes: int, repo_id: str | None
-) -> Path:
+    output = local_path(output, "output")
     check_new_folder(output)
-    model, tokenizer, step = load_run(str(run), best=best, on_host=True)
-    arrays = flatten_with_names(nnx.state(model, nnx.Param))
-    with filling(output) as partial:
-        save_weights(partial, arrays, step=step, shard_bytes=shard_bytes)
-        if tokenizer is not None:
-            save_tokenizer(tokenizer, partial)
-        config = _without_paths(parse_json((run.files / CONFIG_FILE).read_bytes()))
-        content = json.dumps(config, indent=2) + "\n"
-        (partial / CONFIG_FILE).write_text(content, encoding="utf-8")
-        if (run.files / METRICS_FILE).exists():
-            shutil.copyfile(run.files / METRICS_FILE, partial / METRICS_FILE)
-        name = output.name if output.is_absolute() else str(output)
-        text = card(run.files, step, arrays, repo_id or name)
-        (partial / CARD_FILE).write_text(text, encoding="utf-8")
+    with open_run(workdir) as run:
+        model, tokenizer, step = load_run(str(run), best=best, on_host=True)
+        arrays = flatten_with_names(nnx.state(model, nnx.Param))
+        with filling(output) as partial:
+            save_weights(partial, arrays, step=step, shard_bytes=shard_bytes)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, partial)
+            config = _without_paths(parse_json((run.files / CONFIG_FILE).read_bytes()))
+            content = json.dumps(config, indent=2) + "\n"
+            (partial / CONFIG_FILE).write_text(content, encoding="utf-8")
+            if (run.files / METRICS_FILE).exists():
+                shutil.copyfile(run.files / METRICS_FILE, partial / METRICS_FILE)
+            name = output.name if output.is_absolute() else str(output)
+            text = card(run.files, step, arrays, repo_id or name)
+            (partial / CARD_FILE).write_text(text, encoding="utf-8")
     return output
 
 
@@ -273,94 +268,74 @@ def card(workdir: Path, step: int, arrays: dict[str, Array], name: str) -> str:
     source = Path(str(data["corpus"])).name if is_text else str(data["task"])  # no folders of users
     origin = _origin(config)
     source, title = " ".join(source.split()), " ".join(workdir.resolve().name.split())
-    metrics = read_evaluations(workdir).get(step, {})
-    writes, parameters = is_text and model.is_causal, sum(x.size for x in arrays.values())
-    commands = "`python -m heinsen_jax.evaluate --workdir FOLDER`"
-    if writes:
-        commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
-    return CARD.format(
-        header=_metadata(title, ", ".join(model.layer_pattern), source, metrics, writes, origin),
-        title=_markdown(title),
-        origin=origin.text,
-        settings=_settings(model, parameters)
-        + (_training(config, step, source) if origin.is_trained else ""),
-        results=_results(metrics, config.get("training", {}).get("evaluation_batches")),
-        name=json.dumps(name),
-        commands=commands,
-    )
-
-
-def _settings(model: LanguageModelConfig, parameters: int) -> str:
-    """Return the sizes of a model as rows of a Markdown table."""
-    rows = {
-        "parameters": f"{parameters:,}",
+    settings = {
+        "parameters": f"{sum(x.size for x in arrays.values()):,}",
         "attention": ", ".join(model.layer_pattern),
         "layers": model.num_layers,
         "width": model.model_dim,
         "heads": model.num_heads,
         "vocabulary": f"{model.vocab_size:,}",
     }
-    return _rows(rows)
+    if origin.is_trained:
+        settings |= {
+            "data": _markdown(source),
+            "sequence length": data.get("sequence_length"),
+            "batch size": data["batch_size"],
+            "steps": f"{step:,} of {config['training']['steps']:,}",
+            "maximum learning rate": config["optimizer"]["learning_rate"],
+        }
+    metrics = read_evaluations(workdir).get(step, {})
+    writes = is_text and model.is_causal
+    commands = "`python -m heinsen_jax.evaluate --workdir FOLDER`"
+    if writes:
+        commands = f"`python -m heinsen_jax.generate --workdir FOLDER --prompt TEXT` and {commands}"
+    header = ModelCardData(
+        library_name="heinsen_jax",
+        pipeline_tag="text-generation" if writes else None,
+        tags=["jax", "flax", "heinsen_jax", f"{settings['attention']}-attention"],
+        base_model=origin.base,
+        model_name=title if metrics else None,
+        eval_results=[_result(source, *metric) for metric in metrics.items()] or None,
+    )
+    return CARD.format(
+        header=header.to_yaml(),
+        title=_markdown(title),
+        origin=origin.text,
+        settings=_rows(settings),
+        results=_results(metrics, config.get("training", {}).get("evaluation_batches")),
+        name=json.dumps(name),
+        commands=commands,
+    )
 
 
-def _training(config: Sections, step: int, source: str) -> str:
-    """Return the settings of training as further rows."""
-    rows = {
-        "data": _markdown(source),
-        "sequence length": config["data"].get("sequence_length"),
-        "batch size": config["data"]["batch_size"],
-        "steps": f"{step:,} of {config['training']['steps']:,}",
-        "maximum learning rate": config["optimizer"]["learning_rate"],
-    }
-    return "\n" + _rows(rows)
-
-
-def _rows(values: Mapping[str, JSON]) -> str:
-    return "\n".join(f"| {name} | {value} |" for name, value in values.items())
+def _result(source: str, name: str, value: float) -> EvalResult:
+    """A measurement, as the hub lists it."""
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=source,
+        dataset_name=source,
+        metric_type=name,
+        metric_value=round(value, 4),
+    )
 
 
 def _results(metrics: dict[str, float], batches: JSON) -> str:
     """Return the metrics as a Markdown table, with the part of the data that was measured."""
     if not metrics:
         return "Not measured."
-    rows = "\n".join(f"| {name.replace('_', ' ')} | {x:.4f} |" for name, x in metrics.items())
+    rows = _rows({name.replace("_", " "): f"{x:.4f}" for name, x in metrics.items()})
     part = f"\n\nMeasured on the first {batches} batches of the validation text."
     part = "" if batches is None else part
     return f"| | validation |\n|---|---|\n{rows}{part}"
 
 
+def _rows(values: Mapping[str, JSON]) -> str:
+    return "\n".join(f"| {name} | {value} |" for name, value in values.items())
+
+
 def _markdown(text: str) -> str:
     """Escape text for Markdown."""
     return re.sub(r"([\\`*_\[\]<>#|~])", r"\\\1", text)
-
-
-def _metadata(
-    title: str,
-    attention: str,
-    source: str,
-    metrics: dict[str, float],
-    writes: bool,
-    origin: _Origin,
-) -> str:
-    """Metadata of the card for the hub: YAML, with results as a model-index."""
-    results = [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=source,
-            dataset_name=source,
-            metric_type=name,
-            metric_value=round(value, 4),
-        )
-        for name, value in metrics.items()
-    ]
-    return ModelCardData(
-        library_name="heinsen_jax",
-        pipeline_tag="text-generation" if writes else None,
-        tags=["jax", "flax", "heinsen_jax", f"{attention}-attention"],
-        base_model=origin.base,
-        model_name=title if results else None,
-        eval_results=results or None,
-    ).to_yaml()
 
 
 @config_dataclass
